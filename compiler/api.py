@@ -30,6 +30,7 @@ from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
 from ..runtime.optimizer.tiles import steps_in_tiles
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
+from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN
 from .arguments import (
     check_agrees,
@@ -156,6 +157,7 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
+    model = with_bytes(model)
     check_arguments(model, max_grad_norm, strategy, seed)
     check_types(precision, gradient_dtype, boundary_dtype)
     precision = Precision.of(precision).name

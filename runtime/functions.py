@@ -12,12 +12,18 @@ from torch import Tensor
 from .accelerator import generator_of
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
+from .quantised.linear_4bit import linear_4bit
+from .quantised.linear_8bit import linear_8bit
+from .quantised.linear_torchao import linear_torchao
 
 __all__ = [
     "chunked_cross_entropy",
     "cross_entropy_of_parts",
     "evaluation_logits",
     "joined_statistics",
+    "linear_4bit",
+    "linear_8bit",
+    "linear_torchao",
     "packed_attention",
     "part_statistics",
     "window_attention",

@@ -23,7 +23,7 @@ MAY_IMPORT = {
 ORDER = {
     "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "program", "verify"),
     "runtime": (
-        "accelerator", "modules", "chunked_loss", "part_loss", "functions", "forced_eager", "model_names", "scratch",
+        "accelerator", "modules", "chunked_loss", "part_loss", "quantised", "functions", "forced_eager", "model_names", "scratch",
         "nodes", "team", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate",
         "measure", "processes",
     ),

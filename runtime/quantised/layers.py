@@ -1,0 +1,169 @@
+"""The modules that stand for quantised layers: the same parameters as plain bytes, and one call of a function.
+
+A library keeps a quantised weight in a tensor class of its own, beside tensors that no module registers. Everything
+that follows knows parameters only, so these layers have each of those tensors as a frozen parameter of bytes. A live
+layer's memory is shared; for a layer on the meta device the shapes are those that its library would make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from .linear_4bit import NESTED_BLOCKSIZE, linear_4bit
+from .linear_8bit import linear_8bit
+from .linear_torchao import WEIGHT_ONLY, linear_torchao
+from .packers import Packer4bit, Packer8bit, parts_of_state
+from .raw_bytes import as_bytes
+
+NESTED_CODES = 256  # of an absmax of 8 bits
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer of which all weights but the bias are bytes. `was` is the layer of the library.
+
+    `types` has the shape and the type of each of its tensors, by the name of the parameter with its bytes.
+    """
+
+    types: Shapes
+
+    def __init__(self, was: nn.Linear):
+        super().__init__()
+        self.was = (was,)  # in a tuple, as it is none of the modules
+        self.training = was.training
+        self.register_parameter("bias", was.bias)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Register the tensors as frozen parameters of bytes."""
+        self.types = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(as_bytes(tensor), requires_grad=False))
+
+    def take_shapes(self, types: Shapes) -> None:
+        """As `take`, on the meta device."""
+        self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
+
+    def packer(self) -> Packer4bit | Packer8bit | None:
+        """What makes the tensors of a whole weight; None where only files that have them can be read."""
+        return None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.was[0]._save_to_state_dict(destination, prefix, keep_vars)
+
+    @property
+    def is_transposed(self) -> bool:
+        return getattr(getattr(self.was[0], "source_cls", None), "__name__", "") == "Conv1D"
+
+
+class Linear4bitBytes(QuantisedLinear):
+    """Stands for bitsandbytes' `Linear4bit`."""
+
+    def __init__(self, was: Any):
+        super().__init__(was)
+        weight: Any = was.weight
+        self.shape, self.compute_dtype = (was.out_features, was.in_features), was.compute_dtype
+        self.quant_type, self.blocksize = weight.quant_type, weight.blocksize
+        self.is_nested = bool(weight.compress_statistics)
+        state = weight.quant_state
+        if state is None:
+            self.dtype = weight.dtype
+            self.take_shapes(self._types_on_meta())
+            return
+        if getattr(state, "packing_format_for_cpu", False):
+            was.state_dict()  # the library's way back from the order that inference on a CPU has
+            state = weight.quant_state
+        self.quant_type, self.blocksize, self.dtype = state.quant_type, state.blocksize, state.dtype
+        self.is_nested = bool(state.nested)
+        self.take({"weight": weight.data, **parts_of_state(state)})
+
+    def forward(self, input: Tensor) -> Tensor:
+        nested = (self.nested_absmax, self.nested_quant_map, self.nested_offset) if self.is_nested else ()
+        return linear_4bit(
+            input, self.weight, self.absmax, self.bias, *nested, shape=self.shape, blocksize=self.blocksize,
+            quant_type=self.quant_type, dtype=self.dtype, compute_dtype=self.compute_dtype,
+        )  # fmt: skip
+
+    def packer(self) -> Packer4bit:
+        return Packer4bit(self.dtype, self.blocksize, self.quant_type, self.is_nested, self.is_transposed)
+
+    def _types_on_meta(self) -> Shapes:
+        numel = self.shape[0] * self.shape[1]
+        blocks = -(-numel // self.blocksize)
+        types: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((-(-numel // 2), 1), torch.uint8)}
+        if not self.is_nested:
+            return {**types, "absmax": ((blocks,), torch.float32)}
+        return {
+            **types,
+            "absmax": ((blocks,), torch.uint8),
+            "nested_absmax": ((-(-blocks // NESTED_BLOCKSIZE),), torch.float32),
+            "nested_quant_map": ((NESTED_CODES,), torch.float32),
+            "nested_offset": ((), torch.float32),
+        }
+
+
+class Linear8bitBytes(QuantisedLinear):
+    """Stands for bitsandbytes' `Linear8bitLt` with weights of 8 bits."""
+
+    def __init__(self, was: Any):
+        super().__init__(was)
+        self.threshold = float(was.state.threshold)
+        weight: Any = was.weight
+        scb = weight.SCB if getattr(weight, "SCB", None) is not None else was.state.SCB
+        if scb is None:
+            self.take_shapes({
+                "weight": ((was.out_features, was.in_features), torch.int8),
+                "SCB": ((was.out_features,), torch.float32),
+            })  # fmt: skip
+            return
+        self.take({"weight": weight.data, "SCB": scb})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_8bit(
+            input, self.weight, self.SCB, self.bias, threshold=self.threshold, training=self.training
+        )
+
+    def packer(self) -> Packer8bit:
+        return Packer8bit(self.is_transposed)
+
+
+class LinearTorchaoBytes(QuantisedLinear):
+    """Stands for a linear layer with a quantised weight of torchao."""
+
+    def __init__(self, was: nn.Linear, path: str):
+        super().__init__(was)
+        weight: Any = was.weight
+        self.kind = type(weight).__name__
+        names = [*weight.tensor_data_names, *getattr(weight, "optional_tensor_data_names", ())]
+        others = [*weight.tensor_attribute_names, *getattr(weight, "optional_tensor_attribute_names", ())]
+        inner = {name: getattr(weight, name) for name in names if getattr(weight, name) is not None}
+        kept = {name: getattr(weight, name) for name in others}
+        wrong = [name for name in (*inner, *kept) if name.startswith("act") and (name in inner or kept[name])]
+        if self.kind not in WEIGHT_ONLY or wrong:
+            what = f"{self.kind} with {wrong[0]}" if wrong else self.kind
+            raise PlanError(
+                f"model: {path}.weight is torchao's {what}, which is not trained around here; quantise weights only, "
+                "with Float8WeightOnlyConfig, Int8WeightOnlyConfig or IntxWeightOnlyConfig"
+            )
+        self.attributes = {name: _plain(value) for name, value in kept.items() if _is_plain(_plain(value))}
+        self.dtypes = {name: tensor.dtype for name, tensor in inner.items()}
+        self.take({f"weight_{name}": tensor for name, tensor in inner.items()})
+
+    def forward(self, input: Tensor) -> Tensor:
+        parts = [getattr(self, f"weight_{name}") for name in self.dtypes]
+        return linear_torchao(
+            input, self.bias, *parts, kind=self.kind, dtypes=self.dtypes, attributes=self.attributes
+        )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """What a printed file can hold; None is what an attribute is where it is not given."""
+    return isinstance(value, (bool, int, float, list, torch.dtype))

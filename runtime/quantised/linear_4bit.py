@@ -1,0 +1,107 @@
+"""`functions.linear_4bit`: bitsandbytes' linear layer with NF4 or FP4 weights, of packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .bias import gradient_of_bias
+from .libraries import bitsandbytes
+from .raw_bytes import of_bytes
+
+NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
+
+
+@dataclass(frozen=True)
+class Format4bit:
+    """How a weight of this shape is packed; `dtype`: what it was before, and what the library unpacks it to."""
+
+    shape: tuple[int, int]
+    blocksize: int
+    quant_type: str
+    dtype: torch.dtype
+
+    def state(self, absmax: Tensor, nested: Sequence[Tensor | None]) -> Any:
+        """The library's own description of the weight, of which these are the bytes."""
+        kind = bitsandbytes().functional.QuantState
+        nested_absmax, nested_quant_map, nested_offset = nested
+        common = {"shape": torch.Size(self.shape), "blocksize": self.blocksize, "quant_type": self.quant_type}
+        common["dtype"] = self.dtype
+        if nested_absmax is None or nested_quant_map is None or nested_offset is None:
+            return kind(of_bytes(absmax, torch.float32), **common)
+        outer = kind(
+            of_bytes(nested_absmax, torch.float32),
+            code=of_bytes(nested_quant_map, torch.float32),
+            blocksize=NESTED_BLOCKSIZE,
+            dtype=torch.float32,
+        )
+        return kind(absmax, offset=of_bytes(nested_offset, torch.float32).reshape(()), state2=outer, **common)
+
+
+def linear_4bit(
+    input: Tensor,
+    weight: Tensor,
+    absmax: Tensor,
+    bias: Tensor | None = None,
+    nested_absmax: Tensor | None = None,
+    nested_quant_map: Tensor | None = None,
+    nested_offset: Tensor | None = None,
+    *,
+    shape: Sequence[int],
+    blocksize: int,
+    quant_type: str,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward.
+
+    absmax: of each block of `blocksize` weights, fp32; or, where that is quantised itself, 8 bits each, beside
+        `nested_absmax`, `nested_quant_map` and `nested_offset`.
+    dtype: of the weight before it was quantised. compute_dtype: of the product; None for that of the input.
+    """
+    if has_torch_function((input,)):
+        found: Tensor = handle_torch_function(
+            linear_4bit, (input,), input, weight, absmax, bias, nested_absmax, nested_quant_map, nested_offset,
+            shape=shape, blocksize=blocksize, quant_type=quant_type, dtype=dtype, compute_dtype=compute_dtype,
+        )  # fmt: skip
+        return found
+    own = input.dtype
+    compute = compute_dtype or own
+    given = bias if bias is None else bias.to(compute)
+    packing = Format4bit((shape[0], shape[1]), blocksize, quant_type, dtype)
+    found = _Linear4bit.apply(
+        input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, packing
+    )
+    return found.to(own)
+
+
+class _Linear4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        *nested, packing = rest
+        ctx.packing, ctx.bias = packing, None if bias is None else (bias.shape, bias.dtype)
+        ctx.save_for_backward(weight, absmax, *nested)
+        state = packing.state(absmax, nested)
+        if input.is_cuda:  # where the library may have a kernel that never writes the whole weight
+            product: Tensor = bitsandbytes().matmul_4bit(input, weight, state, bias=bias)
+            return product
+        state.dtype = input.dtype
+        return F.linear(input, bitsandbytes().functional.dequantize_4bit(weight, state), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0]
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            weight, absmax, *nested = ctx.saved_tensors
+            plain = bitsandbytes().functional.dequantize_4bit(weight, ctx.packing.state(absmax, nested))
+            of_input = torch.matmul(grad, plain.to(grad.dtype))
+        if ctx.needs_input_grad[3]:
+            of_bias = gradient_of_bias(grad, *ctx.bias)
+        return of_input, None, None, of_bias, None, None, None, None

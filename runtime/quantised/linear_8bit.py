@@ -1,0 +1,69 @@
+"""`functions.linear_8bit`: bitsandbytes' linear layer with int8 weights, LLM.int8()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .bias import gradient_of_bias
+from .libraries import bitsandbytes
+from .raw_bytes import of_bytes
+
+
+def linear_8bit(
+    input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None = None, *, threshold: float = 0.0,
+    training: bool = True,
+) -> Tensor:  # fmt: skip
+    """`bitsandbytes.nn.Linear8bitLt` without 16-bit weights. `scb`: the largest of each row of the weight before it was
+    quantised, fp32. What exceeds `threshold` in the input is multiplied in 16 bits.
+
+    While training on a CPU the library multiplies with the unpacked weight, and so does this; backward always does.
+    """
+    if has_torch_function((input,)):
+        found: Tensor = handle_torch_function(
+            linear_8bit, (input,), input, weight, scb, bias, threshold=threshold, training=training
+        )
+        return found
+    given = bias if bias is None else bias.to(input.dtype)
+    found = _Linear8bit.apply(input, weight, scb, given, threshold, training)
+    return found
+
+
+class _Linear8bit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None, threshold: float, training: bool
+    ) -> Tensor:
+        ctx.dtype, ctx.bias = input.dtype, None if bias is None else (bias.shape, bias.dtype)
+        ctx.save_for_backward(weight, scb)
+        if not input.is_cuda and training:
+            return F.linear(input, _unpacked(weight, scb, input.dtype), bias)
+        library = bitsandbytes()
+        packed = of_bytes(weight, torch.int8)
+        state = library.MatmulLtState(CB=packed, SCB=of_bytes(scb, torch.float32))
+        state.threshold, state.has_fp16_weights, state.is_training = threshold, False, training
+        state.use_pool = threshold > 0
+        product: Tensor = library.matmul(input, packed, bias=bias, state=state)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0]
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            plain = _unpacked(*ctx.saved_tensors, ctx.dtype)
+            rows = grad.reshape(-1, grad.shape[-1]).contiguous().to(ctx.dtype)
+            of_input = torch.matmul(rows, plain).view(*grad.shape[:-1], plain.shape[1])
+        if ctx.needs_input_grad[3]:
+            of_bias = gradient_of_bias(grad, *ctx.bias)
+        return of_input, None, None, of_bias, None, None
+
+
+def _unpacked(weight: Tensor, scb: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the library writes it; it has no function for it."""
+    rows = of_bytes(scb, torch.float32).unsqueeze(1).mul(1.0 / 127.0)
+    return of_bytes(weight, torch.int8).to(dtype, copy=True).mul_(rows)

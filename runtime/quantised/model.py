@@ -1,0 +1,100 @@
+"""A model with plain bytes in place of what its library keeps quantised weights in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ir.errors import PlanError
+from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes
+
+BITSANDBYTES = "bitsandbytes.nn.modules"
+TENSORS = {
+    ("bitsandbytes.nn.modules", "Params4bit"): "bitsandbytes",
+    ("bitsandbytes.nn.modules", "Int8Params"): "bitsandbytes",
+    ("torchao.utils", "TorchAOBaseTensor"): "torchao",
+}
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether a parameter of the model is of a library's class for quantised weights."""
+    return isinstance(model, nn.Module) and any(_library_of(p) is not None for p in model.parameters())
+
+
+def with_bytes(model: nn.Module) -> nn.Module:
+    """The model itself where nothing is quantised; else one that has `QuantisedLinear` in place of quantised layers.
+
+    All other modules, and those of their parts that change, are shared with the model: what one trains, the other has.
+    Raises `PlanError` naming a quantised weight that is to be trained, or one of a layer that is not known.
+    """
+    return _Exchange().of(model, "") if is_quantised(model) else model
+
+
+class _Exchange:
+    def __init__(self) -> None:
+        self.made: dict[int, nn.Module] = {}
+
+    def of(self, module: nn.Module, path: str) -> nn.Module:
+        if id(module) not in self.made:
+            self.made[id(module)] = self._exchanged(module, path)
+        return self.made[id(module)]
+
+    def _exchanged(self, module: nn.Module, path: str) -> nn.Module:
+        for name, param in module._parameters.items():
+            if param is not None and _library_of(param) is not None:
+                return self._layer(module, path, name)
+        children = {
+            name: None if child is None else self.of(child, f"{path}.{name}" if path else name)
+            for name, child in module._modules.items()
+        }
+        if all(new is module._modules[name] for name, new in children.items()):
+            return module
+        twin = type(module).__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__["_modules"] = children
+        return twin
+
+    def _layer(self, module: Any, path: str, name: str) -> nn.Module:
+        param = module._parameters[name]
+        if param.requires_grad:
+            raise PlanError(
+                f"model: {path}.{name} is quantised by {_library_of(param)} and asks for a gradient, which 4 or 8 bits "
+                f"cannot follow. Freeze it ({path}.{name}.requires_grad_(False)) and train adapters around it "
+                "(peft.get_peft_model), or load the model without quantisation"
+            )
+        if name == "weight" and _is_a(module, BITSANDBYTES, "Linear4bit"):
+            self._require_packed(param, path, param.quant_state is not None)
+            return Linear4bitBytes(module)
+        if name == "weight" and _is_a(module, BITSANDBYTES, "Linear8bitLt"):
+            if module.state.has_fp16_weights:
+                raise PlanError(
+                    f"model: {path} (Linear8bitLt) keeps weights of 16 bits and quantises them in every forward; build "
+                    "it with has_fp16_weights=False (load_in_8bit=True does), which keeps 8 bits"
+                )
+            self._require_packed(param, path, param.dtype == torch.int8)
+            return Linear8bitBytes(module)
+        if name == "weight" and type(module) is nn.Linear and _library_of(param) == "torchao":
+            return LinearTorchaoBytes(module, path)
+        raise PlanError(
+            f"model: {path}.{name} is quantised by {_library_of(param)} in a {type(module).__name__}; only the weights "
+            "of linear layers can be. Leave this module out of the quantisation (llm_int8_skip_modules of "
+            "BitsAndBytesConfig, modules_to_not_convert of TorchAoConfig)"
+        )
+
+    def _require_packed(self, param: nn.Parameter, path: str, is_packed: bool) -> None:
+        if not is_packed and not param.is_meta:
+            raise PlanError(
+                f"model: {path}.weight is to be quantised, which bitsandbytes does when the layer moves to a device: "
+                'call model.to("cpu") or model.to("cuda") first'
+            )
+
+
+def _library_of(param: nn.Parameter) -> str | None:
+    places = ((cls.__module__, cls.__qualname__) for cls in type(param).__mro__)
+    return next((TENSORS[place] for place in places if place in TENSORS), None)
+
+
+def _is_a(module: nn.Module, where: str, name: str) -> bool:
+    return any((cls.__module__, cls.__qualname__) == (where, name) for cls in type(module).__mro__)
