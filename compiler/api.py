@@ -32,6 +32,7 @@ from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN
+from ..runtime.state.weights import settle_packing
 from .arguments import (
     check_agrees,
     check_arguments,
@@ -158,6 +159,8 @@ def compile(
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
     model = with_bytes(model)
+    if weights is not None:
+        settle_packing(model, weights)
     check_arguments(model, max_grad_norm, strategy, seed)
     check_types(precision, gradient_dtype, boundary_dtype)
     precision = Precision.of(precision).name

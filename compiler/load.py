@@ -16,7 +16,9 @@ from ..runtime.device.file import ProgramFile, open_directory, read_directory
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.torchrun import TorchrunDriver
+from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN, Trust
+from ..runtime.state.weights import settle_packing
 from .folder import COUNTS_FILE, Folder
 from .job.counts import open_counts
 from .job.job import Job
@@ -41,6 +43,9 @@ def load(
     memory or lose a value, or goes beyond what is printed; `PlanError` where a file is missing.
     """
     folder, files = _read(directory)
+    model = with_bytes(model)
+    if folder.settings.weights is not None:
+        settle_packing(model, folder.settings.weights)
     _check_model(model, folder)
     _check_loss_weight(loss_weight, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs

@@ -31,9 +31,12 @@ class QuantisedLinear(nn.Module):
     """
 
     types: Shapes
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, was: nn.Linear):
         super().__init__()
+        self.shape = (was.out_features, was.in_features)
         self.was = (was,)  # in a tuple, as it is none of the modules
         self.training = was.training
         self.register_parameter("bias", was.bias)
@@ -63,10 +66,15 @@ class QuantisedLinear(nn.Module):
 class Linear4bitBytes(QuantisedLinear):
     """Stands for bitsandbytes' `Linear4bit`."""
 
+    absmax: nn.Parameter
+    nested_absmax: nn.Parameter
+    nested_quant_map: nn.Parameter
+    nested_offset: nn.Parameter
+
     def __init__(self, was: Any):
         super().__init__(was)
         weight: Any = was.weight
-        self.shape, self.compute_dtype = (was.out_features, was.in_features), was.compute_dtype
+        self.compute_dtype = was.compute_dtype
         self.quant_type, self.blocksize = weight.quant_type, weight.blocksize
         self.is_nested = bool(weight.compress_statistics)
         state = weight.quant_state
@@ -108,6 +116,8 @@ class Linear4bitBytes(QuantisedLinear):
 
 class Linear8bitBytes(QuantisedLinear):
     """Stands for bitsandbytes' `Linear8bitLt` with weights of 8 bits."""
+
+    SCB: nn.Parameter
 
     def __init__(self, was: Any):
         super().__init__(was)

@@ -55,7 +55,8 @@ class _Linear8bit(torch.autograd.Function):
         grad = grads[0]
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
-            plain = _unpacked(*ctx.saved_tensors, ctx.dtype)
+            weight, scb = ctx.saved_tensors
+            plain = _unpacked(weight, scb, ctx.dtype)
             rows = grad.reshape(-1, grad.shape[-1]).contiguous().to(ctx.dtype)
             of_input = torch.matmul(rows, plain).view(*grad.shape[:-1], plain.shape[1])
         if ctx.needs_input_grad[3]:

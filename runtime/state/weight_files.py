@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from ...ir.documents import Unreadable, is_inside, read_json
 from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
+from .packed import UNNEEDED, PackedOnRead, StoredBytes, places_in_files, quantised_layers
 from .stored import Converted, Stored, in_model_terms
 from .tensor_file import TensorFile
 from .wrapped import ModelPart, part_by_names, parts_of
@@ -26,12 +28,15 @@ REPLACED = re.compile(
 )
 
 
+Place: TypeAlias = Stored | Converted | StoredBytes | PackedOnRead
+
+
 @dataclass(frozen=True)
 class Match:
     """`where` maps the names found in the files to their tensors, `misshapen` names to (shape in the files, shape in
     the model)."""
 
-    where: dict[str, Stored | Converted]
+    where: dict[str, Place]
     missing: list[str]
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     unexpected: list[str]
@@ -111,8 +116,16 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
     to_key = max(rules, key=lambda rule: sum(rule(own) in found for own in part.names.values()))
     keys = {name: to_key(own) for name, own in part.names.items()}
     aliases = aliases_of(ties)
-    where = {}
-    for name in wanted:
+    where: dict[str, Place] = {}
+    unneeded: set[str] = set()
+    for path, layer in quantised_layers(model):
+        first = next(iter(layer.types))
+        if f"{path}.{first}" in keys:
+            base = keys[f"{path}.{first}"].removesuffix(first)
+            places = places_in_files(layer, base, found)
+            unneeded |= {f"{base}{name}" for name in UNNEEDED}
+            where |= {f"{path}.{leaf}": place for leaf, place in places.items()}
+    for name in [name for name in wanted if name not in where]:
         canonical = ties.get(name, name)
         present = [keys[other] for other in aliases.get(canonical, [name]) if keys.get(other) in found]
         if present:
@@ -120,7 +133,7 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
         if name == canonical:
             _require_equal(found, present)
     shapes = {name: (stored.shape, tuple(wanted[name].shape)) for name, stored in where.items()}
-    expected = set(keys.values())
+    expected = {*keys.values(), *unneeded, *(key for place in where.values() for key in place.keys)}
     ignored = [re.compile(p) for p in getattr(part.module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unexpected = {key for name, stored in found.items() if name not in expected for key in stored.keys}
     return Match(

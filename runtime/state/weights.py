@@ -20,8 +20,8 @@ from ...ir.errors import CheckpointError, PlanError
 from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, never_saved, ties_of
 from .fresh import FreshValues
-from .stored import Converted, Stored
-from .weight_files import match_names, open_files
+from .packed import quantised_layers
+from .weight_files import Place, match_names, open_files
 from .wrapped import ModelPart
 
 
@@ -97,7 +97,7 @@ class DirectoryWeights(WeightSource):
     `fresh_names` come from the model's initialiser. `unexpected_keys` are keys in the files that no name uses.
     """
 
-    where: Mapping[str, Stored | Converted]
+    where: Mapping[str, Place]
     ties: Mapping[str, str]
     held: Mapping[str, Tensor] = field(default_factory=dict)
     fresh_names: tuple[str, ...] = ()
@@ -114,6 +114,13 @@ class DirectoryWeights(WeightSource):
 
     def is_shared(self, name: str) -> bool:
         return name in self.held
+
+
+def settle_packing(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Let quantised layers on the meta device take from the files what these alone know. Raises `CheckpointError` where
+    the files' layers are quantised in another way, or not there as a whole."""
+    if any(p.is_meta for _, layer in quantised_layers(model) for p in layer.parameters()):
+        match_names(model, open_files(Path(directory)), None)
 
 
 def open_directory(

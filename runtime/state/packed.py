@@ -1,0 +1,179 @@
+"""Quantised layers in files: packed by their library already, or whole weights that are packed while they are read.
+
+In: a model with `QuantisedLinear` in it, and the tensors of files. Out: what stands for each of a layer's tensors. A
+whole weight is in memory for no longer than its library takes to pack it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import CheckpointError
+from ..quantised.layers import Linear4bitBytes, LinearTorchaoBytes, QuantisedLinear
+from ..quantised.packers import Packer4bit, Packer8bit
+from ..quantised.raw_bytes import as_bytes
+from .stored import Converted, Stored
+from .tensor_file import CODES
+
+STATE = ".quant_state.bitsandbytes__"
+OFFSET = "nested_offset"
+UNNEEDED = ("weight.quant_map", "weight_format")  # of a layer: what its other tensors say, too
+Found = Mapping[str, Stored | Converted]
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """The bytes of one tensor of a file, or of a number that its description of the format has."""
+
+    stored: Stored
+    field: str = ""  # of the description; the tensor itself without one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.field:
+            return (4,)
+        *outer, last = self.stored.shape or (1,)
+        return (*outer, last * dtype_of(self.stored).itemsize)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.stored.keys
+
+    def read(self) -> Tensor:
+        return as_bytes(torch.tensor(_described(self.stored)[self.field]) if self.field else self.stored.read())
+
+    def read_rows(self, begin: int, end: int) -> Tensor:
+        return self.read()[begin:end].clone()
+
+
+@dataclass
+class Packing:
+    """A whole weight in a file, and what packs it. Holds what was packed until each tensor was asked for once."""
+
+    stored: Stored | Converted
+    packer: Packer4bit | Packer8bit
+    packed: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str) -> Tensor:
+        if name not in self.packed:
+            self.packed = self.packer.pack(self.stored.read())
+        return self.packed.pop(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stored": self.stored, "packer": self.packer, "packed": {}}
+
+
+@dataclass(frozen=True)
+class PackedOnRead:
+    """One of the tensors that a library makes of a whole weight."""
+
+    packing: Packing
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.packing.stored.keys
+
+    def read(self) -> Tensor:
+        return self.packing.take(self.name)
+
+    def read_rows(self, begin: int, end: int) -> Tensor:
+        return self.read()[begin:end].clone()
+
+
+def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantisedLinear):
+            yield path, module
+
+
+def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[str, StoredBytes | PackedOnRead]:
+    """Where each tensor of a layer is, by the name of its parameter; nothing where the files do not have the layer.
+    `front`: its name in the files, with a dot. A layer on the meta device takes the type that its weight was, or will
+    be, quantised from.
+
+    Raises `CheckpointError` for a layer that is not there as a whole, or is quantised otherwise than the model's.
+    """
+    if isinstance(layer, LinearTorchaoBytes):
+        packed = {name: found.get(f"{front}_{name}") for name in layer.types}
+    elif isinstance(layer, Linear4bitBytes):
+        state = next((stored for key, stored in found.items() if key.startswith(f"{front}weight{STATE}")), None)
+        packed = {name: found.get(f"{front}weight.{name}") for name in layer.types if name not in ("weight", OFFSET)}
+        packed |= {"state": state} | ({OFFSET: state} if OFFSET in layer.types else {})
+        if any(packed.values()):
+            packed["weight"] = found.get(f"{front}weight")
+    else:
+        packed = {"SCB": found.get(f"{front}SCB")}
+        if any(packed.values()):
+            packed["weight"] = found.get(f"{front}weight")
+    if any(packed.values()):
+        return _packed_already(layer, front, packed)
+    whole = found.get(f"{front}weight")
+    if whole is None:
+        return {}
+    if isinstance(layer, Linear4bitBytes) and layer.weight.is_meta:
+        layer.dtype = dtype_of(whole)  # as from_pretrained takes it
+    packer = layer.packer()
+    if packer is None:
+        raise CheckpointError(
+            f"{front}weight is not quantised in these files, but by torchao in the model: give weights that torchao "
+            "has quantised (save_pretrained of such a model), or the model loaded, instead of one on the meta device"
+        )
+    shape = layer.shape[::-1] if packer.is_transposed else layer.shape
+    if whole.shape != shape or not dtype_of(whole).is_floating_point:
+        raise CheckpointError(
+            f"{front}weight has shape {list(whole.shape)} and type {str(dtype_of(whole))[6:]} in these files; the "
+            f"model quantises weights of shape {list(shape)} that are not quantised yet"
+        )
+    packing = Packing(whole, packer)
+    shapes = {name: tuple(layer.get_parameter(name).shape) for name in layer.types}
+    return {name: PackedOnRead(packing, name, shape) for name, shape in shapes.items()}
+
+
+
+def _packed_already(
+    layer: QuantisedLinear, front: str, packed: Mapping[str, Stored | Converted | None]
+) -> dict[str, StoredBytes | PackedOnRead]:
+    missing = [name for name, stored in packed.items() if stored is None]
+    if missing:
+        raise CheckpointError(
+            f"{front.rstrip('.')!r} is quantised in these files, but its {', '.join(missing)} is missing: they are cut "
+            "off, or quantised in another way (with or without double quantisation) than the model"
+        )
+    there = {name: stored for name, stored in packed.items() if isinstance(stored, Stored)}
+    if isinstance(layer, Linear4bitBytes):
+        described = _described(there.pop("state"))
+        if layer.weight.is_meta:
+            layer.dtype = described["dtype"]
+        own = {"quant_type": layer.quant_type, "blocksize": layer.blocksize, "shape": list(layer.shape)}
+        own["dtype"] = layer.dtype
+        for name, value in own.items():
+            if described.get(name) != value:
+                raise CheckpointError(
+                    f"{front}weight has {name} {described.get(name)!r} in these files, but {value!r} in the model: "
+                    "build the model with the quantization_config of the files"
+                )
+    return {name: StoredBytes(stored, OFFSET if name == OFFSET else "") for name, stored in there.items()}
+
+
+def _described(state: Stored | Converted) -> dict[str, Any]:
+    """What bitsandbytes has written about a weight of 4 bits."""
+    try:
+        described: dict[str, Any] = json.loads(bytes(state.read().tolist()))
+        described["dtype"] = getattr(torch, described["dtype"])
+        described[OFFSET] = float(described.get(OFFSET, 0.0))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{state.keys[0]!r} is no description of a weight of 4 bits ({error!r})") from error
+    return described
+
+
+def dtype_of(stored: Stored | Converted) -> torch.dtype:
+    first = stored if isinstance(stored, Stored) else stored.rows[0][1]
+    return CODES[first.file.entries[first.key].code]

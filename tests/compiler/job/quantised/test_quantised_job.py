@@ -1,0 +1,246 @@
+"""Quantised frozen weights with LoRA: a compiled job's steps are those of the libraries in eager, bit for bit.
+
+With plain SGD and one micro-batch all sums run in the same order, so losses and adapters are equal, not close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.compiler.job.job import Job
+from penstock.errors import CheckpointError, PlanError
+from penstock.runtime.quantised import libraries
+from penstock.tests.compiler.job.quantised.models import (
+    QUANTISATIONS,
+    SGD,
+    STEPS,
+    adapted,
+    batch,
+    eager_losses,
+    loaded,
+    on_meta,
+    trained_params,
+    write_whole,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_whole(tmp_path_factory.mktemp("whole"))
+
+
+def compiled(model: nn.Module, **options: Any) -> Job:
+    machine = penstock.Hardware.cpu(1, memory="64MB", dram="1GB", ssd="1GB")
+    chosen = {"optimizer": SGD, "micro_batches": 1, "strategy": "mobius", **options}
+    return penstock.compile(model, machine, example_inputs=batch(0), **chosen)
+
+
+def require_equal(own: nn.Module, theirs: nn.Module) -> None:
+    expected = trained_params(theirs)
+    assert expected
+    for name, param in trained_params(own).items():
+        assert torch.equal(param, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_steps_are_those_of_the_library(whole: Path, kind: str) -> None:
+    """Swapped from DRAM: packed bytes arrive before forward and again before backward."""
+    theirs, own = adapted(loaded(whole, kind)), adapted(loaded(whole, kind))
+    losses = eager_losses(theirs)
+    with compiled(own) as job:
+        assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
+        job.sync()
+    require_equal(own, theirs)
+
+
+def test_resident_and_on_ssd(whole: Path, tmp_path: Path) -> None:
+    theirs = adapted(loaded(whole, "nf4-double"))
+    losses = eager_losses(theirs)
+    for strategy, disks in (("gpipe", None), ("fuyou", [tmp_path])):
+        own = adapted(loaded(whole, "nf4-double"))
+        with compiled(own, strategy=strategy, ssd_dirs=disks) as job:
+            assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
+            job.sync()
+        require_equal(own, theirs)
+
+
+def test_half_a_byte_a_parameter_travels(whole: Path) -> None:
+    """What a step brings to the device: predicted as counted, and of quantised layers half a byte for each weight, 8
+    bits for each 64 of them, and what double quantisation adds: 2/256 bytes for these, and 1028 bytes a layer."""
+    own = adapted(loaded(whole, "nf4-double"))
+    with compiled(own) as job:
+        job.step(batch(0))
+        job.step(batch(1))
+        assert job.last is not None and job.plan.predicted is not None
+        assert job.last.moved_bytes == job.plan.predicted.moved_bytes
+        params = [p for spec in job.folder.interface.stages.values() for p in spec.params]
+        packed = [p for p in params if "_proj" in p.name and "lora" not in p.name]
+        weights = sum(4 * size for size in (64 * 64, 32 * 64, 32 * 64, 64 * 64, *3 * [64 * 192]))
+        assert {p.dtype for p in packed} == {"uint8"} and not any(p.requires_grad for p in packed)
+        num_layers = 4 * 7
+        absmax_bytes = weights // 64
+        nested = [p for p in packed if "nested" in p.name]
+        assert sum(p.bytes for p in nested) <= num_layers * (4 * 256 + 4 + 4)
+        assert sum(p.bytes for p in packed) - sum(p.bytes for p in nested) == weights // 2 + absmax_bytes
+        text = "".join(job.folder.files.values())
+        assert text.count("functions.linear_4bit(") > 0 and "linear_4bit" in text
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_no_precision_touches_packed_tensors(whole: Path, precision: str) -> None:
+    """Under autocast losses are those of eager; with weights in bf16 the packed ones are the same bytes, and losses
+    differ by no more than bf16's own rounding."""
+    own, theirs = adapted(loaded(whole, "nf4-double")), adapted(loaded(whole, "nf4-double"))
+    losses = eager_losses(theirs, torch.bfloat16 if precision == "bf16-mixed" else None)
+    with compiled(own, precision=precision) as job:
+        found = [float(job.step(batch(step))) for step in range(STEPS)]
+        params = [p for spec in job.folder.interface.stages.values() for p in spec.params]
+        assert {p.dtype for p in params if "_proj" in p.name and "lora" not in p.name} == {"uint8"}
+    assert found == pytest.approx(losses, rel=1e-6 if precision == "bf16-mixed" else 2e-2)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
+    whole: Path, tmp_path: Path, kind: str, packed: bool
+) -> None:
+    directory = whole
+    if packed:
+        directory = tmp_path / "packed"
+        loaded(whole, kind).save_pretrained(directory)
+    live = adapted(loaded(whole, kind))
+    with compiled(live) as job:
+        wanted = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
+    with compiled(adapted(on_meta(directory, kind, packed)), weights=directory) as job:
+        with pytest.warns(UserWarning, match="start from their initialiser"):  # the adapters
+            found = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
+        assert float(job.step(batch(0))) > 0
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert "lora" in name or torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_from_the_type_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    directory = write_whole(tmp_path / "whole", dtype)
+    layer = loaded(directory, "nf4").model.layers[0].mlp.up_proj  # type: ignore[union-attr, index]
+    with compiled(adapted(on_meta(directory, "nf4")), weights=directory) as job:
+        job.step(batch(0))
+        assert f"dtype=torch.{str(layer.weight.quant_state.dtype)[6:]}" in "".join(job.folder.files.values())
+        weights = {name: t for _, row, _ in job.states() for name, t in row.items()}
+    name = "base_model.model.model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(weights[name], layer.weight.data)
+
+
+def without(directory: Path, part: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    save_file({key: t for key, t in load_file(file).items() if not key.endswith(part)}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda at: without(at, "layers.2.mlp.up_proj.weight.absmax"), r"layers\.2\.mlp\.up_proj'.* absmax is missing"),
+        (lambda at: without(at, "layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj'.* weight is missing"),
+        (lambda at: cut_off(at / "model.safetensors"), "model.safetensors"),
+    ],
+)
+def test_a_checkpoint_that_is_cut_off(whole: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    directory = tmp_path / "packed"
+    loaded(whole, "nf4").save_pretrained(directory)
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message):
+        compiled(adapted(on_meta(directory, "nf4", packed=True)), weights=directory)
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def test_a_checkpoint_quantised_otherwise(whole: Path, tmp_path: Path) -> None:
+    loaded(whole, "fp4").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="quant_type 'fp4' in these files, but 'nf4' in the model"):
+        compiled(adapted(on_meta(tmp_path, "nf4", packed=True)), weights=tmp_path)
+
+
+def test_the_adapter_is_saved_and_read_back(whole: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    own = adapted(loaded(whole, "nf4"))
+    with compiled(own) as job:
+        job.step(batch(0))
+        job.save_pretrained(tmp_path)
+        job.sync()
+    read = PeftModel.from_pretrained(loaded(whole, "nf4"), tmp_path).train()  # type: ignore[arg-type]
+    for name, param in trained_params(own).items():
+        assert torch.equal(param, dict(read.named_parameters())[name]), name
+
+
+def test_the_state_dict_is_the_librarys(whole: Path) -> None:
+    for kind in ("nf4-double", "int8"):
+        own = adapted(loaded(whole, kind))
+        with compiled(own) as job:
+            job.step(batch(0))
+            state = job.state_dict()
+            job.sync()
+        expected = own.state_dict()
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name
+
+
+def test_a_written_job_runs_again(whole: Path, tmp_path: Path) -> None:
+    """Its files are verified as a stranger's would be."""
+    theirs = adapted(loaded(whole, "nf4-double"))
+    losses = eager_losses(theirs)
+    with compiled(adapted(loaded(whole, "nf4-double"))) as job:
+        job.write(tmp_path)
+    with penstock.load(tmp_path, adapted(loaded(whole, "nf4-double"))) as again:
+        assert [float(again.step(batch(step))) for step in range(STEPS)] == losses
+
+
+def test_a_quantised_weight_is_not_trained(whole: Path) -> None:
+    own = adapted(loaded(whole, "nf4"))
+    linear: Any = own.get_submodule("base_model.model.model.layers.3.mlp.gate_proj")
+    linear.weight.__dict__["quant_state"] = linear.weight.quant_state
+    object.__setattr__(linear.weight, "quant_type", "nf4")
+    with pytest.raises((PlanError, RuntimeError), match="floating point|gradient"):
+        linear.weight.requires_grad_(True)
+        compiled(own)
+
+
+def test_a_library_that_is_missing_is_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(libraries.importlib, "import_module", missing)
+    assert importlib.import_module is missing
+    with pytest.raises(PlanError, match=r"pip install 'penstock\[bitsandbytes\]'"):
+        libraries.bitsandbytes()
+
+
+def test_layers_that_are_not_linear_are_refused() -> None:
+    import bitsandbytes
+
+    model = nn.Sequential(bitsandbytes.nn.Embedding4bit(64, 64).to("cpu"), nn.Linear(64, 4))
+    with pytest.raises(PlanError, match=r"0\.weight is quantised by bitsandbytes in a Embedding4bit"):
+        penstock.compile(model, penstock.Hardware.cpu(1), example_inputs={"input": torch.zeros(4, dtype=torch.int64)})
+
+
+def test_weights_that_were_never_packed_are_refused() -> None:
+    import bitsandbytes
+
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 4))
+    with pytest.raises(PlanError, match=r'0\.weight is to be quantised.*model\.to\("cpu"\)'):
+        penstock.compile(model, penstock.Hardware.cpu(1), example_inputs={"input": torch.zeros(4, 64)})
