@@ -18,6 +18,7 @@ from ...ir.program import Interface, StageSpec, whole_params
 from ...runtime.model_names import named_tensors
 from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
+from ...runtime.quantised.model import names_of_bytes
 from ...runtime.stage.store import StagePart, joined
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity, base_identity, frozen_params
@@ -57,6 +58,8 @@ def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[He
     for _, weights, buffers in states:
         for name, tensor in (weights | buffers).items():
             found.setdefault(ties.get(name, name), tensor)
+    for name in names_of_bytes(model):  # frozen, and the model's own has the type that its library knows
+        found.pop(name, None)
     state = {}
     for name, own in model.state_dict().items():
         tensor = found.get(ties.get(name, name), own)

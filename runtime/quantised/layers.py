@@ -8,6 +8,7 @@ layer's memory is shared; for a layer on the meta device the shapes are those th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ NESTED_CODES = 256  # of an absmax of 8 bits
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+@dataclass(frozen=True)
+class Stand:
+    """Whose place a module has: neither one of its modules, nor copied with it."""
+
+    layer: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stand:
+        return self
+
+
 class QuantisedLinear(nn.Module):
     """A linear layer of which all weights but the bias are bytes. `was` is the layer of the library.
 
@@ -37,7 +48,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, was: nn.Linear):
         super().__init__()
         self.shape = (was.out_features, was.in_features)
-        self.was = (was,)  # in a tuple, as it is none of the modules
+        self.stand = Stand(was)
         self.training = was.training
         self.register_parameter("bias", was.bias)
 
@@ -56,11 +67,11 @@ class QuantisedLinear(nn.Module):
         return None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.was[0]._save_to_state_dict(destination, prefix, keep_vars)
+        self.stand.layer._save_to_state_dict(destination, prefix, keep_vars)
 
     @property
     def is_transposed(self) -> bool:
-        return getattr(getattr(self.was[0], "source_cls", None), "__name__", "") == "Conv1D"
+        return getattr(getattr(self.stand.layer, "source_cls", None), "__name__", "") == "Conv1D"
 
 
 class Linear4bitBytes(QuantisedLinear):

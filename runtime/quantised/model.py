@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes
+from .layers import Linear4bitBytes, Linear8bitBytes, LinearTorchaoBytes, QuantisedLinear
 
 BITSANDBYTES = "bitsandbytes.nn.modules"
 TENSORS = {
@@ -30,6 +30,12 @@ def with_bytes(model: nn.Module) -> nn.Module:
     Raises `PlanError` naming a quantised weight that is to be trained, or one of a layer that is not known.
     """
     return _Exchange().of(model, "") if is_quantised(model) else model
+
+
+def names_of_bytes(model: nn.Module) -> set[str]:
+    """The names of the parameters that are bytes of quantised weights."""
+    layers = ((path, module) for path, module in model.named_modules(remove_duplicate=False))
+    return {f"{path}.{name}" for path, module in layers if isinstance(module, QuantisedLinear) for name in module.types}
 
 
 class _Exchange:

@@ -15,6 +15,7 @@ from transformers.integrations import replace_with_bnb_linear
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 ADAPTED = ["q_proj", "v_proj", "down_proj"]
 STEPS = 4
+LAYERS = 4
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "nf4": NF4,
@@ -28,7 +29,7 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 def write_whole(directory: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint that is not quantised."""
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
