@@ -170,7 +170,8 @@ class LinearTorchaoBytes(QuantisedLinear):
                 f"model: {path}.weight is torchao's {what}, which is not trained around here; quantise weights only, "
                 "with Float8WeightOnlyConfig, Int8WeightOnlyConfig or IntxWeightOnlyConfig"
             )
-        self.attributes = {name: _plain(value) for name, value in kept.items() if _is_plain(_plain(value))}
+        needed = weight.tensor_attribute_names  # the others are what they are where they are not given
+        self.attributes = {n: _plain(value) for n, value in kept.items() if n in needed or _is_plain(value)}
         self.dtypes = {name: tensor.dtype for name, tensor in inner.items()}
         self.take({f"weight_{name}": tensor for name, tensor in inner.items()})
 
@@ -186,5 +187,4 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """What a printed file can hold; None is what an attribute is where it is not given."""
-    return isinstance(value, (bool, int, float, list, torch.dtype))
+    return isinstance(value, (bool, int, float, list, tuple, torch.dtype))

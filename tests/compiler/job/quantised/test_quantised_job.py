@@ -100,15 +100,15 @@ def test_half_a_byte_a_parameter_travels(whole: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_no_precision_touches_packed_tensors(whole: Path, precision: str) -> None:
-    """Under autocast losses are those of eager; with weights in bf16 the packed ones are the same bytes, and losses
-    differ by no more than bf16's own rounding."""
+    """Losses differ from eager's, with autocast or in fp32, by no more than bf16's own rounding: under autocast as much
+    as those of a model that is not quantised do (1e-4)."""
     own, theirs = adapted(loaded(whole, "nf4-double")), adapted(loaded(whole, "nf4-double"))
     losses = eager_losses(theirs, torch.bfloat16 if precision == "bf16-mixed" else None)
     with compiled(own, precision=precision) as job:
         found = [float(job.step(batch(step))) for step in range(STEPS)]
         params = [p for spec in job.folder.interface.stages.values() for p in spec.params]
         assert {p.dtype for p in params if "_proj" in p.name and "lora" not in p.name} == {"uint8"}
-    assert found == pytest.approx(losses, rel=1e-6 if precision == "bf16-mixed" else 2e-2)
+    assert found == pytest.approx(losses, rel=3e-4 if precision == "bf16-mixed" else 2e-2)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
@@ -213,14 +213,14 @@ def test_a_written_job_runs_again(whole: Path, tmp_path: Path) -> None:
         assert [float(again.step(batch(step))) for step in range(STEPS)] == losses
 
 
-def test_a_quantised_weight_is_not_trained(whole: Path) -> None:
-    own = adapted(loaded(whole, "nf4"))
-    linear: Any = own.get_submodule("base_model.model.model.layers.3.mlp.gate_proj")
-    linear.weight.__dict__["quant_state"] = linear.weight.quant_state
-    object.__setattr__(linear.weight, "quant_type", "nf4")
-    with pytest.raises((PlanError, RuntimeError), match="floating point|gradient"):
-        linear.weight.requires_grad_(True)
-        compiled(own)
+def test_a_quantised_weight_is_not_trained() -> None:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+    quantize_(model[0], Float8WeightOnlyConfig())
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(PlanError, match=r"0\.weight is quantised by torchao and asks for a gradient.*requires_grad_"):
+        penstock.compile(model, penstock.Hardware.cpu(1), example_inputs={"input": torch.zeros(4, 64)})
 
 
 def test_a_library_that_is_missing_is_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
