@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compiler.api import compile
     from .compiler.job.job import Job, Outputs, StepReport
-    from .compiler.job.packing import PackedRows, pack_documents
     from .compiler.job.sampler import RankSampler
     from .compiler.load import load
+    from .compiler.packing.documents import PackedRows, pack_documents
     from .compiler.plan import Plan
     from .compiler.preference import DPO
     from .ir import errors
@@ -44,7 +44,7 @@ _HOMES = {
     "Hardware": ".ir.machine.hardware",
     "Job": ".compiler.job.job",
     "Outputs": ".compiler.job.job",
-    "PackedRows": ".compiler.job.packing",
+    "PackedRows": ".compiler.packing.documents",
     "Plan": ".compiler.plan",
     "RankSampler": ".compiler.job.sampler",
     "StepReport": ".compiler.job.job",
@@ -52,7 +52,7 @@ _HOMES = {
     "compile": ".compiler.api",
     "hidden_matrices": ".runtime.optimizer.param_groups",
     "load": ".compiler.load",
-    "pack_documents": ".compiler.job.packing",
+    "pack_documents": ".compiler.packing.documents",
 }
 
 

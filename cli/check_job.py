@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..compiler.check.check import CheckReport, check
 from ..compiler.garbage import rare_collections
-from ..compiler.job.packing import pack_documents
 from ..compiler.models.named import NamedModel
+from ..compiler.packing.documents import pack_documents
 from ..ir.errors import PlanError
 from .options import JobOptions
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler.job.packing import PackedRows, pack_documents
+from ..compiler.packing.documents import PackedRows, pack_documents
 from ..ir.errors import PlanError
 
 NUM_BYTES = 256

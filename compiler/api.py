@@ -60,7 +60,7 @@ from .job.preflight import plain_directories
 from .job.together import planned_once
 from .loss.rules import counted, refuse_item_count, traced
 from .own_copy import beside_own_copy
-from .packed_batch import is_packed, require_borders, require_positions, with_unread
+from .packing.borders import is_packed, require_borders, require_positions, with_unread
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Wishes

@@ -33,9 +33,8 @@ ORDER = {
     ),
     "compiler": (
         "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",
-        "unread", "packed_batch", "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job",
-        "dynamic_shapes",
-        "arguments", "load", "check", "api",
+        "packing", "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job",
+        "dynamic_shapes", "preference", "arguments", "load", "check", "api",
     ),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder

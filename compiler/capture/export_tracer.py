@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
 from ...passes.graph.opgraph import OpGraph, build_module, missing_buffers
-from ..unread import Unread
+from ..packing.unread import Unread
 from .guard import Borrowed, TraceOptions, borrowed, replaced
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines

@@ -21,7 +21,7 @@ from ...ir.precision import Precision
 from ...passes.graph.blocks import storage_root
 from ...passes.graph.kernels.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
-from ..unread import ValueRead
+from ..packing.unread import ValueRead
 from .dynamic import DynamicDims, LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed

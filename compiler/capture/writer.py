@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import CaptureError
 from ...passes.graph.sizes.nodes import SizeNodes
-from ..unread import Unread
+from ..packing.unread import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .values import KnownValues

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...ir.errors import BatchError, PlanError
 from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
-from ..packed_batch import with_unread
+from ..packing.borders import with_unread
 from .plain_tensor import plain_tensor
 
 

@@ -159,7 +159,9 @@ def without(directory: Path, part: str) -> None:
         (lambda at: cut_off(at / "model.safetensors"), "model.safetensors"),
     ],
 )
-def test_a_checkpoint_that_is_cut_off(whole: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_a_checkpoint_that_is_cut_off(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
     directory = tmp_path / "packed"
     loaded(whole, "nf4").save_pretrained(directory)
     damage(directory)

@@ -16,9 +16,9 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ir.errors import PlanError
-from ..passes.graph.masks.followers import heedless_attention
-from ..passes.graph.opgraph import OpGraph
+from ...ir.errors import PlanError
+from ...passes.graph.masks.followers import heedless_attention
+from ...passes.graph.opgraph import OpGraph
 from .unread import Unread
 
 OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..ir.errors import CaptureError
+from ...ir.errors import CaptureError
 
 _READS = (
     "__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__", "__getitem__", "__contains__", "__eq__",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import penstock
-from penstock.compiler.job.packing import IGNORED, first_fit, pack_documents
+from penstock.compiler.packing.documents import IGNORED, first_fit, pack_documents
 from penstock.ir.errors import PlanError
 
 
