@@ -103,6 +103,28 @@ def simulate(
         screen.print(f"timeline in {trace}: open it at https://ui.perfetto.dev")
 
 
+@app.command(
+    epilog="Example: penstock adapters --model llama-8b --hardware rtx4090x1 --batch 4 --sequence 1024 --rank 16"
+)
+@takes(JobOptions)
+def adapters(
+    options: JobOptions,
+    rank: Annotated[list[int] | None, typer.Option(min=1, help="ranks of LoRA; repeatable; without it 16")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which frozen base (bf16, int8, nf4) and rank of LoRA fit a machine, and at what speed: one plan for each."""
+    from .adapter_table import adapter_rows, adapter_tables
+
+    rows = adapter_rows(options, rank or [16])
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], indent=1))
+        return
+    from .tables import console
+
+    for table in adapter_tables(rows):
+        console().print(table)
+
+
 @app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")
 @takes(JobOptions)
 def explain(options: JobOptions, directory: Written = None) -> None:

@@ -106,6 +106,10 @@ class JobOptions:
         str | None,
         typer.Option(help="train an adapter of PEFT only: lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"),
     ] = None
+    base: Annotated[
+        str | None,
+        typer.Option(help="the frozen weights under --adapter: bf16, int8, nf4 (bitsandbytes); the rest is bf16-true"),
+    ] = None
     dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
     seed: Annotated[int, typer.Option(help="of dropout, new weights and the order of the data")] = 0
     download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
@@ -135,6 +139,7 @@ class JobOptions:
             dropout=self.dropout,
             download=self.download,
             adapter=self.adapter,
+            base=self.base,
         )
 
     def compile(self, dump: Callable[[str, Draft], None] | None = None, hardware: Hardware | None = None) -> Job:
@@ -165,7 +170,7 @@ class JobOptions:
             "strategy": self.strategy,
             "plan": self.plan,
             "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
-            "precision": self.precision,
+            "precision": self.true_precision,
             "gradient_dtype": self.gradient_dtype,
             "boundary_dtype": self.boundary_dtype,
             "max_grad_norm": self.max_grad_norm,
@@ -180,6 +185,13 @@ class JobOptions:
             "timeout_s": self.timeout,
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
+
+    @property
+    def true_precision(self) -> str:
+        """The precision, which is that of the base where only that is named."""
+        from ..compiler.models.bases import PRECISION
+
+        return PRECISION if self.base is not None and self.precision == "fp32" else self.precision
 
     def profiling(self) -> bool | Path:
         """The argument `profile` of `penstock.compile`."""

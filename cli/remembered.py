@@ -22,6 +22,7 @@ class Remembered(BaseModel):
     dropout: bool
     seed: int
     adapter: str | None = None
+    base: str | None = None
 
     def write(self, directory: Path) -> None:
         (directory / FILE).write_text(self.model_dump_json(indent=1) + "\n")

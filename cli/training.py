@@ -180,6 +180,7 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
         dropout=options.dropout,
         download=options.download,
         adapter=options.adapter,
+        base=options.base,
     )
     names = [*classes, *(f"unused {i}" for i in range(len(classes), count))]
     found.config.id2label = dict(enumerate(names))

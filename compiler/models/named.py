@@ -20,6 +20,7 @@ from torch import nn
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from .adapters import LoraChoice
+from .bases import on_base, quantisation, require_base
 from .table import alias_of, known_models
 
 HEADS = {
@@ -33,13 +34,14 @@ HEADS = {
 @dataclass(frozen=True)
 class NamedModel:
     """A configuration with a task head. `directory` holds its weights or tokenizer, if there is one; `adapter` is put
-    on every model that is made."""
+    on every model that is made, on a `base` if that is named."""
 
     name: str
     config: Any
     head: str
     directory: Path | None = None
     adapter: LoraChoice | None = None
+    base: str = ""  # the form of the frozen weights under an adapter; "" for the model's own
 
     @property
     def has_weights(self) -> bool:
@@ -48,13 +50,21 @@ class NamedModel:
     def on_meta(self) -> nn.Module:
         """The model without a single weight, in training mode."""
         with torch.device("meta"):
-            return self._adapted(self._from_config())
+            model = self._from_config()
+            return self._adapted(on_base(model, self.base) if self.base else model)
 
     def in_memory(self, seed: int = 0) -> nn.Module:
         """The model with the weights of its directory; those that are not there are drawn from `seed`."""
         torch.manual_seed(seed)
+        quantised = quantisation(self.base) if self.base else None
         if not self.has_weights:
+            if quantised is not None:
+                raise PlanError(
+                    f"--base {self.base}: {self.name} has no weights here that could be quantised; name a directory "
+                    "with some, or leave --base out"
+                )
             return self._adapted(self._from_config())
+        more = {} if quantised is None else {"quantization_config": quantised}
         model: nn.Module = _transformers(HEADS[self.head]).from_pretrained(
             self.directory,
             config=self.config,
@@ -62,6 +72,7 @@ class NamedModel:
             use_safetensors=True,
             trust_remote_code=False,
             dtype=torch.float32,
+            **more,
         )
         return self._adapted(model.train())
 
@@ -152,22 +163,25 @@ def find_model(
     dropout: bool = True,
     download: bool = False,
     adapter: str | None = None,
+    base: str | None = None,
 ) -> NamedModel:
     """The model of a name, with its overrides.
 
     head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: the head of its configuration.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
-    adapter: as `LoraChoice.parse` reads it.
+    adapter: as `LoraChoice.parse` reads it. base: one of `BASES`.
 
     Raises `PlanError` for an unknown name (with close ones), head or dimension.
     """
     if head is not None and head not in HEADS:
         raise PlanError(f"head={head!r}; allowed are {', '.join(HEADS)}")
     choice = None if adapter is None else LoraChoice.parse(adapter)
-    base, _, changes = name.partition(":")
-    fields, directory = _fields(base, download)
-    plain = _configuration(fields, base)
+    if base is not None:
+        require_base(base, choice is not None)
+    first, _, changes = name.partition(":")
+    fields, directory = _fields(first, download)
+    plain = _configuration(fields, first)
     values = parse_changes(changes, plain)
     if num_labels is not None:
         values["num_labels"] = num_labels
@@ -176,7 +190,7 @@ def find_model(
     config = _configuration({**fields, **values}, name) if values else plain
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
-    return NamedModel(name, config, head or natural_head(config), directory, choice)
+    return NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
 
 
 def parse_changes(text: str, config: Any) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Which base and rank of an adapter fit a machine, and at what speed: one plan for each, one row for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ..compiler.models.bases import BASES
+from ..ir.errors import DoesNotFit
+from ..ir.units import format_bytes, format_seconds
+from .options import JobOptions
+from .tables import table
+
+
+@dataclass(frozen=True)
+class AdapterRow:
+    """One base with one rank. `bound_s`: what no plan of as many micro-batches undercuts, and `bound_by` why. `reason`
+    says why it does not fit, with the nearest that does; then all figures are None."""
+
+    base: str
+    rank: int
+    reason: str = ""
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    bound_s: float | None = None
+    bound_by: str = ""
+    bottleneck: str = ""
+    peak_bytes: dict[str, int] | None = None
+    moved_bytes: dict[str, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def adapter_rows(options: JobOptions, ranks: Sequence[int]) -> list[AdapterRow]:
+    """Rows of all bases and ranks. Raises an error of the model or of the hardware document itself."""
+    rows = []
+    for base in BASES:
+        for rank in ranks:
+            chosen = dataclasses.replace(options, base=base, adapter=f"lora:r={rank}")
+            try:
+                job = chosen.compile()
+            except DoesNotFit as error:
+                rows.append(AdapterRow(base, rank, " ".join(str(error).split())))
+                continue
+            found = job.plan.predicted
+            assert found is not None
+            tokens = options.batch * options.sequence
+            rows.append(
+                AdapterRow(
+                    base, rank, "", found.step_s, tokens / found.step_s, found.bound_s, found.bound_by,
+                    found.bottleneck, found.peak_bytes, found.moved_bytes,
+                )  # fmt: skip
+            )
+    return rows
+
+
+def adapter_tables(rows: Sequence[AdapterRow]) -> list[Table]:
+    """The rows for people: speeds, and reasons where a base does not fit."""
+    columns = ("base", "rank", "step", "tokens/s", "at best", "bound by", "peaks")
+    found = [table("LoRA on this machine", columns, [_cells(row) for row in rows])]
+    misses = [(f"{row.base}, r={row.rank}", row.reason) for row in rows if row.reason]
+    if misses:
+        found.append(table("does not fit", ("base", "why, and the nearest that fits"), misses))
+    return found
+
+
+def _cells(row: AdapterRow) -> tuple[str, ...]:
+    if row.step_s is None or row.tokens_per_s is None or row.bound_s is None:
+        return row.base, str(row.rank), "does not fit", "", "", "", ""
+    peaks = ", ".join(f"{memory} {format_bytes(peak)}" for memory, peak in (row.peak_bytes or {}).items() if peak)
+    best = f"{format_seconds(row.bound_s)} ({row.bound_by})"
+    rate = f"{row.tokens_per_s:,.0f}"
+    return row.base, str(row.rank), format_seconds(row.step_s), rate, best, row.bottleneck, peaks
