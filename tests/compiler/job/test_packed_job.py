@@ -132,6 +132,18 @@ def test_the_batches_of_transformers_collator(options: dict[str, bool]) -> None:
                 job.step({name: value for name, value in batch.items() if name != "max_length_q"})
 
 
+def test_any_number_of_tokens() -> None:
+    model = made("gpt2", "sdpa")
+    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
+    lengths = [(3, 5), (9, 2, 2, 4), (2,)]
+    tokens = torch.export.Dim("tokens", max=24)
+    with compiled(model, flattened(lengths[0], **FLASH), dynamic_shapes=tokens) as job:
+        for step, each in enumerate(lengths):
+            batch = flattened(each, step, **FLASH)
+            assert_close({"loss": job.step(batch)}, {"loss": eager.step(documents(*each, seed=step))}, 1e-6)
+        assert_same_states(job, eager, REORDERED)
+
+
 @pytest.mark.parametrize("option", ["return_flash_attn_kwargs", "return_seq_idx"])
 def test_borders_without_positions_are_refused(option: str) -> None:
     batch = flattened((3, 5), return_position_ids=False, **{option: True})
