@@ -157,7 +157,10 @@ def _order(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> list[fx.No
     needs = _needs(graph)
     slot: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        slot[node] = max(goal[node], *(slot[n] for n in needs[node]), 0)
+        slot[node] = 0 if node.op == "get_attr" else max(goal[node], *(slot[n] for n in needs[node]), 0)
+    for node in graph.nodes:  # a weight is no value to send: it stands with its first reader
+        if node.op == "get_attr":
+            slot[node] = min((slot[user] for user in node.users), default=0)
     inner = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_mode_switch(n)]
     return sorted(inner, key=slot.__getitem__)  # a stable sort: recorded order within a slot
 
@@ -172,13 +175,22 @@ def _goals(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> dict[fx.No
         own.update({node: max(earlier, places[node][1] if node in places else 0) for node in nodes})
         if in_list(key):
             between.update(n for n in nodes if n not in places and not is_inside(key, n))
+        else:  # of the model's own operations, the end of a forward and the begin of the next are in one run
+            first = next((i for i, node in enumerate(nodes) if node in places), 0)
+            between.update(nodes[:first])
+            own.update({node: number for node in nodes[:first] if _reads_parameters(graph, node)})
     found: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         readers = [found[user] for user in node.users if user.op != "output"]
         is_part = node.target is operator.getitem
-        is_placed = node in own and (node not in between or is_part or not readers)
+        is_free = node in between and not (is_part or _reads_parameters(graph, node))
+        is_placed = node in own and (not is_free or not readers)
         found[node] = own[node] if is_placed else min(readers, default=0)
     return found
+
+
+def _reads_parameters(graph: OpGraph, node: fx.Node) -> bool:
+    return any(graph.node_parameters(n) for n in (node, *node.all_input_nodes) if n is node or n.op == "get_attr")
 
 
 def _reorder(graph: OpGraph, order: list[fx.Node]) -> None:

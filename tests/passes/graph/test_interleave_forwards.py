@@ -166,3 +166,30 @@ def test_layers_that_are_applied_again_in_two_forwards() -> None:
     draft = interleaved(graph)
     names = [block.name for block in draft.blocks]
     assert names == ["layers.0", "layers.1", "layers.2", "layers.0#2", "layers.1#2", "layers.2#2"]
+
+
+def test_parameters_of_the_model_itself() -> None:
+    """The end of one forward is not taken for the begin of the next, with which it is recorded in one run."""
+
+    class Scaled(Twice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+        def run(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            for layer in self.layers:
+                x = layer(x)
+            return x + self.shift
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            far = self.run(x)
+            with torch.no_grad():
+                near = self.run(y)
+            return {"loss": (far - near).square().mean()}
+
+    batch = {"x": torch.randn(2, WIDTH), "y": torch.randn(2, WIDTH)}
+    graph = trace(Scaled(), batch)
+    draft = interleaved(graph)
+    assert [block.name for block in draft.blocks] == ["model", "layers.0", "layers.1", "layers.2", "model#2"]
+    assert_same_step(graph, draft.graph, batch)

@@ -42,6 +42,14 @@ def _doubled(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(first, second)
 
 
+def _pairs(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """Two rows for each row, taken by the numbers of all, and compared within a pair."""
+    both = torch.cat([h, h.sin()])
+    taken = both[torch.arange(len(both))[:, None], torch.arange(FEATURES)].square().sum(-1)
+    chosen, rejected = taken.chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
 def _row_first(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     scores = torch.einsum("rf,gf->gr", h, model.layer.weight).t().reshape(-1, 2, 4).flatten(0, 1)
     return scores.softmax(-1).square().mean()
@@ -90,6 +98,7 @@ MEANS: dict[str, Loss] = {
     "picked": _picked,
     "gathered": lambda model, h, y: -h.log_softmax(-1).gather(1, y[:, None]).mean(),
     "of both views": _doubled,
+    "pairs": _pairs,
     "row first": _row_first,
     "triplets in a row": lambda model, h, y: F.triplet_margin_loss(h, h.sin(), h.cos()),
     "focal": _focal,
