@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import CaptureError, PlanError
+from penstock.passes.graph.rows.facts import RowFacts
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapted, pairs
 
@@ -119,7 +120,7 @@ def test_the_loss_is_equation_7_of_the_paper() -> None:
 def test_resident_on_one_device(kind: str) -> None:
     model = penstock.DPO(adapted(kind))
     job = job_of(model, "balanced")
-    assert not job.plan.decisions.fetch and "rows of a batch are coupled" not in job.explain()
+    assert not job.plan.decisions.fetch and job.folder.settings.rows == RowFacts()
     assert_trains_like_eager(job, model)
 
 
@@ -242,6 +243,7 @@ def test_bad_batches_are_refused() -> None:
         job_of(model, "balanced", batch=shorter)
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "preference.md").read_text("utf-8")
     first, *others = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
