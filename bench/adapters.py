@@ -4,7 +4,7 @@ Part 1 trains a tiny model of each family, from random weights, for 5 steps in f
 by a job of three stages whose weights come from DRAM. A row has the largest difference of losses and of weights.
 Part 2 counts the bytes that a step moves between DRAM and the device, for LoRA and for all weights, and what was
 predicted; of `llama-8b` on an RTX 4090 only the prediction.
-Run: python bench/adapters.py [PART]
+Run: python bench/adapters.py [FAMILY ...] [traffic]
 """
 
 from __future__ import annotations
@@ -81,13 +81,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}, "
 def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    parts = sys.argv[1:] or ["equality", "traffic"]
-    if "equality" in parts:
-        for family in FAMILIES:
-            for adapter in ADAPTERS:
-                found = equal(family, adapter)
-                rows.save("adapters", {"part": "equality", "family": family, "adapter": adapter, **found})
-    if "traffic" in parts:
+    chosen = sys.argv[1:] or [*FAMILIES, "traffic"]
+    for family in FAMILIES:
+        for adapter in ADAPTERS if family in chosen else ():
+            found = equal(family, adapter)
+            rows.save("adapters", {"part": "equality", "family": family, "adapter": adapter, **found})
+    if "traffic" in chosen:
         for row in traffic():
             rows.save("adapters", {"part": "traffic", **row})
 
