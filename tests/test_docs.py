@@ -31,6 +31,7 @@ PAGES = [
     "docs/glossary.md",
     "docs/precision.md",
     "docs/preference.md",
+    "docs/adapters.md",
     "bench/README.md",
 ]
 FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")

@@ -66,9 +66,10 @@ def test_a_run_goes_on_bit_for_bit_whatever_the_plan(options: dict[str, Any], sa
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_a_run_goes_on_on_two_devices(saved: Any) -> None:
+@pytest.mark.parametrize("strategy", ["gpipe", "zero3-offload"])
+def test_a_run_goes_on_on_two_devices(strategy: str, saved: Any) -> None:
     directory, losses, _ = saved
-    found, _, _ = went_on(lora(llama(), modules_to_save=["lm_head"]), directory, strategy="gpipe", num_devices=2)
+    found, _, _ = went_on(lora(llama(), modules_to_save=["lm_head"]), directory, strategy=strategy, num_devices=2)
     assert found == pytest.approx(losses, abs=1e-6)
 
 
