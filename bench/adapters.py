@@ -163,21 +163,21 @@ def compiled(model: nn.Module, batch: Mapping[str, Tensor], memory: str = "64MB"
 def traffic() -> Iterator[dict[str, Any]]:
     """Bytes over the link of one device in a step, predicted and counted."""
     batch = random_batch("llama")
-    config = transformers.AutoConfig.for_model("llama", **{**LLAMA, "num_hidden_layers": 8}, use_cache=False)
+    config = transformers.AutoConfig.for_model("llama", **{**LLAMA, "num_hidden_layers": 16}, use_cache=False)
     for what in ("all weights", "lora on all layers", "lora on the last two layers"):
         torch.manual_seed(0)
         model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
         if what != "all weights":
-            layers = [6, 7] if "last" in what else None
+            layers = [14, 15] if "last" in what else None
             chosen = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=layers)
             model = peft.get_peft_model(model, chosen)
-        with compiled(model, batch, "300kB", "mobius") as job:
+        with compiled(model, batch, "400kB", "mobius") as job:
             told = job.simulate().moved_bytes
             for _ in range(2):
                 job.step(batch)
             assert job.last is not None
             yield {
-                "model": "llama, 8 tiny layers", "what": what, "memory": "300kB",
+                "model": "llama, 16 tiny layers", "what": what, "memory": "400kB",
                 "predicted_to_device": told["cpu0.down"], "counted_to_device": job.last.moved_bytes["dram0 -> cpu0"],
                 "predicted_from_device": told["cpu0.up"],
                 "counted_from_device": job.last.moved_bytes.get("cpu0 -> dram0", 0),
