@@ -20,6 +20,7 @@ from ...ir.program import ParamSpec, RowPart, whole_params
 from .weights import WeightSource
 
 SAMPLED_TENSORS = 32
+SAMPLED_PACKED = 4  # of quantised tensors
 SAMPLED_ELEMENTS = 4096  # of a row
 
 
@@ -41,19 +42,22 @@ def frozen_params(params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
 
 def base_identity(name: str, source: WeightSource, frozen: Iterable[ParamSpec]) -> BaseIdentity:
     """The identity of the base that `source` holds the `frozen` parameters of."""
-    canonical = {source.ties.get(p.name, p.name): p.shape for p in whole_params(list(frozen))}
+    params = {source.ties.get(p.name, p.name): p for p in whole_params(list(frozen))}
+    canonical = {each: p.shape for each, p in params.items()}
+    packed = {each for each, p in params.items() if not getattr(torch, p.dtype).is_floating_point}
     names = sorted(canonical)
     digest = hashlib.sha256(json.dumps([[each, list(canonical[each])] for each in names]).encode())
     fresh = set(getattr(source, "fresh_names", ()))  # of values drawn from a seed all are looked at
-    # Stacks of experts may be many tensors in the files, to be put together first.
-    plain = [each for each in names if len(canonical[each]) <= 2 and each not in fresh] or names
-    for each in [*_spread(plain), *sorted(fresh.intersection(names))]:
+    # Stacks of experts may be many tensors in the files, to be put together first; quantised ones may be packed first.
+    plain = [each for each in names if len(canonical[each]) <= 2 and each not in fresh | packed]
+    chosen = [*_spread(plain, SAMPLED_TENSORS), *_spread(sorted(packed), SAMPLED_PACKED), *sorted(fresh & set(names))]
+    for each in chosen or names[:1]:
         digest.update(_sample(source, each, canonical[each]).numpy().tobytes())
     return BaseIdentity(name, digest.hexdigest())
 
 
-def _spread(names: Sequence[str]) -> list[str]:
-    count = min(SAMPLED_TENSORS, len(names))
+def _spread(names: Sequence[str], most: int) -> list[str]:
+    count = min(most, len(names))
     return [names[i * len(names) // count] for i in range(count)]
 
 

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import penstock
 from penstock.errors import CheckpointError, PlanError
 from penstock.runtime.state.checkpoint import open_checkpoint
 from penstock.tests.compiler.eager_baseline import optimizer_states
 from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compiled, llama, lora
+from penstock.tests.compiler.job.quantised import models as quantised
 from penstock.tests.runtime.state.test_pretrained import on_meta
 
 STEPS = 2
@@ -154,3 +156,28 @@ def test_a_truncated_adapter_file_is_refused(saved: Any) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     with compiled(lora(llama(), modules_to_save=["lm_head"])) as job, pytest.raises(CheckpointError, match=file.name):
         job.resume(directory)
+
+
+def test_a_quantised_base_is_the_same_loaded_and_packed_while_it_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    whole = quantised.write_whole(tmp_path / "whole")
+
+    def job_of(model: Any, **more: Any) -> Any:
+        machine = penstock.Hardware.cpu(num_devices=1)
+        return penstock.compile(
+            model, machine, example_inputs=quantised.batch(0), optimizer=quantised.SGD, micro_batches=2, **more
+        )
+
+    with job_of(quantised.adapted(quantised.loaded(whole, "nf4"))) as job:
+        job.step(quantised.batch(0))
+        job.save(tmp_path / "checkpoint")
+        expected = float(job.step(quantised.batch(1)))
+        with pytest.raises(PlanError, match="the base is quantised"):
+            job.save_pretrained(tmp_path / "merged", merge=True)
+    assert all("lora_" in key for key in tensors_in(tmp_path / "checkpoint") if not key.startswith("buffers"))
+    with job_of(quantised.adapted(quantised.on_meta(whole, "nf4")), weights=whole) as job:
+        job.resume(tmp_path / "checkpoint")
+        assert float(job.step(quantised.batch(1))) == expected
+    other = job_of(quantised.adapted(quantised.loaded(whole, "fp4")))
+    with pytest.raises(CheckpointError, match="Compile with the base"):
+        other.resume(tmp_path / "checkpoint")
