@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..ir.machine.hardware import Hardware
+from ..runtime.quantised.model import with_bytes
 
 
 def own_copy_bytes(model: Any) -> dict[str, int]:
@@ -20,6 +21,7 @@ def own_copy_bytes(model: Any) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     if not isinstance(model, nn.Module):
         return {}  # `compile` says so
+    model = with_bytes(model)  # also what a library keeps beside its parameters
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and t.layout is torch.strided]
     for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
         found[str(storage.device)] += storage.nbytes()

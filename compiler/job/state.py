@@ -18,7 +18,7 @@ from ...ir.program import Interface, StageSpec, whole_params
 from ...runtime.model_names import named_tensors
 from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
-from ...runtime.quantised.model import names_of_bytes
+from ...runtime.quantised.model import give_back, names_of_bytes
 from ...runtime.stage.store import StagePart, joined
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity, base_identity, frozen_params
@@ -79,6 +79,7 @@ def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]
     if source is not None:
         for name in [name for name, tensor in named_tensors(model).items() if tensor.is_meta and name not in ties]:
             _assign(model, ties, name, source.read(name))
+    give_back(model)
 
 
 def _assign(model: nn.Module, ties: Mapping[str, str], name: str, tensor: Tensor) -> None:

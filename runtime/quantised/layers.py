@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import PlanError
-from .linear_4bit import NESTED_BLOCKSIZE, linear_4bit
+from .libraries import bitsandbytes
+from .linear_4bit import NESTED_BLOCKSIZE, Format4bit, linear_4bit
 from .linear_8bit import linear_8bit
-from .linear_torchao import WEIGHT_ONLY, linear_torchao
+from .linear_torchao import WEIGHT_ONLY, TorchaoFormat, linear_torchao
 from .packers import Packer4bit, Packer8bit, parts_of_state
-from .raw_bytes import as_bytes
+from .raw_bytes import as_bytes, of_bytes
 
 NESTED_CODES = 256  # of an absmax of 8 bits
-TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class QuantisedLinear(nn.Module):
     `types` has the shape and the type of each of its tensors, by the name of the parameter with its bytes.
     """
 
-    types: TensorTypes
+    types: Shapes
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -58,13 +59,17 @@ class QuantisedLinear(nn.Module):
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(as_bytes(tensor), requires_grad=False))
 
-    def take_shapes(self, types: TensorTypes) -> None:
+    def take_shapes(self, types: Shapes) -> None:
         """As `take`, on the meta device."""
         self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
 
     def packer(self) -> Packer4bit | Packer8bit | None:
         """What makes the tensors of a whole weight; None where only files that have them can be read."""
         return None
+
+    def give_back(self, layer: Any) -> None:
+        """Let the library's layer have these weights."""
+        raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.stand.layer._save_to_state_dict(destination, prefix, keep_vars)
@@ -110,7 +115,26 @@ class Linear4bitBytes(QuantisedLinear):
     def packer(self) -> Packer4bit:
         return Packer4bit(self.dtype, self.blocksize, self.quant_type, self.is_nested, self.is_transposed)
 
-    def _types_on_meta(self) -> TensorTypes:
+    def give_back(self, layer: Any) -> None:
+        layer.weight = type(layer.weight)(
+            self.weight.data,
+            requires_grad=False,
+            quant_state=self._state(),
+            blocksize=self.blocksize,
+            compress_statistics=self.is_nested,
+            quant_type=self.quant_type,
+            module=layer,
+            bnb_quantized=True,
+        )
+        layer.quant_state, layer.bias = layer.weight.quant_state, self.bias
+
+    def _state(self) -> Any:
+        nested = (self.nested_absmax, self.nested_quant_map, self.nested_offset) if self.is_nested else (None,) * 3
+        state = Format4bit(self.shape, self.blocksize, self.quant_type, self.dtype).state(self.absmax.data, nested)
+        state.code = bitsandbytes().functional.get_4bit_type(self.quant_type, device=self.weight.device)
+        return state
+
+    def _types_on_meta(self) -> Shapes:
         numel = self.shape[0] * self.shape[1]
         blocks = -(-numel // self.blocksize)
         types: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((-(-numel // 2), 1), torch.uint8)}
@@ -148,6 +172,11 @@ class Linear8bitBytes(QuantisedLinear):
             input, self.weight, self.SCB, self.bias, threshold=self.threshold, training=self.training
         )
 
+    def give_back(self, layer: Any) -> None:
+        packed, scb = of_bytes(self.weight.data, torch.int8), of_bytes(self.SCB.data, torch.float32)
+        layer.weight = type(layer.weight)(packed, requires_grad=False, has_fp16_weights=False, CB=packed, SCB=scb)
+        layer.bias = self.bias
+
     def packer(self) -> Packer8bit:
         return Packer8bit(self.is_transposed)
 
@@ -180,6 +209,12 @@ class LinearTorchaoBytes(QuantisedLinear):
         return linear_torchao(
             input, self.bias, *parts, kind=self.kind, dtypes=self.dtypes, attributes=self.attributes
         )
+
+
+    def give_back(self, layer: Any) -> None:
+        packing = TorchaoFormat(self.kind, self.dtypes, self.attributes)
+        parts = [self.get_parameter(f"weight_{name}").data for name in self.dtypes]
+        layer.weight, layer.bias = nn.Parameter(packing.tensor(parts), requires_grad=False), self.bias
 
 
 def _plain(value: Any) -> Any:

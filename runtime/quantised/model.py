@@ -38,6 +38,14 @@ def names_of_bytes(model: nn.Module) -> set[str]:
     return {f"{path}.{name}" for path, module in layers if isinstance(module, QuantisedLinear) for name in module.types}
 
 
+def give_back(model: nn.Module) -> None:
+    """Let the library's own layers that were on the meta device have the weights that now are in memory."""
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear) and module.stand.layer.weight.is_meta:
+            if not any(p.is_meta for p in module.parameters()):
+                module.give_back(module.stand.layer)
+
+
 class _Exchange:
     def __init__(self) -> None:
         self.made: dict[int, nn.Module] = {}

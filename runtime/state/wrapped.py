@@ -17,6 +17,7 @@ from torch import nn
 
 from ...ir.errors import PlanError
 from ..model_names import named_tensors, never_saved
+from ..quantised.model import names_of_bytes
 
 TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
 PEFT = ("peft.peft_model", "PeftModel")
@@ -77,6 +78,12 @@ def _without_adapters(module: nn.Module, names: Mapping[str, str]) -> ModelPart 
 def module_to_save(model: nn.Module) -> ModelPart:
     """Raises `PlanError` for a model whose files no `from_pretrained` would read back."""
     found = dict(_library_models(model, ""))
+    packed = names_of_bytes(model)
+    if packed and not any(is_a(inner, PEFT) for inner in found.values()):
+        raise PlanError(
+            f"save_pretrained: {sorted(packed)[0]} is quantised, and its library alone writes such weights: call "
+            "job.sync(), then save_pretrained of the model; of a PeftModel the adapters are written here"
+        )
     if not found:
         return ModelPart(model, {name: name for name in named_tensors(model)})
     path, inner = next(iter(found.items()))

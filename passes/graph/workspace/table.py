@@ -36,6 +36,8 @@ HOLD_NOTHING = frozenset(
         "searchsorted", "select_backward", "slice_backward", "stack", "tril", "triu", "zero_", "zeros", "zeros_like",
     )
 )  # fmt: skip
+# Their kernels write the whole weight, which is their result, and need no more.
+HOLD_NOTHING |= {"bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
 
 
 def workspace_bytes(func: Any, args: Any, kwargs: Any, out: Any, gpu: GpuSize = LARGEST) -> int | None:

@@ -123,13 +123,18 @@ def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
     live = adapted(loaded(whole, kind))
     with compiled(live) as job:
         wanted = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
-    with compiled(adapted(on_meta(directory, kind, packed)), weights=directory) as job:
+    empty = adapted(on_meta(directory, kind, packed))
+    with compiled(empty, weights=directory) as job:
         with pytest.warns(UserWarning, match="start from their initialiser"):  # the adapters
             found = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
         assert float(job.step(batch(0))) > 0
+        job.sync()
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert "lora" in name or torch.equal(found[name], tensor), name
+    state = empty.state_dict()  # of the library's own layers, which have them now
+    for name, tensor in live.state_dict().items():
+        assert "lora" in name or torch.equal(state[name], tensor), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,6 +237,12 @@ def test_a_library_that_is_missing_is_named(whole: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(libraries.importlib, "import_module", missing)
     with pytest.raises(PlanError, match=r"pip install 'penstock\[bitsandbytes\]'"):
         libraries.bitsandbytes()
+
+
+def test_a_model_without_adapters_is_saved_by_its_library(whole: Path, tmp_path: Path) -> None:
+    model = loaded(whole, "nf4").train()
+    with compiled(model) as job, pytest.raises(PlanError, match=r"is quantised, and its library alone writes"):
+        job.save_pretrained(tmp_path)
 
 
 def test_layers_that_are_not_linear_are_refused() -> None:
