@@ -32,7 +32,7 @@ from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN
-from ..runtime.state.weights import settle_packing
+from ..runtime.state.weights import settle_quantised
 from .arguments import (
     check_agrees,
     check_arguments,
@@ -160,7 +160,7 @@ def compile(
     """
     model = with_bytes(model)
     if weights is not None:
-        settle_packing(model, weights)
+        settle_quantised(model, weights)
     check_arguments(model, max_grad_norm, strategy, seed)
     check_types(precision, gradient_dtype, boundary_dtype)
     precision = Precision.of(precision).name

@@ -18,7 +18,7 @@ from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN, Trust
-from ..runtime.state.weights import settle_packing
+from ..runtime.state.weights import settle_quantised
 from .folder import COUNTS_FILE, Folder
 from .job.counts import open_counts
 from .job.job import Job
@@ -45,7 +45,7 @@ def load(
     folder, files = _read(directory)
     model = with_bytes(model)
     if folder.settings.weights is not None:
-        settle_packing(model, folder.settings.weights)
+        settle_quantised(model, folder.settings.weights)
     _check_model(model, folder)
     _check_loss_weight(loss_weight, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs

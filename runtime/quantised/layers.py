@@ -19,7 +19,7 @@ from .libraries import bitsandbytes
 from .linear_4bit import NESTED_BLOCKSIZE, Format4bit, linear_4bit
 from .linear_8bit import linear_8bit
 from .linear_torchao import WEIGHT_ONLY, TorchaoFormat, linear_torchao
-from .packers import Packer4bit, Packer8bit, parts_of_state
+from .quantisers import Quantiser4bit, Quantiser8bit, parts_of_state
 from .raw_bytes import as_bytes, of_bytes
 
 NESTED_CODES = 256  # of an absmax of 8 bits
@@ -63,7 +63,7 @@ class QuantisedLinear(nn.Module):
         """As `take`, on the meta device."""
         self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
 
-    def packer(self) -> Packer4bit | Packer8bit | None:
+    def quantiser(self) -> Quantiser4bit | Quantiser8bit | None:
         """What makes the tensors of a whole weight; None where only files that have them can be read."""
         return None
 
@@ -112,8 +112,8 @@ class Linear4bitBytes(QuantisedLinear):
             quant_type=self.quant_type, dtype=self.dtype, compute_dtype=self.compute_dtype,
         )  # fmt: skip
 
-    def packer(self) -> Packer4bit:
-        return Packer4bit(self.dtype, self.blocksize, self.quant_type, self.is_nested, self.is_transposed)
+    def quantiser(self) -> Quantiser4bit:
+        return Quantiser4bit(self.dtype, self.blocksize, self.quant_type, self.is_nested, self.is_transposed)
 
     def give_back(self, layer: Any) -> None:
         layer.weight = type(layer.weight)(
@@ -177,8 +177,8 @@ class Linear8bitBytes(QuantisedLinear):
         layer.weight = type(layer.weight)(packed, requires_grad=False, has_fp16_weights=False, CB=packed, SCB=scb)
         layer.bias = self.bias
 
-    def packer(self) -> Packer8bit:
-        return Packer8bit(self.is_transposed)
+    def quantiser(self) -> Quantiser8bit:
+        return Quantiser8bit(self.is_transposed)
 
 
 class LinearTorchaoBytes(QuantisedLinear):
@@ -212,9 +212,9 @@ class LinearTorchaoBytes(QuantisedLinear):
 
 
     def give_back(self, layer: Any) -> None:
-        packing = TorchaoFormat(self.kind, self.dtypes, self.attributes)
+        form = TorchaoFormat(self.kind, self.dtypes, self.attributes)
         parts = [self.get_parameter(f"weight_{name}").data for name in self.dtypes]
-        layer.weight, layer.bias = nn.Parameter(packing.tensor(parts), requires_grad=False), self.bias
+        layer.weight, layer.bias = nn.Parameter(form.tensor(parts), requires_grad=False), self.bias
 
 
 def _plain(value: Any) -> Any:

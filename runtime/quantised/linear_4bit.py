@@ -74,9 +74,9 @@ def linear_4bit(
     own = input.dtype
     compute = compute_dtype or own
     given = bias if bias is None else bias.to(compute)
-    packing = Format4bit((shape[0], shape[1]), blocksize, quant_type, dtype)
+    form = Format4bit((shape[0], shape[1]), blocksize, quant_type, dtype)
     found = _Linear4bit.apply(
-        input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, packing
+        input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, form
     )
     return found.to(own)
 
@@ -84,10 +84,10 @@ def linear_4bit(
 class _Linear4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        *nested, packing = rest
-        ctx.packing, ctx.bias = packing, None if bias is None else (bias.shape, bias.dtype)
+        *nested, form = rest
+        ctx.form, ctx.bias = form, None if bias is None else (bias.shape, bias.dtype)
         ctx.save_for_backward(weight, absmax, *nested)
-        state = packing.state(absmax, nested)
+        state = form.state(absmax, nested)
         if input.is_cuda:  # where the library may have a kernel that never writes the whole weight
             product: Tensor = bitsandbytes().matmul_4bit(input, weight, state, bias=bias)
             return product
@@ -100,7 +100,7 @@ class _Linear4bit(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             weight, absmax, *nested = ctx.saved_tensors
-            plain = bitsandbytes().functional.dequantize_4bit(weight, ctx.packing.state(absmax, nested))
+            plain = bitsandbytes().functional.dequantize_4bit(weight, ctx.form.state(absmax, nested))
             of_input = torch.matmul(grad, plain.to(grad.dtype))
         if ctx.needs_input_grad[3]:
             of_bias = gradient_of_bias(grad, *ctx.bias)

@@ -51,17 +51,17 @@ def linear_torchao(
 
 class _LinearTorchao(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, bias: Tensor | None, packing: TorchaoFormat, *parts: Tensor) -> Tensor:
-        ctx.packing, ctx.bias, ctx.dtype = packing, None if bias is None else (bias.shape, bias.dtype), input.dtype
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, form: TorchaoFormat, *parts: Tensor) -> Tensor:
+        ctx.form, ctx.bias, ctx.dtype = form, None if bias is None else (bias.shape, bias.dtype), input.dtype
         ctx.save_for_backward(*parts)
-        return F.linear(input, packing.tensor(parts), bias)
+        return F.linear(input, form.tensor(parts), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0]
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
-            plain = ctx.packing.tensor(ctx.saved_tensors).dequantize()
+            plain = ctx.form.tensor(ctx.saved_tensors).dequantize()
             of_input = torch.matmul(grad, plain.to(grad.dtype)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             of_bias = gradient_of_bias(grad, *ctx.bias)

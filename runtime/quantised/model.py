@@ -40,10 +40,9 @@ def names_of_bytes(model: nn.Module) -> set[str]:
 
 def give_back(model: nn.Module) -> None:
     """Let the library's own layers that were on the meta device have the weights that now are in memory."""
-    for module in model.modules():
-        if isinstance(module, QuantisedLinear) and module.stand.layer.weight.is_meta:
-            if not any(p.is_meta for p in module.parameters()):
-                module.give_back(module.stand.layer)
+    for layer in [module for module in model.modules() if isinstance(module, QuantisedLinear)]:
+        if layer.stand.layer.weight.is_meta and not any(p.is_meta for p in layer.parameters()):
+            layer.give_back(layer.stand.layer)
 
 
 class _Exchange:

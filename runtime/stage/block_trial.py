@@ -22,6 +22,7 @@ from ...ir.program import StageSpec
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
 
 FP32_TOLERANCE = 1e-4  # of the largest value: sums of up to thousands of terms in another order
+SMALL_BYTE = 60  # of quantised weights: 0.01 where four of them are an fp32 number
 LOW_TOLERANCE = 6e-2  # a few roundings to bf16, which fused kernels leave out
 NO_ROOM = "the GPU has no room to try it"
 Forward = Callable[..., Any]
@@ -171,7 +172,8 @@ class BlockTrial:
                 shape = self.shapes[key]
                 made = torch.empty(shape, dtype=param.dtype, device=self.device)
                 about, spread = (1.0, 0.1) if len(shape) < 2 else (0.0, shape[-1] ** -0.5)
-                param.data = made.normal_(about, spread, generator=generator)
+                is_float = param.is_floating_point()
+                param.data = made.normal_(about, spread, generator=generator) if is_float else made.fill_(SMALL_BYTE)
             for module, name, buffer in buffers:
                 module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype, device=self.device)
             yield

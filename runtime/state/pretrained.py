@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ...ir.errors import PlanError
 from ...ir.program import StageSpec
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
+from ..quantised.model import names_of_bytes
 from . import durable
 from .adapters import names_to_save, save_adapters
 from .merged import AdapterMerge
@@ -148,6 +149,13 @@ def _merge_of(saved: ModelPart) -> AdapterMerge:
         raise PlanError(
             f"save_pretrained(merge=True): {type(saved.module).__name__} has no adapters of PEFT to merge; leave merge "
             "out, and the model is written as it is"
+        )
+    packed = names_of_bytes(saved.module)
+    if packed:
+        raise PlanError(
+            f"save_pretrained(merge=True): {min(packed)} is quantised, and PEFT rounds what it merges into such a "
+            "weight once more. Leave merge out; PeftModel.from_pretrained puts the adapters onto a model that is not "
+            "quantised, and its merge_and_unload merges them there"
         )
     found = AdapterMerge(saved)
     if is_a(found.base, TRANSFORMERS):

@@ -15,7 +15,7 @@ from torch import nn
 from ...ir.documents import Unreadable, is_inside, read_json
 from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
-from .packed import UNNEEDED, PackedOnRead, StoredBytes, places_in_files, quantised_layers
+from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, places_in_files, quantised_layers
 from .stored import Converted, Stored, in_model_terms
 from .tensor_file import TensorFile
 from .wrapped import ModelPart, part_by_names, parts_of
@@ -28,7 +28,7 @@ REPLACED = re.compile(
 )
 
 
-Place: TypeAlias = Stored | Converted | StoredBytes | PackedOnRead
+Place: TypeAlias = Stored | Converted | StoredBytes | QuantisedOnRead
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...ir.errors import CheckpointError, PlanError
 from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, never_saved, ties_of
 from .fresh import FreshValues
-from .packed import quantised_layers
+from .quantised import quantised_layers
 from .weight_files import Place, match_names, open_files
 from .wrapped import ModelPart
 
@@ -116,7 +116,7 @@ class DirectoryWeights(WeightSource):
         return name in self.held
 
 
-def settle_packing(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+def settle_quantised(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Let quantised layers on the meta device take from the files what these alone know. Raises `CheckpointError` where
     the files' layers are quantised in another way, or not there as a whole."""
     if any(p.is_meta for _, layer in quantised_layers(model) for p in layer.parameters()):

@@ -197,6 +197,39 @@ def test_the_adapter_is_saved_and_read_back(whole: Path, tmp_path: Path) -> None
         assert torch.equal(param, dict(read.named_parameters())[name]), name
 
 
+def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: Path) -> None:
+    with compiled(adapted(loaded(whole, "nf4"))) as job:
+        with pytest.raises(PlanError, match=r"merge=True\): .* is quantised, and PEFT rounds"):
+            job.save_pretrained(tmp_path, merge=True)
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_evaluation_is_that_of_the_library(whole: Path, kind: str) -> None:
+    """int8: what exceeds the threshold is found in the real inputs and multiplied in 16 bits, as in eager."""
+    own = adapted(loaded(whole, kind))
+    with compiled(own) as job:
+        found = float(job.evaluate(batch(0)))
+    with torch.no_grad():
+        assert found == float(own.eval()(**batch(0)).loss)
+
+
+def test_compiled_stages(whole: Path) -> None:
+    """torch.compile adds up in another order."""
+    losses = eager_losses(adapted(loaded(whole, "nf4-double")))
+    with compiled(adapted(loaded(whole, "nf4-double")), strategy="gpipe", compile_stages=True) as job:
+        found = [float(job.step(batch(step))) for step in range(STEPS)]
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_prepared_for_kbit_training(whole: Path) -> None:
+    from peft import prepare_model_for_kbit_training
+
+    theirs, own = (adapted(prepare_model_for_kbit_training(loaded(whole, "nf4"))) for _ in range(2))
+    losses = eager_losses(theirs)
+    with compiled(own) as job:
+        assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
+
+
 def test_the_state_dict_is_the_librarys(whole: Path) -> None:
     for kind in ("nf4-double", "int8"):
         own = adapted(loaded(whole, kind))

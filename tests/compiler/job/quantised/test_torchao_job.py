@@ -20,10 +20,10 @@ from torchao.quantization import (
     PerGroup,
     quantize_,
 )
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
 import penstock
-from penstock.errors import PlanError
+from penstock.errors import CheckpointError, PlanError
 from penstock.tests.compiler.job.quantised.models import (
     SGD,
     STEPS,
@@ -69,6 +69,26 @@ def test_steps_are_those_of_the_library(whole: Path, kind: str, memory: str) -> 
     expected = trained_params(theirs)
     for name, param in trained_params(own).items():
         torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_on_meta_reads_what_torchao_has_quantised(whole: Path, tmp_path: Path) -> None:
+    how = TorchAoConfig(CONFIGS["float8"])
+    live = AutoModelForCausalLM.from_pretrained(whole, quantization_config=how)
+    live.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(whole))
+    quantize_(empty.model, CONFIGS["float8"])
+    own = adapted(empty)
+    options: dict[str, Any] = {"example_inputs": batch(0), "optimizer": SGD, "micro_batches": 1, "strategy": "gpipe"}
+    with penstock.compile(own, penstock.Hardware.cpu(1), weights=tmp_path, **options) as job:
+        job.step(batch(0))
+        found = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
+    weight = live.model.layers[2].mlp.up_proj.weight
+    front = "base_model.model.model.layers.2.mlp.up_proj.weight_"
+    assert torch.equal(found[f"{front}qdata"], weight.qdata.view(torch.uint8))
+    assert torch.equal(found[f"{front}scale"].view(torch.float32), weight.scale)
+    with pytest.raises(CheckpointError, match=r"is not quantised in these files, but by torchao in the model"):
+        penstock.compile(own, penstock.Hardware.cpu(1), weights=whole, **options)
 
 
 def test_quantised_activations_are_refused() -> None:

@@ -13,7 +13,7 @@ from .raw_bytes import as_bytes
 
 
 @dataclass(frozen=True)
-class Packer4bit:
+class Quantiser4bit:
     """bitsandbytes' quantisation to 4 bits of a weight that is taken as `dtype`."""
 
     dtype: torch.dtype
@@ -22,7 +22,7 @@ class Packer4bit:
     is_nested: bool
     is_transposed: bool = False  # transformers' Conv1D keeps weights the other way round
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """The bytes of each tensor, by the names of the parameters."""
         made: Any = bitsandbytes().nn.Params4bit(
             (weight.T if self.is_transposed else weight).to(self.dtype),
@@ -35,12 +35,12 @@ class Packer4bit:
 
 
 @dataclass(frozen=True)
-class Packer8bit:
+class Quantiser8bit:
     """bitsandbytes' quantisation of rows to int8."""
 
     is_transposed: bool = False
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """The bytes of each tensor, by the names of the parameters."""
         plain = weight.T if self.is_transposed else weight
         made: Any = bitsandbytes().nn.Int8Params(plain, requires_grad=False, has_fp16_weights=False).to("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError
 from ..quantised.layers import Linear4bitBytes, LinearTorchaoBytes, QuantisedLinear
-from ..quantised.packers import Packer4bit, Packer8bit
+from ..quantised.quantisers import Quantiser4bit, Quantiser8bit
 from ..quantised.raw_bytes import as_bytes
 from .stored import Converted, Stored
 from .tensor_file import CODES
@@ -53,36 +53,36 @@ class StoredBytes:
 
 
 @dataclass
-class Packing:
+class QuantisingRead:
     """A whole weight in a file, and what packs it. Holds what was packed until each tensor was asked for once."""
 
     stored: Stored | Converted
-    packer: Packer4bit | Packer8bit
+    quantiser: Quantiser4bit | Quantiser8bit
     packed: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str) -> Tensor:
         if name not in self.packed:
-            self.packed = self.packer.pack(self.stored.read())
+            self.packed = self.quantiser.quantise(self.stored.read())
         return self.packed.pop(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"stored": self.stored, "packer": self.packer, "packed": {}}
+        return {"stored": self.stored, "quantiser": self.quantiser, "packed": {}}
 
 
 @dataclass(frozen=True)
-class PackedOnRead:
+class QuantisedOnRead:
     """One of the tensors that a library makes of a whole weight."""
 
-    packing: Packing
+    reading: QuantisingRead
     name: str
     shape: tuple[int, ...]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return self.packing.stored.keys
+        return self.reading.stored.keys
 
     def read(self) -> Tensor:
-        return self.packing.take(self.name)
+        return self.reading.take(self.name)
 
     def read_rows(self, begin: int, end: int) -> Tensor:
         return self.read()[begin:end].clone()
@@ -94,7 +94,7 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
             yield path, module
 
 
-def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[str, StoredBytes | PackedOnRead]:
+def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[str, StoredBytes | QuantisedOnRead]:
     """Where each tensor of a layer is, by the name of its parameter; nothing where the files do not have the layer.
     `front`: its name in the files, with a dot. A layer on the meta device takes the type that its weight was, or will
     be, quantised from.
@@ -120,27 +120,27 @@ def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[st
         return {}
     if isinstance(layer, Linear4bitBytes) and layer.weight.is_meta:
         layer.dtype = dtype_of(whole)  # as from_pretrained takes it
-    packer = layer.packer()
-    if packer is None:
+    quantiser = layer.quantiser()
+    if quantiser is None:
         raise CheckpointError(
             f"{front}weight is not quantised in these files, but by torchao in the model: give weights that torchao "
             "has quantised (save_pretrained of such a model), or the model loaded, instead of one on the meta device"
         )
-    shape = layer.shape[::-1] if packer.is_transposed else layer.shape
+    shape = layer.shape[::-1] if quantiser.is_transposed else layer.shape
     if whole.shape != shape or not dtype_of(whole).is_floating_point:
         raise CheckpointError(
             f"{front}weight has shape {list(whole.shape)} and type {str(dtype_of(whole))[6:]} in these files; the "
             f"model quantises weights of shape {list(shape)} that are not quantised yet"
         )
-    packing = Packing(whole, packer)
+    reading = QuantisingRead(whole, quantiser)
     shapes = {name: tuple(layer.get_parameter(name).shape) for name in layer.types}
-    return {name: PackedOnRead(packing, name, shape) for name, shape in shapes.items()}
+    return {name: QuantisedOnRead(reading, name, shape) for name, shape in shapes.items()}
 
 
 
 def _packed_already(
     layer: QuantisedLinear, front: str, packed: Mapping[str, Stored | Converted | None]
-) -> dict[str, StoredBytes | PackedOnRead]:
+) -> dict[str, StoredBytes | QuantisedOnRead]:
     missing = [name for name, stored in packed.items() if stored is None]
     if missing:
         raise CheckpointError(
