@@ -23,7 +23,7 @@ from .quantisers import Quantiser4bit, Quantiser8bit, parts_of_state
 from .raw_bytes import as_bytes, of_bytes
 
 NESTED_CODES = 256  # of an absmax of 8 bits
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class QuantisedLinear(nn.Module):
     `types` has the shape and the type of each of its tensors, by the name of the parameter with its bytes.
     """
 
-    types: Shapes
+    types: TensorTypes
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -59,7 +59,7 @@ class QuantisedLinear(nn.Module):
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(as_bytes(tensor), requires_grad=False))
 
-    def take_shapes(self, types: Shapes) -> None:
+    def take_shapes(self, types: TensorTypes) -> None:
         """As `take`, on the meta device."""
         self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
 
@@ -134,7 +134,7 @@ class Linear4bitBytes(QuantisedLinear):
         state.code = bitsandbytes().functional.get_4bit_type(self.quant_type, device=self.weight.device)
         return state
 
-    def _types_on_meta(self) -> Shapes:
+    def _types_on_meta(self) -> TensorTypes:
         numel = self.shape[0] * self.shape[1]
         blocks = -(-numel // self.blocksize)
         types: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((-(-numel // 2), 1), torch.uint8)}
