@@ -49,12 +49,18 @@ def adapter_rows(options: JobOptions, ranks: Sequence[int]) -> list[AdapterRow]:
                 continue
             found = job.plan.predicted
             assert found is not None
-            tokens = options.batch * options.sequence
             rows.append(
                 AdapterRow(
-                    base, rank, "", found.step_s, tokens / found.step_s, found.bound_s, found.bound_by,
-                    found.bottleneck, found.peak_bytes, found.moved_bytes,
-                )  # fmt: skip
+                    base,
+                    rank,
+                    step_s=found.step_s,
+                    tokens_per_s=options.batch * options.sequence / found.step_s,
+                    bound_s=found.bound_s,
+                    bound_by=found.bound_by,
+                    bottleneck=found.bottleneck,
+                    peak_bytes=found.peak_bytes,
+                    moved_bytes=found.moved_bytes,
+                )
             )
     return rows
 
