@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from penstock.errors import CaptureError, PlanError
 from penstock.passes.graph.rows.facts import RowFacts
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.zoo import zoo
 
 STEPS = 2
 # Each parameter's gradient comes from one stage, added up over micro-batches in eager's order: bit for bit. Losses are
@@ -222,6 +224,17 @@ def test_models_that_have_no_reference_are_refused() -> None:
         penstock.DPO(frozen)
     with pytest.raises(PlanError, match="beta=0"):
         penstock.DPO(adapted(), beta=0)
+
+
+def test_models_that_are_called_otherwise_are_refused() -> None:
+    prompted = get_peft_model(
+        adapted(num_layers=1).unload(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(PlanError, match=r"PromptTuningConfig adds tokens.*LoRA"):
+        penstock.DPO(prompted)
+    translator, _ = zoo()["t5"]()
+    with pytest.raises(PlanError, match=r"an encoder and a decoder.*docs/preference.md"):
+        penstock.DPO(get_peft_model(translator, LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"])))
 
 
 def test_a_copy_of_a_layer_may_be_trained() -> None:
