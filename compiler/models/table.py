@@ -29,6 +29,7 @@ def alias_of(name: str) -> str:
         "bert-large-uncased": "bert-large",
         "meta-llama-3-8b": "llama-8b",
         "meta-llama-3-70b": "llama-70b",
+        "llama-3.1-405b": "llama-405b",
         "llama-2-7b-hf": "llama2-7b",
         "llama-2-13b-hf": "llama2-13b",
         "mistral-7b-v0.1": "mistral-7b",
@@ -77,6 +78,7 @@ def _llama() -> dict[str, ModelRow]:
         "llama2-7b": (4096, 11008, 32, 32, 32, 32000, 4096), "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
         "llama2-70b": (8192, 28672, 80, 64, 8, 32000, 4096), "llama-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
         "llama-70b": (8192, 28672, 80, 64, 8, 128256, 8192),
+        "llama-405b": (16384, 53248, 126, 128, 8, 128256, 8192),
     }  # fmt: skip
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     return {name: ("llama", {**_decoder(*row), **(rope if row[5] == 128256 else {})}) for name, row in sizes.items()}
