@@ -171,13 +171,13 @@ def traffic() -> Iterator[dict[str, Any]]:
             layers = [14, 15] if "last" in what else None
             chosen = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=layers)
             model = peft.get_peft_model(model, chosen)
-        with compiled(model, batch, "500kB", "mobius") as job:
+        with compiled(model, batch, "700kB", SWAPPED.replace("stages=3", "stages=8")) as job:
             told = job.simulate().moved_bytes
             for _ in range(2):
                 job.step(batch)
             assert job.last is not None
             yield {
-                "model": "llama, 16 tiny layers", "what": what, "memory": "500kB",
+                "model": "llama, 16 tiny layers", "what": what, "memory": "700kB",
                 "predicted_to_device": told["cpu0.down"], "counted_to_device": job.last.moved_bytes["dram0 -> cpu0"],
                 "predicted_from_device": told["cpu0.up"],
                 "counted_from_device": job.last.moved_bytes.get("cpu0 -> dram0", 0),

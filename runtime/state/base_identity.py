@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from .weights import WeightSource
 
 SAMPLED_TENSORS = 32
 SAMPLED_PACKED = 4  # of quantised tensors
-SAMPLED_ELEMENTS = 4096  # of a row
+SAMPLED_ELEMENTS = 4096  # of a tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def base_identity(name: str, source: WeightSource, frozen: Iterable[ParamSpec]) 
     fresh = set(getattr(source, "fresh_names", ()))  # of values drawn from a seed all are looked at
     # Stacks of experts may be many tensors in the files, to be put together first; quantised ones may be packed first.
     plain = [each for each in names if len(canonical[each]) <= 2 and each not in fresh | packed]
-    chosen = [*_spread(plain, SAMPLED_TENSORS), *_spread(sorted(packed), SAMPLED_PACKED), *sorted(fresh & set(names))]
+    codes = sorted(each for each in packed if len(canonical[each]) == 2)  # others are scales and tables
+    chosen = [*_spread(plain, SAMPLED_TENSORS), *_spread(codes, SAMPLED_PACKED), *sorted(fresh & set(names))]
     for each in chosen or names[:1]:
         digest.update(_sample(source, each, canonical[each]).numpy().tobytes())
     return BaseIdentity(name, digest.hexdigest())
@@ -62,8 +64,12 @@ def _spread(names: Sequence[str], most: int) -> list[str]:
 
 
 def _sample(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The beginning of a tensor's middle row."""
-    middle = shape[0] // 2 if len(shape) > 1 else 0
-    row = source.read_rows(RowPart(name, middle, middle + 1, shape[0])) if len(shape) > 1 else source.read(name)
-    found = row.flatten()[:SAMPLED_ELEMENTS].detach().cpu()
+    """Elements from the beginning of a tensor's middle row on."""
+    if len(shape) < 2:
+        rows = source.read(name)
+    else:
+        middle = shape[0] // 2
+        end = min(shape[0], middle + max(1, SAMPLED_ELEMENTS // math.prod(shape[1:])))
+        rows = source.read_rows(RowPart(name, middle, end, shape[0]))
+    found = rows.flatten()[:SAMPLED_ELEMENTS].detach().cpu()
     return found.to(torch.float32) if found.is_floating_point() else found.to(torch.int64)
