@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from ..model_names import aliases_of, meta_twin, named_tensors, ties_of
-from ..quantised.layers import QuantisedLinear
-from ..quantised.model import is_quantised
 from .weights import WeightSource
 from .wrapped import ModelPart
 
@@ -197,10 +195,4 @@ def _require_mergeable(model: Any) -> None:
         raise PlanError(
             f"save_pretrained(merge=True): adapters of the kind {kinds} are no change of weights, so that there is "
             "nothing to merge: leave merge out, and they are written as they are"
-        )
-    if any(isinstance(module, QuantisedLinear) for module in model.modules()) or is_quantised(model):
-        raise PlanError(
-            "save_pretrained(merge=True): the base is quantised, and rounding what is merged once more would lose most "
-            "of what was trained: leave merge out, and merge the saved adapter into the whole model, "
-            "PeftModel.from_pretrained(AutoModel.from_pretrained(BASE), directory).merge_and_unload()"
         )
