@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import bitsandbytes
@@ -97,3 +99,14 @@ def test_bytes_that_begin_between_elements() -> None:
     values = torch.randn(7)
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), as_bytes(values)])[3:]
     assert torch.equal(of_bytes(moved, torch.float32), values)
+
+
+def test_the_libraries_are_imported_only_when_used() -> None:
+    code = (
+        "import sys, torch, penstock.runtime.functions, penstock.runtime.processes.worker\n"
+        "from penstock.runtime.quantised.model import with_bytes\n"
+        "with_bytes(torch.nn.Linear(2, 2))\n"
+        "print([name for name in ('bitsandbytes', 'torchao', 'penstock.compiler') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -98,6 +98,42 @@ def test_half_a_byte_a_parameter_travels(whole: Path) -> None:
         assert moved[kind] < 0.5 * (2 * whole_bytes)  # twice a step, and all else that a step moves
 
 
+def test_an_unpacked_weight_counts_on_a_gpu() -> None:
+    """A plan for GPUs has room for it while its layer computes, and counts the FLOPs of its products. Everything else in
+    this model is far smaller."""
+    import bitsandbytes
+
+    def look(name: str, draft: Any) -> None:
+        if name == "coarsen":
+            costs.extend(block.cost for block in draft.blocks)
+
+    flops = []
+    for quantised in (False, True):
+        costs: list[Any] = []
+        wide = bitsandbytes.nn.Linear4bit(1024, 1024, quant_type="nf4") if quantised else nn.Linear(1024, 1024)
+        model = nn.Sequential(nn.Linear(8, 1024), wide.requires_grad_(False).to("cpu"))
+        penstock.compile(
+            model, "rtx4090x4-2rc", example_inputs={"input": torch.zeros(4, 8)}, loss_fn=lambda out, _: out.mean(),
+            optimizer=SGD, micro_batches=1, strategy="gpipe", dump=look,
+        )  # fmt: skip
+        flops.append(sum(cost.forward_flops + cost.backward_flops for cost in costs))
+        assert not any("bitsandbytes" in operator for cost in costs for operator in cost.uncounted)
+    assert flops[0] == flops[1]
+    for way in ("forward", "light", "backward"):
+        assert 2**22 <= max(getattr(cost, f"{way}_peak_bytes") for cost in costs) < 3 * 2**22
+
+
+@pytest.mark.multi
+def test_two_devices(whole: Path) -> None:
+    """Stages of one micro-batch on two workers, which import the libraries by themselves."""
+    losses = eager_losses(adapted(loaded(whole, "nf4-double")))
+    machine = penstock.Hardware.cpu(2, memory="64MB", dram="1GB")
+    options: dict[str, Any] = {"optimizer": SGD, "micro_batches": 1, "strategy": "gpipe"}
+    model = adapted(loaded(whole, "nf4-double"))
+    with penstock.compile(model, machine, example_inputs=batch(0), **options) as job:
+        assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_no_precision_touches_packed_tensors(whole: Path, precision: str) -> None:
     """Losses differ from eager's, with autocast or in fp32, by no more than bf16's own rounding: under autocast as much

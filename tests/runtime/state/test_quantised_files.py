@@ -1,0 +1,58 @@
+"""Quantised layers in directories: how often a file is read, and how much of it is in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+from penstock.runtime.quantised.model import with_bytes
+from penstock.runtime.state.stored import Stored
+from penstock.runtime.state.weights import open_directory
+
+
+def layers(device: str = "meta", **options: Any) -> nn.Module:
+    with torch.device(device):
+        made = [bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4", **options) for _ in range(3)]
+    return nn.Sequential(*made).requires_grad_(False)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"weight": (64, 64), "bias": (64,)}
+    tensors = {f"{i}.{name}": torch.randn(shape) for i in range(3) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tensors
+
+
+def test_a_whole_weight_is_read_once_and_let_go(
+    tmp_path: Path, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_bytes(layers())
+    source = open_directory(tmp_path, model)
+    assert source.unexpected_keys == ()
+    reads: list[str] = []
+    read = Stored.read
+    monkeypatch.setattr(Stored, "read", lambda self: (reads.append(self.key), read(self))[1])
+    found = {name: source.read(name) for name, _ in model[1].named_parameters(prefix="1")}  # type: ignore[index]
+    assert sorted(reads) == ["1.bias", "1.weight"]
+    readings = [place.reading for place in source.where.values() if hasattr(place, "reading")]
+    assert readings and not any(reading.packed for reading in readings)
+    wanted = bitsandbytes.nn.Params4bit(whole["1.weight"], quant_type="nf4", requires_grad=False).to("cpu")
+    assert torch.equal(found["1.weight"], wanted.data)
+    assert torch.equal(found["1.absmax"], wanted.quant_state.absmax)
+    assert torch.equal(found["1.nested_offset"].view(torch.float32)[0], wanted.quant_state.offset)
+
+
+def test_a_weight_of_another_shape(tmp_path: Path, whole: dict[str, Tensor]) -> None:
+    whole["2.weight"] = torch.randn(32, 64)
+    save_file(whole, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2\.weight has shape \[32, 64\] and type float32 .* \[64, 64\]"):
+        open_directory(tmp_path, with_bytes(layers()))
