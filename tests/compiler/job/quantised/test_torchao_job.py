@@ -52,7 +52,7 @@ def with_config(directory: Path, config: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("memory", ["64MB", "800kB"])
+@pytest.mark.parametrize("memory", [pytest.param("64MB", marks=pytest.mark.slow), "800kB"])
 def test_steps_are_those_of_the_library(whole: Path, kind: str, memory: str) -> None:
     theirs, own = with_config(whole, CONFIGS[kind]), with_config(whole, CONFIGS[kind])
     losses = eager_losses(theirs)
