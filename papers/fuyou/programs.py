@@ -18,7 +18,10 @@ PRECISION = "bf16"  # bytes and rates of fp16 without its loss scale, of which t
 BLOCK_FLOPS = {"A100": 172e12 / 0.86, "4090": 87e12 / 0.53}  # section 1: throughput over its share of a block's rate
 MOST_PIECES = 8  # of a batch inside a stage
 FREE_BANDWIDTH = 1e18  # bytes/s of device memory: its traffic is a part of the block's measured rate
-STAGES = "drop-masks, chunk-loss, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline"
+STAGES = (
+    "drop-masks, chunk-loss, interleave-forwards, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, "
+    "schedule-pipeline"
+)
 
 
 def pipeline(

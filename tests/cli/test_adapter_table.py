@@ -26,6 +26,7 @@ def test_a_row_for_each_base_and_rank() -> None:
     assert peaks[0] > peaks[1] > peaks[2]  # the fewer bits, the less lies on the device
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_why() -> None:
     ran = CliRunner().invoke(app, ["adapters", *OPTIONS, "--set", "memory=16MB", "--set", "dram=1MB"])
     assert ran.exit_code == 0 and "does not fit" in ran.output

@@ -15,7 +15,10 @@ from penstock.compiler.job.job import Job
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, optimizer_states, zoo_case
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
-STAGES = "drop-masks, chunk-loss, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline"
+STAGES = (
+    "drop-masks, chunk-loss, interleave-forwards, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, "
+    "schedule-pipeline"
+)
 CROSSED = "coarsen, partition-balanced{stages=4}, map-cross, schedule-pipeline"
 DRAM_TAIL = "insert-remat, insert-fetch{swap=true}, insert-optimizer"
 

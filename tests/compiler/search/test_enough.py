@@ -30,6 +30,7 @@ def test_a_short_run_is_not_worth_a_long_search() -> None:
     assert len(short.plan.rivals) <= len(long.plan.rivals)
 
 
+@pytest.mark.slow
 def test_the_best_within_a_hundredth_of_the_bound_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     _, usual = rivals()
     assert not usual[Skipped.NEAR_BOUND.value]
