@@ -27,7 +27,7 @@ from torch.export import Dim
 import penstock
 from penstock.bench.peers import rows
 
-MOST, ROWS, BATCHES = 512, 8, 12
+MOST, ROWS, BATCHES = 512, 8, 16
 SIZE = {
     "vocab_size": 256, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": MOST,
