@@ -89,6 +89,7 @@ def test_merge_needs_an_adapter(text: Path, tmp_path: Path) -> None:
         run(options(text, tmp_path / "out", merge=True))
 
 
+@pytest.mark.slow
 def test_a_plan_with_an_adapter_takes_less(tmp_path: Path) -> None:
     common = {"model": "gpt2:n_layer=4", "hardware": ["rtx4090x1"], "precision": "bf16-mixed", "sequence": 128}
     full, adapted = (JobOptions(**common, adapter=adapter).compile().plan for adapter in (None, "lora:r=16"))

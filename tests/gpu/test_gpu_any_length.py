@@ -18,8 +18,7 @@ KINDS = {"resident": partial(compiled, stages=1), "2 stages": partial(compiled, 
 LENGTHS = (32, 7, 20, 32, 3)
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.emulated_core)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_weights_are_eagers_at_every_length(kind: str, precision: str) -> None:
     model = model_of()

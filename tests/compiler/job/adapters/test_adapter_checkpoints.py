@@ -158,6 +158,7 @@ def test_a_truncated_adapter_file_is_refused(saved: Any) -> None:
         job.resume(directory)
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_the_same_loaded_and_packed_while_it_is_read(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     whole = quantised.write_whole(tmp_path / "whole")

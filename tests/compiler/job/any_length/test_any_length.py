@@ -36,7 +36,7 @@ def compiled(name: str, devices: int = 1, memory: str = "64MB", **options: Any) 
 @pytest.mark.parametrize(
     ("name", "devices", "memory"),
     [
-        ("llama", 1, "64MB"),
+        pytest.param("llama", 1, "64MB", marks=pytest.mark.slow),
         ("llama", 2, "64MB"),
         ("gpt2", 1, "730kB"),  # weights come from DRAM, forward runs again
         pytest.param("gpt2", 2, "64MB", marks=pytest.mark.slow),

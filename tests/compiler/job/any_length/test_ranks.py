@@ -18,12 +18,11 @@ from penstock.tests.zoo import without_cache, zoo
 SCRIPT = Path(__file__).with_name("rank_script.py")
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [pytest.param("gpipe", "whole", marks=pytest.mark.slow), ("data-parallel", "parts"),
-     pytest.param("data-parallel", "whole", marks=pytest.mark.slow)],
-)  # fmt: skip
+    ("strategy", "kind"), [("gpipe", "whole"), ("data-parallel", "parts"), ("data-parallel", "whole")]
+)
 def test_ranks_equal_eager(strategy: str, kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     run = subprocess.run(
