@@ -109,8 +109,8 @@ def _require_pairs(batch: dict[str, Tensor]) -> None:
             f"the batch of DPO {what} {wrong[0]!r}; its entries are {', '.join(names)}, each [rows, sequence], a pair "
             "in a row"
         )
-    shapes = {tuple(batch[name].shape) for name in names}
-    if len(shapes) > 1 or batch[names[0]].dim() != 2:
+    first = batch[names[0]]
+    if first.dim() != 2 or any(batch[name].shape != first.shape for name in names):
         found = ", ".join(f"{name} {list(batch[name].shape)}" for name in names)
         raise CaptureError(
             f"DPO takes entries of one shape [rows, sequence], found {found}: pad chosen and rejected answers to the "
