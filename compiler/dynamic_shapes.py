@@ -25,7 +25,7 @@ from .capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, re
 from .job.batch import BatchShape, flatten
 
 GraphAt = Callable[[int, Sizes | None], OpGraph]  # number of micro-batches, sizes -> op graph of one micro-batch
-ROWS = "rows"  # of a micro-batch, where the user gives its size no name
+ROWS = "_rows"  # of a micro-batch, where the user gives its size no name
 _FORMS = (
     'allowed are torch.export\'s form, such as {"input_ids": {1: torch.export.Dim("sequence", max=2048)}}, and its '
     'shorthand for a tokenizer\'s batch: torch.export.Dim("sequence", max=2048), or (torch.export.Dim("batch", max=8), '
@@ -211,6 +211,8 @@ class _Reader:
                 f"{own[dim]}"
             )
         label, most = size.__name__, size.max
+        if label == ROWS:
+            raise PlanError(f"{where}: {label} is a name of ours; give the Dim another one")
         if not isinstance(most, int) or most >= 1 << 40:
             raise PlanError(
                 f'{where}: {label} has no max, for which memory is planned; say torch.export.Dim("{label}", max=...), '

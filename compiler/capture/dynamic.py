@@ -21,7 +21,7 @@ from ...ir.program import SizeRange
 from .lines import SourceLines
 
 LEAST_TRACED = 2  # torch takes sizes of 0 and 1 for constants; what holds for 2 and more holds for 1
-MOST_CHECKED = 4096  # combinations of sizes that each branch is checked for
+MOST_CHECKED = 1 << 16  # combinations of sizes that each branch is checked for
 
 
 class SizeBranch(CaptureError):
@@ -138,8 +138,13 @@ def _require(guard: Any, own: Mapping[Any, str], ranges: Mapping[str, SizeRange]
 
 
 def _samples(of: SizeRange, count: int) -> list[int]:
-    least = min(max(of.least, LEAST_TRACED), of.most)
-    return sorted({*range(least, of.most + 1, max(1, (of.most - least) // count)), of.most})
+    """All sizes of a range, or if they are too many, runs of them at both ends and steps between: runs, as a branch
+    may ask for multiples of the step."""
+    least, end = min(max(of.least, LEAST_TRACED), of.most), of.most + 1
+    if end - least <= count:
+        return list(range(least, end))
+    third = count // 3
+    return sorted({*range(least, least + third), *range(least, end, (end - least) // third), *range(end - third, end)})
 
 
 def _ranges(sizes: list[int], holds: list[int]) -> str:

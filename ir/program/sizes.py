@@ -23,6 +23,7 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+MOST_POWER = 4
 _FUNCTIONS = {"max": max, "min": min}
 
 
@@ -78,6 +79,8 @@ def _value(node: ast.expr, sizes: Sizes) -> int:
             return sizes[name]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= MOST_POWER:
+            return int(_value(left, sizes) ** power)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, sizes)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:

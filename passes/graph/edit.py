@@ -37,6 +37,9 @@ class GraphEdit:
 
     def _annotate(self, node: fx.Node, value: Any, view_of: fx.Node | None) -> fx.Node:
         node.meta = {**plain_meta(self.at), "val": value, "module_path": self.path, "alias_of": view_of}
+        at = self.at.meta
+        if "dims" in at and getattr(value, "shape", None) == getattr(at["val"], "shape", ()):
+            node.meta["dims"] = at["dims"]
         return node
 
     def _autocast(self) -> AbstractContextManager[Any]:

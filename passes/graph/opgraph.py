@@ -228,9 +228,8 @@ def missing_buffers(model: nn.Module) -> tuple[str, ...]:
 
 def plain_meta(node: fx.Node) -> dict[str, Any]:
     """The meta of a new node that stands beside `node` and neither writes nor shares storage."""
-    meta = {
-        key: value for key, value in node.meta.items() if key not in ("eval_args", "eval_kwargs", "updates_buffers")
-    }
+    left_out = ("eval_args", "eval_kwargs", "updates_buffers", "dims")
+    meta = {key: value for key, value in node.meta.items() if key not in left_out}
     return {**meta, "mutates": (), "alias_of": None, "random": False}
 
 

@@ -259,7 +259,7 @@ class _Builder:
         body: list[fx.Node],
     ) -> StageSpec:
         trains = (None if self._is_live(n, inside=True) else False for n in boundary)
-        inputs = [*map(self._crossing, boundary, trains), *(_tensor(n, False) for n in batch)]
+        inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
         outs = [self._crossing(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
@@ -269,7 +269,7 @@ class _Builder:
             name=f"stage{self.index}",
             inputs=tuple(inputs),
             outputs=tuple(outs),
-            extra_outputs=tuple(_tensor(n, False, name) for name, n in extra.items()),
+            extra_outputs=tuple(self._tensor(n, False, name) for name, n in extra.items()),
             params=tuple(trained),
             buffers=tuple(buffers),
             loss=loss.name if loss is not None else None,
@@ -300,8 +300,20 @@ class _Builder:
 
     def _crossing(self, node: fx.Node, requires_grad: bool | None) -> TensorSpec:
         """A value as it is between stages."""
-        spec, dtype = _tensor(node, requires_grad), self.graph.boundary_dtype
+        spec, dtype = self._tensor(node, requires_grad), self.graph.boundary_dtype
         return replace(spec, dtype=_name(dtype)) if dtype is not None and node in self.cut.narrow else spec
+
+    def _tensor(self, node: fx.Node, requires_grad: bool | None = None, name: str = "") -> TensorSpec:
+        """With `requires_grad` None the spec takes the value's own."""
+        value: Any = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise PlanError(
+                f"{node.name} ({node.meta.get('source', '')}) crosses a stage border but is a {type(value).__name__}, "
+                "not a tensor; keep its producer and its reader in one stage"
+            )
+        grad = value.requires_grad if requires_grad is None else requires_grad
+        dims = dims_of(node, self.graph.sizes)
+        return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad, _order(value), dims)
 
     def _is_live(self, node: fx.Node, inside: bool) -> bool:
         """Whether a gradient of the node comes from its readers inside, or outside, this stage."""
@@ -362,19 +374,6 @@ class _Builder:
             ):
                 return True
         return False
-
-
-def _tensor(node: fx.Node, requires_grad: bool | None = None, name: str = "") -> TensorSpec:
-    """With `requires_grad` None the spec takes the value's own."""
-    value: Any = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        raise PlanError(
-            f"{node.name} ({node.meta.get('source', '')}) crosses a stage border but is a {type(value).__name__}, "
-            "not a tensor; keep its producer and its reader in one stage"
-        )
-    grad = value.requires_grad if requires_grad is None else requires_grad
-    dims = dims_of(node)
-    return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad, _order(value), dims)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:

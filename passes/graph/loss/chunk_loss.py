@@ -211,5 +211,5 @@ def _moved(edit: GraphEdit, move: fx.Node, hidden: fx.Node) -> fx.Node:
     if call_name(move) == "getitem":
         return edit.call(move.target, hidden, *move.args[1:], view_of=hidden, **move.kwargs)
     width = hidden.meta["val"].shape[-1]
-    shape = move.meta["val"].shape[:-1]
+    shape = (move.meta.get("dims") or move.meta["val"].shape)[:-1]  # with the names of sizes, where they have some
     return edit.call(torch.Tensor.reshape, hidden, (*shape, width), view_of=hidden)

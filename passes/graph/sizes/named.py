@@ -7,7 +7,7 @@ where one is printed, it is computed from the sizes of the inputs at hand, so th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
 from ....ir.errors import PassError
-from ....ir.program import SizeRange, Sizes
+from ....ir.program import SizeRange, Sizes, wrong_expression
 from ..opgraph import OpGraph, build_module
 from .nodes import SizeNodes
 
@@ -67,10 +67,24 @@ def text_of(size: Any) -> str:
     return str(PythonPrinter().doprint(size.expression)) if isinstance(size, Named) else ""
 
 
-def dims_of(node: fx.Node) -> tuple[str, ...]:
-    """`TensorSpec.dims` of a node's value."""
-    dims = node.meta.get("dims", ())
-    return tuple(map(text_of, dims)) if dims == tuple(node.meta["val"].shape) else ()
+def dims_of(node: fx.Node, names: Collection[str]) -> tuple[str, ...]:
+    """`TensorSpec.dims` of a node's value in a graph with these named sizes. Raises `PassError` where a pass has made
+    the value and does not say of which sizes, or of such that no program can compute."""
+    shape, dims = tuple(node.meta["val"].shape), node.meta.get("dims")
+    is_ours = node.op == "placeholder" and dims is None  # what a loss divides by: one number for each micro-batch
+    if not names or not shape or dims == () or is_ours:
+        return ()
+    if dims != shape:
+        raise PassError(
+            f"{node.name} crosses a stage border, and is not known to follow {', '.join(names)}: leave dynamic_shapes "
+            "out, or the pass that makes it (split-vocabulary)"
+        )
+    texts = tuple(map(text_of, dims))
+    for text in filter(None, texts):
+        wrong = wrong_expression(text, names)
+        if wrong:
+            raise PassError(f"{node.name} crosses a stage border; its size {text} {wrong}")
+    return texts
 
 
 def names_in(arguments: Any) -> set[str]:

@@ -78,3 +78,9 @@ def test_a_table_of_positions_says_how_long_a_sequence_may_be() -> None:
     dims = DynamicDims({"rows": SizeRange(2, 8), "length": SizeRange(2, 64)}, DIMS)
     with pytest.raises(SizeBranch, match=r"(?s)test_dynamic.py.*# the table.*One program holds for 2 to 48"):
         trace(Positions(), {"x": torch.zeros(4, 32, 4)}, dynamic=dims)
+
+
+def test_a_branch_on_multiples_is_found_in_a_range_that_is_too_wide_to_look_at_whole() -> None:
+    """Sizes at even distances could all be multiples of what the model asks for."""
+    with pytest.raises(SizeBranch, match="one thing where"):
+        traced(lambda h: h + 1 if h.shape[1] % 8 == 0 else h, least=16, most=16 + 8 * (1 << 16))

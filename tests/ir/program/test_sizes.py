@@ -15,7 +15,7 @@ from penstock.ir.program.sizes import SIZES, wrong_expression
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
 def test_an_expression_has_the_value_that_python_gives_it(rows: int, sequence: int) -> None:
-    for text in ("sequence", "rows*sequence - 1", "(sequence - 1)//2 + 1", "-sequence % 8", "max(rows, sequence) + 3"):
+    for text in ("sequence", "rows*sequence - 1", "(sequence - 1)//2 + 1", "-sequence % 8", "max(rows, sequence) + 3", "rows**2"):
         wanted = eval(text, {"rows": rows, "sequence": sequence, "max": max})
         assert value_of(text, {"rows": rows, "sequence": sequence}) == wanted
         assert not wrong_expression(text, ["rows", "sequence"])
@@ -24,6 +24,7 @@ def test_an_expression_has_the_value_that_python_gives_it(rows: int, sequence: i
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("9**9**9", "is no expression"),
         ("other", "names 'other', which is no size"),
         ("sequence.real", "is no expression"),
         ("__import__('os')", "is no expression"),

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.export import Dim
 from zoo import without_cache, zoo
 
 import penstock
 from penstock.ir import ops
-from penstock.ir.errors import BatchError, CaptureError, PlanError
+from penstock.ir.errors import BatchError, CaptureError, PassError, PlanError
 from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD, Eager, assert_same_weights, tokens
 
 SEQUENCE = Dim("sequence", min=4, max=48)
@@ -205,3 +206,33 @@ def test_sizes_that_a_plan_does_not_have_are_named(tmp_path: Any) -> None:
     fixed, _ = compiled("gpt2", dynamic_shapes=None)
     with pytest.raises(PlanError, match="compiled without dynamic_shapes"):
         fixed.simulate(sequence=8)
+
+
+def test_what_a_pass_makes_of_unknown_size_is_refused_before_it_runs() -> None:
+    passes = (
+        "split-vocabulary, coarsen, partition-balanced{stages=4}, map-round-robin, schedule-pipeline, insert-remat, "
+        "insert-fetch, insert-optimizer"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=20000, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    with pytest.raises(PassError, match="is not known to follow sequence: leave dynamic_shapes out"):
+        penstock.compile(
+            model, penstock.Hardware.cpu(2, memory="7MB"), example_inputs=tokens(4, 32), optimizer=SGD,
+            strategy=passes, micro_batches=2, dynamic_shapes=SEQUENCE,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens_of_chunk", [7, 40])
+def test_a_loss_in_chunks_takes_any_length(tokens_of_chunk: int) -> None:
+    passes = f"chunk-loss{{tokens={tokens_of_chunk}}}, coarsen, partition-balanced{{stages=2}}, map-round-robin, "
+    passes += "schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
+    job, twin = compiled("llama", strategy=passes, dynamic_shapes=(ROWS, SEQUENCE))
+    assert "chunked_cross_entropy" in job.code()
+    with job:
+        for batch in (tokens(4, 9), tokens(3, 48, 1)):
+            torch.testing.assert_close(job.step(batch), twin.step(batch), **CLOSE)
+        job.sync()
+    assert_same_weights(job.model, twin.model)
