@@ -71,7 +71,7 @@ def dims_of(node: fx.Node, names: Collection[str]) -> tuple[str, ...]:
     """`TensorSpec.dims` of a node's value in a graph with these named sizes. Raises `PassError` where a pass has made
     the value and does not say of which sizes, or of such that no program can compute."""
     shape, dims = tuple(node.meta["val"].shape), node.meta.get("dims")
-    is_ours = node.op == "placeholder" and dims is None  # what a loss divides by: one number for each micro-batch
+    is_ours = node.op == "placeholder" and dims != shape  # what a loss divides by: one number for each micro-batch
     if not names or not shape or dims == () or is_ours:
         return ()
     if dims != shape:
