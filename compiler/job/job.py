@@ -220,8 +220,8 @@ class Job:
 
     @one_call
     def step(self, batch: Any) -> Tensor:
-        """One training step on a global batch of the compiled shapes. Returns the loss of the whole batch, of which
-        `explain` says how micro-batches make it.
+        """One training step on a global batch of the compiled shapes, or on a list of its micro-batches. Returns the
+        loss of the whole batch, of which `explain` says how micro-batches make it.
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run; `NonFiniteLoss`

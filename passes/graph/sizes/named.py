@@ -22,35 +22,26 @@ from ..opgraph import OpGraph, build_module
 from .nodes import SizeNodes
 
 
-class NamedSize(int):
-    """A whole number that is an expression of named sizes."""
+class Named:
+    """A number that is an expression of named sizes."""
 
     expression: sympy.Expr
 
-    def __new__(cls, value: int, expression: sympy.Expr) -> NamedSize:
-        made = super().__new__(cls, value)
+    def __new__(cls, value: float, expression: sympy.Expr) -> Any:
+        made = super().__new__(cls, value)  # type: ignore[call-arg]
         made.expression = expression
         return made
 
-    def __getnewargs__(self) -> tuple[int, sympy.Expr]:  # type: ignore[override]
-        return int(self), self.expression
+    def __getnewargs__(self) -> tuple[Any, sympy.Expr]:
+        return self.real, self.expression  # type: ignore[attr-defined]
 
 
-class NamedNumber(float):
-    """The same for a number that is not whole."""
-
-    expression: sympy.Expr
-
-    def __new__(cls, value: float, expression: sympy.Expr) -> NamedNumber:
-        made = super().__new__(cls, value)
-        made.expression = expression
-        return made
-
-    def __getnewargs__(self) -> tuple[float, sympy.Expr]:  # type: ignore[override]
-        return float(self), self.expression
+class NamedSize(Named, int):  # type: ignore[misc]
+    """A whole one."""
 
 
-Named = (NamedSize, NamedNumber)
+class NamedNumber(Named, float):  # type: ignore[misc]
+    """One that is not whole."""
 
 
 def shown(value: Any) -> Any:
@@ -156,7 +147,7 @@ class _AtSizes:
             is_whole = isinstance(size, torch.SymInt)
             number = int(value) if is_whole else float(value)
             kind = NamedSize if is_whole else NamedNumber
-            self.known[expr] = kind(number, expression) if expression.free_symbols else number  # type: ignore[arg-type]
+            self.known[expr] = kind(number, expression) if expression.free_symbols else number
         return self.known[expr]
 
     def concrete(self, value: Any) -> Any:
