@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ...ir.errors import PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import PRECISIONS
 from ...ir.program import whole_params
@@ -26,6 +27,7 @@ from ...runtime.processes.commands import split
 from ...runtime.state.parts import PartJoiner
 from ..capture.guard import LossFn
 from ..folder import Folder
+from ..job.batch import flatten
 from ..job.job import Job
 from ..stale import unmark
 from .eager import Eager, graph_runner, module_runner
@@ -83,7 +85,10 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
 
     job: a fresh job of a model with the weights of `model`; it is closed after its steps. model: not on the meta
         device; it is not changed. Where the job has a `loss_weight`, the model itself is not compared.
+
+    Raises `PlanError` for batches of different sizes, or in lists: plain PyTorch is compared with for one.
     """
+    _require_one_size(model, batches)
     planned = _by_plan(job, batches)
     ours = copy.deepcopy(model)
     settings = job.folder.settings
@@ -107,6 +112,19 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     except NotByRows as error:
         return CheckReport(differences, planned.losses, f"{error}; check it with micro_batches=1")
     return CheckReport([*differences, *_compare("model itself", planned, by_module, precision)], planned.losses)
+
+
+def _require_one_size(model: nn.Module, batches: Sequence[Any]) -> None:
+    for number, batch in enumerate(batches):
+        if isinstance(batch, list) and any(isinstance(each, (Mapping, tuple, list)) for each in batch):
+            raise PlanError(f"check: batch {number} is a list of micro-batches; hand over whole batches")
+        shapes, first = ({n: tuple(t.shape) for n, t in flatten(model, b)[0].items()} for b in (batch, batches[0]))
+        name = next((name for name in first if shapes.get(name) != first[name]), None)
+        if name is not None:
+            raise PlanError(
+                f"check: {name!r} is {list(first[name])} in the first batch, and {list(shapes.get(name, ()))} in batch "
+                f"{number}; check each size with a job of its own"
+            )
 
 
 def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:

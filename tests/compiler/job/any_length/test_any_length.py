@@ -13,6 +13,7 @@ from torch.export import Dim
 from zoo import without_cache, zoo
 
 import penstock
+from penstock.compiler.check.check import check
 from penstock.ir import ops
 from penstock.ir.errors import BatchError, CaptureError, PassError, PlanError
 from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD, Eager, assert_same_weights, tokens
@@ -236,3 +237,12 @@ def test_a_loss_in_chunks_takes_any_length(tokens_of_chunk: int) -> None:
             torch.testing.assert_close(job.step(batch), twin.step(batch), **CLOSE)
         job.sync()
     assert_same_weights(job.model, twin.model)
+
+
+def test_a_check_is_of_one_length() -> None:
+    job, twin = compiled("llama")
+    with pytest.raises(PlanError, match=r"'input_ids' is \[4, 48\] in the first batch, and \[4, 20\] in batch 1"):
+        check(job, twin.model, [tokens(4, 48), tokens(4, 20)])
+    with pytest.raises(PlanError, match="batch 0 is a list of micro-batches; hand over whole batches"):
+        check(job, twin.model, [[tokens(2, 8), tokens(2, 8)]])
+    assert check(job, twin.model, [tokens(4, 20)]).passed
