@@ -32,6 +32,7 @@ from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN
+from ..runtime.state.quantised import quantised_layers
 from ..runtime.state.weights import settle_quantised
 from .arguments import (
     check_agrees,
@@ -455,4 +456,5 @@ def _model_name(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     name = getattr(config, "model_type", None) or type(model).__name__
     params = sum(p.numel() for p in model.parameters())
+    params += sum(layer.more_params for _, layer in quantised_layers(model))
     return f"{name}, {params / 1e6:.1f} M parameters"

@@ -72,7 +72,8 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     specs = list(programs[0].interface.stages.values())
     for spec, device in zip(specs, decisions.devices):
         saved = activations_tier(decisions, spec.name).replace(AGAIN, "rematerialised")
-        states = f"optimizer states {states_tier(decisions, spec.name)}; " if spec.name in decisions.ssd.stages else ""
+        on_ssd = spec.name in decisions.ssd.stages and spec.trained_params
+        states = f"optimizer states {states_tier(decisions, spec.name)}; " if on_ssd else ""
         lines.append(
             f"  {spec.name:8} {device_name(hardware, device, decisions.mesh):6} {spec.title}: "
             f"weights {format_bytes(spec.weight_bytes)} {weights_tier(decisions, spec.name)}; {states}"

@@ -1,9 +1,4 @@
-"""Bytes of a host's DRAM and SSDs that its programs need, by purpose, in a step and while weights load.
-
-Loading goes stage by stage. Beside what lasts, and what a GPU's pinned arena takes from the start, DRAM then holds one
-stage in fp32 as its source gives it, a second copy in the process of its device if that is another one, and the buffer
-in which a stage's file is laid out.
-"""
+"""Bytes of a host's DRAM and SSDs that its programs need, by purpose, in a step and while weights load."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from dataclasses import dataclass
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import MemoryProfile, Program, homes_of, profile_memory
-from ...runtime.stage.file import staging_bytes
+from ...passes.optimizer.loading import LoadedDevice, loading_bytes
 
 ARENA = {ops.DRAM: "read and offloaded values", ops.SSD: "activations"}
 PASSING = "gradients on their way"
@@ -55,7 +50,7 @@ def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[MemoryNe
     needs = []
     for host, rows in by_host.items():
         profiles = [profile for _, profile in rows]
-        loading = _loading_bytes(rows, hardware, copies=1 if len(programs) == 1 else 2)
+        loading = loading_bytes([_loaded(*row, hardware) for row in rows], len(programs))
         needs.append(MemoryNeed(f"dram{host}", _parts(profiles, ops.DRAM), loading))
         if any(profile.peak_bytes[ops.SSD] for profile in profiles):
             needs.append(MemoryNeed(f"ssd{host}", _parts(profiles, ops.SSD)))
@@ -83,13 +78,7 @@ def _parts(profiles: Sequence[MemoryProfile], memory: str) -> dict[str, int]:
     return {what: num_bytes for what, num_bytes in parts.items() if num_bytes}
 
 
-def _loading_bytes(rows: Sequence[tuple[Program, MemoryProfile]], hardware: Hardware, copies: int) -> int:
-    largest = taken = 0
-    for program, profile in rows:
-        homes = homes_of(program)
-        staging = staging_bytes(program.interface, homes)
-        pinned = hardware.devices[program.device].kind == "cuda"
-        taken += profile.persistent.total(ops.DRAM) + (max(profile.arenas[ops.DRAM], staging) if pinned else staging)
-        for stage in homes:
-            largest = max(largest, 4 * sum(param.numel for param in program.interface.stages[stage].params))
-    return taken + copies * largest
+def _loaded(program: Program, profile: MemoryProfile, hardware: Hardware) -> LoadedDevice:
+    pinned = hardware.devices[program.device].kind == "cuda"
+    lasting = profile.persistent.total(ops.DRAM)
+    return LoadedDevice(program.interface, homes_of(program), lasting, profile.arenas[ops.DRAM], pinned)

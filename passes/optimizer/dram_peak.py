@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import PAGE, FirstFit, Program, StageHome, bytes_of_homes, place_bytes, places_of, takes_place
+from ...ir.program import (
+    PAGE,
+    FirstFit,
+    Program,
+    StageHome,
+    bytes_of_homes,
+    homes_of,
+    place_bytes,
+    places_of,
+    takes_place,
+)
 from ..phases import Phase, phases
 from .timing import Timing, Updates
 from .updates import script, stages_read
@@ -31,6 +42,15 @@ class WeightsRead:
     fetches: tuple[fx.Node, ...]
 
 
+class DramNeed(NamedTuple):
+    """Bytes of DRAM at a step's peak; and where stages lie between steps, with the bytes of these and of the arena."""
+
+    step_bytes: int
+    homes: dict[str, StageHome]
+    lasting_bytes: int
+    arena_bytes: int
+
+
 class DramPeak:
     """The DRAM peak of one program, whose text is read once."""
 
@@ -43,7 +63,7 @@ class DramPeak:
         fetched = (n for n in program.ops() if n.target is ops.fetch and isinstance(n.args[0], str))
         self.in_dram = list(dict.fromkeys(str(n.args[0]).partition(".")[0] for n in fetched))
         self.own = self._own_events()
-        self.read_already = stages_read(program)
+        self.read_already, self.homes = stages_read(program), homes_of(program)
 
     def _own_events(self) -> list[MemoryEvent]:
         """The events of what the text moves already."""
@@ -59,6 +79,10 @@ class DramPeak:
 
     def bytes(self, updates: Updates, timing: Timing, weights: Collection[str] = (), ahead: int = 0) -> int:
         """The peak if the weights of these stages are read from SSD `ahead` phases before their fetch."""
+        return self.need(updates, timing, weights, ahead).step_bytes
+
+    def need(self, updates: Updates, timing: Timing, weights: Collection[str], ahead: int) -> DramNeed:
+        """As `bytes`, with what loading is told of this device."""
         on_ssd = self.read_already | set(weights)
         reads = weights_reads(self.program, self.order, self.number, weights, ahead)
         events = self.own + self._weights_events(reads) + self._update_events(updates, timing, on_ssd)
@@ -68,7 +92,11 @@ class DramPeak:
                 arena.take(name, num_bytes)
             else:
                 arena.give(name)
-        return arena.size + self._lasting(updates, on_ssd) + self._working(updates)
+        homes = self._homes(updates, on_ssd)
+        lasting_bytes = bytes_of_homes(self.interface, homes).total(ops.DRAM)
+        return DramNeed(
+            arena.size + lasting_bytes + self._working(updates), {**self.homes, **homes}, lasting_bytes, arena.size
+        )
 
     def _weights_events(self, reads: Sequence[WeightsRead]) -> list[MemoryEvent]:
         found: list[MemoryEvent] = []
@@ -106,14 +134,14 @@ class DramPeak:
             found += [(begin, value, self._grad_bytes(stage)), (end, value, 0)]
         return found
 
-    def _lasting(self, updates: Updates, on_ssd: Collection[str]) -> int:
-        """What lies in DRAM between steps."""
+    def _homes(self, updates: Updates, on_ssd: Collection[str]) -> dict[str, StageHome]:
+        """Where the stages that are not on the device lie between steps."""
         homes = {}
         for stage in dict.fromkeys([*self.in_dram, *on_ssd]):
             states = updates.where[stage] if stage in self.grads else None
             undo = self._is_speculative(updates, stage)
             homes[stage] = StageHome(ops.SSD if stage in on_ssd else ops.DRAM, states, self.group, undo)
-        return bytes_of_homes(self.interface, homes).total(ops.DRAM)
+        return homes
 
     def _working(self, updates: Updates) -> int:
         """What an update on the CPU takes while it runs."""

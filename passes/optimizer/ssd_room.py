@@ -1,4 +1,4 @@
-"""How much must lie on SSD: what persists in DRAM and what an update holds there, against the room there.
+"""How much must lie on SSD: what persists in DRAM, and what an update or loading holds there, against the room there.
 
 Devices of one host share its DRAM and its SSDs, so all of them are decided together. The bytes are those that the
 programs will take once they are rewritten (`dram_peak.py`).
@@ -16,7 +16,7 @@ from ...ir.program import StageHome, StageSpec, bytes_of_homes, homes_of, plan_a
 from ...ir.units import format_bytes
 from ..decisions import StageTiers
 from ..draft import Draft
-from .dram_room import by_host
+from .dram_room import by_host, lacking_bytes
 from .timing import Timing, Updates, updates_of
 
 MOST_READS_AHEAD = 4
@@ -76,13 +76,10 @@ class SsdRoom:
         return [stage for _, stage in sorted((i * GOLDEN % 1, stage) for i, stage in enumerate(mine))]
 
     def missing(self, hosts: Sequence[int], tiers: StageTiers, timing: Timing, ahead: int) -> int:
-        """The most bytes of DRAM that any of these hosts lacks; below 0, every host has bytes left."""
+        """The most bytes of DRAM that any of these hosts lacks, in a step or while weights are loaded; below 0, every
+        host has bytes left."""
         updates, whole = self.updates(tiers), [stage for stage, tier in tiers.items() if tier == "all"]
-        return max(
-            sum(peak.bytes(updates, timing, whole, ahead) for peak in self.hosts[host])
-            - self.hardware.dram_budget_bytes(host)
-            for host in hosts
-        )
+        return max(lacking_bytes(self.draft, host, self.hosts[host], updates, timing, whole, ahead) for host in hosts)
 
     def updates(self, tiers: StageTiers) -> Updates:
         return updates_of(self.draft, {stage: ops.SSD if stage in tiers else home for stage, home in self.home.items()})

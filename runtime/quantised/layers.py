@@ -7,6 +7,7 @@ layer's memory is shared; for a layer on the meta device the shapes are those th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,11 @@ class QuantisedLinear(nn.Module):
     def take_shapes(self, types: TensorTypes) -> None:
         """As `take`, on the meta device."""
         self.take({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in types.items()})
+
+    @property
+    def more_params(self) -> int:
+        """How many more parameters it stands for than it has bytes."""
+        return math.prod(self.shape) - sum(self.get_parameter(name).numel() for name in self.types)
 
     def quantiser(self) -> Quantiser4bit | Quantiser8bit | None:
         """What makes the tensors of a whole weight; None where only files that have them can be read."""

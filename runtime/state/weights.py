@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError, PlanError
+from ...ir.precision import MASTER_BYTES
 from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, never_saved, ties_of
 from .fresh import FreshValues
 from .quantised import quantised_layers
 from .weight_files import Place, match_names, open_files
 from .wrapped import ModelPart
+
+WHOLE_BYTES = 2 * MASTER_BYTES  # of the weights that are packed in one byte, two at most
 
 
 class WeightSource(ABC):
@@ -159,19 +162,40 @@ def open_directory(
 
 
 def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) -> dict[str, Tensor]:
-    """The stage's parameters as masters to train: at least fp32, on the device of the source.
+    """The stage's parameters, on the device of the source: those that are trained as masters, at least fp32, those that
+    are frozen in the type that they compute in.
 
     Tied names share one tensor. With `own` (default) no tensor is shared with the source, so the caller may write to
-    them; without it, a live model's fp32 tensors are returned as they are.
+    them; without it, a live model's tensors of the right type are returned as they are.
     """
-    masters: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    trained = {source.ties.get(param.name, param.name) for param in spec.params if param.requires_grad}
     for param in spec.params:
         canonical = source.ties.get(param.name, param.name)
-        if canonical not in masters:
+        if canonical not in found:
             stored = _read(source, param)
-            dtype = torch.promote_types(stored.dtype, torch.float32) if stored.is_floating_point() else stored.dtype
-            masters[canonical] = stored.to(dtype, copy=own and source.is_shared(param.whole.name))
-    return {param.name: masters[source.ties.get(param.name, param.name)] for param in spec.params}
+            found[canonical] = stored.to(
+                _loaded_dtype(stored, param, canonical in trained), copy=own and source.is_shared(param.whole.name)
+            )
+    return {param.name: found[source.ties.get(param.name, param.name)] for param in spec.params}
+
+
+def _loaded_dtype(stored: Tensor, param: ParamSpec, trained: bool) -> torch.dtype:
+    if not stored.is_floating_point():
+        return stored.dtype
+    return torch.promote_types(stored.dtype, torch.float32) if trained else getattr(torch, param.dtype)
+
+
+def loaded_bytes(spec: StageSpec) -> int:
+    """Bytes of what `stage_weights` returns, at most."""
+    return sum(MASTER_BYTES * param.numel if param.requires_grad else param.bytes for param in spec.params)
+
+
+def reading_bytes(spec: StageSpec) -> int:
+    """Bytes that `stage_weights` takes beside what it returns, at most: one frozen tensor as files have it, in fp32, or
+    not quantised yet."""
+    frozen = (param for param in spec.params if not param.requires_grad)
+    return max((param.numel * (WHOLE_BYTES if param.dtype == "uint8" else MASTER_BYTES) for param in frozen), default=0)
 
 
 def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:

@@ -7,7 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.compiler.capture.trace import trace
+from penstock.compiler.search.fit import check_fit
+from penstock.compiler.search.host_memory import host_needs
 from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.ir.machine.hardware import Hardware
@@ -26,7 +30,7 @@ from penstock.passes.optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom, tiers_
 from penstock.passes.optimizer.updates import write_updates
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import apply, chain, draft_of, text_of, to_schedule, traced
+from penstock.tests.passes.running import Chain, apply, chain, draft_of, text_of, to_schedule, traced
 
 EVERYTHING = 10**9
 
@@ -86,6 +90,29 @@ def test_less_dram_puts_more_on_ssd_states_first(num_devices: int) -> None:
         amounts.append((len(tiers), list(tiers.values()).count("all")))
     assert [states for states, _ in amounts] == sorted(states for states, _ in amounts)
     assert amounts[0] == (0, 0) and amounts[1][0] > 0 and amounts[-1] == (10, 10)
+
+
+def test_loading_counts_too() -> None:
+    """Of a frozen model a step takes little more DRAM than what lasts; loading takes a stage more."""
+    with torch.device("meta"):
+        model = Chain(7, 64)
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    graph = trace(model, {"x": torch.randn(2, 64), "labels": torch.zeros(2, dtype=torch.int64)})
+
+    def planned(dram: int) -> Draft:
+        draft = apply(draft_of(graph, machine(dram), micro_batches=2), *to_schedule(8))
+        names = [s.spec.name for s in draft.stages]
+        decisions = {"rematerialise": names, "fetch": {name: {} for name in names}}
+        apply(draft, InsertRemat(), InsertFetch(), decisions=decisions)
+        return apply(draft, InsertSsd(), OverlapOptimizer(), memory=True)
+
+    roomy = planned(EVERYTHING)
+    need = host_needs(roomy.programs, roomy.lane_hardware)[0]
+    assert need.memory == "dram0" and need.loading_bytes > need.step_bytes and not roomy.ssd.stages
+    tight = planned(need.loading_bytes - 1)
+    assert tight.ssd.stages
+    check_fit(tight)
 
 
 def test_stages_on_ssd_are_spread_over_the_model() -> None:

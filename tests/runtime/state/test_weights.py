@@ -24,7 +24,9 @@ from penstock.runtime.state.weights import (
     DirectoryWeights,
     FreshWeights,
     LiveWeights,
+    loaded_bytes,
     open_directory,
+    reading_bytes,
     stage_buffers,
     stage_weights,
 )
@@ -116,6 +118,21 @@ def test_a_low_precision_model_gets_fp32_masters_and_float64_stays() -> None:
     assert torch.equal(masters["transformer.wpe.weight"], model.transformer.wpe.weight.float())
     exact = nn.Linear(2, 2).double()
     assert stage_weights(LiveWeights(exact), spec_of(exact))["weight"].dtype == torch.float64
+
+
+def test_frozen_weights_come_in_the_type_that_they_compute_in() -> None:
+    """So that loading a frozen stage takes no fp32 copy of it; the bytes are those that planning counts with."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    rows = [ParamSpec(n, tuple(p.shape), "bfloat16", n.startswith("1")) for n, p in model.named_parameters()]
+    spec = StageSpec("s", (), (), tuple(rows))
+    found = stage_weights(LiveWeights(model), spec)
+    kinds = {name: str(t.dtype).removeprefix("torch.") for name, t in found.items()}
+    assert kinds == {"0.weight": "bfloat16", "0.bias": "bfloat16", "1.weight": "float32", "1.bias": "float32"}
+    assert torch.equal(found["0.weight"], model[0].weight.detach().bfloat16())
+    assert loaded_bytes(spec) == sum(t.nbytes for t in found.values())
+    assert reading_bytes(spec) == model[0].weight.nbytes
+    packed = StageSpec("s", (), (), (ParamSpec("0.weight", (64, 1), "uint8", False),))
+    assert reading_bytes(packed) == 128 * 4  # two weights a byte, in fp32
 
 
 def test_meta_weights_and_another_models_plan_are_refused() -> None:
