@@ -1,9 +1,9 @@
 """Functions that run on fake tensors in place of calls whose costs fake tensors do not show.
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
-calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention
-(`attention.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does
-not know, nor their shapes unless they are bf16, and for the CTC loss, which has no shape rule.
+calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention (`attention.py`), int8 weights
+(`outliers.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not know,
+nor their shapes unless they are bf16, and for the CTC loss, which has no shape rule.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ....ir.machine.call_mix import Product
 from ....ir.program import aligned
-from ....runtime.functions import packed_attention, window_attention
+from ....runtime.functions import linear_8bit, packed_attention, window_attention
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
+from .outliers import cuda_linear_8bit
 
 
 def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -95,4 +96,5 @@ CUDA_STAND_INS: dict[Any, Any] = {
     window_attention: cuda_window_attention,
     packed_attention: cuda_packed_attention,
     torch.nn.functional.dropout: cuda_dropout,
+    linear_8bit: cuda_linear_8bit,
 }
