@@ -71,7 +71,7 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
     described = [
         (
             len(blocks),
-            format_bytes(spec.weight_bytes),
+            format_bytes(spec.all_weight_bytes),
             short_tier(weights_tier(decisions, spec.name)),
             format_bytes(spec.kept_bytes),
             activations_tier(decisions, spec.name),

@@ -22,7 +22,7 @@ from ..search.host_memory import host_of
 from ..search.what_helps import Help, changed_machines
 from ..steps import drain_here, simulate_here
 from .loss import loss_lines
-from .tiers import AGAIN, activations_tier, states_tier, weights_tier
+from .tiers import AGAIN, activations_tier, states_tier, weights_text
 from .updates import update_lines
 from .wear import Wear, wear_of
 
@@ -72,11 +72,11 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     specs = list(programs[0].interface.stages.values())
     for spec, device in zip(specs, decisions.devices):
         saved = activations_tier(decisions, spec.name).replace(AGAIN, "rematerialised")
-        on_ssd = spec.name in decisions.ssd.stages and spec.trained_params
+        on_ssd = spec.name in decisions.ssd.stages and spec.trained_params and not spec.staying
         states = f"optimizer states {states_tier(decisions, spec.name)}; " if on_ssd else ""
         lines.append(
             f"  {spec.name:8} {device_name(hardware, device, decisions.mesh):6} {spec.title}: "
-            f"weights {format_bytes(spec.weight_bytes)} {weights_tier(decisions, spec.name)}; {states}"
+            f"weights {weights_text(decisions, spec)}; {states}"
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
     if decisions.staleness:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ...ir import ops
+from ...ir.program import StageSpec
+from ...ir.units import format_bytes
 from ...passes.decisions import Activations
 from ..plan import Decisions
 
@@ -20,6 +22,15 @@ def weights_tier(decisions: Decisions, stage: str) -> str:
     if decisions.ssd.stages.get(stage) == "all":
         return "SSD, read and fetched for each use"
     return "DRAM, fetched for each use"
+
+
+def weights_text(decisions: Decisions, spec: StageSpec) -> str:
+    """Bytes and tier of a stage's weights, and apart those of what is trained, where that alone stays on the device."""
+    tier = weights_tier(decisions, spec.name)
+    if not spec.staying or spec.name not in decisions.fetch:
+        return f"{format_bytes(spec.all_weight_bytes)} {tier}"
+    trained = format_bytes(spec.staying_bytes)
+    return f"{format_bytes(spec.weight_bytes)} {tier}, and {trained} that are trained on the device"
 
 
 def states_tier(decisions: Decisions, stage: str) -> str:

@@ -24,6 +24,7 @@ from ...ir.program import StageSpec, are_alike
 from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
 from ...passes.stage_time import stage_seconds
+from ...passes.staying import staying_stages
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def lower_bound(
     """The bound for stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what
     lies on SSD ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
     come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it."""
-    specs = [stage.spec for stage in draft.stages]
+    specs = staying_stages(draft) if synchronous else [stage.spec for stage in draft.stages]
     loads = _compute(draft, specs, split, synchronous)
     lanes = draft.mesh.lanes
     if not lanes or are_alike(draft.machine, lanes):  # else other lanes may have other parts than the first
@@ -94,14 +95,15 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
             again = [spec.weight_bytes for spec in mine if spec.rematerialisable and not swap]
             twice = sum(again) - max(again, default=0)
             move(f"dram{device.host}", device.name, (sum(spec.weight_bytes for spec in mine) + twice) / shards)
-            move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in mine) / shards)
+            updated = [spec for spec in mine if not spec.staying]
+            move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in updated) / shards)
             swapped[device.host] += mine
     for value_bytes, source, target in _messages(specs, draft.devices):
         move(hardware.devices[source].name, hardware.devices[target].name, value_bytes * draft.options.micro_batches)
     rates = {name: link.bandwidth for name, link in hardware.links().items()}
     found = [Bound(amount / rates[link], link) for link, amount in moved.items()]
     for host, own in swapped.items():
-        count = sum(spec.trained_params for spec in own) / shards
+        count = sum(spec.trained_params for spec in own if not spec.staying) / shards
         found.append(Bound(count / hardware.hosts[host].optimizer_params_per_s, f"optimizer of host {host}"))
         if tier is not None and hardware.hosts[host].ssds:
             found.append(_disks(draft, own, host, tier))
@@ -110,8 +112,9 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
 
 def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
     """The bound of a host's SSDs, whose reads and writes take turns."""
-    lasts = [draft.options.lasting(spec.weight_bytes, spec.params) for spec in specs]
-    frozen = sum(spec.weight_bytes for spec in specs if not spec.trained_params) // draft.mesh.shards
+    lasts = [draft.options.lasting(spec.weight_bytes, () if spec.staying else spec.params) for spec in specs]
+    kept = [spec for spec in specs if spec.staying or not spec.trained_params]
+    frozen = sum(spec.weight_bytes for spec in kept) // draft.mesh.shards
     whole = sum(map(sum, lasts)) // draft.mesh.shards
     states = whole - sum(spec.weight_bytes for spec in specs) // draft.mesh.shards
     beyond = max(0, whole - draft.lane_hardware.dram_budget_bytes(host))
@@ -128,8 +131,9 @@ def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, w
 
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     """The bytes that a device holds at the end of a step if nothing is swapped."""
-    kept_bytes = (s.weight_bytes + s.grad_bytes + draft.options.optimizer_bytes(s.params) for s in specs)
-    return int(sum(kept_bytes) / draft.mesh.shards)
+    weights = sum(spec.weight_bytes + spec.staying_bytes for spec in specs)
+    updates = sum(spec.grad_bytes + draft.options.optimizer_bytes(spec.params) for spec in specs)
+    return int((weights + updates) / draft.mesh.shards)
 
 
 def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:

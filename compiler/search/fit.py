@@ -13,6 +13,7 @@ from ...ir.precision import Precision
 from ...ir.program import MemoryProfile, ParamSpec, print_node, profile_memory, shown
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
+from ...passes.staying import staying_stages
 from .host_memory import MemoryNeed, host_needs, host_of, tier_of
 
 
@@ -47,11 +48,13 @@ def check_lasting(draft: Draft) -> None:
     """
     hardware = draft.lane_hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    specs = staying_stages(draft)
     for index, device in enumerate(hardware.devices):
-        whole = [stage.spec for stage, at in zip(draft.stages, draft.devices) if at == index]
+        whole = [spec for spec, at in zip(specs, draft.devices) if at == index]
         own = [spec.shard(draft.mesh.shards) for spec in whole] if draft.mesh.shards > 1 else whole
-        lasts = [draft.options.lasting(spec.weight_bytes, spec.params) for spec in own]
-        if sum(map(sum, lasts)) + sum(spec.grad_bytes for spec in own) > device.budget_bytes:
+        lasts = [draft.options.lasting(spec.weight_bytes, () if spec.staying else spec.params) for spec in own]
+        staying = sum(spec.staying_bytes + draft.options.optimizer_bytes(spec.staying) for spec in own)
+        if sum(map(sum, lasts)) + staying + sum(spec.grad_bytes for spec in own) > device.budget_bytes:
             for lasting in lasts:
                 for what, num_bytes in lasting._asdict().items():
                     parts[device.host][what] += num_bytes

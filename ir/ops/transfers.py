@@ -2,8 +2,10 @@
 
 A stage's weights persist in one memory: on the device (`resident` names them), in DRAM ("stage1.weights" is fetched),
 or on SSD ("stage1.weights" is read, and the result is fetched). Optimizer states and fp32 masters persist with the
-weights, or on SSD: "stage1.states" names these alone, "stage1.all" the weights with them. With a `group`, a name stands
-for the device's shard of a stage that is spread over that group.
+weights, or on SSD: "stage1.states" names these alone, "stage1.all" the weights with them. Of a stage with parameters
+that stay (`ParamSpec.stays`), "stage1.weights" names the others; those that stay, with their masters and states, are on
+the device, and are named by nothing. With a `group`, a name stands for the device's shard of a stage that is spread
+over that group.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ def persistent(
     if group is not None:
         ctx.group(group)
     spec, interface = ctx.interface.part_of(stage, group or ""), ctx.interface
+    if what != "weights" and spec.staying:
+        raise ValueError(f"the optimizer states of {stage} stay on the device")
     num_bytes = {
         "weights": spec.weight_bytes,
         "states": interface.states_bytes(spec),
@@ -99,8 +103,9 @@ def _fetch(
         ctx.group(group)
         return Value("shard", ctx.interface.part_of(spec.name, group).weight_bytes, stage=spec.name, group=group)
     if params is not None:
-        if begun is not None or not 0 < params < len(spec.params):
-            raise ValueError(f"params of a first fetch of {spec.name} is 1 to {len(spec.params) - 1}, found {params}")
+        most = len(spec.moving) - 1
+        if begun is not None or not 0 < params <= most:
+            raise ValueError(f"params of a first fetch of {spec.name} is 1 to {most}, found {params}")
         return Value("part", spec.part_bytes(params), DEVICE, stage=spec.name)
     if begun is not None and want(begun, "part", "begun", DEVICE).stage != spec.name:
         raise ValueError(f"begun is a part of {begun.stage}, not of {spec.name}")

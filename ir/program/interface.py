@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 import pydantic
 import torch
@@ -260,6 +261,10 @@ def _contradictions(interface: Interface) -> Iterator[str]:
     if interface.sizes and interface.batch.get(SIZES) != sizes_spec(interface.sizes):
         yield f"its batch has no {SIZES} of {len(interface.sizes)} sizes"
     for spec in interface.stages.values():
+        if spec.staying and (interface.shards > 1 or not all(param.requires_grad for param in spec.staying)):
+            yield f"stage {name} is shared, or frozen, and a part of it stays on the device"
+        if any(first.stays and not second.stays for first, second in pairwise(spec.params)):
+            yield f"stage {name} has parameters that stay on the device before others"
         for param in spec.params:
             calls = (*wrong_calls(param.hook), *wrong_calls(param.change))
             yield from (f"{param.name!r:.60} has a hook or a change that {found}" for found in calls)

@@ -68,6 +68,8 @@ def homes_of(program: Program) -> dict[str, StageHome]:
         elif node.target is ops.step and node.args[0] in homes:
             home = homes[str(node.args[0])]
             home.states = home.weights if ops.step.bind(node.args, node.kwargs)["states"] is None else ops.SSD
+            if program.interface.stages[str(node.args[0])].staying:
+                home.states = ops.DEVICE
             home.undo = bool(node.kwargs.get("speculative"))
     return homes
 
@@ -91,6 +93,7 @@ def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Pers
         spec = interface.part_of(stage, home.group)
         own = where[home.weights]
         own["weights"] += aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else spec.weight_bytes
+        where[ops.DEVICE]["weights"] += spec.staying_bytes
         where[ops.DEVICE]["buffers"] += sum(aligned(b.bytes) for b in spec.buffers)
         if home.states is None:
             continue

@@ -206,6 +206,8 @@ class _Device:
         """A reader of a stage's persistent state waits for the updates before it, and an update for earlier readers."""
         if op_of(node).persists_in in (ops.DRAM, ops.SSD) and isinstance(node.args[0], str):
             stage = node.args[0].partition(".")[0]
+            if self.program.interface.stages[stage].staying:  # what is fetched is never updated
+                return
             self.fetches.setdefault(stage, []).append(index)
             updates = self.updated if op_of(node).persists_in == ops.SSD else self.stepped
             if stage in updates:

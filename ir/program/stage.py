@@ -78,7 +78,8 @@ class ParamSpec:
     that is complete, `change` what forward does in place to the parameter itself, which lasts. A buffer without an
     owner is a constant: a tensor that the model uses but does not register, whose value is the programs'. `sum_dtype`:
     in which gradients are added up, if not in `dtype`.
-    `tied_to`: the first name in the model, if that is another one.
+    `tied_to`: the first name in the model, if that is another one. `stays`: it lies on the device, with its masters and
+    states, also where the rest of its stage is fetched.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ParamSpec:
     sum_dtype: str = ""
     shared: bool = False
     tied_to: str = ""
+    stays: bool = False
 
     @property
     def whole(self) -> ParamSpec:
@@ -173,8 +175,26 @@ class StageSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters in the dtype of the computation, each aligned as in its buffer."""
+        """Bytes of the parameters that move together in the dtype of the computation, each aligned as in its buffer."""
         return self.part_bytes(len(self.params))
+
+    @property
+    def moving(self) -> tuple[ParamSpec, ...]:
+        """The parameters that a fetch brings; those that stay come after them."""
+        return tuple(param for param in self.params if not param.stays)
+
+    @cached_property
+    def staying(self) -> tuple[ParamSpec, ...]:
+        return tuple(param for param in self.params if param.stays)
+
+    @property
+    def staying_bytes(self) -> int:
+        return sum(aligned(param.bytes) for param in self.staying)
+
+    @property
+    def all_weight_bytes(self) -> int:
+        """Bytes of all parameters, wherever they lie."""
+        return self.weight_bytes + self.staying_bytes
 
     def part_bytes(self, num_params: int) -> int:
         """Bytes of the first `num_params` parameters."""
@@ -183,7 +203,7 @@ class StageSpec:
     @cached_property
     def _ends_bytes(self) -> tuple[int, ...]:
         """The offset of each parameter in the flat buffer, then the buffer's end; planning asks for them often."""
-        return tuple(accumulate((aligned(p.bytes) for p in self.params), initial=0))
+        return tuple(accumulate((0 if p.stays else aligned(p.bytes) for p in self.params), initial=0))
 
     @property
     def grad_bytes(self) -> int:

@@ -49,7 +49,8 @@ def _check_round(program: Program, read: fx.Node, stage: str, what: str) -> None
 
 def _check_step(program: Program, node: fx.Node, weights: dict[str, fx.Node]) -> None:
     stage, states = str(node.args[0]), ops.step.bind(node.args, node.kwargs)["states"]
-    if stage in weights and (states is None or states.meta["type"].kind != "all"):
+    stays = bool(program.interface.stages[stage].staying)
+    if stage in weights and not stays and (states is None or states.meta["type"].kind != "all"):
         message = f"{stage} persists on SSD, so it is stepped on what `read('{stage}.all')` gives and written back"
         fail(program, node, message)
 

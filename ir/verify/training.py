@@ -49,13 +49,15 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
     if stage not in homes:
         fail(program, node, f"{stage} is updated on a device that has none of its weights")
     home = op_of(homes[stage]).persists_in
-    wanted = ops.DEVICE if home == ops.DEVICE else ops.DRAM
+    stays = home == ops.DEVICE or program.interface.stages[stage].staying
+    wanted = ops.DEVICE if stays else ops.DRAM
     spread, found = homes[stage].kwargs.get("group") or "", operands(node)[0].meta["type"].group
     if spread != found:
         names = [f"spread over {group!r}" if group else "whole" for group in (spread, found)]
         fail(program, node, f"{stage} is {names[0]} here, but these gradients are {names[1]}")
     if memory != wanted:
-        fail(program, node, f"{stage} is {HOW[home]}, so it is stepped in {wanted}, but its gradients lie in {memory}")
+        how = f"{HOW[home]}, but what is trained of it stays" if stays and home != ops.DEVICE else HOW[home]
+        fail(program, node, f"{stage} is {how}, so it is stepped in {wanted}, but its gradients lie in {memory}")
 
 
 def _check_kept(program: Program, node: fx.Node) -> None:

@@ -20,7 +20,7 @@ from ..phases import fetched_phases, phases
 from ..stage_time import TurnSeconds, stage_seconds
 from .activation_plan import Half, Item, LinkRates, Room
 from .fetch_queue import Fetches, arena_bytes
-from .insert_fetch import fetch_weights
+from .insert_fetch import swap
 
 BUFFERS = 4  # buffers of a stage in DRAM: one is read, one updated, one written, one receives gradients
 SSD_SHARE = 0.9  # the share of the disks that is used; the rest is for what an update must be able to undo
@@ -95,11 +95,9 @@ class Machine:
             return self.resident_room_bytes(program)
         names = [spec.name for spec in self.specs]
         order, specs = phases(program), program.interface.stages
-        early = {i: len(specs[order[i].stage].params) for i in fetched_phases(order, names) if i > 0}
+        early = {i: len(specs[order[i].stage].moving) for i in fetched_phases(order, names) if i > 0}
         two_stages = arena_bytes(order, specs, names, Fetches(early))
-        program.returns({name: nodes for name, nodes in program.results().items() if name != "grads"})
-        fetch_weights(program, {name: {} for name in names})
-        profile = profile_memory(program)
+        profile = swap(program, {name: {} for name in names})
         return self.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes) - two_stages
 
     def seconds(self, spec: StageSpec) -> TurnSeconds:
@@ -135,12 +133,14 @@ class Machine:
         weights = sum(spec.weight_bytes for spec in self.specs)
         # The weights of the last stage, and of those that keep everything, stay for their backward.
         twice = sum(spec.weight_bytes for spec in self.specs[:-1] if spec.name in again)
-        states = sum(self.interface.states_bytes(spec) for spec in self.specs if spec.name in self.trained)
-        grads = sum(spec.grad_bytes for spec in self.specs if spec.name in self.trained)
-        trained = sum(spec.trained_params for spec in self.specs if spec.name in self.trained)
+        updated = [spec for spec in self.specs if spec.name in self.trained and not spec.staying]
+        states = sum(self.interface.states_bytes(spec) for spec in updated)
+        grads = sum(spec.grad_bytes for spec in updated)
+        trained = sum(spec.trained_params for spec in updated)
+        rewritten = sum(spec.weight_bytes for spec in updated if spec.trained_params)
         on_ssd, states_on_ssd = self.tiers.weights, self.tiers.states * states
         with_states = (
-            0.0 if self.interface.master else on_ssd * weights
+            0.0 if self.interface.master else on_ssd * rewritten
         )  # where weights are masters they are read with them
         forward = Half(forward_s, h2d_bytes=weights + received, d2h_bytes=sent, read_bytes=on_ssd * weights)
         backward = Half(
@@ -149,7 +149,7 @@ class Machine:
             h2d_bytes=twice + received_back,
             d2h_bytes=grads + sent_back,
             read_bytes=on_ssd * twice + states_on_ssd + with_states,
-            write_bytes=states_on_ssd + on_ssd * weights,
+            write_bytes=states_on_ssd + on_ssd * rewritten,
         )
         return forward, backward
 
@@ -221,10 +221,11 @@ def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int],
     homes = zip(draft.stages, draft.devices)
     specs = [stage.spec for stage, home in homes if tier and home in neighbours]
     weights = sum(spec.weight_bytes for spec in specs)
-    states = sum(interface.states_bytes(spec) for spec in specs)
+    states = sum(interface.states_bytes(spec) for spec in specs if not spec.staying)
     hardware = draft.lane_hardware
     disks = hardware.budget_bytes(f"ssd{host}") * SSD_SHARE if hardware.hosts[host].ssds else 0.0
-    buffers = BUFFERS * len(neighbours) * max((interface.all_bytes(spec) for spec in specs), default=0)
+    updated = [interface.all_bytes(spec) for spec in specs if not spec.staying]
+    buffers = BUFFERS * len(neighbours) * max(updated, default=0)
     dram = hardware.dram_budget_bytes(host) - buffers
     missing = weights + states - dram if disks else 0.0
     states_share = min(1.0, max(0.0, missing / states)) if states else 0.0

@@ -95,7 +95,7 @@ def _depths(
     before = 0  # the place of the fetch before
     for i in begins:
         spec = specs[order[i].stage]
-        if early.counts.get(i, 0) < len(spec.params):  # its rest is fetched at its own phase
+        if early.counts.get(i, 0) < len(spec.moving):  # its rest is fetched at its own phase
             before = i
             continue
         place = i - 1

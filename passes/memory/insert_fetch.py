@@ -84,7 +84,7 @@ class InsertFetch(Pass):
                     f"fetch of {stage} names the phases {list(kinds)}; there are forward and backward, and how early "
                     "their fetches are: forward_ahead and backward_ahead"
                 )
-            most = len(known[stage].params)
+            most = len(known[stage].moving)
             wrong = [kinds[kind] for kind in KINDS if kind in kinds and not 0 < kinds[kind] <= most]
             if wrong:
                 raise PassError(f"fetch of {stage} begins with {wrong[0]} parameters; it has 1 to {most}")
@@ -127,9 +127,9 @@ def look_ahead(
         limit_bytes = min(limit_bytes, most_arena_bytes)
     order = phases(program)
     specs = program.interface.stages
-    able = [i for i in fetched_phases(order, stages) if i > 0 and specs[order[i].stage].params]
+    able = [i for i in fetched_phases(order, stages) if i > 0 and specs[order[i].stage].moving]
     able.sort(key=lambda i: (specs[order[i - 1].stage].weight_bytes + specs[order[i].stage].weight_bytes, i))
-    counts = {i: len(specs[order[i].stage].params) for i in able}
+    counts = {i: len(specs[order[i].stage].moving) for i in able}
 
     def fits(chosen: dict[int, int]) -> bool:
         return arena_bytes(order, specs, stages, Fetches(chosen)) <= limit_bytes
@@ -208,11 +208,21 @@ def _step_s(draft: Draft, early: Early) -> float:
 
 
 def profile_swapped(program: Program, early: Early) -> MemoryProfile:
-    """Memory of a copy with these fetches, whose gradients leave after their last backward."""
-    trial = program.copy()
-    trial.returns({name: nodes for name, nodes in trial.results().items() if name != "grads"})
-    fetch_weights(trial, early)
-    return profile_memory(trial)
+    """Memory of a copy with these fetches, whose gradients leave after their last backward. Of stages with parameters
+    that stay, gradients stay too, and states are counted."""
+    return swap(program.copy(), early)
+
+
+def swap(program: Program, early: Early) -> MemoryProfile:
+    """As `profile_swapped`, of the program itself, which is changed."""
+    results, specs = program.results(), program.interface.stages
+    staying = [node for node in results.pop("grads", []) if specs[str(node.meta["type"].stage)].staying]
+    program.returns({**results, "grads": staying} if staying else results)
+    fetch_weights(program, early)
+    profile = profile_memory(program)
+    states = sum(program.interface.optimizer_bytes(specs[stage]) for stage in early if specs[stage].staying)
+    profile.peak_bytes[ops.DEVICE] += states
+    return profile
 
 
 def fetch_weights(program: Program, early: Early) -> None:
@@ -234,9 +244,9 @@ def fetch_weights(program: Program, early: Early) -> None:
         name += f"_{number}" if number > 1 else ""
         begun: tuple[fx.Node, ...] = ()
         before = order[fetches.place(i)].nodes[0]
-        if 0 < count < len(spec.params):
+        if 0 < count < len(spec.moving):
             begun = (_fetch(graph, before, spec, f"{name}_part", (), params=count),)
-        place = before if count == len(spec.params) and count else phase.nodes[0]
+        place = before if count == len(spec.moving) and count else phase.nodes[0]
         fetched = _fetch(graph, place, spec, name, begun)
         hand_over(order, i, fetched)
     for stage in stages:

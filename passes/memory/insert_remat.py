@@ -70,7 +70,8 @@ def stages_to_rematerialise(
     swapping needs. With `swap`, the same for weights that come from DRAM and stay from forward to backward."""
     states = sum(program.interface.optimizer_bytes(s) for s in specs)
     by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
-    lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all of this is there at the end of the step
+    # All of this is there at the end of the step.
+    lasting = sum(s.weight_bytes + s.staying_bytes + s.grad_bytes for s in specs) + states
     if lasting > budget_bytes and not swap:
         return _for_swapping(program, specs, budget_bytes)
 

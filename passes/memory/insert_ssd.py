@@ -73,6 +73,8 @@ class InsertSsd(Pass):
                 raise PassError(f"ssd names {stage!r}; the stages whose weights come from DRAM are {', '.join(able)}")
             if tier not in SSD_TIERS[1:]:
                 raise PassError(f"ssd has {tier!r} of {stage} on SSD; allowed: states, all")
+            if tier == "states" and draft.stage_of(stage).spec.staying:
+                raise PassError(f"ssd has the states of {stage} on SSD; these stay on its device, allowed is all")
         if not 0 <= ahead <= MOST_READS_AHEAD:
             raise PassError(f"ssd reads {ahead} phases ahead; allowed: 0 to {MOST_READS_AHEAD}")
         draft.ssd = decision

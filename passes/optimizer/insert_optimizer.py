@@ -53,7 +53,8 @@ def stepped_where(draft: Draft) -> dict[str, str]:
     where: dict[str, str] = {}
     for program in draft.programs:
         for stage, home in homes_of(program).items():
-            where.setdefault(stage, ops.SSD if stage in draft.ssd.stages else home.weights)
+            there = ops.SSD if stage in draft.ssd.stages else home.weights
+            where.setdefault(stage, ops.DEVICE if program.interface.stages[stage].staying else there)
     return {stage.spec.name: where[stage.spec.name] for stage in draft.stages if stage.spec.name in where}
 
 

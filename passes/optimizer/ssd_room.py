@@ -82,7 +82,8 @@ class SsdRoom:
         return max(lacking_bytes(self.draft, host, self.hosts[host], updates, timing, whole, ahead) for host in hosts)
 
     def updates(self, tiers: StageTiers) -> Updates:
-        return updates_of(self.draft, {stage: ops.SSD if stage in tiers else home for stage, home in self.home.items()})
+        where = {stage: ops.SSD if stage in tiers else home for stage, home in self.home.items()}
+        return updates_of(self.draft, where | {s: ops.DEVICE for s in where if self.specs[s].staying})
 
     def wanted_ahead(self, hosts: Sequence[int]) -> int:
         """The phases between a read of weights and their fetch: a device's number of fetches in the time of a read."""
@@ -122,7 +123,7 @@ class SsdRoom:
             homes = {
                 stage: StageHome(
                     ops.SSD if tiers.get(stage) == "all" else ops.DRAM,
-                    ops.SSD if stage in tiers and self.specs[stage].trained_params else None,
+                    ops.SSD if stage in tiers and _moving_states(self.specs[stage]) else None,
                     peak.group,
                 )
                 for stage in peak.in_dram
@@ -158,5 +159,10 @@ class SsdRoom:
 
 def tiers_at(specs: Mapping[str, StageSpec], stages: Sequence[str], level: int) -> StageTiers:
     """What lies on SSD: with every level the states of one more stage, and after all states the weights of one more."""
-    states: StageTiers = {stage: "states" for stage in stages[:level] if specs[stage].trained_params}
+    states: StageTiers = {stage: "states" for stage in stages[:level] if _moving_states(specs[stage])}
     return {**states, **{stage: "all" for stage in stages[: max(0, level - len(stages))]}}
+
+
+def _moving_states(spec: StageSpec) -> bool:
+    """Whether it has masters or states that need not be on its device."""
+    return bool(spec.trained_params) and not spec.staying

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ...ir.ops import DEVICE, DRAM
@@ -20,6 +20,7 @@ from ...ir.precision import Precision
 from ...ir.program import SIZES, Interface, ParamSpec, shard_key, sizes_spec
 from ..base import Pass, require_own
 from ..draft import Draft
+from ..staying import staying_stages
 from .emitter import Emitter
 from .flow import Flow, Placed
 
@@ -41,6 +42,8 @@ class Schedule(Pass):
         own = self.split(self.plan(draft))
         for name, value in self.split(decision).items():
             require_own(self, name, value, own[name])
+        if self.synchronous:
+            draft.stages = [replace(s, spec=spec) for s, spec in zip(draft.stages, staying_stages(draft), strict=True)]
         flow = Flow(self.interface(draft), draft.devices)
         turns = self.turns(flow, draft)
         draft.programs = [self.emitter(flow, device, turns).write() for device in flow.devices]

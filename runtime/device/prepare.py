@@ -205,7 +205,7 @@ def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tup
     for fetch in places_of(node):
         params = fetch.kwargs.get("params")
         stage = fetch.meta["type"].stage
-        count = params if isinstance(params, int) else len(program.interface.stages[stage].params)
+        count = params if isinstance(params, int) else len(program.interface.stages[stage].moving)
         found.append((offsets[fetch], found[-1][2] if found else 0, count))
     return tuple(found)
 

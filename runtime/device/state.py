@@ -192,7 +192,7 @@ class DeviceState:
             flat_stage=self._flat_stage(stage, home.group),
             folder=self.memory.folder,
             staging=self.memory.staging,
-            workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
+            workspace=self._workspaces[ops.COMPUTE if ops.DEVICE in (home.weights, home.states) else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),
             node=self.memory.node,
             compiler=self.compiler,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..accelerator import on_stream
 from ..optimizer.gradients import Grads
-from ..stage.arena import Arena, BufferLayout, grads_layout
+from ..stage.arena import Arena, grads_layout
 from ..stage.kept import Kept
+from ..stage.store import StageStore
 from .issuing import Box, Handle, Issuing
 from .pacing import CHUNK_BYTES
 from .prepare import Issue
@@ -68,7 +69,7 @@ class Transfers(Issuing):
         store, box = self.stores[issue.stage], what.box if isinstance(what, Handle) else None
         arena = self.state.memory.device_arena
         place, value, start, end = arena.once(
-            id(issue), lambda: _place_of(issue, arena, store.layout, group is not None)
+            id(issue), lambda: _place_of(issue, arena, store, group is not None)
         )
 
         def run() -> list[Any]:
@@ -240,10 +241,16 @@ class Transfers(Issuing):
             handle.release()
 
 
-def _place_of(issue: Issue, arena: Arena, layout: BufferLayout, is_shard: bool) -> tuple[Tensor, Any, int, int]:
+def _place_of(issue: Issue, arena: Arena, store: StageStore, is_shard: bool) -> tuple[Tensor, Any, int, int]:
     """The place of what a fetch brings, the value that is there then, and the bytes of the weights that it brings."""
     offset_bytes, first, last = issue.pieces[-1]
+    layout = store.layout
     start, end = layout.start_of(first), layout.start_of(last)
     place = arena.range(offset_bytes, end - start)
     # Nothing is computed with a shard: it is passed on as it is.
-    return place, place if is_shard else arena.views(issue.stage, layout, issue.pieces), start, end
+    if is_shard:
+        return place, place, start, end
+    views = arena.views(issue.stage, layout, issue.pieces)
+    if store.staying:
+        views = arena.once((issue.stage, issue.pieces), lambda: {**views, **store.staying})
+    return place, views, start, end

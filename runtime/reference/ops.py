@@ -200,9 +200,9 @@ class ReferenceRuntime:
         if group is not None:
             return Shard(stage, state.copy_weights(list(state.weights)))
         there = begun.tensors if begun is not None else {}
-        names = [p.name for p in self.world.interface.stages[stage].params[:params]]
-        copies = state.copy_weights([n for n in names if n not in there])
-        return Weights(stage, {**there, **copies})
+        spec = self.world.interface.stages[stage]
+        copies = state.copy_weights([p.name for p in spec.moving[:params] if p.name not in there])
+        return Weights(stage, {**there, **copies, **{p.name: state.weights[p.name] for p in spec.staying}})
 
     def offload(self, value: StageGrads | Tensor | Kept) -> StageGrads | Tensor | Kept:
         if isinstance(value, Tensor):

@@ -70,8 +70,13 @@ class BufferLayout:
 
 
 def weights_layout(spec: StageSpec) -> BufferLayout:
-    """All parameters in the dtype of the computation; as long as `spec.weight_bytes`."""
-    return BufferLayout.of(spec.params)
+    """All parameters that a fetch brings, in the dtype of the computation; as long as `spec.weight_bytes`."""
+    return BufferLayout.of(spec.moving)
+
+
+def staying_layout(spec: StageSpec) -> BufferLayout:
+    """Those that stay on the device wherever the others are; as long as `spec.staying_bytes`."""
+    return BufferLayout.of(spec.staying)
 
 
 def grads_layout(spec: StageSpec) -> BufferLayout:

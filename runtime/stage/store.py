@@ -16,7 +16,7 @@ from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
-from .arena import allocate, masters_layout, pages, weights_layout
+from .arena import allocate, masters_layout, pages, staying_layout, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner
 from .shards import FlatStage, rounding_of, whole_of
@@ -34,7 +34,7 @@ class StagePart:
 
 class StageStore:
     """The weights, states and buffers of one stage. The weights lie in one flat buffer, on the device or, for a swapped
-    stage, in (pinned) DRAM; or on SSD.
+    stage, in (pinned) DRAM; or on SSD. Those that stay are on the device in any case, in a buffer of their own.
 
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
     precision. `optimizer` is None if the stage is not trained here. `flat_stage`: how the
@@ -74,6 +74,12 @@ class StageStore:
         num_bytes = 0 if home.weights == ops.SSD else self.layout.total_bytes
         self.flat = allocate(num_bytes, self._where, self._pinned, node)
         self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
+        self.staying: dict[str, Tensor] = {}
+        if spec.staying:
+            self._where = device
+            own = staying_layout(spec)
+            self.staying = own.views(allocate(own.total_bytes, device))
+            self.weights |= self.staying
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
             assert folder is not None and staging is not None
@@ -181,7 +187,8 @@ class StageStore:
         change_params(self.part.params, masters)
 
     def _bind(self, staged: Staged | None) -> None:
-        if staged is not None and self.optimizer is not None and staged.flat.data_ptr() != self._bound:
+        has_states = self.file is not None and self.file.has_states
+        if staged is not None and has_states and self.optimizer is not None and staged.flat.data_ptr() != self._bound:
             self.optimizer.bind(staged.states, staged.masters or None)
             self._bound = staged.flat.data_ptr()
 
@@ -215,7 +222,7 @@ class StageStore:
         """Load what does not lie on SSD."""
         for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
             self.weights[name].copy_(given)
-            if self.file is None and name in self.masters:  # masters lie in a file, if there is one, or are the weights
+            if name in self.masters and (self.file is None or name in self.staying):  # else masters lie in the file
                 self.masters[name].copy_(given)
         self.runner.load_buffers({**buffers, **self._constants})
 
@@ -241,6 +248,7 @@ class StageStore:
         staged = self.file.views(flat)
         self._bind(staged)
         weights = {**self.weights, **staged.weights, **staged.masters}
+        weights |= {name: self.masters[name] for name in self.staying}
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         if optimizer is not None:
             rows = optimizer["states"].items()

@@ -43,6 +43,8 @@ def warm_up(
     for name, store in stores.items():
         if store.home.weights == ops.DEVICE:
             store.flat.zero_()
+        for weight in store.staying.values():
+            weight.zero_()
         compiler = None if store.runner.compiled is None else store.runner.compiled.backend
         runner = StageRunner(store.spec, build(name), arena.device, precision, store.runner.weights_move, compiler)
         if runner.buffers():
@@ -52,7 +54,7 @@ def warm_up(
             _use(store.spec, _run(runner, _modes(programs, name), arena.device))
         runner.release()
         del runner
-        if optimizer is not None and store.home.weights == ops.DEVICE and store.optimizer is not None:
+        if optimizer is not None and store.home.states == ops.DEVICE and store.optimizer is not None:
             _step(store, optimizer)
     give_back(arena.device)
 
@@ -61,7 +63,7 @@ def _weights(store: StageStore, arena: Arena) -> dict[str, Tensor]:
     if store.home.weights == ops.DEVICE and store.flat_stage is None:
         return dict(store.weights)
     layout = weights_layout(store.spec) if store.flat_stage is None else store.flat_stage.whole
-    return layout.views(arena.range(0, layout.total_bytes))
+    return {**layout.views(arena.range(0, layout.total_bytes)), **store.staying}
 
 
 def _modes(programs: Collection[Program], stage: str) -> dict[str, Any]:
