@@ -19,11 +19,11 @@ from .layout import Line, statement, type_text
 from .loops import Loop
 from .names import FOREVER, RESULT, LiveNames, assigned_names, code_of, module_name, op_name, renamed_operand, usable
 from .paths import is_under, local, member
-from .segments import BlockCall, is_switch, mode_of
+from .segments import BlockCall, Mode, is_first_only, is_switch, mode_of
 from .statements import Statement, Statements, step_reads
 
 _LARGE_BYTES = 1 << 20
-_PLAIN: tuple[bool, Any] = (False, None)  # gradients on, no autocast of the model's own
+_PLAIN = Mode()
 
 
 class CallText(Protocol):
@@ -91,10 +91,14 @@ class Body:
         self.first_names: dict[fx.Node, str] = {}
         self.names = LiveNames(self.imports.names())
         self.mode, self.section = _PLAIN, ""
+        self.absent: list[str] = []  # names that other statements read, of values below this `if`
+        self.draws: list[Text] = []  # below this `if`
+        self.optional: set[str] = set()  # names that are None where they have no value
         self.now = -1
         wide: set[Any] = set()
         for node, name in self.inputs.items():
-            self.first_names[node] = self._take(node, name, self.statements.last_use(node, 0))
+            last = FOREVER if node is self._condition() else self.statements.last_use(node, 0)
+            self.first_names[node] = self._take(node, name, last)
         for step in self.statements.order:
             self.now += 1
             if isinstance(step, fx.Node):
@@ -120,7 +124,9 @@ class Body:
         types = describe(node)
         args: tuple[Any, ...] = node.args
         if node.meta.get("random"):
-            self._emit("", _call_text("draw_at", ["self", *self._place(node)]))
+            draw = _call_text("draw_at", ["self", *self._place(node)])
+            self._emit("", draw)
+            self.draws += [draw] if self.mode.first_only else []  # those that come after it keep their numbers
         if node.target is operator.setitem:
             target = f"{self.expressions.value(args[0]).text}[{self.expressions.index(args[1])}]"
             self._emit(f"{target} = ", self.expressions.value(args[2]))
@@ -137,6 +143,15 @@ class Body:
         else:
             text = self.expressions.node(node)  # before the result takes the name of an operand
             self._emit(f"{self._bind(node, self._suggest(node))} = ", text, types)
+        items = (item for row in self.statements.unpacked.get(node, ()) for item in row)
+        self._note_absent(node, *items)
+
+    def _note_absent(self, *nodes: fx.Node) -> None:
+        """Note the names of values that a rematerialisation leaves out and that other statements read."""
+        for node in nodes if self.mode.first_only else ():
+            readers = self.statements.readers.get(node, ())
+            if any(not (isinstance(reader, fx.Node) and is_first_only(reader)) for reader in readers):
+                self.absent.append(self.text[node].text)
 
     def _unpack(self, node: fx.Node, types: str) -> None:
         """Write a tuple-valued op: its parts get their names in its own statement."""
@@ -203,7 +218,8 @@ class Body:
         name = self.names.take(wanted, self.now, last_use)
         self.text[node] = Text(name)
         self.bound[name] = node
-        self.places.setdefault(name, []).append(self.now)
+        if not is_first_only(node):
+            self.places.setdefault(name, []).append(self.now)
         return name
 
     def _bind(self, node: fx.Node, wanted: str) -> str:
@@ -240,6 +256,8 @@ class Body:
     def _device(self) -> str:
         """An expression for the device at hand: that of any tensor with a name."""
         for name, node in self.bound.items():
+            if is_first_only(node) and not self.mode.first_only:
+                continue
             if "val" not in node.meta or isinstance(node.meta["val"], torch.Tensor):
                 return f"{name}.device"
         return "self.device"
@@ -254,13 +272,15 @@ class Body:
         dead = [name for name, node in self.bound.items() if self._is_waste(name, node)]
         if dead and sum(_bytes(self.bound[name]) for name in dead) >= at_least:
             self.deletes = True
-            self.lines.append(Line(int(self.mode != _PLAIN), [f"del {', '.join(dead)}"]))
+            self.lines.append(Line(self._depth(), [f"del {', '.join(dead)}"]))
             for name in dead:
                 del self.bound[name]
 
     def _is_waste(self, name: str, node: fx.Node) -> bool:
         """A large value that nothing reads any more, and whose name nothing takes over at once."""
         is_dead = self.names.holder.get(name, -1) < self.now and node not in self.inputs
+        if self.mode.first_only != is_first_only(node) and name not in self.optional:
+            return False
         soon = range(self.now, self.now + 3)
         return is_dead and _bytes(node) >= _LARGE_BYTES and not any(p in soon for p in self.expected.get(name, ()))
 
@@ -274,9 +294,10 @@ class Body:
         else:
             section = path or self.root_type
         if section != self.section:
-            self._switch(_PLAIN)
+            stays = self.mode.first_only and is_first_only(node)
+            self._switch(Mode(first_only=stays))
             self._release()
-            self.lines.append(Line(0, [f"# {section}" if section else ""]))
+            self.lines.append(Line(int(stays), [f"# {section}" if section else ""]))
         self.section = section
 
     def _place(self, node: fx.Node) -> list[str]:
@@ -284,21 +305,49 @@ class Body:
         path = str(node.meta.get("module_path", self.path))
         return [] if path == self.path else [literal(local(self.path, path)).text]
 
-    def _switch(self, mode: tuple[bool, Any]) -> None:
-        """Open or close `with` where gradients or autocast change."""
+    def _switch(self, mode: Mode) -> None:
+        """Open or close `if` around what a rematerialisation leaves out, and `with` where gradients or autocast
+        change."""
         if mode == self.mode:
             return
+        if mode.first_only != self.mode.first_only:
+            self._release()
+            self._close() if self.mode.first_only else self._open()
         self.mode = mode
-        contexts = ["torch.no_grad()"] if mode[0] else []
-        if mode[1] is not None:
-            kind, dtype, enabled, cache = mode[1]
+        contexts = ["torch.no_grad()"] if mode.no_grad else []
+        if mode.autocast is not None:
+            kind, dtype, enabled, cache = mode.autocast
             place = f"{self._device()}.type" if kind == "cpu" else f'"{kind}"'
             contexts.append(f"torch.autocast({place}, dtype={dtype}, enabled={enabled}, cache_enabled={cache})")
         if contexts:
-            self.lines.append(Line(0, [f"with {', '.join(contexts)}:"]))
+            self.lines.append(Line(int(mode.first_only), [f"with {', '.join(contexts)}:"]))
+
+    def _condition(self) -> fx.Node | None:
+        """The input that is None in a rematerialisation; a stage knows without one."""
+        return next(filter(is_first_only, self.inputs), None) if self.path else None
+
+    def _open(self) -> None:
+        given = self._condition()
+        test = f"{self.first_names[given]} is not None" if given is not None else "not self.recomputing"
+        self.lines.append(Line(0, [f"if {test}:"], "backward needs nothing of this"))
+        self.absent, self.draws = [], []
+
+    def _close(self) -> None:
+        names = list(dict.fromkeys(self.absent))
+        if names or self.draws:
+            self.lines.append(Line(0, ["else:"]))
+            self.lines += [Line(1, [draw.text]) for draw in self.draws]
+            self.lines += [Line(1, [f"{' = '.join(names)} = None"])] if names else []
+        self.optional.update(names)
+        for name, node in list(self.bound.items()):
+            if is_first_only(node) and node not in self.inputs and self.names.holder.get(name, -1) < self.now:
+                del self.bound[name]
+
+    def _depth(self) -> int:
+        return self.mode.first_only + (self.mode.no_grad or self.mode.autocast is not None)
 
     def _emit(self, left: str, text: Text, comment: str = "", depth: int = 0) -> None:
-        self.lines.append(statement(left, text, comment, depth + (self.mode != _PLAIN)))
+        self.lines.append(statement(left, text, comment, depth + self._depth()))
 
 
 def _call_text(function: str, arguments: list[str]) -> Text:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -151,8 +151,12 @@ def _is_worth_a_class(call: BlockCall) -> bool:
 
 
 def _has_input(call: BlockCall) -> bool:
+    """Whether an input says on which device the block is, and, where a rematerialisation leaves a part of it out, an
+    input that is then None says so."""
     inside = set(call.nodes)
     outside = [r for n in call.nodes for r in reads(n) if r not in inside]
+    if any(map(is_first_only, call.nodes)) and not any(map(is_first_only, outside)):
+        return False
     return any("val" not in n.meta or isinstance(n.meta["val"], torch.Tensor) for n in outside)
 
 
@@ -171,6 +175,19 @@ def _readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def mode_of(node: fx.Node) -> tuple[bool, Any]:
-    """(gradients off, autocast setting) under which the node was recorded."""
-    return bool(node.meta.get("no_grad", False)), node.meta.get("autocast")
+class Mode(NamedTuple):
+    """How a node runs: without gradients, under which setting of autocast, and whether in the first forward only."""
+
+    no_grad: bool = False
+    autocast: Any = None
+    first_only: bool = False
+
+
+def mode_of(node: fx.Node) -> Mode:
+    """How the node was recorded, and whether a rematerialisation leaves it out."""
+    return Mode(bool(node.meta.get("no_grad", False)), node.meta.get("autocast"), is_first_only(node))
+
+
+def is_first_only(node: fx.Node) -> bool:
+    """Whether backward needs nothing of a node, so that a rematerialisation leaves it out."""
+    return bool(node.meta.get("first_only", False))

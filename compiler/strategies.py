@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..passes.base import Pass
 from ..passes.graph.coarsen import Coarsen
-from ..passes.graph.interleave_forwards import InterleaveForwards
+from ..passes.graph.forwards.interleave_forwards import InterleaveForwards
 from ..passes.graph.loss.chunk_loss import ChunkLoss
 from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise

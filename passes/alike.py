@@ -50,4 +50,5 @@ def _sizes(types: Any) -> Hashable:
 def _stage(spec: StageSpec) -> Hashable:
     params = tuple((p.bytes, p.requires_grad, p.dtype, p.shared) for p in spec.params)
     costs = (spec.kept_bytes, spec.forward_workspace_bytes, spec.light_workspace_bytes, spec.backward_workspace_bytes)
-    return params, tuple(b.bytes for b in spec.buffers), costs, spec.rematerialisable
+    again = spec.whole_again
+    return params, tuple(b.bytes for b in spec.buffers), costs, again.workspace_bytes, spec.rematerialisable

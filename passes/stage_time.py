@@ -37,6 +37,19 @@ class TurnSeconds:
         return self.backward_s + self.rematerialise_s
 
 
+class _AgainCosts(Protocol):
+    """What the roofline reads of a forward that runs again."""
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def traffic_bytes(self) -> float: ...
+    @property
+    def launches(self) -> int: ...
+    @property
+    def mix(self) -> CallMix: ...
+
+
 class _Costs(Protocol):
     """What the roofline reads of a block's costs or a stage."""
 
@@ -54,6 +67,8 @@ class _Costs(Protocol):
     def forward_mix(self) -> CallMix: ...
     @property
     def backward_mix(self) -> CallMix: ...
+    @property
+    def again(self) -> _AgainCosts | None: ...
 
 
 def roofline(costs: _Costs, device: Device, precision: str) -> TurnSeconds:
@@ -64,7 +79,11 @@ def roofline(costs: _Costs, device: Device, precision: str) -> TurnSeconds:
     backward_s = device.compute_s(
         costs.backward_flops, costs.backward_traffic_bytes, precision, 2 * costs.launches, costs.backward_mix
     )
-    return TurnSeconds(forward_s, forward_s, backward_s)
+    again = costs.again
+    again_s = forward_s
+    if again is not None:
+        again_s = device.compute_s(again.flops, again.traffic_bytes, precision, again.launches, again.mix)
+    return TurnSeconds(forward_s, again_s, backward_s)
 
 
 def block_seconds(block: Block, device: Device, precision: str) -> TurnSeconds:

@@ -7,6 +7,7 @@ the container for every part of such a name, numbers included: `self.transformer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +69,7 @@ class Stage(Scope):
     """
 
     _device: torch.device | None = None
+    recomputing = False  # whether forward runs again before backward, which needs not all of it
 
     def __init__(self, draws: Mapping[str, Sequence[int]] | None = None):
         super().__init__()
@@ -84,6 +86,19 @@ class Stage(Scope):
     @device.setter
     def device(self, device: torch.device) -> None:
         self._device = device
+
+
+@contextmanager
+def recomputing(stage: nn.Module, leaves_out: bool) -> Iterator[None]:
+    """Within this, a stage's forward leaves out what backward needs nothing of, if `leaves_out`."""
+    if not isinstance(stage, Stage) or not leaves_out:
+        yield
+        return
+    stage.recomputing = True
+    try:
+        yield
+    finally:
+        del stage.recomputing
 
 
 def draw_numbers(stage: Stage) -> Mapping[str, Sequence[int]]:

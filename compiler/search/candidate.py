@@ -9,8 +9,8 @@ from typing import TypeVar
 from ...ir import ops
 from ...passes.base import Pass
 from ...passes.graph.coarsen import Coarsen
+from ...passes.graph.forwards.interleave_forwards import InterleaveForwards
 from ...passes.graph.graph_pass import GraphPass
-from ...passes.graph.interleave_forwards import InterleaveForwards
 from ...passes.graph.loss.chunk_loss import ChunkLoss
 from ...passes.graph.masks.drop_masks import DropMasks
 from ...passes.mapping.map_round_robin import MapRoundRobin

@@ -19,7 +19,10 @@ __all__ = ["add", "aligned_class", "backward", "counts_in_graph", "evaluate", "f
 Keep = bool | Sequence[str]  # everything, nothing, or these classes of saved tensors
 
 
-def _stage_operands(ctx: Context, stage: str, weights: Value, inputs: tuple[Value, ...], micro_batch: int) -> StageSpec:
+def _stage_operands(
+    ctx: Context, stage: str, weights: Value, inputs: Sequence[Value | None], micro_batch: int, again: bool = False
+) -> StageSpec:
+    """`again`: of a backward, which needs not all inputs."""
     spec = ctx.stage(stage)
     check_micro_batch(ctx, micro_batch)
     want(weights, "weights", "weights", DEVICE)
@@ -27,8 +30,9 @@ def _stage_operands(ctx: Context, stage: str, weights: Value, inputs: tuple[Valu
         raise ValueError(f"{stage} runs on its own weights, found those of {weights.stage}")
     if len(inputs) != len(spec.inputs):
         raise ValueError(f"{stage} takes {len(spec.inputs)} inputs, found {len(inputs)}")
-    for value, wanted in zip(inputs, spec.inputs):
-        match(value, wanted, f"input {wanted.name} of {stage}")
+    for value, wanted, needed in zip(inputs, spec.inputs, spec.backward_inputs):
+        if value is not None or not again or needed is not None:
+            match(value, wanted, f"input {wanted.name} of {stage}")
     return spec
 
 
@@ -108,15 +112,16 @@ def _backward(
     stage: str,
     weights: Value,
     kept: Value | None,
-    inputs: list[Value],
+    inputs: list[Value | None],
     douts: list[Value | float | None],
     grads: Value | None = None,
     *,
     micro_batch: int,
 ) -> tuple[Value, ...]:
     """Without `kept`, the stage is rematerialised from `inputs`; classes of saved tensors in `kept` are not computed
-    again. `douts` has for each output its gradient, a factor if it is the loss, or None."""
-    spec = _stage_operands(ctx, stage, weights, tuple(inputs), micro_batch)
+    again. An input that backward needs nothing of is None. `douts` has for each output its gradient, a factor if it is
+    the loss, or None."""
+    spec = _stage_operands(ctx, stage, weights, inputs, micro_batch, again=True)
     if kept is not None and want(kept, "kept", "kept", DEVICE).stage != stage:
         raise ValueError(f"kept belongs to {kept.stage}, not to {stage}")
     if (kept is None or kept.classes) and not spec.rematerialisable:
@@ -142,7 +147,7 @@ def _backward_work(
     stage: str,
     weights: Value,
     kept: Value | None,
-    inputs: list[Value],
+    inputs: list[Value | None],
     douts: list[Any],
     grads: Value | None = None,
     *,
@@ -152,18 +157,19 @@ def _backward_work(
     again = kept is None or bool(kept.classes)
     there = _saved(s, kept.classes) if kept is not None else []
     spared_flops = sum(saved.flops for saved in there)  # what need not be computed again
+    before = s.whole_again
     return Work(
         COMPUTE,
-        flops=s.backward_flops + (s.forward_flops - spared_flops if again else 0.0),
-        traffic_bytes=s.backward_traffic_bytes + (s.forward_traffic_bytes if again else 0.0),
-        launches=(3 if again else 2) * s.launches,
-        workspace_bytes=max(s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0)
+        flops=s.backward_flops + (before.flops - spared_flops if again else 0.0),
+        traffic_bytes=s.backward_traffic_bytes + (before.traffic_bytes if again else 0.0),
+        launches=2 * s.launches + (before.launches if again else 0),
+        workspace_bytes=max(s.backward_workspace_bytes, before.workspace_bytes if again else 0)
         + (max(0, s.kept_bytes - sum(saved.bytes for saved in there if saved.is_saved)) if again else 0),
         seconds=tuple(
             (name, backward_s + (s.again_s(name, again_s, spared_flops) if again else 0.0))
             for name, _, again_s, backward_s in s.seconds
         ),
-        mix=both(s.forward_mix, s.backward_mix) if again else s.backward_mix,
+        mix=both(before.mix, s.backward_mix) if again else s.backward_mix,
     )
 
 

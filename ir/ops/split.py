@@ -21,7 +21,7 @@ __all__ = ["backward_input", "backward_weight", "rest_bytes"]
 def rest_bytes(spec: StageSpec) -> int:
     """Bytes held between the two ops: all that autograd saved, inputs included, because its graph is held as a whole,
     and the gradients from which those of parameters are computed."""
-    return spec.kept_bytes + sum(i.bytes for i in spec.inputs) + spec.split_bytes
+    return spec.kept_bytes + sum(i.bytes for i in spec.backward_inputs if i is not None) + spec.split_bytes
 
 
 def _backward_input(
@@ -29,7 +29,7 @@ def _backward_input(
     stage: str,
     weights: Value,
     kept: Value | None,
-    inputs: list[Value],
+    inputs: list[Value | None],
     douts: list[Value | float | None],
     *,
     micro_batch: int,
@@ -44,7 +44,7 @@ def _backward_input(
 
 
 def _backward_input_work(
-    ctx: Context, stage: str, weights: Value, kept: Value | None, inputs: list[Value], douts: list[Any],
+    ctx: Context, stage: str, weights: Value, kept: Value | None, inputs: list[Value | None], douts: list[Any],
     *, micro_batch: int,
 ) -> Work:  # fmt: skip
     s, again = ctx.stage(stage), kept is None or bool(kept.classes)
@@ -57,7 +57,7 @@ def _backward_input_work(
         traffic_bytes=whole.traffic_bytes - late.traffic_bytes,
         launches=whole.launches - late.launches,
         workspace_bytes=max(
-            s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0
+            s.backward_workspace_bytes, s.whole_again.workspace_bytes if again else 0
         ),  # the other saved tensors count as `rest`
         seconds=tuple((name, seconds - before.get(name, 0.0)) for name, seconds in whole.seconds),
         mix=whole.mix,

@@ -62,6 +62,7 @@ from .sizes import SIZES, SizeRange, Sizes, found_sizes, sizes_of, value_of, wro
 from .stage import (
     HOOK_PORTION_ELEMENTS,
     PAGE,
+    AgainSpec,
     ParamSpec,
     RowPart,
     SavedSpec,
@@ -81,6 +82,7 @@ __all__ = [
     "WORLD",
     "WRITTEN_OUT",
     "Account",
+    "AgainSpec",
     "Drain",
     "Earlier",
     "FirstFit",

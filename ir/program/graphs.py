@@ -82,7 +82,7 @@ def _bytes_of(spec: StageSpec, graphs: StageGraphs) -> int:
     again = (
         around
         + spec.kept_bytes
-        + max(spec.light_workspace_bytes, spec.forward_workspace_bytes, spec.backward_workspace_bytes)
+        + max(spec.light_workspace_bytes, spec.whole_again.workspace_bytes, spec.backward_workspace_bytes)
     )
     grads = sum(aligned(param.grad_bytes) for param in spec.params if param.requires_grad)
     return graphs.slots * kept + graphs.again * again + grads

@@ -136,6 +136,23 @@ class SavedSpec:
 
 
 @dataclass(frozen=True)
+class AgainSpec:
+    """A rematerialisation that leaves out what backward needs nothing of, such as the forward of a reference.
+
+    `inputs`: the names of those that only this reads; backward takes None in their place. `calls`: the costly calls of
+    forward that are not made, as `SavedSpec.calls` counts. The rest is what is run again costs.
+    """
+
+    inputs: tuple[str, ...]
+    calls: tuple[int, ...]
+    flops: float
+    traffic_bytes: float
+    mix: CallMix
+    launches: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
 class StageSpec:
     """The interface and the measured or inferred costs of one stage, for one micro-batch.
 
@@ -172,6 +189,23 @@ class StageSpec:
     taking: tuple[tuple[str, float], ...] = ()  # measured: device, rematerialisation with all of `saved` kept
     weight_share: float = 0.5  # the share of backward's work that only gradients of parameters need
     split_bytes: int = 0  # gradients that wait for that share if backward is split
+    again: AgainSpec | None = None  # where rematerialisation is less than forward
+
+    @property
+    def backward_inputs(self) -> tuple[TensorSpec | None, ...]:
+        """The inputs as backward takes them: None where it needs nothing of one."""
+        unneeded = self.again.inputs if self.again is not None else ()
+        return tuple(None if i.name in unneeded else i for i in self.inputs)
+
+    @cached_property
+    def whole_again(self) -> AgainSpec:
+        """What rematerialisation leaves out and costs, if no class of saved tensors is kept."""
+        if self.again is not None:
+            return self.again
+        return AgainSpec(
+            (), (), self.forward_flops, self.forward_traffic_bytes, self.forward_mix, self.launches,
+            self.forward_workspace_bytes,
+        )  # fmt: skip
 
     @property
     def weight_bytes(self) -> int:
@@ -253,7 +287,8 @@ class StageSpec:
         """Seconds of a rematerialisation with classes of saved tensors of `spared_flops` kept; it takes `whole_s` with
         none. For a device that was not measured with all classes kept, seconds are proportional to FLOPs."""
         if device not in dict(self.taking):
-            return whole_s * (1.0 - spared_flops / self.forward_flops if self.forward_flops else 1.0)
+            flops = self.whole_again.flops
+            return whole_s * (1.0 - spared_flops / flops if flops else 1.0)
         every_flops = sum(saved.flops for saved in self.saved)
         share = spared_flops / every_flops if every_flops else 0.0
         return whole_s - share * max(0.0, whole_s - dict(self.taking)[device])

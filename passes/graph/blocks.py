@@ -33,6 +33,17 @@ class CostlyCall:
 
 
 @dataclass(frozen=True)
+class AgainCost:
+    """What it costs to run forward again without what only the first one needs (`first_only`)."""
+
+    flops: float
+    traffic_bytes: float
+    mix: CallMix
+    launches: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class BlockCost:
     """What one forward and one backward of a block on one micro-batch cost, as `costs.measure` finds it."""
 
@@ -50,6 +61,7 @@ class BlockCost:
     backward_peak_bytes: int = 0  # the most that backward adds to what forward left, less what it has freed of that
     launches: int = 0  # aten calls in forward
     calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
+    again: AgainCost | None = None  # where running forward again can be less than forward
     uncounted: tuple[str, ...] = ()  # operators whose workspace on a GPU is not known, and not in the peaks
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
-from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
+from .blocks import AgainCost, Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
+from .forwards.first_only import unread_by_gradients
 from .kernels.attention import cuda_attention
 from .kernels.call_rows import KernelCalls, MixRows
 from .kernels.cuda_autocast import autocast_as
@@ -60,8 +61,9 @@ def measure(
         kept = sum(storage.nbytes() for storage in saved)
         backward = run.backward(ends, saved)
         light = run.light()
+        again = run.again()
     if gaps_bytes is not None:
-        for meter in (forward, backward, light):
+        for meter in (forward, backward, light, *([again] if again is not None else [])):
             meter.peak_bytes += max(0, meter.largest_bytes - gaps_bytes)
     recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
     return BlockCost(
@@ -78,6 +80,7 @@ def measure(
         light_peak_bytes=light.peak_bytes,
         backward_peak_bytes=backward.peak_bytes,
         launches=forward.launches,
+        again=None if again is None else _again_cost(again),
         calls=None if recurrent else _costly_calls(forward.costly, light.costly),
         uncounted=tuple(sorted(forward.uncounted | backward.uncounted | light.uncounted)),
     )
@@ -88,6 +91,10 @@ def _attention_of(device_kind: str) -> AbstractContextManager[Any]:
     if device_kind != "cuda":
         return nullcontext()
     return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", cuda_attention)
+
+
+def _again_cost(again: _Meter) -> AgainCost:
+    return AgainCost(again.flops, again.traffic_bytes, again.mix(), again.launches, again.peak_bytes)
 
 
 def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
@@ -140,7 +147,7 @@ class _BlockRun:
             for parameter in self.graph.node_parameters(node).values():
                 self.fake(parameter)
 
-    def execute(self) -> dict[fx.Node, Any]:
+    def execute(self, without: Collection[fx.Node] = ()) -> dict[fx.Node, Any]:
         values = dict(self.inputs)
         last: dict[fx.Node, int] = {}
         keep = set(self.block.outputs)
@@ -149,6 +156,8 @@ class _BlockRun:
                 last[arg] = i
         for i, node in enumerate(self.block.nodes):
             self.now = i
+            if node in without:
+                continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
                 values[node] = self.call(node, args, kwargs)
@@ -221,6 +230,17 @@ class _BlockRun:
             gradients = [torch.empty(shape, dtype=dtype) for _, shape, dtype in ends]
             with meter:
                 torch.autograd.backward([edge for edge, _, _ in ends], gradients)
+        return meter
+
+    def again(self) -> _Meter | None:
+        """Run with gradients and without what only the first forward needs; None where that is nothing."""
+        without = unread_by_gradients(self.block.nodes)
+        if not without:
+            return None
+        meter = _Meter(self)
+        with meter, self.saving(lambda tensor: tensor.detach()):
+            values = self.execute(without)
+        del values
         return meter
 
     def light(self) -> _Meter:

@@ -8,7 +8,7 @@ instead of one transformer's table). `runtime.stage.saved_classes` executes them
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import fx
 
@@ -26,35 +26,43 @@ _PRODUCTS = (
 _BATCHED = ("matmul", "bmm", "baddbmm")
 
 
-def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[SavedSpec, ...]:
-    """The stage's classes, named after the modules that make the calls; none where the calls cannot be numbered.
+def saved_classes(
+    blocks: Sequence[Block], body: Sequence[fx.Node], without: Set[fx.Node] = frozenset()
+) -> tuple[tuple[SavedSpec, ...], tuple[int, ...]]:
+    """The stage's classes, named after the modules that make the calls; none where the calls cannot be numbered. And
+    the numbers of the calls that a rematerialisation does not make, as it leaves out the nodes `without`.
     `body`: the stage's nodes, shared ones included, in the order in which they run."""
     read: set[int] = set()  # values between blocks that a reader saves
     made: dict[fx.Node, list[CostlyCall]] = {}
     own: set[fx.Node] = set()
     for block in blocks:
         if block.cost.calls is None:
-            return ()
+            return (), ()
         own.update(block.nodes)
         read |= storages(n for n, is_saved in zip(block.inputs, block.cost.saved_inputs) if is_saved).keys()
         for call in block.cost.calls:
             made.setdefault(block.nodes[call.node], []).append(call)
     if any(node not in own and _is_product(node) for node in body):
-        return ()
+        return (), ()
+    absent: list[int] = []
     found: list[SavedSpec] = []
     uses: dict[str, int] = {}
     number = 0
     for node in body:
-        number += node not in own and _is_batched(node)
+        if node not in own and _is_batched(node):
+            absent += [number] if node in without else []
+            number += 1
         for call in made.get(node, ()):
             name = _class_name(node)
             uses[name] = uses.get(name, 0) + 1
-            if call.can_be_kept and call.bytes >= LEAST_BYTES:
+            if node in without:
+                absent.append(number)
+            elif call.can_be_kept and call.bytes >= LEAST_BYTES:
                 unique = name if uses[name] == 1 else f"{name}#{uses[name]}"
                 is_saved = call.is_saved or not read.isdisjoint(storages([node]))
                 found.append(SavedSpec(unique, call.bytes, call.flops, (number,), is_saved))
             number += 1
-    return tuple(found)
+    return tuple(found), tuple(absent)
 
 
 def _class_name(node: fx.Node) -> str:

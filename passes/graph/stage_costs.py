@@ -6,14 +6,15 @@ not at all where a value that enters the stage, a parameter or a buffer owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ...ir.machine.call_mix import merged
-from .blocks import Block
+from ...ir.program import AgainSpec
+from .blocks import AgainCost, Block
 from .opgraph import value_tensors
 
 Storages = dict[int, int]  # identity -> bytes
@@ -56,11 +57,13 @@ def stage_costs(
     copied_bytes: int = 0,
     cast_in: CastBytes = NO_CAST,
     cast_out: CastBytes = NO_CAST,
+    without: Set[fx.Node] = frozenset(),
 ) -> dict[str, Any]:
     """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
     included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
     `copied_bytes`: inputs that the stage copies into another layout, and keeps. `cast_in`, `cast_out`: inputs that the
-    stage casts from the type that they have between stages, and outputs that it casts to it.
+    stage casts from the type that they have between stages, and outputs that it casts to it. `without`: the nodes that
+    a rematerialisation leaves out.
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
@@ -68,11 +71,15 @@ def stage_costs(
     lives = _Lives(blocks, given, out, trained)
     kept: list[int] = []  # per block, with the values between blocks that it is the first to save
     saved: set[int] = set()
-    forward_peak = light_peak = 0
+    forward_peak = light_peak = again_peak = 0
+    absent = storages(without).keys()
+    again = [_again(block, without) for block in blocks]
     for i, block in enumerate(blocks):
         cost, alive = block.cost, lives.before(i)
         unsaved = sum(size for key, size in alive.items() if key not in saved)
         forward_peak = max(forward_peak, sum(kept) + unsaved + cost.forward_peak_bytes)
+        unsaved -= sum(size for key, size in alive.items() if key in absent)
+        again_peak = max(again_peak, sum(kept) + unsaved + again[i].peak_bytes)
         light_peak = max(light_peak, sum(alive.values()) + cost.light_peak_bytes)
         read = storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
         first = {key: size for key, size in read.items() if key not in given and key not in saved}
@@ -87,12 +94,12 @@ def stage_costs(
         alive = lives.before(len(blocks))
         at_end = sum(alive.values()) + cast_out.narrow
         forward_peak = max(forward_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved))
+        again_peak = max(again_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved or k in absent))
         light_peak = max(light_peak, at_end)
-    out_bytes = sum(t.numel() * t.element_size() for n in outputs for t in value_tensors(n.meta.get("val")))
-    out_bytes += cast_out.narrow - cast_out.wide
+    out_bytes = _bytes(outputs) + cast_out.narrow - cast_out.wide
     backward_peak += cast_out.wide + cast_in.narrow  # their gradients, cast
     cast_traffic = sum(row.wide + row.narrow for row in (cast_in, cast_out))
-    return {
+    costs: dict[str, Any] = {
         "kept_bytes": sum(kept) + copied_bytes,
         "forward_workspace_bytes": max(0, forward_peak - sum(kept) - out_bytes),
         "light_workspace_bytes": max(0, light_peak - out_bytes) + copied_bytes,
@@ -104,29 +111,62 @@ def stage_costs(
         "forward_mix": merged(b.cost.forward_mix for b in blocks),
         "backward_mix": merged(b.cost.backward_mix for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),
-        "seconds": _seconds(blocks),
-        "taking": _taking(blocks),
+        "seconds": _seconds(blocks, without),
+        "taking": _taking(blocks, without),
     }
+    if without:
+        there_bytes = out_bytes - _bytes(node for node in outputs if node in without)
+        costs["again"] = AgainSpec(
+            inputs=(),
+            calls=(),
+            flops=sum(cost.flops for cost in again),
+            traffic_bytes=sum(cost.traffic_bytes for cost in again) + cast_traffic,
+            mix=merged(cost.mix for cost in again),
+            launches=sum(cost.launches for cost in again),
+            workspace_bytes=max(0, again_peak - sum(kept) - there_bytes),
+        )
+    return costs
 
 
-def _seconds(blocks: Sequence[Block]) -> tuple[tuple[str, float, float, float], ...]:
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(t.numel() * t.element_size() for n in nodes for t in value_tensors(n.meta.get("val")))
+
+
+def _again(block: Block, without: Set[fx.Node]) -> AgainCost:
+    """What it costs to run the block's forward again."""
+    cost = block.cost
+    if cost.again is not None and not without.isdisjoint(block.nodes):
+        return cost.again
+    return AgainCost(
+        cost.forward_flops, cost.forward_traffic_bytes, cost.forward_mix, cost.launches, cost.forward_peak_bytes
+    )
+
+
+def _share(block: Block, without: Set[fx.Node]) -> float:
+    """The part of a block's measured rematerialisation, which was of the whole forward, that is run again."""
+    return _again(block, without).flops / block.cost.forward_flops if block.cost.forward_flops else 1.0
+
+
+def _seconds(blocks: Sequence[Block], without: Set[fx.Node]) -> tuple[tuple[str, float, float, float], ...]:
     """Per device on which every block was measured: its name, and seconds of forward, rematerialisation, backward."""
     names = [name for name in blocks[0].seconds if all(name in b.seconds for b in blocks)] if blocks else []
     rows = []
     for name in names:
         own = [b.seconds[name] for b in blocks]
-        parts = (sum(s.forward_s for s in own), sum(s.rematerialise_s for s in own), sum(s.backward_s for s in own))
+        again_s = sum(s.rematerialise_s * _share(b, without) for s, b in zip(own, blocks))
+        parts = (sum(s.forward_s for s in own), again_s, sum(s.backward_s for s in own))
         rows.append((name, *parts))
     return tuple(rows)
 
 
-def _taking(blocks: Sequence[Block]) -> tuple[tuple[str, float], ...]:
+def _taking(blocks: Sequence[Block], without: Set[fx.Node]) -> tuple[tuple[str, float], ...]:
     """Per device on which every block was measured: its name, and seconds of a rematerialisation with all classes."""
-    names = [name for name, *_ in _seconds(blocks)]
-    rows = [(name, [b.seconds[name] for b in blocks]) for name in names]
-    return tuple(
-        (name, sum(s.rematerialise_s if s.taking_s is None else s.taking_s for s in own)) for name, own in rows
-    )
+    rows = []
+    for name, *_ in _seconds(blocks, without):
+        own = [(b.seconds[name], _share(b, without)) for b in blocks]
+        took_s = sum((s.rematerialise_s if s.taking_s is None else s.taking_s) * share for s, share in own)
+        rows.append((name, took_s))
+    return tuple(rows)
 
 
 class _Lives:

@@ -19,6 +19,7 @@ from ...ir.errors import PassError, PlanError
 from ...ir.program import ParamSpec, StageSpec, TensorSpec
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .boundaries import cast, narrowed
+from .forwards.first_only import left_out
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
 from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
@@ -52,6 +53,7 @@ def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[PlannedS
     so that the seconds of several blocks add up to those of a stage that holds them."""
     cut = _Cut(graph, blocks, [[block.name] for block in blocks])
     cut.drop_checks()
+    cut.leaves_out = False  # what a rematerialisation leaves out depends on the stage
     given = {node for node in cut.shared if isinstance(node.meta.get("val"), torch.Tensor)}
     cut.shared -= given
     cut.home.update(dict.fromkeys(given, -1))
@@ -82,6 +84,7 @@ class _Cut:
         for node, index in self.home.items():
             for name in graph.node_parameters(node):
                 self.uses.setdefault(self.ties.get(name, name), set()).add(index)
+        self.leaves_out = True
         self.live = live_nodes(graph)
         self.narrow = narrowed(graph)
         self.checks = self._shared_checks()
@@ -178,6 +181,7 @@ class _Builder:
     def __init__(self, cut: _Cut, index: int):
         self.cut, self.graph, self.home, self.index = cut, cut.graph, cut.home, index
         self.is_last = index == len(cut.partition) - 1
+        self.without: frozenset[fx.Node] = frozenset()  # what a rematerialisation leaves out
 
     def build(self) -> PlannedStage:
         own = self.cut.nodes[self.index]
@@ -186,15 +190,20 @@ class _Builder:
         outside = self.cut.shared_closure([*read, *results.values(), *self.cut.checks[self.index]])
         boundary = self._in_order({a for a in read if self.home.get(a, self.index) != self.index})
         loaded = [n for n in outside if n.op == "placeholder"]
-        batch = self._with_sizes(boundary, loaded, [*own, *outside])
         body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
+        if self.cut.leaves_out:
+            shared = [n for n in body if n in self.cut.shared]
+            self.without = left_out(self.cut.blocks[self.index], set(body), shared)
+        unneeded = [n for n in boundary if all(self.home.get(u) != self.index or u in self.without for u in n.users)]
+        batch = self._with_sizes([n for n in boundary if n not in unneeded], loaded, [*own, *outside])
         sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
         loss = results.pop("loss", None)
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
-        module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()], set(sent))
-        return PlannedStage(
-            self._spec(boundary, batch, outputs, results, loss, body), module, tuple(self.cut.partition[self.index])
-        )
+        module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()], set(sent), unneeded)
+        spec = self._spec(boundary, batch, outputs, results, loss, body)
+        if spec.again is not None:
+            spec = replace(spec, again=replace(spec.again, inputs=tuple(n.name for n in unneeded)))
+        return PlannedStage(spec, module, tuple(self.cut.partition[self.index]))
 
     def _with_sizes(self, boundary: list[fx.Node], batch: list[fx.Node], body: list[fx.Node]) -> list[fx.Node]:
         """The inputs of the batch that are loaded, with one for each size that the stage needs and no other input
@@ -212,13 +221,14 @@ class _Builder:
         return self.home.get(node) == self.index or (node not in self.home and self.is_last)
 
     def _module(
-        self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node], sent: set[fx.Node]
-    ) -> fx.GraphModule:
+        self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node], sent: set[fx.Node],
+        unneeded: list[fx.Node],
+    ) -> fx.GraphModule:  # fmt: skip
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
-            copies[node].meta = {**node.meta, "random": False}  # it was drawn elsewhere
+            copies[node].meta = {**node.meta, "random": False, "first_only": node in unneeded}  # it was drawn elsewhere
         for node in inputs:
             if node in self.cut.narrow:
                 copies[node].meta["val"] = node.meta["val"].to(self.graph.boundary_dtype)
@@ -229,6 +239,7 @@ class _Builder:
             block = block_of.get(node)
             copy.meta["block"] = self._printed_as(block) if block else ""
             copy.meta["block_hash"] = block.hash if block else ""
+            copy.meta["first_only"] = node in self.without
             for key in ("eval_args", "eval_kwargs"):
                 if key in node.meta:
                     copy.meta[key] = fx.node.map_arg(node.meta[key], copies.__getitem__)
@@ -262,9 +273,21 @@ class _Builder:
         inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
+        saved, absent = saved_classes(self.cut.blocks[self.index], body, self.without)
+        costs = stage_costs(
+            self.cut.blocks[self.index],
+            [*(n for n in boundary if n not in self.cut.narrow), *batch, *held],
+            outputs,
+            [self._trained(block) for block in self.cut.blocks[self.index]],
+            sum(i.bytes for i in inputs if i.requires_grad),
+            sum(i.bytes for i in inputs if i.order),
+            cast_bytes([n for n in boundary if n in self.cut.narrow], self.graph.boundary_dtype),
+            cast_bytes([n for n in outputs if n in self.cut.narrow], self.graph.boundary_dtype),
+            self.without,
+        )
         outs = [self._crossing(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
-        cast_in = [n for n in boundary if n in self.cut.narrow]
-        cast_out = [n for n in outputs if n in self.cut.narrow]
+        if self.without:
+            costs["again"] = replace(costs["again"], calls=absent)
         return StageSpec(
             name=f"stage{self.index}",
             inputs=tuple(inputs),
@@ -278,7 +301,7 @@ class _Builder:
             updates_buffers=any(node.meta.get("updates_buffers") for node in body),
             pointwise_again=self.graph.pointwise_again,
             title=_title(self.cut.partition[self.index]),
-            saved=saved_classes(self.cut.blocks[self.index], body),
+            saved=saved,
             **split_costs(
                 self.graph,
                 self.cut.blocks[self.index],
@@ -286,16 +309,7 @@ class _Builder:
                 [node for node, spec in zip(boundary, inputs) if spec.requires_grad],
                 [node for node, spec in zip(outputs, outs) if spec.requires_grad],
             ),
-            **stage_costs(
-                self.cut.blocks[self.index],
-                [*(n for n in boundary if n not in self.cut.narrow), *batch, *held],
-                outputs,
-                [self._trained(block) for block in self.cut.blocks[self.index]],
-                sum(i.bytes for i in inputs if i.requires_grad),
-                sum(i.bytes for i in inputs if i.order),
-                cast_bytes(cast_in, self.graph.boundary_dtype),
-                cast_bytes(cast_out, self.graph.boundary_dtype),
-            ),
+            **costs,
         )
 
     def _crossing(self, node: fx.Node, requires_grad: bool | None) -> TensorSpec:

@@ -134,7 +134,7 @@ class _Mover:
             choice = self.choices.get(stage, Activations())
             bound = ops.backward.bind(node.args, node.kwargs)
             kept = bound["kept"]
-            wanted: list[tuple[Any, str]] = [(value, choice.inputs_to) for value in bound["inputs"]]
+            wanted: list[tuple[Any, str]] = [(i, choice.inputs_to) for i in bound["inputs"] if i is not None]
             wanted += [(kept, choice.classes_to)] if kept is not None and choice.classes else []
             for value, memory in wanted:
                 if value in found:

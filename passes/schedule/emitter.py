@@ -108,7 +108,7 @@ class Emitter:
     def backward(self, spec: StageSpec, m: int) -> None:
         """Write a whole backward, or the half that others wait for."""
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
-        inputs = [self.values[Message(i.name, m)] for i in spec.inputs]
+        inputs = [None if i is None else self.values[Message(i.name, m)] for i in spec.backward_inputs]
         kept = self.kept.get((spec.name, m))
         operands = (spec.name, self.weights_of_backward(spec, m), kept, inputs, douts)
         wanted = [i for i in spec.inputs if i.requires_grad]

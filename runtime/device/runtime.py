@@ -63,7 +63,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         stage: str,
         weights: Handle,
         kept: Handle | None,
-        inputs: Sequence[Handle],
+        inputs: Sequence[Handle | None],
         douts: Sequence[Handle | float | None],
         grads: Handle | None = None,
         *,
@@ -71,9 +71,9 @@ class DeviceRuntime(Transfers, Messages, Versions):
     ) -> tuple[Handle, ...]:
         issue = self._next("backward")
         store, bound = self.stores[stage], weights.box
-        boxes = [h.box for h in inputs]
-        given, reads = self._given(douts), boxes.copy()
-        reads += [box for box in given if box is not None]
+        boxes = [None if h is None else h.box for h in inputs]
+        given = self._given(douts)
+        reads = [box for box in (*boxes, *given) if box is not None]
         kept_box = grads_box = None
         if kept is not None:
             kept_box = kept.box
@@ -89,7 +89,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             values = [None if box is None else box.value for box in given]
             graph = None if kept_box is None else kept_box.value
             store.runner.bind(bound.value)
-            inputs_now = [box.value for box in boxes]
+            inputs_now = [None if box is None else box.value for box in boxes]
             dinputs, total = store.runner.backward(graph, inputs_now, values, so_far, seed, places, issue.adds_on)
             self._let_go(store, bound.value)
             return [*dinputs, Grads(total, flats=flats)]
@@ -111,13 +111,14 @@ class DeviceRuntime(Transfers, Messages, Versions):
         stage: str,
         weights: Handle,
         kept: Handle | None,
-        inputs: Sequence[Handle],
+        inputs: Sequence[Handle | None],
         douts: Sequence[Handle | float | None],
         *,
         micro_batch: int,
     ) -> tuple[Handle, ...]:
         issue = self._next("backward_input")
-        runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+        runner, bound = self.stores[stage].runner, weights.box
+        boxes = [None if h is None else h.box for h in inputs]
         kept_box = Box() if kept is None else kept.box
         given = self._given(douts)
         seed = self._seed(issue)
@@ -127,10 +128,11 @@ class DeviceRuntime(Transfers, Messages, Versions):
         def run() -> list[Any]:
             runner.bind(bound.value)
             values = [None if box is None else box.value for box in given]
-            dinputs, rest = runner.backward_input(kept_box.value, [box.value for box in boxes], values, seed)
+            inputs_now = [None if box is None else box.value for box in boxes]
+            dinputs, rest = runner.backward_input(kept_box.value, inputs_now, values, seed)
             return [*dinputs, rest]
 
-        reads = [*boxes, kept_box, *(b for b in given if b)]
+        reads = [box for box in (*boxes, kept_box, *given) if box is not None]
         return tuple(self._launch(issue, reads, run, part_of=reads))  # autograd saved them, or notes them as they are
 
     def backward_weight(

@@ -243,7 +243,7 @@ class ReferenceRuntime:
         return tuple(self._bound(stage, weights).evaluate(inputs, seed))
 
     def backward(
-        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor | None],
         douts: list[Tensor | float | None], grads: StageGrads | None = None, *, micro_batch: int,
     ) -> tuple[Any, ...]:  # fmt: skip
         runner = self._bound(stage, weights)
@@ -254,7 +254,7 @@ class ReferenceRuntime:
         return (*dinputs, StageGrads(sums, stage=stage))
 
     def backward_input(
-        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor | None],
         douts: list[Tensor | float | None], *, micro_batch: int,
     ) -> tuple[Any, ...]:  # fmt: skip
         scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0

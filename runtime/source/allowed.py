@@ -80,7 +80,7 @@ VALUE_ATTRIBUTES = {
 }  # fmt: skip
 CONSTRUCTORS = (torch.device, torch.Size, torch.finfo, torch.iinfo)
 CONTEXTS = (torch.no_grad, torch.enable_grad, torch.autocast)
-MODE = ("training", "device")  # what a stage has beside its members
+MODE = ("training", "device", "recomputing")  # what a stage has beside its members
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""The `forward` of a stage or block: assignments, calls, loops over equal blocks, `with`, `del`, and one `return`."""
+"""The `forward` of a stage or block: assignments, calls, loops over equal blocks, `with`, `del`, one `return`, and `if`
+around what backward needs nothing of."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ class _ForwardCheck:
             ast.Expr: self._call,
             ast.For: self._for,
             ast.With: self._with,
+            ast.If: self._if,
             ast.Delete: self._delete,
         }
 
@@ -90,6 +92,21 @@ class _ForwardCheck:
                 refuse(node, f"{shown(node)}: `with ... as` is never printed")
             self.expressions.context(item.context_expr)
         self.body(node.body)
+
+    def _if(self, node: ast.If) -> None:
+        """`if not self.recomputing:`, or of a block `if x is not None:`, where x is an argument."""
+        test = node.test
+        is_stage = ast.unparse(test) == "not self.recomputing"
+        is_block = (
+            isinstance(test, ast.Compare)
+            and isinstance(test.left, ast.Name)
+            and ast.unparse(test) == f"{test.left.id} is not None"
+        )
+        if not is_stage and not is_block:
+            refuse(node, f"{shown(node)}: only what backward needs nothing of is printed below `if`")
+        self.expressions.value(test)
+        self.body(node.body)
+        self.body(node.orelse)
 
     def _delete(self, node: ast.Delete) -> None:
         for target in node.targets:

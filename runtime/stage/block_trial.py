@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...ir.precision import Precision
-from ...ir.program import StageSpec
+from ...ir.program import StageSpec, TensorSpec
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
 
 FP32_TOLERANCE = 1e-4  # of the largest value: sums of up to thousands of terms in another order
@@ -42,8 +42,14 @@ class TriedCall:
         return (*args, *(param.requires_grad for param in self.block.parameters()))
 
 
-def fake_run(module: nn.Module, spec: StageSpec, params: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Run a stage's forward on fake tensors of the plan's shapes."""
+def fake_run(
+    module: nn.Module,
+    spec: StageSpec,
+    inputs: Sequence[TensorSpec | None],
+    params: Mapping[str, nn.Parameter],
+    device: torch.device,
+) -> None:
+    """Run a stage's forward on fake tensors of the plan's shapes. `inputs`: its own, or those of its backward."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -51,10 +57,10 @@ def fake_run(module: nn.Module, spec: StageSpec, params: Mapping[str, nn.Paramet
         made = {row.name: torch.empty(row.shape, dtype=getattr(torch, row.dtype), device=device) for row in rows}
         for param in spec.params:
             made[param.name].requires_grad_(params[param.name].requires_grad)
-        torch.func.functional_call(module, made, tuple(_fake_input(want, device) for want in spec.inputs))
+        torch.func.functional_call(module, made, tuple(want and _fake_input(want, device) for want in inputs))
 
 
-def _fake_input(want: Any, device: torch.device) -> Tensor:
+def _fake_input(want: TensorSpec, device: torch.device) -> Tensor:
     order = want.order or tuple(range(len(want.shape)))
     laid_out = torch.empty([want.shape[i] for i in order], dtype=getattr(torch, want.dtype), device=device)
     inverse = sorted(range(len(order)), key=order.__getitem__)

@@ -52,9 +52,10 @@ class GraphSlot:
                 f"cuda_graphs=True, but {name} cannot run from CUDA graphs: {_first_line(error)}"
             ) from error
 
-    def take(self, inputs: Sequence[Tensor]) -> None:
+    def take(self, inputs: Sequence[Tensor | None]) -> None:
         for place, value in zip(self.inputs, inputs, strict=True):
-            place.copy_(value, non_blocking=True)
+            if value is not None:
+                place.copy_(value, non_blocking=True)
 
     @property
     def own_bytes(self) -> int:
@@ -149,7 +150,7 @@ class GraphedStage:
     def backward(
         self,
         slot: GraphSlot | None,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor | None],
         douts: Sequence[Tensor | float | None],
         grads: dict[str, Tensor] | None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -23,8 +23,10 @@ class Kept:
 
     __slots__ = ("aside", "edges", "is_partial", "leaves", "num_bytes", "slot", "tensors")
 
-    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
-        self.edges: Sequence[GradientEdge | None] = [_edge_of(o) if o.requires_grad else None for o in outputs]
+    def __init__(self, outputs: Sequence[Tensor | None], leaves: Sequence[Tensor], num_bytes: int):
+        self.edges: Sequence[GradientEdge | None] = [
+            _edge_of(o) if o is not None and o.requires_grad else None for o in outputs
+        ]
         self.leaves = leaves
         self.num_bytes = num_bytes
         self.is_partial = False

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tenso
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
-from ..modules import Stage
+from ..modules import Stage, recomputing
 from ..optimizer.hooks import change_params
 from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
@@ -146,8 +146,10 @@ class StageRunner:
         trial = BlockTrial(self.spec, self.device, self.precision, shapes)
 
         def run() -> None:
-            with self.draws.seeded(0), self.precision.autocast(self.device):
-                fake_run(self.module, self.spec, self._params, self.device)
+            rows = [self.spec.inputs, *([self.spec.backward_inputs] if self.spec.again is not None else [])]
+            for row, again in zip(rows, (False, True)):
+                with self.draws.seeded(0), self.precision.autocast(self.device), recomputing(self.module, again):
+                    fake_run(self.module, self.spec, row, self._params, self.device)
 
         self.compiled.try_classes(run, trial, [True, False] if not all(keeps) else [True])
 
@@ -191,7 +193,7 @@ class StageRunner:
     def backward(
         self,
         kept: Kept | None,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor | None],
         douts: Sequence[Tensor | float | None],
         grads: dict[str, Tensor] | None,
         seed: int,
@@ -200,9 +202,10 @@ class StageRunner:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
 
-        If `kept` is None, forward runs again first, with the same `seed` and without updating buffers. If it is
-        partial, this forward takes the tensors of `kept` without computing them, and lets go of them. A parameter that
-        no gradient reached has no entry, just as its `.grad` is None in eager. `places`: where the gradients shall lie,
+        If `kept` is None, forward runs again first, with the same `seed` and without updating buffers; it leaves out
+        what backward needs nothing of (`spec.again`), so that inputs for this alone may be None. If `kept` is partial,
+        this forward takes its tensors without computing them, and lets go of them. A parameter that no gradient reached
+        has no entry, just as its `.grad` is None in eager. `places`: where the gradients shall lie,
         by parameter; each goes there as soon as it is complete. `more`: a later backward adds to these gradients, which
         live until then, so that the parameters may keep them.
         """
@@ -212,7 +215,7 @@ class StageRunner:
             kept = self._rematerialised(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
-        taken = {_storage(t) for t in (*inputs, *values)}
+        taken = {_storage(t) for t in (*inputs, *values) if t is not None}
 
         def run() -> None:
             if edges:
@@ -231,7 +234,7 @@ class StageRunner:
         return dinputs, grads
 
     def backward_input(
-        self, kept: Kept | None, inputs: Sequence[Tensor], douts: Sequence[Tensor | float | None], seed: int
+        self, kept: Kept | None, inputs: Sequence[Tensor | None], douts: Sequence[Tensor | float | None], seed: int
     ) -> tuple[list[Tensor], Rest]:
         """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. If `kept` is
         None or partial, forward runs again first, as for `backward`."""
@@ -240,8 +243,9 @@ class StageRunner:
         edges, values = self._entries(kept, douts)
         rest = input_half(edges, values, kept.leaves, self._trained)
         noted = {_storage(t): t.untyped_storage().nbytes() for t in rest.tensors()}
-        rest.num_bytes = (self.kept_bytes or 0) + sum(x.nbytes for x in inputs) + sum(noted.values())
-        dinputs = _dinputs(kept, {*map(_storage, (*inputs, *values)), *noted})
+        given = [x for x in inputs if x is not None]
+        rest.num_bytes = (self.kept_bytes or 0) + sum(x.nbytes for x in given) + sum(noted.values())
+        dinputs = _dinputs(kept, {*map(_storage, (*given, *values)), *noted})
         for leaf in kept.leaves:
             leaf.grad = None  # the graph lives on, and holds its leaves
         kept.drop()
@@ -333,10 +337,11 @@ class StageRunner:
                 hook.remove()
 
     def _rematerialised(
-        self, partial: Kept | None, inputs: Sequence[Tensor], seed: int, weights_move: bool = False
+        self, partial: Kept | None, inputs: Sequence[Tensor | None], seed: int, weights_move: bool = False
     ) -> Kept:
+        inputs = [None if want is None else x for x, want in zip(inputs, self.spec.backward_inputs, strict=True)]
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
-        with self._spare_buffers() if self._buffers else NOTHING:
+        with self._spare_buffers() if self._buffers else NOTHING, recomputing(self.module, self.spec.again is not None):
             outputs, leaves = self._run(inputs, seed, True, taking, weights_move=weights_move)
         if partial is not None and taking is not None:
             taking.finish()
@@ -345,22 +350,23 @@ class StageRunner:
 
     def _run(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor | None],
         seed: int,
         keep: bool,
         calls: Keeping | Taking | None,
         first: bool = False,
         weights_move: bool | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module.
-        `weights_move`: whether the weights may lie elsewhere once the graph is used; None for what the runner knows."""
+    ) -> tuple[list[Any], list[Tensor]]:
+        """The training outputs, with None for those that are left out, and the inputs that get gradients as leaves of
+        their graph. `calls` is entered around the module. `weights_move`: whether the weights may lie elsewhere once
+        the graph is used; None for what the runner knows."""
         self._change_params()
         self._set_mode(evaluating=False)
-        leaves = []
+        given: list[Any] = []
         for x, want in zip(inputs, self.spec.inputs, strict=True):
-            leaf = _laid_out(x, want).detach()
-            leaves.append(leaf.requires_grad_() if keep and want.requires_grad else leaf)
-        versions = [leaf._version for leaf in leaves] if first else []
+            leaf = None if x is None else _laid_out(x, want).detach()
+            given.append(leaf.requires_grad_() if leaf is not None and keep and want.requires_grad else leaf)
+        versions = [leaf._version for leaf in given] if first else []
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
         storages: dict[int, int] = {}
         contexts = [self.precision.autocast(self.device)] if self.precision.autocasts else []
@@ -377,14 +383,15 @@ class StageRunner:
         if keep is not torch.is_grad_enabled():
             contexts.append(torch.set_grad_enabled(keep))
         with all_of(contexts):
-            outputs = _as_planned(self.module(*leaves)[: len(self.spec.outputs)], self._dtypes)
+            outputs = _as_planned(self.module(*given)[: len(self.spec.outputs)], self._dtypes)
         if first:
-            self._check_inputs(leaves, versions)
+            self._check_inputs(given, versions)
         if measure:
-            storages.update((_storage(leaf), leaf.untyped_storage().nbytes()) for leaf in leaves)  # some are copies
-            ours = self._held | {_storage(x) for x in inputs}
+            # Some inputs are copies.
+            storages.update((_storage(leaf), leaf.untyped_storage().nbytes()) for leaf in given if leaf is not None)
+            ours = self._held | {_storage(x) for x in inputs if x is not None}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
-        return outputs, leaves
+        return outputs, [leaf for leaf in given if leaf is not None and leaf.requires_grad]
 
     def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
         """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""
@@ -502,13 +509,15 @@ def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:
     return tensor.permute(want.order).contiguous().permute(inverse)
 
 
-def _as_planned(outputs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _as_planned(outputs: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Any]:
     """The outputs, in a low precision in the dtypes of the plan, whatever this device and this version of torch keep in
     full precision. `dtypes`: none where they stay as they are."""
     if not dtypes:
         return list(outputs)
     return [
-        o.to(want) if o.dtype is not want and o.is_floating_point() and want.is_floating_point else o
+        o.to(want)
+        if o is not None and o.dtype is not want and o.is_floating_point() and want.is_floating_point
+        else o
         for o, want in zip(outputs, dtypes)
     ]
 
@@ -542,9 +551,8 @@ def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
     """Gradients of the inputs that require one, zeros for an input that none reached."""
     found = []
     for leaf in kept.leaves:
-        if leaf.requires_grad:
-            grad = leaf.grad
-            found.append(torch.zeros_like(leaf) if grad is None else _apart(grad, taken))
+        grad = leaf.grad
+        found.append(torch.zeros_like(leaf) if grad is None else _apart(grad, taken))
     return found
 
 

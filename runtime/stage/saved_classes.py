@@ -74,6 +74,7 @@ class SavedClasses:
     def __init__(self, spec: StageSpec):
         self.stage = spec.name
         self.rows = {row.name: row for row in spec.saved}
+        self.left_out = frozenset(spec.again.calls if spec.again is not None else ())  # when forward runs again
         self.looks: dict[str, Look] = {}
         self.count: int | None = None  # of costly calls in a forward, once one has run
         self.inner: dict[type[_Watch], set[int]] = {}  # after the first of a kind: numbers of calls inside of others
@@ -130,6 +131,7 @@ class _Watch:
     def __init__(self, classes: SavedClasses, wanted: dict[int, SavedSpec]):
         self.classes, self.wanted = classes, wanted
         self.count = 0
+        self.left_out: frozenset[int] = frozenset()  # numbers of calls that this forward does not make
         self.number = 0  # of the next call, counted with those that are made inside of others
         self.is_within = False  # inside a costly call: what it is made of is no call of the stage
         inner = classes.inner.get(type(self))
@@ -160,6 +162,7 @@ class _Watch:
             self.inner.add(number)
         row = None
         if number not in self.inner:
+            self.pass_left_out()
             row = self.wanted.get(self.count)
             self.count += 1
         self.is_within = True
@@ -169,6 +172,10 @@ class _Watch:
             return self.chosen(row, func, run, _with_rows(func, args), kwargs)
         finally:
             self.is_within = False
+
+    def pass_left_out(self) -> None:
+        while self.count in self.left_out:
+            self.count += 1
 
     def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a class."""
@@ -184,6 +191,7 @@ class _Watch:
 
     def finish(self) -> None:
         """Call it after the forward, which must have run to its end. Raises `VerifyError`."""
+        self.pass_left_out()
         self.classes.finish(self.count, [row for number, row in self.wanted.items() if number >= self.count])
         self.classes.inner[type(self)] = self.inner
 
@@ -257,7 +265,7 @@ class Taking(_Watch):
         aside: Mapping[str, Aside],
     ):
         super().__init__(classes, wanted)
-        self.tensors, self.aside = tensors, aside
+        self.tensors, self.aside, self.left_out = tensors, aside, classes.left_out
 
     def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         parts = tuple(self.tensors[name] for name in _part_names(row.name) if name in self.tensors)

@@ -182,11 +182,12 @@ def _sized(inputs: list[fx.Node]) -> Iterator[tuple[str, fx.Node, int]]:
 
 
 def compute_sizes(graph: fx.Graph) -> None:
-    """Compute the named numbers among the arguments of a graph's nodes from the sizes of its inputs."""
+    """Compute the named numbers among the arguments of a graph's nodes from the sizes of its inputs, without those that
+    a rematerialisation does not get."""
     users = [node for node in graph.nodes if names_in((node.args, node.kwargs, *_evaluation(node)))]
     if not users:
         return
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.meta.get("first_only")]
     first = next(node for node in graph.nodes if node.op != "placeholder")
 
     def make(op: str, target: Any, args: tuple, value: Any) -> fx.Node:

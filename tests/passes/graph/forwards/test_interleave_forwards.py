@@ -15,7 +15,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.errors import PassError
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.interleave_forwards import InterleaveForwards
+from penstock.passes.graph.forwards.interleave_forwards import InterleaveForwards
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.tests.passes.running import Residual, apply, draft_of, traced
 from penstock.tests.preference_case import adapted, pairs

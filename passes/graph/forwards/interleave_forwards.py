@@ -21,12 +21,12 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...ir.errors import PassError
-from ..draft import Draft
-from .blocks import storage_root
-from .coarsen import buffers_of, in_list, is_inside, split_runs
-from .graph_pass import GraphPass
-from .opgraph import OpGraph, is_mode_switch, plain_meta
+from ....ir.errors import PassError
+from ...draft import Draft
+from ..blocks import storage_root
+from ..coarsen import buffers_of, in_list, is_inside, split_runs
+from ..graph_pass import GraphPass
+from ..opgraph import OpGraph, is_mode_switch, plain_meta
 
 LEAST_PARTS = 2  # a single part that is called twice (an embedding of encoder and decoder) is no forward of a model
 
