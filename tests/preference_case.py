@@ -13,14 +13,17 @@ VOCABULARY = 61
 SIDES = ("chosen", "rejected")
 
 
-def adapted(kind: str = "llama", dropout: float = 0.0, num_layers: int = 3, seed: int = 0, **lora: Any) -> Any:
+def adapted(
+    kind: str = "llama", dropout: float = 0.0, num_layers: int = 3, seed: int = 0, vocabulary: int = VOCABULARY,
+    **lora: Any,
+) -> Any:  # fmt: skip
     """A PeftModel over a small decoder in training mode, whose adapters are no longer zero."""
     torch.manual_seed(seed)
     base: nn.Module
     if kind == "llama":
         base = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+                vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, attention_dropout=dropout,
             )
         )  # fmt: skip
@@ -28,7 +31,7 @@ def adapted(kind: str = "llama", dropout: float = 0.0, num_layers: int = 3, seed
     else:
         base = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                vocab_size=VOCABULARY, n_embd=32, n_layer=num_layers, n_head=4, n_positions=32, resid_pdrop=dropout,
+                vocab_size=vocabulary, n_embd=32, n_layer=num_layers, n_head=4, n_positions=32, resid_pdrop=dropout,
                 embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
             )
         )  # fmt: skip

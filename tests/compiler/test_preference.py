@@ -78,7 +78,9 @@ def job_of(
     )
 
 
-def assert_trains_like_eager(job: Job, model: nn.Module, batch: Any = None, tolerance: float = 0.0) -> None:
+def assert_trains_like_eager(
+    job: Job, model: nn.Module, batch: Any = None, tolerance: float = 0.0, rewards: float = 1e-5
+) -> None:
     """Losses, gradients (as momentum) and adapters after some steps, and rewards, are those of eager PyTorch."""
     eager, batch = Eager(model, micro_batches=job.plan.micro_batches), pairs() if batch is None else batch
     with job:
@@ -91,7 +93,7 @@ def assert_trains_like_eager(job: Job, model: nn.Module, batch: Any = None, tole
             with torch.no_grad():
                 want = eager.model.eval()(**batch)
             for name in ("chosen_rewards", "rejected_rewards", "margins"):
-                assert_close({name: getattr(found, name)}, {name: want[name]}, 1e-5)  # other rows in a product
+                assert_close({name: getattr(found, name)}, {name: want[name]}, rewards)  # other rows in a product
 
 
 def test_the_loss_is_equation_7_of_the_paper() -> None:
@@ -277,3 +279,20 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with penstock.compile(near, hardware, example_inputs=batch, micro_batches=1, strategy="balanced") as job:
         assert job.plan.decisions.interleaved
         assert float(job.step(batch)) == pytest.approx(float(near(**batch)), rel=1e-5)
+
+
+def test_the_logits_of_both_forwards_are_made_in_chunks() -> None:
+    """Neither the policy's logits nor the reference's stand whole, and nothing else is as large."""
+    model, batch = penstock.DPO(adapted(vocabulary=20000)), pairs(rows=8)
+    whole_bytes = 8 * 10 * 20000 * 4  # logits of one forward of a micro-batch
+    for memory in ("64MB", "4GB"):
+        job = job_of(model, SWAPPED, batch=batch, memory=memory)
+        spec = job.folder.interface.stages["stage2"]
+        peaks = spec.forward_workspace_bytes, spec.light_workspace_bytes, spec.backward_workspace_bytes
+        chunks = job.plan.decisions.chunks
+        if memory == "64MB":
+            assert [chunk.tokens for chunk in chunks.values()] == [52, 52] and max(peaks) < whole_bytes
+            # Sums over classes in another order. A small reward is the difference of sums of 7 logarithms near 10.
+            assert_trains_like_eager(job, model, batch, 2e-6, rewards=1e-4)
+        else:
+            assert not chunks and min(peaks) > whole_bytes

@@ -92,15 +92,28 @@ class _Whole(Exception):
 
 
 def head_losses(graph: OpGraph) -> list[HeadLoss | WholeLogits]:
-    """All cross entropies that gradients come from, in order."""
+    """All cross entropies that gradients come from, or that the loss reads without one, as those of a reference in
+    preference training, in order."""
     found: list[HeadLoss | WholeLogits] = []
+    read = _read_by_loss(graph)
     for node in graph.nodes:
         call = class_loss(graph, node)
-        if call is not None and node.meta["val"].requires_grad:
+        if call is not None and (node.meta["val"].requires_grad or node in read):
             try:
                 found.append(_Finder(graph, node, call).find())
             except _Whole as why:
                 found.append(WholeLogits(node, str(why)))
+    return found
+
+
+def _read_by_loss(graph: OpGraph) -> set[fx.Node]:
+    """The nodes that the loss is computed from."""
+    found, stack = set[fx.Node](), [graph.outputs["loss"]]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
     return found
 
 
