@@ -61,7 +61,7 @@ from .job.preflight import plain_directories
 from .job.together import planned_once
 from .loss.rules import counted, refuse_item_count, traced
 from .own_copy import beside_own_copy
-from .packing.borders import is_packed, require_borders, require_positions, with_unread
+from .packing.borders import most_documents, require_borders, require_positions, with_unread
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Wishes
@@ -171,7 +171,7 @@ def compile(
     check_compile_stages(compile_stages)
     refuse_item_count(example_inputs)
     require_positions(example_inputs)
-    example_inputs, packed = with_unread(example_inputs), is_packed(example_inputs)
+    example_inputs, packed = with_unread(example_inputs), most_documents(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
     check_cuda_graphs(cuda_graphs, compile_stages, machine)
@@ -337,7 +337,7 @@ def _capturer(
     by_user: bool,
     shape: BatchShape,
     sizes: BatchSizes | None,
-    packed: bool,
+    packed: int,
 ) -> Callable[..., Graphs]:
     """What makes functions from a number of micro-batches to the op graph of one micro-batch, the largest or one of
     given sizes. Each number is traced once, or all of them together where sizes are dynamic."""
@@ -356,6 +356,7 @@ def _capturer(
             graph = counted(at(num_micro_batches, other), by_user)
             if packed:
                 require_borders(graph)
+            graph.packed = packed
             graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
             graph.boundary_dtype = types.boundary_dtype(options.boundary_dtype)
             return graph

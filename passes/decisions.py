@@ -124,8 +124,17 @@ class KeyWindow(BaseModel):
     after: Annotated[int, Field(ge=0)] = 0
 
 
+class DocumentBorders(BaseModel):
+    """Keys of the query's document alone, by torch's kernel for sequences of any length, with room for `most` documents
+    in a micro-batch. `positions`: the input in which they begin anew."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    most: Annotated[int, Field(ge=1)]
+    positions: str
+
+
 # What an attention mask lets queries see. causal: keys up to their place; documents: those of their document alone.
-MaskForm = Literal["all", "causal", "documents"] | KeyWindow
+MaskForm = Literal["all", "causal", "documents"] | KeyWindow | DocumentBorders
 
 
 class LossChunk(BaseModel):

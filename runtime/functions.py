@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .accelerator import generator_of
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
+from .document_borders import attend_in_borders, document_borders, takes_borders
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
@@ -19,6 +20,7 @@ from .quantised.linear_torchao import linear_torchao
 __all__ = [
     "chunked_cross_entropy",
     "cross_entropy_of_parts",
+    "document_borders",
     "evaluation_logits",
     "joined_statistics",
     "linear_4bit",
@@ -58,23 +60,36 @@ def packed_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    borders: Tensor | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention` in which the query at place i sees the keys up to place i of its own document.
 
-    documents: [rows, places], one number for all tokens of a document. Blocks of queries see the keys before them, with
-    a mask of their own that is made again in backward: none stands whole, or is kept. No value of `documents` is read
-    by the host, which waits for nothing while it issues a step; `torch.nn.attention.varlen` would need their number.
+    documents: [rows, places], one number for all tokens of a document. borders: `document_borders` of these. With
+    borders, on a GPU with flash attention, the kernel for sequences of any length computes it in fp16 and bf16.
+    Elsewhere blocks of queries see the keys before them, with a mask of their own that is made again in backward: none
+    stands whole, or is kept. Neither way a value of `documents` is read by the host, which waits for nothing while it
+    issues a step.
     """
+    if borders is not None:
+        query, key, value = _as_autocast(query, key, value)
+        if takes_borders(query, key, value, dropout_p):
+            return attend_in_borders(query, key, value, borders, scale)
     return _in_blocks(query, key, value, documents, (query.shape[-2], 0), dropout_p, scale, enable_gqa)
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as for torch's own
-        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
-    with torch.autocast(kind, enabled=False):
+    query, key, value = _as_autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
         found: Tensor = _BlockwiseAttention.apply(query, key, value, *options)
     return found
+
+
+def _as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands as autocast casts those of torch's own attention."""
+    kind = operands[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return operands
+    return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
 
 
 class _BlockwiseAttention(torch.autograd.Function):

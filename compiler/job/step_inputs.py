@@ -19,6 +19,7 @@ from ...ir.program import SIZES, place_of
 from ...runtime.processes.driver import Driver
 from ...runtime.state.weights import WeightSource, stage_buffers
 from ..folder import Folder
+from ..packing.limit import DocumentLimit
 from .counts import BatchCounts, Counts, counts_spec, of_all_lanes, rows_of
 from .feed import PART, WHOLE, Feed
 from .state import whole_state
@@ -42,6 +43,7 @@ class StepInputs:
         self.feed, self.interface, self.rules = feed, folder.interface, folder.settings.counts
         self.make_counter = make_counter
         self._counter: BatchCounts | None = None
+        self.documents = DocumentLimit.of(folder.plan)
 
     def of(self, function: str, batch: Any, call: str, driver: Driver | None) -> dict[str, Tensor]:
         """The inputs of a step. `driver`: where each rank hands over a batch; then all ranks raise if one batch is
@@ -63,10 +65,16 @@ class StepInputs:
         """Raises `BatchError` for a batch that the programs do not take."""
         if self.feed.any_sizes is None:
             leaves, kind = self.feed.read(function, batch, needed)
+            if self.documents is not None and self.documents.positions in leaves:
+                rows = self.feed.shape.entries(self.documents.positions, self.feed.shape.size)
+                positions = leaves[self.documents.positions]
+                self.documents.check(positions.split(rows // self.interface.total_micro_batches))
             return ReadBatch(leaves, kind, self._counted(batch, leaves, kind))
         parts, kind = self.feed.cut(function, batch, needed)
         if not kind:
             return ReadBatch()
+        if self.documents is not None and all(self.documents.positions in part.leaves for part in parts):
+            self.documents.check([part.leaves[self.documents.positions] for part in parts])
         leaves = self.feed.any_sizes.placed(parts)
         sizes = [[part.sizes[name] for name in self.interface.sizes] for part in parts]
         if kind == WHOLE and self.feed.device is not None:

@@ -47,22 +47,23 @@ def require_positions(example_inputs: Any) -> None:
         )
 
 
-def is_packed(example_inputs: Any) -> bool:
-    """Whether positions begin anew inside of a row, between tokens that its mask shows."""
+def most_documents(example_inputs: Any) -> int:
+    """The most documents in a row, which positions that begin anew tell apart; 0 where none does so between tokens that
+    the row's mask shows."""
     if not isinstance(example_inputs, Mapping):
-        return False
+        return 0
     positions, ids = example_inputs.get(POSITIONS), example_inputs.get("input_ids")
     if not (_is_known(positions) and isinstance(ids, Tensor) and ids.dim() == 2):
-        return False
+        return 0
     if positions.shape != ids.shape:
-        return False
+        return 0
     begins = positions.diff(dim=-1) != 1
     mask = example_inputs.get("attention_mask")
     if mask is not None:
         if not (_is_known(mask) and mask.shape == ids.shape):
-            return False  # a mask of the user's own, of all pairs
+            return 0  # a mask of the user's own, of all pairs
         begins &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-    return bool(begins.any())
+    return int(begins.sum(-1).max()) + 1 if bool(begins.any()) else 0
 
 
 def _is_known(value: Any) -> TypeGuard[Tensor]:

@@ -101,6 +101,7 @@ class OpGraph:
     symbols: dict[str, Any] = field(default_factory=dict)  # sizes that are not fixed, by name -> SymInt
     sizes: dict[str, SizeRange] = field(default_factory=dict)  # named sizes, of which `dims` are made
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
+    packed: int = 0  # the most documents that a row of the example batch holds; 0 where its rows are not packed
     parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter
 
     @property

@@ -17,6 +17,7 @@ from torch import fx
 
 from ...ir.errors import PassError, PlanError
 from ...ir.program import ParamSpec, StageSpec, TensorSpec
+from ...runtime.document_borders import document_borders
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .boundaries import cast, narrowed
 from .forwards.first_only import left_out
@@ -55,6 +56,7 @@ def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[PlannedS
     cut.drop_checks()
     cut.leaves_out = False  # what a rematerialisation leaves out depends on the stage
     given = {node for node in cut.shared if isinstance(node.meta.get("val"), torch.Tensor)}
+    given = {node for node in given if node.target is not document_borders}  # made-up ones would be none
     cut.shared -= given
     cut.home.update(dict.fromkeys(given, -1))
     return [_Builder(cut, index).build() for index in range(len(blocks))]

@@ -25,6 +25,7 @@ from .block_trial import BlockTrial, TriedCall
 BACKEND = "inductor"
 
 DRAWS = "it draws random numbers, which compiled kernels draw otherwise"
+BORDERS = "its attention takes borders of documents, and a trial has none"
 KEEPS = "the plan keeps results of single calls, which compiled kernels do not make"
 LATE = "a step calls it otherwise than it was tried, and no step compiles"
 
@@ -48,6 +49,9 @@ class CompiledBlocks:
         for name, blocks in self.blocks.items():
             if any(_draws(part) for part in blocks[0].modules()):
                 self.reasons[name] = DRAWS
+                continue
+            if any(_takes_borders(part) for part in blocks[0].modules()):
+                self.reasons[name] = BORDERS
                 continue
             for block in blocks:
                 block.forward = functools.partial(self._call, block, name)
@@ -186,3 +190,8 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 def _draws(module: nn.Module) -> bool:
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and draw_at.__name__ in code.co_names
+
+
+def _takes_borders(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and any(isinstance(const, tuple) and "borders" in const for const in code.co_consts)

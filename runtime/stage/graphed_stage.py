@@ -18,6 +18,7 @@ from torch import Tensor
 from ...ir.errors import PlanError
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, aligned
 from ..accelerator import GpuGraph, capturing, give_back, new_pool, pools_bytes, refusing_waits
+from ..document_borders import trial
 
 if TYPE_CHECKING:
     from .runner import StageRunner
@@ -102,8 +103,9 @@ class GraphedStage:
         return ""
 
     def _run(self, runner: StageRunner, slot: GraphSlot, keep: bool) -> dict[str, Tensor]:
-        _, kept = runner.forward(slot.inputs, 0, keep)
-        return runner.backward(kept, slot.inputs, [d if d is None else d.zero_() for d in slot.douts], None, 0)[1]
+        with trial():
+            _, kept = runner.forward(slot.inputs, 0, keep)
+            return runner.backward(kept, slot.inputs, [d if d is None else d.zero_() for d in slot.douts], None, 0)[1]
 
     def capture(self, runner: StageRunner) -> None:
         """Capture all slots on the calling thread's current stream, which has run the stage before."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...ir import ops
 from ...ir.program import Program, StageSpec
 from ..accelerator import give_back
+from ..document_borders import trial
 from ..optimizer.gradients import Grads, clip_factor, speculative_factor, sum_of_squares
 from ..optimizer.spec import OptimizerSpec
 from ..optimizer.stage_optimizer import StageOptimizer
@@ -81,15 +82,16 @@ def _run(runner: StageRunner, modes: Mapping[str, Any], device: torch.device) ->
     grads: dict[str, Tensor] | None = None
     inputs = [_zeros(spec, device) for spec in runner.spec.inputs]
     douts = [1.0] * len(runner.spec.outputs)
-    for _ in range(2 if "forward" in modes else 0):
-        _, kept = runner.forward(inputs, 0, modes["forward"])
-        if "backward_input" in modes:
-            _, rest = runner.backward_input(kept, inputs, douts, 0)
-            grads = runner.backward_weight(rest, grads)
-        else:
-            _, grads = runner.backward(kept, inputs, douts, grads, 0)
-    if "evaluate" in modes:
-        runner.evaluate(inputs, 0)
+    with trial():
+        for _ in range(2 if "forward" in modes else 0):
+            _, kept = runner.forward(inputs, 0, modes["forward"])
+            if "backward_input" in modes:
+                _, rest = runner.backward_input(kept, inputs, douts, 0)
+                grads = runner.backward_weight(rest, grads)
+            else:
+                _, grads = runner.backward(kept, inputs, douts, grads, 0)
+        if "evaluate" in modes:
+            runner.evaluate(inputs, 0)
     return grads or {}
 
 

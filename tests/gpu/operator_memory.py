@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from penstock.runtime.document_borders import attend_in_borders, side_by_side
+
 HOST_CODE_ONLY = {"FAKECUDA_TORCH": "", "FAKECUDA_STRICT": "0", "FAKECUDA_POISON": "0", "FAKECUDA_DELAY_US": "0"}
 aten = torch.ops.aten
 BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
@@ -41,6 +43,17 @@ class AttentionRun:
     width: int
     dtype: torch.dtype
     masked: bool = False
+
+
+@dataclass(frozen=True)
+class PackedRun:
+    """Attention of two rows of documents, with room for `most` of them."""
+
+    heads: int
+    key_heads: int
+    rows: int
+    width: int
+    most: int
 
 
 def _made(argument: Any, device: str) -> Any:
@@ -151,6 +164,16 @@ ATTENTION: dict[str, AttentionRun] = {
 }  # fmt: skip
 
 
+PACKED: dict[str, PackedRun] = {
+    f"documents {run}": run
+    for run in (
+        *(PackedRun(8, 8, rows, width, most)
+          for rows in (512, 2048) for width in (40, 64, 128, 192) for most in (2, 66)),
+        PackedRun(8, 2, 2048, 64, 34),
+    )
+}  # fmt: skip
+
+
 def held_bytes(work: Callable[[], object]) -> int:
     """The most that `work` takes beside its results; its second run counts, when all that stays is there."""
     work()
@@ -181,6 +204,24 @@ def attention_bytes(run: AttentionRun) -> tuple[int, int]:
     return forward_bytes, held_bytes(lambda: backward(grad))
 
 
+def packed_bytes(run: PackedRun) -> tuple[int, int]:
+    """Of forward and of backward. Kernels that compute nothing find no borders, of which the host knows nothing."""
+    query, key, value = (
+        torch.zeros(2, run.rows, heads, run.width, device="cuda", dtype=BF16).transpose(1, 2).requires_grad_()
+        for heads in (run.heads, run.key_heads, run.key_heads)
+    )
+    borders = torch.zeros(run.most + 1, device="cuda", dtype=torch.int32)
+    work = partial(attend_in_borders, query, key, value, borders, None)
+    forward_bytes = held_bytes(work)
+    out = work()
+    grad = torch.zeros_like(out)
+    flat = side_by_side(grad)
+    backward: Any = out.grad_fn
+    while "varlen" not in type(backward).__name__:
+        backward = backward.next_functions[0][0]
+    return forward_bytes, held_bytes(lambda: backward(flat, None, None))
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     for name, run in OPERATORS.items():
@@ -188,6 +229,9 @@ def main() -> None:
     for name, attention in ATTENTION.items():
         torch.cuda.empty_cache()
         found[name] = attention_bytes(attention)
+    for name, packed in PACKED.items():
+        torch.cuda.empty_cache()
+        found[name] = packed_bytes(packed)
     print(json.dumps(found))
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.passes.graph.workspace import attention
 from penstock.passes.graph.workspace.call import GpuSize, rounded
 from penstock.passes.graph.workspace.table import workspace_bytes
-from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS
+from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS, PACKED
 from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
 
 pytestmark = [*on_gpu, only_on_gpu]
@@ -72,3 +72,15 @@ def test_attention(name: str) -> None:
         check(forward_bytes, attention.efficient_forward(heads, run.rows, run.width, is_half))
         sizes = (heads, run.rows, run.rows, run.width, run.width, is_half)
         check(backward_bytes, attention.efficient_backward(*sizes))
+
+
+@pytest.mark.emulated_core
+@pytest.mark.parametrize("name", PACKED)
+def test_attention_of_documents(name: str) -> None:
+    """Backward holds sums and gradients of queries in fp32, and of 128 places more for each document in the plan."""
+    run = PACKED[name]
+    forward_bytes, backward_bytes = measured()[name]
+    check(forward_bytes, 0)
+    tokens, wide = 2 * run.rows, rounded(run.width, 32 if run.width <= 128 else 64)
+    expanded = 2 * 2 * tokens * run.heads * run.width if run.key_heads != run.heads else 0
+    check(backward_bytes, 4 * run.heads * (tokens + 128 * run.most) * (1 + wide) + expanded)

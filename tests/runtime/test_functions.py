@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.runtime.document_borders import document_borders, in_rows, side_by_side
 from penstock.runtime.functions import packed_attention, window_attention
 
 # Sums of at most 700 products in another order, of values of order one.
@@ -91,6 +94,42 @@ def test_documents_of_one_row_hold_for_all() -> None:
     q, k, v = operands(40, 40)
     documents = documents_of(1, 40, 0, 5)
     found = packed_attention(q, k, v, documents)
+    assert_same(found, F.scaled_dot_product_attention(q, k, v, documents_mask(documents)), [q, k, v])
+
+
+def test_borders_are_where_documents_begin() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]])
+    found = document_borders(documents, 7)
+    assert found.dtype == torch.int32 and found.tolist() == [0, 2, 5, 6, 7, 10, 10, 10]
+    assert document_borders(documents, 5).tolist() == [0, 2, 5, 6, 7, 10]
+    assert document_borders(torch.full((2, 1), 3), 2).tolist() == [0, 1, 2]
+    with pytest.raises(IndexError, match="more than the 4 documents that the plan has room for"):
+        document_borders(documents, 4)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 200), st.integers(0, 9), st.sampled_from([1, 3, 50]), st.integers(0, 3))
+def test_borders_cut_rows_into_documents(length: int, seed: int, mean: int, more: int) -> None:
+    """The documents between borders, each attended by itself, are those of the mask; the rest are empty."""
+    q, k, v = operands(length, length)
+    documents = documents_of(2, length, seed, mean)
+    most = int((documents.diff(dim=-1) != 0).sum()) + 2 + more
+    borders = document_borders(documents, most).tolist()
+    assert len(borders) == most + 1 and borders[0] == 0 and borders[most - more :] == [2 * length] * (more + 1)
+    flat = [side_by_side(t).transpose(0, 1) for t in (q, k, v)]
+    parts = [
+        F.scaled_dot_product_attention(*(t[:, a:b] for t in flat), is_causal=True)
+        for a, b in itertools.pairwise(borders)
+        if b > a
+    ]
+    found = in_rows(torch.cat(parts, dim=1).transpose(0, 1), 2)
+    assert_same(found, F.scaled_dot_product_attention(q, k, v, documents_mask(documents)), [q, k, v])
+
+
+def test_blocks_stand_in_where_the_kernel_does_not_run() -> None:
+    q, k, v = operands(40, 40)
+    documents = documents_of(2, 40, 0, 5)
+    found = packed_attention(q, k, v, documents, borders=document_borders(documents, 40))
     assert_same(found, F.scaled_dot_product_attention(q, k, v, documents_mask(documents)), [q, k, v])
 
 

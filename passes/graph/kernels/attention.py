@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
+from ....runtime.document_borders import fits_kernel, in_rows, side_by_side
 from ....runtime.functions import window_blocks
 from ....runtime.stage.saved_classes import EFFICIENT_ROWS
 from ..workspace import attention as workspace
@@ -79,10 +80,13 @@ def cuda_window_attention(
 
 def cuda_packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, dropout_p: float = 0.0,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, borders: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Has the costs of `functions.packed_attention` on CUDA, which are the same wherever documents end."""
+    """Has the costs of `functions.packed_attention` on CUDA: the most that they are, wherever documents end."""
     query, key, value = _as_autocast(query, key, value)
+    if borders is not None and not dropout_p and fits_kernel(query, key, value):
+        rows = len(query)
+        return in_rows(_Bordered.apply(*(side_by_side(t) for t in (query, key, value)), borders, rows), rows)
     found: Tensor = _Blockwise.apply(query, key, value, documents, query.shape[-2], 0)
     return found
 
@@ -148,6 +152,38 @@ def _flash_workspace(query: Tensor, key: Tensor, value: Tensor, results: Iterabl
     held.append(query.new_empty((*sums, _rounded(width, 32)), dtype=full))  # gradients of queries
     if key.shape[1] != heads:  # gradients of a group's heads, before they are added up
         held += [t.new_empty((batch, heads, *t.shape[2:])) for t in (key, value)]
+
+
+class _Bordered(torch.autograd.Function):
+    """Saves operands, borders, output, one fp32 number for each query, and where draws would begin. Operands are
+    [tokens, heads, width]; counted as if each of the `rows` were one document."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, rows: int) -> Tensor:
+        tokens, heads, width = query.shape
+        out, draws = torch.empty_like(query), torch.empty(2, dtype=torch.uint64)
+        lse = query.new_empty((heads, tokens), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, borders, out, lse, draws)
+        dtype, length = DTYPES.get(query.dtype, ""), tokens // rows
+        ctx.call = AttentionCall(FLASH, dtype, rows * heads, length, length, width, True)
+        count_call(ctx.call)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """What `mha_varlen_bwd` in flash_api.cpp holds: each document's sums and gradients have room of their own."""
+        count_call(replace(ctx.call, backward=True))
+        query, key, value, borders, out = ctx.saved_tensors[:5]
+        gradients = [torch.empty_like(t) for t in (query, key, value)]
+        held = [result.contiguous() for result in (out, grads[0])]
+        tokens, heads, width = query.shape
+        padded = tokens + ROWS * (len(borders) - 1)
+        held.append(query.new_empty((heads, padded), dtype=torch.float32))
+        rounded = _rounded(width, 32 if width <= 128 else 64)
+        held.append(query.new_empty((padded, heads, rounded), dtype=torch.float32))
+        if key.shape[1] != heads:
+            held += [t.new_empty((tokens, heads, width)) for t in (key, value)]
+        return (*gradients, None, None)
 
 
 class _Blockwise(torch.autograd.Function):

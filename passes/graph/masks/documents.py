@@ -51,6 +51,15 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
     return found if positions or is_causal else None
 
 
+def counted_input(graph: OpGraph, documents: fx.Node, rows: int) -> str:
+    """The input of positions in which these documents are counted, so that their numbers grow along each of these rows;
+    "" where that is not proven."""
+    positions = _counted_positions(documents)
+    if positions is None or positions.op != "placeholder" or documents.meta["val"].shape[0] != rows:
+        return ""
+    return str(positions.target) if str(positions.target) in graph.inputs else ""
+
+
 def _parts(mask: fx.Node) -> Iterator[fx.Node]:
     """What a mask is the conjunction of."""
     name, value = call_name(mask), mask.meta.get("val")

@@ -2,9 +2,10 @@
 
 In: the op graph. Out: a graph in which `scaled_dot_product_attention` gets no mask where its mask is proven to show
 every key, every key up to the query's place, or a window around it. A call with a mask cannot run flash attention and
-keeps the mask, which is as large as all pairs of a query and a key. Masks that keep documents of a row apart become
-those of blocks of queries, made of the documents' numbers. Other masks that depend on the batch (padding), on
-parameters or on buffers stay.
+keeps the mask, which is as large as all pairs of a query and a key. Masks that keep documents of a row apart go on
+GPUs: the kernel for sequences of any length takes the borders of documents where it can, else blocks of queries have
+masks made of the documents' numbers. Other masks that depend on the batch (padding), on parameters or on buffers
+stay.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import fx
 
 from ....ir.calls import call_name
 from ....ir.errors import PassError
-from ....runtime.functions import MOST_QUERIES, packed_attention, window_attention
-from ...decisions import KeyWindow, MaskForm
+from ....runtime.document_borders import MOST_DOCUMENTS, fits_kernel
+from ....runtime.functions import MOST_QUERIES, document_borders, packed_attention, window_attention
+from ...decisions import DocumentBorders, KeyWindow, MaskForm
 from ...draft import Draft
+from ..edit import GraphEdit
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph, is_check, is_mode_switch
-from .documents import documents_of
+from .documents import counted_input, documents_of
 from .intervals import Intervals
 from .visible import visible_keys
 
@@ -34,6 +37,9 @@ ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_a
 # Places of a row from which on blocks win: two blocks of queries leave out a quarter of all pairs, which makes up for
 # the attention that backward computes again.
 LEAST_PACKED = 2 * MOST_QUERIES
+# There is room for documents of so many tokens on average, or twice as many documents as the example batch has. Each
+# takes the kernel's backward 128 tokens' gradients of queries in fp32.
+MEAN_DOCUMENT = 64
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -43,13 +49,22 @@ class DropMasks(GraphPass):
     decides: ClassVar[str] = "masks"
 
     def plan(self, draft: Draft) -> dict[str, MaskForm]:
-        """What the mask of each call is proven to be, by the call's place. Masks of documents go where blocks of
-        queries take no more time than one mask for all calls: on GPUs, in long rows."""
+        """What the mask of each call is proven to be, by the call's place. Masks of documents go on GPUs where the
+        kernel takes borders, and in rows so long that blocks of queries take no more time than one mask for all
+        calls."""
         calls = masked_calls(draft.graph)
-        proven = _proven(draft.graph, calls)
-        is_cpu = draft.machine.devices[0].kind == "cpu"
-        short = {place for place, node in calls.items() if node.meta["val"].shape[-2] < LEAST_PACKED}
-        return {p: form for p, form in proven.items() if form != "documents" or not (is_cpu or p in short)}
+        found = _proven(draft.graph, calls)
+        devices = draft.machine.devices
+        has_flash = all("bf16" in device.peak_flops for device in devices) and not torch.version.hip
+        for place in [place for place, form in found.items() if form == "documents"]:
+            borders = _borders(draft.graph, calls[place]) if has_flash else None
+            if devices[0].kind == "cpu":
+                del found[place]
+            elif borders is not None:
+                found[place] = borders
+            elif calls[place].meta["val"].shape[-2] < LEAST_PACKED:
+                del found[place]
+        return found
 
     def rewrite(self, draft: Draft, decision: dict[str, MaskForm]) -> None:
         told = _remarks(len(masked_calls(draft.graph)), list(decision.values()), written_out(draft.graph))
@@ -64,14 +79,15 @@ class DropMasks(GraphPass):
                 known = ", ".join(calls) or "none"
                 raise PassError(f"masks names {place!r}; the model's attention calls with a mask are {known}")
         forms = _proven(graph, {place: calls[place] for place in decision})
+        borders: dict[fx.Node, fx.Node] = {}
         for place, form in decision.items():
-            if forms.get(place) != form:
+            if not _agrees(graph, calls[place], form, forms.get(place)):
                 found = f"is proven to be {_in_words(forms[place])}" if place in forms else "is not proven to be that"
                 raise PassError(
                     f"masks says that the mask of {place} is {_in_words(form)}, but it {found}; "
                     "leave the entry out to keep the mask"
                 )
-            _rewrite(graph, calls[place], form)
+            _rewrite(graph, calls[place], form, borders)
         _remove_unused(graph)
         draft.graph = graph
 
@@ -150,25 +166,57 @@ def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None
     return window if is_window else None
 
 
-def _rewrite(graph: OpGraph, node: fx.Node, form: MaskForm) -> None:
+def _borders(graph: OpGraph, node: fx.Node) -> DocumentBorders | None:
+    """The room for documents of a call whose mask tells them apart, if the kernel takes the call as it is."""
+    given = given_arguments(node.args, node.kwargs)
+    query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
+    if graph.autocast is not None:
+        query, key, value = (operand.to(graph.autocast) for operand in (query, key, value))
+    documents, (rows, length) = _documents(graph, given["attn_mask"]), (query.shape[0], query.shape[-2])
+    positions = "" if documents is None else counted_input(graph, documents, rows)
+    if not positions or given.get("dropout_p") or not fits_kernel(query, key, value):
+        return None
+    most = rows * min(length, max(1 + length // MEAN_DOCUMENT, 2 * graph.packed))
+    return DocumentBorders(most=int(most), positions=positions) if most <= MOST_DOCUMENTS else None
+
+
+def _agrees(graph: OpGraph, node: fx.Node, form: MaskForm, proven: MaskForm | None) -> bool:
+    """Whether a call may go without its mask in this form; room for another number of documents is the user's."""
+    if not isinstance(form, DocumentBorders):
+        return form == proven
+    found = _borders(graph, node) if proven == "documents" else None
+    return found is not None and found.positions == form.positions and form.most <= MOST_DOCUMENTS
+
+
+def _rewrite(graph: OpGraph, node: fx.Node, form: MaskForm, borders: dict[fx.Node, fx.Node]) -> None:
+    """`borders`: those of documents that earlier calls had."""
+    more: dict[str, Any] = {}
     documents = None
-    if form == "documents":
+    if form == "documents" or isinstance(form, DocumentBorders):
         documents = _documents(graph, given_arguments(node.args, node.kwargs)["attn_mask"])
+        assert documents is not None
         node.target = packed_attention
-    node.args, node.kwargs = _without_mask(node.args, node.kwargs, form, documents)
+    if documents is not None and isinstance(form, DocumentBorders):
+        if documents not in borders:
+            edit = GraphEdit(graph, node)
+            edit.path = str(documents.meta["module_path"])
+            borders[documents] = edit.call(document_borders, documents, form.most)
+            borders[documents].meta["source"] = ""  # no line of the user's
+        more = {"borders": borders[documents]}
+    node.args, node.kwargs = _without_mask(node.args, node.kwargs, form, documents, more)
     if "eval_args" in node.meta:
-        meta = node.meta
-        meta["eval_args"], meta["eval_kwargs"] = _without_mask(meta["eval_args"], meta["eval_kwargs"], form, documents)
+        own = node.meta["eval_args"], node.meta["eval_kwargs"]
+        node.meta["eval_args"], node.meta["eval_kwargs"] = _without_mask(*own, form, documents, more)
     if isinstance(form, KeyWindow):
         node.target = window_attention
 
 
 def _without_mask(
-    args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm, documents: fx.Node | None
+    args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm, documents: fx.Node | None, more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = given_arguments(args, kwargs)
     operands = tuple(given.pop(name) for name in ("query", "key", "value"))
-    rest = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")}
+    rest = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")} | more
     if isinstance(form, KeyWindow):
         return (*operands, form.before, form.after), rest
     if documents is not None:
@@ -189,6 +237,8 @@ def _remove_unused(graph: OpGraph) -> None:
 def _in_words(form: MaskForm) -> str:
     if isinstance(form, KeyWindow):
         return f"a window of {form.before + 1 + form.after} keys"
+    if isinstance(form, DocumentBorders):
+        return f"causal in each document, of at most {form.most} in a micro-batch"
     return {"all": "all ones", "causal": "causal", "documents": "causal in each document"}[form]
 
 

@@ -14,6 +14,7 @@ import penstock
 from penstock.compiler.job.batch import flatten
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import BatchError, CaptureError, PlanError
+from penstock.passes.decisions import DocumentBorders
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
@@ -92,6 +93,61 @@ def test_the_kernel_of_documents_in_a_job() -> None:
         for rows, given in zip(packed, STEPS):
             assert_close({"loss": job.step(rows)}, {"loss": eager.step(given)}, 1e-6)
         assert_same_states(job, eager, REORDERED)
+
+
+def bordered(most: int) -> tuple[Job, Job, list[dict[str, Tensor]]]:
+    """A job in bf16 whose plan has room for so many documents, one in blocks, and their batches."""
+    packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
+    jobs = []
+    for form in (DocumentBorders(most=most, positions="position_ids"), "documents"):
+        model, options = made("llama", "sdpa"), {"optimizer": SGD, "precision": "bf16"}
+        plan = compiled(model, packed[0], micro_batches=2, precision="bf16").plan
+        plan.decisions.masks = {f"model.layers.{i}.self_attn": form for i in range(2)}
+        jobs.append(penstock.compile(model, hardware, example_inputs=packed[0], plan=plan, **options))
+    return jobs[0], jobs[1], packed
+
+
+def test_a_plan_with_borders_runs_in_blocks_on_a_cpu() -> None:
+    """Borders are made once for both layers; where there is no kernel for them, blocks give the same bits as ever."""
+    found, want, packed = bordered(16)
+    assert found.code().count("functions.document_borders(") == 1
+    assert found.code().count("borders=document_borders") == 1  # in the class of both layers
+    with found, want:
+        for rows in packed:
+            assert torch.equal(found.step(rows), want.step(rows))
+        assert_close(found.state_dict(), want.state_dict(), 0.0)
+
+
+def test_more_documents_than_a_plan_has_room_for_are_refused() -> None:
+    packed = penstock.pack_documents(STEPS[0], SEQUENCE).columns["position_ids"]
+    most = max(int((part.diff() != 1).sum()) + 2 for part in packed.split(2))
+    found, _, batches = bordered(most)
+    crowded = {name: value.clone() for name, value in batches[0].items()}
+    crowded["position_ids"][2:] = 0  # each token a document
+    with found:
+        found.step(batches[0])
+        refused = rf"holds {2 * SEQUENCE} documents in micro-batch 1, .*the plan has room for {most}\."
+        with pytest.raises(BatchError, match=refused):
+            found.step(crowded)
+        found.step(batches[0])
+
+
+@pytest.mark.parametrize(
+    ("precision", "machine", "form"),
+    [("bf16", "rtx4090x1", "borders"), ("bf16-true", "rtx4090x1", "borders"), ("fp16", "ftpipe-2080ti", None)],
+)
+def test_plans_for_gpus_with_flash_attention_take_borders(precision: str, machine: str, form: str | None) -> None:
+    """There is room for documents of 64 tokens, or for twice as many as the example has, or for each token."""
+    for lengths, most in (((130,) * 2, 2 * 3), ((60, 60), 2 * 2 * 3), ((2,) * 64, 2 * 130)):
+        packed = penstock.pack_documents(documents(*lengths), 130)
+        rows = {name: value[:1].expand(2, -1).contiguous() for name, value in packed.columns.items()}
+        job = penstock.compile(
+            made("llama", "sdpa"), machine, example_inputs=rows, optimizer=SGD, precision=precision, micro_batches=1,
+            strategy="balanced",
+        )  # fmt: skip
+        found = set(job.plan.decisions.masks.values())
+        assert found == ({DocumentBorders(most=most, positions="position_ids")} if form else set())
 
 
 @pytest.mark.slow

@@ -68,7 +68,55 @@ struct Attention {
   }
 };
 
+// Sequences of any length side by side, with the constraints of mha_varlen_fwd and mha_varlen_bwd (flash_api.cpp). An
+// offset that is none, and a sequence longer than it was said to be, on which a GPU computes nonsense, fail the device.
+static Attention packed(Stack& s, size_t at, const Tensor& offsets_q, const Tensor& offsets_k, int64_t max_q, double p,
+                        bool causal, const IValue& scale) {
+  Tensor q = s[at].toTensor(), k = s[at + 1].toTensor(), v = s[at + 2].toTensor();
+  TORCH_CHECK(offsets_q.defined() && offsets_k.defined() && q.dim() == 3, "fakecuda: only packed rows are computed");
+  TORCH_CHECK(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16, "FlashAttention only supports fp16 and bf16");
+  TORCH_CHECK(q.size(2) % 8 == 0 && q.size(2) <= 256 && q.size(2) == v.size(2), "head size ", q.size(2));
+  TORCH_CHECK(offsets_q.scalar_type() == at::kInt && offsets_q.is_contiguous(), "cu_seqlens must be int32 and contiguous");
+  TORCH_CHECK(q.stride(2) == 1 && k.stride(2) == 1 && v.stride(2) == 1 && p == 0, "strides or dropout");
+  int64_t total = q.size(0);
+  Tensor hidden = at::zeros({total, total}, q.options().dtype(at::kBool));
+  if (!q.is_meta()) {
+    Tensor lengths = offsets_q.diff();
+    TORCH_CHECK(at::equal(offsets_q, offsets_k) && offsets_q[0].item<int>() == 0 && offsets_q[-1].item<int>() == total &&
+                lengths.min().item<int>() >= 0 && lengths.max().item<int>() <= max_q, "cu_seqlens are ", offsets_q);
+    Tensor number = at::searchsorted(offsets_q.slice(0, 1), at::arange(total, at::kInt), false, true);
+    hidden = number.unsqueeze(1) != number.unsqueeze(0);
+  }
+  if (causal) hidden = hidden.logical_or(at::ones({total, total}, hidden.options()).triu(1));
+  Tensor bias = at::zeros({total, total}, q.options().dtype(at::kFloat));
+  auto heads_first = [](const Tensor& t) { return t.transpose(0, 1).unsqueeze(0); };
+  bias = bias.masked_fill(hidden, -std::numeric_limits<float>::infinity());
+  return {heads_first(q), heads_first(k), heads_first(v), bias, false, 0.0, scale_of(scale, q)};
+}
+
+static Tensor rows_first(const Tensor& t) { return t.squeeze(0).transpose(0, 1); }
+
+static void add_packed_attention() {
+  auto& table = customs();
+  // (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale, ...)
+  //   -> output, softmax_logsumexp, rng_state, unused, debug_attn_mask
+  table["aten::_flash_attention_forward"] = [](Stack& s) {
+    auto attention = packed(s, 0, maybe(s[3]), maybe(s[4]), s[5].toInt(), s[7].toDouble(), s[8].toBool(), s[10]);
+    auto found = attention.forward();
+    Tensor rng = at::zeros({2}, at::kLong).to(at::kUInt64);
+    s = {rows_first(found.out), found.logsumexp.squeeze(0), rng, at::scalar_tensor(0, at::kLong).to(at::kUInt64),
+         at::empty({0}, found.out.options())};
+  };
+  // (grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng, unused, *, scale)
+  table["aten::_flash_attention_backward"] = [](Stack& s) {
+    auto attention = packed(s, 1, maybe(s[6]), maybe(s[7]), s[8].toInt(), s[10].toDouble(), s[11].toBool(), s[14]);
+    auto found = attention.backward(s[0].toTensor().transpose(0, 1).unsqueeze(0), s[5].toTensor().unsqueeze(0), 0);
+    s = {rows_first(found.q), rows_first(found.k), rows_first(found.v)};
+  };
+}
+
 void add_attention() {
+  add_packed_attention();
   auto& table = customs();
   // (query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, *, scale) -> out, lse, seed, offset
   table["aten::_scaled_dot_product_efficient_attention"] = [](Stack& s) {

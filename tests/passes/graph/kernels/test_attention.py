@@ -195,6 +195,33 @@ def test_documents_save_their_operands_alone_and_call_by_blocks() -> None:
     assert {(queries, keys) for queries, keys, _, _ in found[0]} == {(512, 512), (512, 1024), (76, 1100)}
 
 
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+def test_borders_let_documents_run_the_kernel(key_heads: int) -> None:
+    """Backward has room for each document's sums and gradients, as `tests/gpu/test_gpu_workspace.py` measures."""
+    operands, most = projected(torch.bfloat16, key_heads=key_heads), 5
+    documents, borders = torch.zeros(BATCH, ROWS, dtype=torch.long), torch.zeros(most + 1, dtype=torch.int32)
+    size = BATCH * HEADS * ROWS
+    saved = saved_bytes(cuda_packed_attention, operands, documents, borders=borders)
+    assert saved == size * (2 * WIDTH + 4) + (most + 1) * 4 + 16  # output, row sums, borders, where draws would begin
+    out = cuda_packed_attention(*operands, documents, borders=borders)
+    dout = torch.zeros_like(out)
+    with Peak() as peak:
+        torch.autograd.grad(out, operands, dout)
+    padded = HEADS * (BATCH * ROWS + 128 * most)
+    gradients = sum(t.numel() * 2 for t in operands)
+    expanded = 2 * 2 * size * WIDTH if key_heads != HEADS else 0
+    assert peak.most == gradients + padded * 4 * (1 + 32) + expanded
+    with Calls() as calls:
+        cuda_packed_attention(*operands, documents, borders=borders).sum().backward()
+    rows = counted((row, 1) for row in calls.rows.attention)
+    assert {(row.backend, row.heads, row.queries, row.keys, row.causal, row.backward) for row in rows} == {
+        (FLASH, BATCH * HEADS, ROWS, ROWS, True, backward) for backward in (False, True)
+    }
+    with Calls() as calls:  # dropout, and other dtypes, run in blocks
+        cuda_packed_attention(*operands, documents, 0.1, borders=borders)
+    assert FLASH not in {row.backend for row in calls.rows.attention}
+
+
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
 def test_saved_bytes_of_a_real_stage_without_masks(name: str) -> None:
     """On CPU: a window in blocks, and causal attention without a mask."""
