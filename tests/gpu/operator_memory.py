@@ -219,7 +219,9 @@ def packed_bytes(run: PackedRun) -> tuple[int, int]:
     backward: Any = out.grad_fn
     while "varlen" not in type(backward).__name__:
         backward = backward.next_functions[0][0]
-    return forward_bytes, held_bytes(lambda: backward(flat, None, None))
+    *operands, begins, ends, result, sums, draws = backward.saved_tensors
+    own = (flat, *operands, result, sums, begins, ends, run.rows, run.rows, True, draws, None, [-1, 0])
+    return forward_bytes, held_bytes(partial(torch.ops.torch_attn._varlen_attn_backward, *own))
 
 
 def main() -> None:
