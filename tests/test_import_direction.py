@@ -23,9 +23,9 @@ MAY_IMPORT = {
 ORDER = {
     "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "program", "verify"),
     "runtime": (
-        "accelerator", "modules", "chunked_loss", "part_loss", "quantised", "functions", "forced_eager",
-        "model_names", "scratch", "nodes", "team", "source", "simulate", "ssd", "state", "optimizer", "stage",
-        "reference", "device", "emulate", "measure", "processes",
+        "accelerator", "modules", "chunked_loss", "part_loss", "document_borders", "quantised", "functions",
+        "forced_eager", "model_names", "scratch", "nodes", "team", "source", "simulate", "ssd", "state", "optimizer",
+        "stage", "reference", "device", "emulate", "measure", "processes",
     ),
     "passes": (
         "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
