@@ -19,6 +19,7 @@ from penstock.passes.decisions import DocumentBorders
 from penstock.runtime import functions
 from penstock.runtime.document_borders import attend_in_borders
 from penstock.runtime.functions import document_borders, packed_attention
+from penstock.tests.compiler.job.test_packed_job import flattened
 from penstock.tests.gpu.rehearsal import DEVICE, compiled, exact, on_gpu, only_on_gpu
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
@@ -151,8 +152,27 @@ def one_by_one(model: Any, batch: dict[str, Tensor]) -> Tensor:
 @only_on_gpu
 def test_a_batch_that_fills_a_row_with_documents_is_refused() -> None:
     model, data = without_cache(zoo()["llama"](dropout=0.0)[0]), packed_batches(times=1)
-    crowded = {**data[0], "position_ids": data[0]["position_ids"] % 2}
+    crowded = {**data[0], "position_ids": data[0]["position_ids"] % 2}  # 64 in each row
     with compiled(model, data[0], strategy="balanced", micro_batches=1, precision="bf16") as job:
-        with pytest.raises(BatchError, match=r"documents in micro-batch 0, .*the plan has room for 12\."):
+        with pytest.raises(BatchError, match=r"documents in micro-batch 0, .*the plan has room for 16\."):
             job.step(crowded)
         job.step(data[0])
+
+
+@only_on_gpu
+def test_any_number_of_tokens() -> None:
+    """One plan for rows of different lengths has room for the documents of the longest."""
+    model = without_cache(zoo()["llama"](dropout=0.0)[0])
+    alone = copy.deepcopy(model).to(DEVICE)
+    still = partial(torch.optim.SGD, lr=0.0)
+    tokens = torch.export.Dim("tokens", max=160)
+    given = {"micro_batches": 1, "precision": "bf16", "optimizer": still, "dynamic_shapes": tokens}
+    with compiled(model, flattened((30, 50)), strategy="balanced", **given) as job:
+        assert set(job.plan.decisions.masks.values()) == {DocumentBorders(most=8, positions="position_ids")}
+        for seed, lengths in enumerate([(30, 50), (90, 20, 2, 40), (2,), (10,) * 8]):
+            batch = flattened(lengths, seed)
+            with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+                wanted = one_by_one(alone, batch)
+            assert float(job.step(batch)) == pytest.approx(float(wanted), rel=2**-8)  # of few tokens, of 8 bits
+        with pytest.raises(BatchError, match="holds 9 documents in micro-batch 0"):
+            job.step(flattened((3,) * 9))

@@ -37,9 +37,10 @@ ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_a
 # Places of a row from which on blocks win: two blocks of queries leave out a quarter of all pairs, which makes up for
 # the attention that backward computes again.
 LEAST_PACKED = 2 * MOST_QUERIES
-# There is room for documents of so many tokens on average, or twice as many documents as the example batch has. Each
-# takes the kernel's backward 128 tokens' gradients of queries in fp32.
+# A row has room for documents of so many tokens on average, for twice as many documents as the fullest row of the
+# example batch, or for a few. Each takes the kernel's backward 128 tokens' gradients of queries in fp32.
 MEAN_DOCUMENT = 64
+FEW_DOCUMENTS = 8
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -176,7 +177,7 @@ def _borders(graph: OpGraph, node: fx.Node) -> DocumentBorders | None:
     positions = "" if documents is None else counted_input(graph, documents, rows)
     if not positions or given.get("dropout_p") or not fits_kernel(query, key, value):
         return None
-    most = rows * min(length, max(1 + length // MEAN_DOCUMENT, 2 * graph.packed))
+    most = rows * min(length, max(FEW_DOCUMENTS, 1 + length // MEAN_DOCUMENT, 2 * graph.packed))
     return DocumentBorders(most=int(most), positions=positions) if most <= MOST_DOCUMENTS else None
 
 

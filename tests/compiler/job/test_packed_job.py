@@ -138,9 +138,9 @@ def test_more_documents_than_a_plan_has_room_for_are_refused() -> None:
     [("bf16", "rtx4090x1", "borders"), ("bf16-true", "rtx4090x1", "borders"), ("fp16", "ftpipe-2080ti", None)],
 )
 def test_plans_for_gpus_with_flash_attention_take_borders(precision: str, machine: str, form: str | None) -> None:
-    """There is room for documents of 64 tokens, or for twice as many as the example has, or for each token."""
-    for lengths, most in (((130,) * 2, 2 * 3), ((60, 60), 2 * 2 * 3), ((2,) * 64, 2 * 130)):
-        packed = penstock.pack_documents(documents(*lengths), 130)
+    """There is room for documents of 64 tokens, or for twice as many as the example has."""
+    for lengths, most in (((640,) * 2, 2 * 11), ((300, 339), 2 * 11), ((50,) * 12, 2 * 2 * 13)):
+        packed = penstock.pack_documents(documents(*lengths), 640)
         rows = {name: value[:1].expand(2, -1).contiguous() for name, value in packed.columns.items()}
         job = penstock.compile(
             made("llama", "sdpa"), machine, example_inputs=rows, optimizer=SGD, precision=precision, micro_batches=1,

@@ -77,9 +77,9 @@ def flops_of(run: Any, *args: Any, **kwargs: Any) -> int:
     return counter.get_total_flops()
 
 
-def runner_of(file: DeviceFile, spec: StageSpec) -> StageRunner:
+def runner_of(file: DeviceFile, spec: StageSpec, compiler: str | None = None) -> StageRunner:
     device, draw = torch.device("cpu"), torch.Generator().manual_seed(0)
-    runner = StageRunner(spec, file.build(spec.name), device, "fp32")
+    runner = StageRunner(spec, file.build(spec.name), device, "fp32", compiler=compiler)
     runner.load_buffers({b.name: torch.ones(b.shape, dtype=getattr(torch, b.dtype)) for b in spec.buffers})
     runner.bind({p.name: torch.randn(p.shape, generator=draw) * 0.1 for p in spec.params})
     return runner
@@ -228,3 +228,20 @@ def test_simulated_time_is_that_of_what_runs() -> None:
         found, before = (stage_seconds(each, device, "fp32").rematerialise_s for each in (spec, whole[name]))
         assert (found < before) == (spec.again is not None)
         assert spec.whole_again.workspace_bytes <= whole[name].whole_again.workspace_bytes
+
+
+def test_blocks_run_compiled_with_and_without_the_reference(tmp_path: Path) -> None:
+    """Both kinds of calls are compiled before the first step: a rematerialisation hands its blocks None."""
+    job = job_of(penstock.DPO(adapted()))
+    spec, file = job.folder.interface.stages["stage1"], opened(job, tmp_path)
+    inputs = inputs_of(spec)
+    needed = [None if want is None else x for want, x in zip(spec.backward_inputs, inputs)]
+    douts = [torch.ones(o.shape) if o.requires_grad else None for o in spec.outputs]
+    found = []
+    for compiler in (None, "aot_eager"):
+        runner = runner_of(file, spec, compiler)
+        runner.try_blocks([False])
+        runner.forward(inputs, 0, keep=False)
+        found.append(runner.backward(None, needed, douts, None, 0)[1])
+        assert runner.compiled is None or (runner.compiled.blocks and not runner.compiled.reasons)
+    assert_close(found[1], found[0], 1e-5)
