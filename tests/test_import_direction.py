@@ -29,7 +29,7 @@ ORDER = {
     ),
     "passes": (
         "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
-        "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
+        "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "staying", "memory", "schedule",
     ),
     "compiler": (
         "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",

@@ -217,6 +217,9 @@ def _comment(program: Program, node: fx.Node) -> str:
     work = work_of(program, node)
     values = [value.meta["type"] for value in values_of(node)]
     parts = ["; ".join(describe(v) for v in values)] if values else []
+    if node.target is ops.fetch and values[0].kind == "weights":
+        staying = program.interface.stages[values[0].stage].staying_bytes
+        parts += [f"{format_bytes(staying)} stay here"] if staying else []
     if work.stream != ops.HOST:
         parts.append(work.stream)
     return "  ".join(parts)

@@ -40,6 +40,7 @@ class EmptyStore:
         self.layout = weights_layout(spec) if flat_stage is None else flat_stage.own
         self.flat = allocate(self.layout.total_bytes, NOWHERE)
         self.weights: dict[str, Tensor] = {}
+        self.staying: dict[str, Tensor] = {}
         self.file = None
 
     def commit(self) -> None:
