@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Drain, Program, computed_again, drain_of
 from ..runtime.processes.local import runs_in_script
-from ..runtime.simulate import Timeline, simulate_steps
+from ..runtime.simulate import Timeline, simulate_steps, step_seconds
 
 
 def drain_here(programs: Sequence[Program], hardware: Hardware, precision: str) -> Drain | None:
@@ -20,3 +20,8 @@ def drain_here(programs: Sequence[Program], hardware: Hardware, precision: str) 
 def simulate_here(programs: Sequence[Program], hardware: Hardware, precision: str) -> Timeline:
     """A step from rest, with the `steady_s` of steps one right after another, as a job of this process runs them."""
     return simulate_steps(programs, hardware, drain_here(programs, hardware, precision), precision=precision)
+
+
+def step_seconds_here(programs: Sequence[Program], hardware: Hardware, precision: str) -> float:
+    """`simulate_here(...).step_s`, which is all that the search compares."""
+    return step_seconds(programs, hardware, drain_here(programs, hardware, precision), precision=precision)

@@ -154,7 +154,7 @@ class Attempts:
                     self.wishes.require(compiled.draft.programs)
                 fetched, again = (compiled.decisions.get(name, ()) for name in ("fetch", "rematerialise"))
                 swapped, keeps_all = len(fetched) == len(compiled.draft.stages), not fetched and not again
-                found = Trial(candidate, count, compiled.step_s, all_swapped=swapped, keeps_all=keeps_all)
+                found = Trial(candidate, count, compiled.step_s, None, swapped, keeps_all, placed.cut)
                 self.keep(compiled)
             self.seen[key] = found
         except (DoesNotFit, PassError, PlanError) as error:

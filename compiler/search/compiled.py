@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
@@ -35,7 +36,7 @@ from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
 from ...runtime.simulate import Timeline
 from ..pipeline import PassRecord, require_complete, run_passes
-from ..steps import simulate_here
+from ..steps import simulate_here, step_seconds_here
 from .bounds import Bound, lower_bound
 from .candidate import Candidate
 from .fit import check_fit, check_lasting
@@ -53,13 +54,14 @@ class CompiledCandidate:
     draft: Draft
     decisions: dict[str, Any]
     records: list[PassRecord]
-    timeline: Timeline
+    step_s: float
     evaluation: list[Program] = field(default_factory=list)
     no_evaluation: str | None = None  # why there are no evaluation programs
 
-    @property
-    def step_s(self) -> float:
-        return self.timeline.step_s
+    @cached_property
+    def timeline(self) -> Timeline:
+        draft = self.draft
+        return simulate_here(draft.programs, draft.machine, draft.options.precision)
 
     @property
     def count(self) -> int:
@@ -87,6 +89,11 @@ class PlacedCandidate:
         names = [p.decides for p in self.candidate.graph_passes if self.decisions.get(p.decides)]
         placed = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices")}
         return json.dumps(placed, default=str), self.todo
+
+    @property
+    def cut(self) -> str:
+        """Equal for candidates with the same stages of the same lanes."""
+        return json.dumps([self.decisions.get(name) for name in ("blocks", "mesh", "stages")], default=str)
 
     def bound(self) -> Bound:
         """A lower bound of the simulated step."""
@@ -172,13 +179,13 @@ class CandidateCompiler:
         decisions, records = self._run(draft, placed.todo)
         check_fit(draft)
         try:
-            timeline = _simulate(draft)
+            step_s = _step_s(draft)
         except VerifyError as error:
-            timeline = self._in_another_order(placed, error)
+            step_s = self._in_another_order(placed, error)
         decisions, records = {**placed.decisions, **decisions}, [*placed.records, *records]
-        return CompiledCandidate(placed.candidate, draft, decisions, records, timeline)
+        return CompiledCandidate(placed.candidate, draft, decisions, records, step_s)
 
-    def _in_another_order(self, placed: PlacedCandidate, error: VerifyError) -> Timeline:
+    def _in_another_order(self, placed: PlacedCandidate, error: VerifyError) -> float:
         """Let receives come earlier, where that ends the waiting for ever. Raises `DoesNotFit` where it does not."""
         draft = placed.draft
         other = receive_earlier(draft.programs, draft.lane_hardware)
@@ -190,7 +197,7 @@ class CandidateCompiler:
         if self.dump is not None:
             self.dump("receive-earlier", draft)
         try:
-            return _simulate(draft)
+            return _step_s(draft)
         except VerifyError as again:
             raise _waits_for_ever(again) from again
 
@@ -198,8 +205,8 @@ class CandidateCompiler:
         return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
 
 
-def _simulate(draft: Draft) -> Timeline:
-    return simulate_here(draft.programs, draft.machine, draft.options.precision)
+def _step_s(draft: Draft) -> float:
+    return step_seconds_here(draft.programs, draft.machine, draft.options.precision)
 
 
 def _copy(draft: Draft) -> Draft:

@@ -38,6 +38,7 @@ from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
 AGAIN = RecomputePointwise()
 LEADERS = 3  # partitions whose schedules and tiers are tried
+FAR = 0.1  # by how much the first may be slower than the best: schedules and tiers gain less
 MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
 LAYOUTS_SHARE = 0.6  # of the time, for looking at layouts
 
@@ -288,10 +289,12 @@ class Sweep(Attempts):
             self.look(count, moving)
 
     def leaders(self, count: int) -> list[Trial]:
-        """The fastest trials so far, each partition with its best mapping."""
+        """The fastest trials so far, each partition with its best mapping; none that is far from the best."""
         best: dict[float, Trial] = {}  # one of those that come to the same plan, and so to the same step
-        for row in (t for t in self.fastest_here() if t.count == count):
-            if row.candidate.partition not in [leader.candidate.partition for leader in best.values()]:
+        rows = [t for t in self.fastest_here() if t.count == count]
+        for row in rows:
+            far = row.step_s is not None and row.step_s > (1 + FAR) * (rows[0].step_s or 0.0)
+            if not far and row.cut not in [leader.cut for leader in best.values()]:
                 best.setdefault(row.step_s or 0.0, row)
         return list(best.values())[:LEADERS]
 

@@ -47,6 +47,7 @@ class Trial:
     reason: Skipped | Pruned | SamePlan | PenstockError | None = None
     all_swapped: bool = False  # no stage's weights stay on a device
     keeps_all: bool = False  # weights stay on their devices, and nothing is computed again
+    cut: str = ""  # equal for the same stages
 
     @property
     def name(self) -> str:

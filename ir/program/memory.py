@@ -127,28 +127,39 @@ class ArenaPlan(NamedTuple):
 
 def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
     """The places in a memory's arena (first fit, in issue order)."""
-    offsets: dict[fx.Node, int] = {}
+    return plan_arenas(program)[memory]
+
+
+def plan_arenas(program: Program) -> dict[str, ArenaPlan]:
+    """The places in the arena of each memory."""
+    arenas = {memory: FirstFit(512 if memory == ops.DEVICE else PAGE) for memory in ops.MEMORIES}
+    offsets: dict[str, dict[fx.Node, int]] = {memory: {} for memory in ops.MEMORIES}
     staging: dict[fx.Node, int] = {}
-    arena = FirstFit(512 if memory == ops.DEVICE else PAGE)
+    home: dict[fx.Node, str] = {}
+    device = arenas[ops.DEVICE]
     for node in program.ops():
-        if takes_place(node, memory):
-            offsets[node] = arena.take(node, place_bytes(node))
-        elif node.target is ops.free:
-            for value in node.all_input_nodes:
-                for place in places_of(value):
-                    arena.give(place)
-        if memory == ops.DEVICE and op_of(node).workspace_in_arena:
-            staging[node] = arena.take("staging", work_of(program, node).workspace_bytes)
-            arena.give("staging")
-    return ArenaPlan(offsets, arena.size, staging)
+        if node.target is ops.free:
+            for place in (place for value in node.all_input_nodes for place in places_of(value)):
+                if place in home:
+                    arenas[home[place]].give(place)
+        elif takes_place(node):
+            memory = home[node] = node.meta["type"].memory
+            offsets[memory][node] = arenas[memory].take(node, place_bytes(node))
+        if op_of(node).workspace_in_arena:
+            staging[node] = device.take("staging", work_of(program, node).workspace_bytes)
+            device.give("staging")
+    return {
+        memory: ArenaPlan(offsets[memory], arena.size, staging if memory == ops.DEVICE else {})
+        for memory, arena in arenas.items()
+    }
 
 
 def takes_place(node: fx.Node, memory: str | None = None) -> bool:
     """Whether an op brings a value into the arena of `memory`, or, without one, of any memory."""
+    if not op_of(node).result_in_arena:
+        return False
     kind = node.meta.get("type")
     if not isinstance(kind, ops.Value) or (memory is not None and kind.memory != memory):
-        return False
-    if not op_of(node).result_in_arena:
         return False
     if kind.memory == ops.DEVICE and kind.kind in ON_DEVICE:
         return True
@@ -208,7 +219,7 @@ class MemoryProfile:
 def profile_memory(program: Program) -> MemoryProfile:
     """Walk the program in issue order (types must be inferred) and find the peak of each memory."""
     persistent = persistent_bytes(program)
-    arenas = {memory: plan_arena(program, memory)[1] for memory in ops.MEMORIES}
+    arenas = {memory: plan.bytes for memory, plan in plan_arenas(program).items()}
     now = {memory: persistent.total(memory) + arenas[memory] for memory in ops.MEMORIES}
     result = MemoryProfile(dict(now), dict.fromkeys(ops.MEMORIES), arenas, persistent)
     result.live_values = {memory: {} for memory in ops.MEMORIES}
@@ -228,11 +239,12 @@ def profile_memory(program: Program) -> MemoryProfile:
                 now[kind.memory] += kind.bytes
         work = work_of(program, node)
         workspace_bytes = 0 if op_of(node).workspace_in_arena else work.workspace_bytes
-        extra = {memory: workspace_bytes if memory == work.workspace_memory else 0 for memory in now}
-        result.live_bytes[node] = now[ops.DEVICE] + extra[ops.DEVICE]
+        result.live_bytes[node] = now[ops.DEVICE] + (workspace_bytes if work.workspace_memory == ops.DEVICE else 0)
         for memory, taken in now.items():
-            if taken + extra[memory] > result.peak_bytes[memory]:
-                result.peak_bytes[memory] = taken + extra[memory]
+            if memory == work.workspace_memory:
+                taken += workspace_bytes
+            if taken > result.peak_bytes[memory]:
+                result.peak_bytes[memory] = taken
                 result.peak_at[memory] = node
                 result.live_values[memory] = dict(account[memory])
     return result

@@ -22,7 +22,7 @@ from torch import fx
 
 from .. import ops
 from ..calls import op_of
-from .memory import MemoryProfile, place_bytes, places_of, plan_arena, takes_place
+from .memory import ArenaPlan, MemoryProfile, place_bytes, places_of, plan_arenas, takes_place
 from .pools import Pools
 from .program import Program, donated, operands, producer_of, values_of, work_of
 
@@ -159,7 +159,7 @@ class _Device:
         self.first = 0  # the first task of the step that is walked over
 
     def connect(self, memory: Memory | None, steps: int = 1) -> None:
-        arenas = [_ArenaWaits(self.program, memory) for memory in ops.MEMORIES]
+        arenas = [_ArenaWaits(plan, memory) for memory, plan in plan_arenas(self.program).items() if plan.bytes]
         budgets = [] if memory is None else memory.waits(self.program, self.work_of)
         per_step = len(self.tasks) // steps
         for step in range(steps):
@@ -241,9 +241,8 @@ def updated_stage(node: fx.Node) -> str | None:
 class _ArenaWaits:
     """An op that takes a place in an arena waits for the frees of everything that overlapped the place before."""
 
-    def __init__(self, program: Program, memory: str):
+    def __init__(self, plan: ArenaPlan, memory: str):
         self.memory = memory
-        plan = plan_arena(program, memory)
         self.offsets, self.staging = plan.offsets, plan.staging
         self.given_back: list[tuple[int, int, int]] = []  # (offset, end, task of the free)
 
@@ -282,13 +281,16 @@ class _BudgetWaits:
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, the number of releases that its ops have waited for
+        self.changes: dict[fx.Node, tuple[int, int]] = {}  # the same in every step
 
     def begin(self) -> None:
         """A step begins: nothing is left of the step before but what its releases will give back."""
         self.spare_bytes = self.empty_bytes
 
     def change(self, node: fx.Node, work: ops.Work) -> tuple[int, int]:
-        return memory_change(node, work, self.memory)
+        if node not in self.changes:
+            self.changes[node] = memory_change(node, work, self.memory)
+        return self.changes[node]
 
     def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
         taken, given = self.change(node, work)
@@ -311,10 +313,10 @@ class _PoolWaits(_BudgetWaits):
 
     def __init__(self, pools: Pools, pool: str, spare_bytes: int):
         super().__init__(ops.DEVICE, spare_bytes)
-        self.changes, self.pool = pools.changes, pool
+        self.pools, self.pool = pools, pool
 
     def change(self, node: fx.Node, work: ops.Work) -> tuple[int, int]:
-        change = self.changes[node]
+        change = self.pools.changes[node]
         return change.taken[self.pool], change.given[self.pool]
 
 

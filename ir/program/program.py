@@ -22,6 +22,18 @@ from ..ops import Op
 from .interface import Interface
 
 
+class _Graph(fx.Graph):
+    """Makes nodes without torch's search of their arguments for symbolic sizes, which no program has: half the time."""
+
+    def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None):  # type: ignore[no-untyped-def]
+        node = super().create_node(op, target, name=name, type_expr=type_expr)
+        if args:
+            node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
+
+
 class Program:
     """One device's step: a graph over the ops, with the interface that its names refer to.
 
@@ -33,7 +45,7 @@ class Program:
         self.device = device
         self.interface = interface
         self.function = function
-        self.graph = fx.Graph() if graph is None else graph
+        self.graph = _Graph() if graph is None else graph
         if graph is None:
             self.graph.placeholder("batch")
 
@@ -86,7 +98,7 @@ class Program:
 
     def copy(self) -> Program:
         """A program of its own, which a pass may rewrite; types are copied, too."""
-        graph = fx.Graph()
+        graph = _Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(self.graph, mapping)
         if output is not None:

@@ -257,17 +257,7 @@ def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer stages come first, so that equal times give the simpler plan."""
     model, batch = zoo_case("mlp")
 
-    class Same:
-        step_s = from_rest_s = 1.0
-
-        def __init__(self, timeline: Any):
-            self.timeline = timeline
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.timeline, name)
-
-    simulate = compiled.simulate_here
-    monkeypatch.setattr(compiled, "simulate_here", lambda *args: Same(simulate(*args)))
+    monkeypatch.setattr(compiled, "step_seconds_here", lambda *args: 1.0)
     plan = penstock.compile(model, cpu(1), example_inputs=batch, optimizer=SGD).plan
     assert len(plan.decisions.stages) == 1 and plan.micro_batches == 1
     reasons = {rival.reason for rival in plan.rivals if rival.step_s and not rival.reason.startswith("the same plan")}
