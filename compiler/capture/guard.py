@@ -40,6 +40,7 @@ class TraceOptions:
     evaluation: bool = True
     count_items: bool = False
     input_dtype: torch.dtype | None = None
+    any_rows: bool = False
 
 
 @dataclass

@@ -41,6 +41,7 @@ from .calls import (
     leaf_modules,
 )
 from .guard import Borrowed, autocast_aliases, replaced
+from .row_sizes import Mode, settled
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
@@ -81,7 +82,10 @@ class DrawWatch(TorchDispatchMode):
 
 
 class Recorder(GraphWriter):
-    """Records one run of a model into `graph`. Use `with recorder.recording(): model(...)`."""
+    """Records one run of a model into `graph`. Use `with recorder.recording(): model(...)`. `is_again`: it compares a
+    later run."""
+
+    is_again = False
 
     def __init__(self, held: Borrowed, fake_mode: FakeTensorMode):
         super().__init__(held, fake_mode)
@@ -114,7 +118,8 @@ class Recorder(GraphWriter):
         def on_exit(context: torch.autocast, *exception: Any) -> Any:
             if not self.busy:
                 node, _ = self.autocasts.pop()
-                self.perform(RecordedCall("call_function", _exit_autocast), (node,), {}, None)
+                node = self.perform(RecordedCall("call_function", _exit_autocast), (node,), {}, None)
+                self._note_mode(node, lambda: leave(context, None, None, None))
             return leave(context, *exception)
 
         checkpointed = checkpoint._checkpoint_without_reentrant_generator
@@ -156,7 +161,7 @@ class Recorder(GraphWriter):
         if call is None:
             call = self.calls[key] = classify(func, len(args), bool(kwargs))
         if call.kind == "query":
-            return _shown(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
+            return self.answer(call, func, args, kwargs)
         if call.asks_gradient and args[1] is True:
             return None  # of an input, whose gradient nothing here takes
         if func is torch.Tensor.requires_grad_ and self._is_passing(args[0]):
@@ -171,6 +176,18 @@ class Recorder(GraphWriter):
         args = (*reversed(args),) if call.reflected else args + call.extra
         run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
+
+    def answer(self, call: RecordedCall, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a query of a tensor gives."""
+        if self.rows is None:
+            return _shown(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
+        args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
+        node = self.node_of.get(id(args[0]))
+        if call.target in _TEXTS:
+            shape = self.rows.answer("shape", torch.Tensor.size, node, (), {}, self.run(torch.Tensor.size, args[:1], {}))
+            list(map(settled, shape))
+            return _shown(args[0])
+        return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
 
     def _is_passing(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is no parameter, so that a gradient would be computed for nobody."""
@@ -214,8 +231,13 @@ class Recorder(GraphWriter):
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
         setting = (device, context.fast_dtype, context._enabled, context._cache_enabled)
         node = self.perform(RecordedCall("call_function", _enter_autocast), setting, {}, None)
+        self._note_mode(node, lambda: enter(context))
         self.autocasts.append((node, setting))
         return enter(context)
+
+    def _note_mode(self, node: fx.Node, switch: Callable[[], Any]) -> None:
+        if self.rows is not None and not self.is_again:
+            self.rows.entries.append(Mode(switch))
 
     def perform(
         self, call: RecordedCall, args: Any, kwargs: Any, run: Callable[..., Any] | None,
@@ -231,13 +253,18 @@ class Recorder(GraphWriter):
         exec_args, exec_kwargs = self._executable(args, kwargs, real_args, real_kwargs or {})
         result = self.outcome(run, exec_args, exec_kwargs, args, kwargs)
         mutated = tuple(dict.fromkeys(node for node, tensor, version in touched if tensor._version != version))
+        parents = [node for node, _, _ in touched]
         if not mutated and call.target not in _EFFECTS and not has_tensor(result):
+            if self.rows is not None:
+                self.rows.note_outcome(run, args, kwargs, parents, result)
             return result
         result = self._fresh(result, mutated)
         node = self._record(call, args, kwargs, result, touched)
         node.meta["mutates"] = mutated
         node.meta["random"] = self._is_random(call, real_args, real_kwargs or {})
         self._note_buffers(call, node, args, kwargs)
+        if self.rows is not None:
+            self.rows.note(node, run, args, kwargs, parents)
         self.bind(node, result)
         self._note_values(call, node, run)
         return result
@@ -245,6 +272,8 @@ class Recorder(GraphWriter):
     def _note_values(self, call: RecordedCall, node: fx.Node, run: Callable[..., Any]) -> None:
         for target in node.meta["mutates"]:
             self.values.forget(target.meta["val"])
+        if self.rows is not None and node in self.rows.follows:
+            return  # what is true for these rows alone
         if not (node.meta["mutates"] or node.meta["random"] or call.kind == "call_module"):
             self.busy = True
             try:

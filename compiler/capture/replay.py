@@ -16,6 +16,7 @@ from torch import fx
 from ...ir.calls import function_name
 from .calls import RecordedCall
 from .recorder import Recorder
+from .row_sizes import FloatSlot, Slot
 from .writer import has_tensor, tensors_in
 
 
@@ -30,6 +31,7 @@ class Replay(Recorder):
     """
 
     now, then = "evaluation", "training"
+    is_again = True
 
     def __init__(self, recorded: Recorder, unused: set[fx.Node]):
         super().__init__(recorded.held, recorded.fake_mode)
@@ -38,6 +40,7 @@ class Replay(Recorder):
         self.items, self.sizes, self.lines = recorded.items, recorded.sizes, recorded.lines
         self.calls, self.leaves, self.values = recorded.calls, recorded.leaves, recorded.values
         self.placeholders = {n.target: n for n in recorded.graph.nodes if n.op == "placeholder"}
+        self.rows = recorded.rows
         self.position = 0
 
     def placeholder(self, name: str, fake: torch.Tensor) -> None:
@@ -65,6 +68,8 @@ class Replay(Recorder):
         exec_args, exec_kwargs = self._executable(args, kwargs, real_args, real_kwargs or {})
         if step is None:
             result = self.outcome(run, exec_args, exec_kwargs, args, kwargs)
+            if self.rows is not None:
+                self.rows.note_outcome(run, args, kwargs, [node for node, _, _ in touched], result)
             if has_tensor(result) or any(tensor._version != version for _, tensor, version in touched):
                 raise Misaligned(
                     f"{self.lines.current()}: {self.now} calls {_name(call)}, {self.then} {self._expected()}"
@@ -125,6 +130,8 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, slice) and isinstance(b, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    if isinstance(a, (Slot, FloatSlot)) and isinstance(b, (Slot, FloatSlot)) and a.number != b.number:
+        return False
     return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
 
 

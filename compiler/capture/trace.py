@@ -33,6 +33,8 @@ from .recorder import Recorder
 from .refusals import refused
 from .repeat import require_repeatable
 from .replay import Misaligned, Replay
+from .row_graphs import TracedRows
+from .row_sizes import RowTape, lent_again
 from .writer import Unrecordable, number_draws
 
 _DENSE = (
@@ -59,6 +61,7 @@ def trace(
     training: bool = True,
     evaluation: bool = True,
     count_items: bool = False,
+    any_rows: bool = False,
 ) -> OpGraph:
     """Capture one training step of `model` on `example_inputs`.
 
@@ -75,6 +78,7 @@ def trace(
     training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
     count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
+    any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
 
     Every module trains in its own mode (`training`). The model is left exactly as it was. Raises CaptureError with the
     user's source line and what to do.
@@ -94,13 +98,21 @@ def trace(
         evaluation and training,
         count_items,
         input_dtype,
+        any_rows,
     )
+
+    def finished(found: OpGraph) -> OpGraph:
+        found.hooks = hooks
+        _refuse_written_constants(found)
+        found.changes = changes_of(found)
+        take_out(found)
+        return found
+
     found = _captured(model, example_inputs, options, tracer)
-    found.hooks = hooks
-    _refuse_written_constants(found)
-    found.changes = changes_of(found)
-    take_out(found)
-    return found
+    at_inputs = found.at_inputs
+    if at_inputs is not None:
+        found.at_inputs = lambda inputs: finished(at_inputs(inputs))
+    return finished(found)
 
 
 def trace_in(precision: Precision, model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
@@ -123,7 +135,7 @@ def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, trac
     except CaptureError as error:
         if tracer == "recorder":
             raise
-        if not isinstance(error, Unrecordable) or options.dynamic is not None:
+        if not isinstance(error, Unrecordable) or options.dynamic is not None or options.any_rows:
             raise refused(error) from error.__cause__
         reason = error
     try:
@@ -170,6 +182,8 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         inputs.add_item_count(fake_mode)
     with borrowed(model, fake_mode, options) as held, _dispatch(options):
         recorder, before = Recorder(held, fake_mode), state_of(held.modules)
+        if options.any_rows:
+            recorder.rows = RowTape(recorder.lines.where)
         outputs = _run(recorder, inputs, options.loss_fn)
         held.require_no_draws()
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
@@ -183,21 +197,41 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
             eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
     if options.dynamic is not None:
         require_any_size(inputs.symbols, options.dynamic.ranges)
+    items = {node: [(child, child.args[1]) for _, child in rows] for node, rows in recorder.items.items()}
     _remove(recorder.graph, removable)
     constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
-    return OpGraph(
-        module=build_module(model, recorder.graph, constants),
-        inputs=inputs.tensors,
-        outputs=nodes,
-        model=model,
-        eval_error=eval_error,
-        missing_buffers=missing_buffers(model),
-        constants=constants,
-        symbols=inputs.symbols,
-        param_dtype=options.param_dtype,
-        autocast=options.autocast,
-        notes=_notes(recorder),
-    )
+
+    def made(graph: fx.Graph, inputs: TraceInputs, nodes: dict[str, fx.Node]) -> OpGraph:
+        return OpGraph(
+            module=build_module(model, graph, constants),
+            inputs=inputs.tensors,
+            outputs=nodes,
+            model=model,
+            eval_error=eval_error,
+            missing_buffers=missing_buffers(model),
+            constants=dict(constants),
+            symbols=inputs.symbols,
+            param_dtype=options.param_dtype,
+            autocast=options.autocast,
+            notes=_notes(recorder),
+        )
+
+    if recorder.rows is None:
+        return made(recorder.graph, inputs, nodes)
+    traced = TracedRows(recorder.graph, recorder.rows, items)
+
+    def at_inputs(example: Any) -> OpGraph:
+        other = fake_inputs(model, example, fake_mode, None)
+        if options.count_items:
+            other.add_item_count(fake_mode)
+        with lent_again(held.saved), fake_mode, _dispatch(options):
+            graph, copies = traced.at(other.tensors)
+        return made(graph, other, {name: copies[node] for name, node in nodes.items()})
+
+    graph, copies = traced.at()
+    found = made(graph, inputs, {name: copies[node] for name, node in nodes.items()})
+    found.at_inputs = at_inputs
+    return found
 
 
 def _notes(recorder: Recorder) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from ...passes.graph.sizes.nodes import SizeNodes
 from ..packing.unread import Unread
 from .guard import Borrowed
 from .lines import SourceLines
+from .row_sizes import RowTape, Tracked
 from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -52,6 +53,7 @@ class GraphWriter:
         self.autocasts: list[tuple[fx.Node | None, tuple | None]] = [(None, None)]
         self.lines = SourceLines()
         self.sizes = SizeNodes(self.add_plain)
+        self.rows: RowTape | None = None  # where what forward asks of sizes is followed
         self.busy = False  # inside a leaf or a recorded function: what runs there is not ours to record
         self.rebuild_args = False  # the arguments being lowered hold something that must not run as it is
         self.touched: list[tuple[fx.Node, torch.Tensor, int]] = []  # tensor arguments and their version before the call
@@ -84,6 +86,8 @@ class GraphWriter:
             if has_tensor(item):
                 child = self.add_plain("call_function", operator.getitem, (node, key), item)
                 child.meta["alias_of"] = node
+                if self.rows is not None and node in self.rows.follows:
+                    self.rows.follows.add(child)
                 self.items.setdefault(node, []).append((item, child))
                 if isinstance(item, torch.Tensor):
                     self.storages.setdefault(storage_of(item), child)
@@ -99,6 +103,9 @@ class GraphWriter:
             return value
         if isinstance(value, torch.Tensor):
             return self.tensor_node(value)
+        if isinstance(value, Tracked):
+            self.rebuild_args = True
+            return value.slot()
         if isinstance(value, (tuple, list)):
             items = [self.lower(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
@@ -206,6 +213,8 @@ class GraphWriter:
         node = self.add_plain("placeholder", name, (), fake)
         self.storages.setdefault(storage_of(fake), node)
         self.bind(node, fake)
+        if self.rows is not None:
+            self.rows.follows.add(node)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:

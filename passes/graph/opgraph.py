@@ -29,7 +29,7 @@ step; a pass that moves nodes drops them (`is_mode_switch`) and prints blocks fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,7 @@ class OpGraph:
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
     packed: int = 0  # the most documents that a row of the example batch holds; 0 where its rows are not packed
     parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter
+    at_inputs: Callable[[Any], OpGraph] | None = None  # of a trace for any rows: the graph of another batch
 
     @property
     def graph(self) -> fx.Graph:
