@@ -34,6 +34,7 @@ from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import OWN
 from ..runtime.state.quantised import quantised_layers
 from ..runtime.state.weights import settle_quantised
+from .any_rows import any_rows
 from .arguments import (
     check_agrees,
     check_arguments,
@@ -222,7 +223,7 @@ def compile(
             spec.require_portions()
         by_user = loss_weight is not None
         capture_at = _capturer(
-            model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes, packed
+            model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes, packed, count is None
         )
         capture = capture_at()
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s, steps=steps)
@@ -338,17 +339,27 @@ def _capturer(
     shape: BatchShape,
     sizes: BatchSizes | None,
     packed: int,
+    is_open: bool,
 ) -> Callable[..., Graphs]:
     """What makes functions from a number of micro-batches to the op graph of one micro-batch, the largest or one of
-    given sizes. Each number is traced once, or all of them together where sizes are dynamic."""
+    given sizes. Where their number `is_open`, or sizes are dynamic, all of them come from one trace."""
     types = Precision.of(options.precision)
 
-    def trace(num_micro_batches: int, dims: DynamicDims | None = None) -> OpGraph:
+    def trace(num_micro_batches: int, dims: DynamicDims | None = None, rows: bool = False) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
         with unmarked(model):
-            return traced(model, inputs, loss_fn, by_user, types, kind, dims)
+            return traced(model, inputs, loss_fn, by_user, types, kind, dims, rows)
 
-    at: GraphAt = (lambda count, other: trace(count)) if sizes is None else any_count(trace, sizes, shape)
+    def trace_rows(num_micro_batches: int) -> OpGraph:
+        return trace(num_micro_batches, rows=True)
+
+    at: GraphAt
+    if sizes is not None:
+        at = any_count(trace, sizes, shape)
+    elif is_open and shape.size > 1:
+        at = any_rows(trace_rows, trace, lambda count: micro_batch_spec(example_inputs, count))
+    else:
+        at = lambda count, other: trace(count)  # noqa: E731
 
     def capture_at(other: Sizes | None = None) -> Graphs:
         @functools.cache

@@ -47,6 +47,10 @@ class TracedRows:
             if replay is not None and "val" in copy.meta:
                 copy.meta["val"] = replay.value(node)
         for node, copy in copies.items():
+            if replay is not None and node in replay.alias:
+                copy.meta["alias_of"] = owner = replay.alias[node]
+                if owner is not None and owner not in copies:
+                    raise OtherTrace(f"{node.meta['source']}\n  {node.target} shares memory with what is not used else")
             for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
                 if key in copy.meta:
                     copy.meta[key] = arguments(copy.meta[key])

@@ -277,6 +277,7 @@ class RowReplay:
     def __init__(self, values: dict[fx.Node, Any], items: dict[fx.Node, list[tuple[fx.Node, Any]]]):
         self.values, self.items = values, items
         self.answers: dict[Any, Any] = {}
+        self.alias: dict[fx.Node, fx.Node | None] = {}  # where results share other memory than in the trace
 
     def run(self, tape: RowTape) -> None:
         """Raises `OtherTrace` where the model does something else at these sizes."""
@@ -319,9 +320,20 @@ class RowReplay:
         if isinstance(found, torch.Tensor) and not node.meta["mutates"] and any(found is value for value in given):
             found = found.view_as(found)
         was = list(_tensors(fx.map_arg((entry.args, entry.kwargs), lambda n: n.meta["val"])))
-        if _shares([*given, *_tensors(found)]) != _shares([*was, *_tensors(before)]):
+        if _shares([*given, *_tensors(found)]) == _shares([*was, *_tensors(before)]):
+            pass
+        elif isinstance(found, torch.Tensor) and _shares(given) == _shares(was):  # contiguous() of one row is no copy
+            self.alias[node] = self.owner(entry, found)
+        else:
             raise OtherTrace(f"{node.meta['source']}\n  {node.target} shares memory with other values for other rows")
         self.bind(node, found, before)
+
+    def owner(self, entry: Call, found: torch.Tensor) -> fx.Node | None:
+        """The first argument whose memory a result shares."""
+        nodes: list[fx.Node] = []
+        fx.map_arg((entry.args, entry.kwargs), nodes.append)
+        alike = (n for n in nodes if any(len(set(_shares([found, t]))) == 1 for t in _tensors(self.value(n))))
+        return next(alike, None)
 
     def arguments(self, entry: Call | Outcome) -> Any:
         return fx.map_arg((self.at(entry.args), self.at(entry.kwargs)), self.value)

@@ -48,11 +48,19 @@ def traced(
     precision: Precision,
     device_kind: str,
     dynamic: DynamicDims | None = None,
+    any_rows: bool = False,
 ) -> OpGraph:
     """The op graph of these inputs, with the loss as the model makes it."""
     count = not by_user and takes_item_count(model)
     return trace_in(
-        precision, model, example_inputs, loss_fn=loss_fn, count_items=count, device_kind=device_kind, dynamic=dynamic
+        precision,
+        model,
+        example_inputs,
+        loss_fn=loss_fn,
+        count_items=count,
+        device_kind=device_kind,
+        dynamic=dynamic,
+        any_rows=any_rows,
     )
 
 
