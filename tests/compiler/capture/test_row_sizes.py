@@ -1,0 +1,189 @@
+"""One trace for any number of rows gives, node for node, what a trace of each number gives; what Python makes of a
+number of rows is found out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from zoo import zoo
+
+from penstock.compiler.any_rows import any_rows
+from penstock.compiler.capture.row_sizes import OtherTrace
+from penstock.compiler.capture.trace import trace
+from penstock.ir.errors import CaptureError
+from penstock.passes.graph.opgraph import OpGraph
+
+FAMILIES = ["gpt2", "llama", "mixtral", "bert", "t5", "vit", "wide_resnet", "in_place", "lstm", "encoder"]
+META = ("val", "alias_of", "mutates", "source", "module_path", "module_call", "random", "draw", "no_grad", "autocast")
+
+
+def shown(graph: OpGraph) -> list[tuple]:
+    """All that passes read of a graph."""
+    rows = []
+    for node in graph.nodes:
+        meta = [str(node.meta.get(key)) for key in (*META, "updates_buffers", "eval_args", "eval_kwargs")]
+        rows.append((node.op, str(node.target), node.name, repr(node.args), repr(node.kwargs), *meta))
+    return rows
+
+
+class Body(nn.Module):
+    """A linear layer around what a test does with its rows."""
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.between = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.between(self.layer(x)).float().mean()
+
+
+def at(model: nn.Module, rows: int, other: int) -> tuple[OpGraph, Callable[[], OpGraph]]:
+    def batch(number: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(number, 6)}
+
+    found = trace(model, batch(rows), any_rows=True)
+    assert shown(found) == shown(trace(model, batch(rows)))
+    assert found.at_inputs is not None
+    at_inputs = found.at_inputs
+    return trace(model, batch(other)), lambda: at_inputs(batch(other))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_rows_are_what_a_trace_of_them_gives(name: str) -> None:
+    model, batch = zoo()[name]()
+    one = {key: value[:1] for key, value in batch.items()}
+    found = trace(model, batch, any_rows=True)
+    assert found.at_inputs is not None
+    assert shown(found) == shown(trace(model, batch))
+    assert shown(found.at_inputs(one)) == shown(trace(model, one))
+
+
+FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda x: x.view(x.shape[0], 2, -1),
+    "all of the shape": lambda x: torch.zeros(x.shape) + torch.ones(*x.size()),
+    "part of the shape": lambda x: x.reshape(x.shape[:1] + (3, 2)),
+    "arithmetic": lambda x: x.repeat(2, 1).view(2 * x.shape[0] // 4, -1) + x.size(0) % 3,
+    "a number": lambda x: x.sum() / x.shape[0] + 1 / x.shape[0] + 0.5 * len(x.shape) * x.shape[0] + x.shape[0] ** 2,
+    "product": lambda x: x.reshape(math.prod(x.shape)) * (1 / math.prod(x.shape[:1])),
+    "indices": lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)][: x.shape[0] // 2],
+    "elements": lambda x: x.view(x.numel() // 3, 3) + torch.full((x.nelement() // 3, 3), 2.0),
+    "mask": lambda x: x.new_ones(x.size(0), x.size(0)).tril() @ x,
+    "same branch": lambda x: x if x.shape[0] > 1 and isinstance(x.shape[0], int) and x.shape[1] == 6 else x + 1,
+    "pad": lambda x: nn.functional.pad(x, (0, 0, 0, 8 - x.shape[0])),
+    "in place": lambda x: x.clone().add_(x.shape[0]).mul_(torch.ones(x.shape[0], 1)),
+    "stride": lambda x: x.as_strided((x.shape[0], 3), (x.stride(0), 2)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_numbers_are_followed(name: str) -> None:
+    """An even number of rows, so that whole divisions are exact in neither case alone."""
+    alone, other = at(Body(FOLLOWED[name]), 4, 2)
+    assert shown(other()) == shown(alone)
+
+
+class Cache(dict):
+    def __missing__(self, key: Any) -> float:
+        return float(key)
+
+
+BAKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "branch": lambda x: x * 2 if x.shape[0] > 3 else x,
+    "equality": lambda x: x * 2 if x.shape == (4, 6) else x,
+    "loop": lambda x: sum((x * i for i in range(x.shape[0])), x),
+    "list": lambda x: x + len([0] * x.shape[0]),
+    "length": lambda x: x + len(x),
+    "int": lambda x: x * int(x.shape[0]),
+    "float": lambda x: x * math.sqrt(x.shape[0]),
+    "text": lambda x: x * float(f"{x.shape[0]}"),
+    "key": lambda x: x * Cache()[x.shape[0]],
+    "largest": lambda x: x * max(x.shape[0], 3),
+    "numpy": lambda x: x * float(np.asarray(x.shape[0]).item()),
+    "rows": lambda x: sum(row for row in x),
+    "unpacked": lambda x: torch.stack(x.unbind()[1:]),
+    "function": lambda x: x * torch.numel(x),
+    "size's own": lambda x: x * x.shape.numel(),
+    "split": lambda x: sum(x.split(1)),
+    "values": lambda x: x * torch.arange(x.shape[0]).sum().item(),
+    "bits": lambda x: x * (x.shape[0] & 4),
+    "text of a tensor": lambda x: x * len(repr(x).split("4")),
+    "type": lambda x: x * (2 if type(x.shape[0]) is int and x.shape[0] > 3 else x.shape[0] // 3 + 1),
+}
+
+
+@pytest.mark.parametrize("name", BAKED)
+def test_what_python_reads_of_rows_is_found_out(name: str) -> None:
+    """Either the trace that follows sizes is refused, or the graph of other rows is, or it is what they give."""
+    model = Body(BAKED[name])
+    try:
+        alone, other = at(model, 4, 2)
+        assert shown(other()) == shown(alone)
+    except CaptureError as error:
+        assert isinstance(error, OtherTrace) or "failed" in str(error) or "value" in str(error)
+
+
+@pytest.mark.parametrize("name", ["branch", "equality", "loop", "int", "length"])
+def test_the_line_that_branches_is_named(name: str) -> None:
+    _, other = at(Body(BAKED[name]), 4, 2)
+    with pytest.raises(OtherTrace, match=rf"test_row_sizes.py:\d+: \"{name}\""):
+        other()
+
+
+def test_a_rank_that_follows_rows_is_found_out() -> None:
+    _, other = at(Body(lambda x: x.unsqueeze(0).squeeze() @ torch.ones(6)), 4, 1)
+    with pytest.raises(OtherTrace):
+        other()
+
+
+def test_evaluation_that_reads_rows_otherwise_is_found_out() -> None:
+    class Evaluates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x.shape[0] if self.training else 4
+            return (self.layer(x) * rows).mean()
+
+    _, other = at(Evaluates(), 4, 2)
+    with pytest.raises(OtherTrace, match="evaluation"):
+        other()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, batch = zoo()["bert"]()
+    before = {id(module): dict(module.__dict__) for module in model.modules()}
+    found = trace(model, batch, any_rows=True)
+    assert found.at_inputs is not None
+    found.at_inputs({key: value[:1] for key, value in batch.items()})
+    assert all(module.__dict__ == before[id(module)] for module in model.modules())
+    assert torch.is_grad_enabled() and not any(p.is_meta for p in model.parameters())
+
+
+def test_a_model_that_branches_is_traced_for_each_number() -> None:
+    traced: list[str] = []
+
+    def graphs(model: nn.Module) -> Callable[..., OpGraph]:
+        def batch(count: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.zeros(8 // count, 6)}
+
+        def rows(count: int) -> OpGraph:
+            traced.append("any")
+            return trace(model, batch(count), any_rows=True)
+
+        def alone(count: int) -> OpGraph:
+            traced.append(f"{count}")
+            return trace(model, batch(count))
+
+        return any_rows(rows, alone, batch)
+
+    for number in (1, 2, 4):
+        graphs_of = graphs(Body(BAKED["branch"])) if number == 1 else graphs_of
+        graph = graphs_of(number)
+        assert shown(graph) == shown(trace(Body(BAKED["branch"]), {"x": torch.zeros(8 // number, 6)}))
+    assert traced == ["any", "4"]  # 4 rows take the branch of 8
