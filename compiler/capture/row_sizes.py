@@ -239,8 +239,12 @@ def _methods() -> dict[str, Callable[..., Any]]:
 
 
 # Torch takes these for sizes, and Python for numbers.
-TrackedInt = type("TrackedInt", (Tracked, torch.SymInt), {**_methods(), "__class__": property(lambda self: int)})
-TrackedFloat = type("TrackedFloat", (Tracked, torch.SymFloat), {**_methods(), "__class__": property(lambda self: float)})
+def _kind_of(name: str, base: type, shown: type) -> Callable[..., Any]:
+    return type(name, (Tracked, base), {**_methods(), "__class__": property(lambda self: shown)})
+
+
+TrackedInt = _kind_of("TrackedInt", torch.SymInt, int)
+TrackedFloat = _kind_of("TrackedFloat", torch.SymFloat, float)
 
 
 def untracked(value: Any) -> Any:
@@ -343,7 +347,7 @@ class RowReplay:
 
     def bind(self, node: fx.Node, found: Any, before: Any) -> None:
         made, was = list(_tensors(found)), list(_tensors(before))
-        if [_kind(t) for t in made] != [_kind(t) for t in was]:
+        if [_look(t) for t in made] != [_look(t) for t in was]:
             raise OtherTrace(f"{node.meta['source']}\n  {node.target} gives other values for other rows")
         self.values[node] = found
         for child, key in self.items.get(node, ()):
@@ -354,7 +358,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _kind(tensor: torch.Tensor) -> tuple:
+def _look(tensor: torch.Tensor) -> tuple:
     return tensor.dim(), tensor.dtype, tensor.requires_grad
 
 
