@@ -223,7 +223,16 @@ def compile(
             spec.require_portions()
         by_user = loss_weight is not None
         capture_at = _capturer(
-            model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes, packed, count is None
+            model,
+            example_inputs,
+            loss_fn,
+            options,
+            machine.devices[0].kind,
+            by_user,
+            shape,
+            sizes,
+            packed,
+            is_open=count is None,
         )
         capture = capture_at()
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s, steps=steps)

@@ -184,8 +184,9 @@ class Recorder(GraphWriter):
         args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
         node = self.node_of.get(id(args[0]))
         if call.target in _TEXTS:
-            shape = self.rows.answer("shape", torch.Tensor.size, node, (), {}, self.run(torch.Tensor.size, args[:1], {}))
-            list(map(settled, shape))
+            size = torch.Tensor.size
+            for each in self.rows.answer("size", size, node, (), {}, self.run(size, args[:1], {})):
+                settled(each)
             return _shown(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
 
