@@ -1,6 +1,6 @@
 """One trace for every number of micro-batches, where their number is left to the search.
 
-The first number that is asked for is traced; the others come from its tape (`capture/row_sizes.py`). A model that does
+The first number that is asked for is traced; the others come from its tape (`capture/rows/`). A model that does
 something else for other rows, or that cannot be followed, is traced for each number.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 from ..ir.errors import CaptureError
 from ..ir.program import Sizes
 from ..passes.graph.opgraph import OpGraph
-from .capture.row_sizes import OtherTrace
+from .capture.rows.sizes import OtherTrace
 from .dynamic_shapes import GraphAt
 
 # What torch and a model's loss raise for sizes that they do not take; a trace of its own says where.
-_REFUSALS = (OtherTrace, RuntimeError, ValueError, TypeError, IndexError)
+_REFUSALS = (OtherTrace, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
 def any_rows(

@@ -34,7 +34,7 @@ ORDER = {
     "compiler": (
         "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",
         "packing", "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job",
-        "dynamic_shapes", "preference", "arguments", "load", "check", "api",
+        "dynamic_shapes", "any_rows", "preference", "arguments", "load", "check", "api",
     ),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder

@@ -41,7 +41,7 @@ from .calls import (
     leaf_modules,
 )
 from .guard import Borrowed, autocast_aliases, replaced
-from .row_sizes import Mode, settled
+from .rows.sizes import Mode, settled
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 

@@ -16,7 +16,7 @@ from torch import fx
 from ...ir.calls import function_name
 from .calls import RecordedCall
 from .recorder import Recorder
-from .row_sizes import FloatSlot, Slot
+from .rows.sizes import NumberSlot, SizeSlot
 from .writer import has_tensor, tensors_in
 
 
@@ -130,7 +130,7 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, slice) and isinstance(b, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if isinstance(a, (Slot, FloatSlot)) and isinstance(b, (Slot, FloatSlot)) and a.number != b.number:
+    if isinstance(a, (SizeSlot, NumberSlot)) and isinstance(b, (SizeSlot, NumberSlot)) and a.number != b.number:
         return False
     return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
 

@@ -33,8 +33,9 @@ from .recorder import Recorder
 from .refusals import refused
 from .repeat import require_repeatable
 from .replay import Misaligned, Replay
-from .row_graphs import TracedRows
-from .row_sizes import RowTape, lent_again
+from .rows.graphs import TracedRows
+from .rows.replay import lent_again
+from .rows.sizes import RowTape
 from .writer import Unrecordable, number_draws
 
 _DENSE = (

@@ -23,7 +23,7 @@ from ...passes.graph.sizes.nodes import SizeNodes
 from ..packing.unread import Unread
 from .guard import Borrowed
 from .lines import SourceLines
-from .row_sizes import RowTape, Tracked
+from .rows.sizes import RowTape, Tracked
 from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")

@@ -28,7 +28,7 @@ from .host_memory import tier_of
 from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
-LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
+LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a graph of its own
 SEARCH_S = 33.0  # of computation
 NEAR = 0.01  # the share of a step that is not worth another candidate
 

@@ -180,7 +180,7 @@ class Sweep(Attempts):
                 self.look(count, scouts(self.compiler(count).lane(self.base), self.base))
 
     def promising(self) -> list[int]:
-        """Numbers of micro-batches to try; of a large model, whose traces take long, only one."""
+        """Numbers of micro-batches to try; of a large model, whose graphs take long, only one."""
         return self.usual[:1] if self.is_large(self.usual[0]) else self.usual
 
     def sweep(self, count: int) -> None:

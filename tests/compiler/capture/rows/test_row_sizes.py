@@ -1,6 +1,7 @@
 """One trace for any number of rows gives, node for node, what a trace of each number gives; what Python makes of a
 number of rows is found out."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from zoo import zoo
 
 from penstock.compiler.any_rows import any_rows
-from penstock.compiler.capture.row_sizes import OtherTrace
+from penstock.compiler.capture.rows.sizes import OtherTrace
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
 from penstock.passes.graph.opgraph import OpGraph
@@ -74,6 +75,7 @@ FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elements": lambda x: x.view(x.numel() // 3, 3) + torch.full((x.nelement() // 3, 3), 2.0),
     "mask": lambda x: x.new_ones(x.size(0), x.size(0)).tril() @ x,
     "same branch": lambda x: x if x.shape[0] > 1 and isinstance(x.shape[0], int) and x.shape[1] == 6 else x + 1,
+    "whole or not": lambda x: x + x.shape[0] * 1 + torch.full((x.shape[0] * 2 // 2, 6), x.shape[0] * 1.0),
     "pad": lambda x: nn.functional.pad(x, (0, 0, 0, 8 - x.shape[0])),
     "in place": lambda x: x.clone().add_(x.shape[0]).mul_(torch.ones(x.shape[0], 1)),
     "stride": lambda x: x.as_strided((x.shape[0], 3), (x.stride(0), 2)),
@@ -91,6 +93,11 @@ class Cache(dict):
         return float(key)
 
 
+@functools.cache
+def half(number: int) -> int:
+    return number // 2
+
+
 BAKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "branch": lambda x: x * 2 if x.shape[0] > 3 else x,
     "equality": lambda x: x * 2 if x.shape == (4, 6) else x,
@@ -101,6 +108,7 @@ BAKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float": lambda x: x * math.sqrt(x.shape[0]),
     "text": lambda x: x * float(f"{x.shape[0]}"),
     "key": lambda x: x * Cache()[x.shape[0]],
+    "cache": lambda x: x * half(x.shape[0]),
     "largest": lambda x: x * max(x.shape[0], 3),
     "numpy": lambda x: x * float(np.asarray(x.shape[0]).item()),
     "rows": lambda x: sum(row for row in x),
@@ -186,3 +194,10 @@ def test_a_model_that_branches_is_traced_for_each_number() -> None:
         graph = graph_of(number)
         assert shown(graph) == shown(trace(Body(BAKED["branch"]), {"x": torch.zeros(8 // number, 6)}))
     assert traced == ["any", "4"]  # 4 rows take the branch of 8
+
+
+def test_no_followed_number_outlives_the_trace() -> None:
+    half.cache_clear()
+    with pytest.raises(CaptureError, match="unhashable"):
+        trace(Body(BAKED["cache"]), {"x": torch.zeros(4, 6)}, any_rows=True)
+    assert half.cache_info().currsize == 0

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...ir.errors import CaptureError
+from ....ir.errors import CaptureError
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _UNARY: dict[str, Callable[..., Any]] = {
@@ -27,7 +26,7 @@ _UNARY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _READ: dict[str, Callable[..., Any]] = {
-    "__bool__": bool, "__int__": int, "__index__": operator.index, "__float__": float, "__hash__": hash,
+    "__bool__": bool, "__int__": int, "__index__": operator.index, "__float__": float,
     "__repr__": repr, "__str__": str, "__format__": format,
 }  # fmt: skip
 _SIZES = ("shape", "size", "numel", "nelement", "stride", "storage_offset", "nbytes")
@@ -39,23 +38,23 @@ class OtherTrace(CaptureError):
     """The model does something else for other rows."""
 
 
-class Slot(int):
+class SizeSlot(int):
     """A number among the arguments of a traced call, and the one that it is made of."""
 
     number: Any
 
-    def __new__(cls, value: int, number: Any) -> Slot:
+    def __new__(cls, value: int, number: Any) -> SizeSlot:
         made = super().__new__(cls, value)
         made.number = number
         return made
 
 
-class FloatSlot(float):
+class NumberSlot(float):
     """The same for one that is not whole."""
 
     number: Any
 
-    def __new__(cls, value: float, number: Any) -> FloatSlot:
+    def __new__(cls, value: float, number: Any) -> NumberSlot:
         made = super().__new__(cls, value)
         made.number = number
         return made
@@ -74,10 +73,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a function gives for numbers."""
+    """What a function gives for numbers. `kind`: the type of that, since 1 and 1.0 are equal operands."""
 
     function: Callable[..., Any]
     operands: tuple
+    kind: type
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Read:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What a call gave that made no tensor, and where."""
 
     run: Callable[..., Any]
@@ -123,10 +123,10 @@ class RowTape:
 
     line: Callable[[], str]
     follows: set[fx.Node] = field(default_factory=set)  # values whose sizes may depend on the batch
-    entries: list[Call | Asked | Read | Outcome | Mode] = field(default_factory=list)
+    entries: list[Call | Asked | Read | CallOutcome | Mode] = field(default_factory=list)
     known: set[Any] = field(default_factory=set)
 
-    def add(self, entry: Call | Asked | Read | Outcome, key: Any = None) -> None:
+    def add(self, entry: Call | Asked | Read | CallOutcome, key: Any = None) -> None:
         if key is None or key not in self.known:
             self.known.add(key)
             self.entries.append(entry)
@@ -162,7 +162,7 @@ class RowTape:
     def note_outcome(self, run: Callable[..., Any], args: Any, kwargs: Any, parents: list[fx.Node], value: Any) -> None:
         """Write down a call that made no tensor."""
         if has_slot((args, kwargs)) or any(parent in self.follows for parent in parents):
-            self.entries.append(Outcome(run, args, kwargs, value, self.line()))
+            self.entries.append(CallOutcome(run, args, kwargs, value, self.line()))
 
     def note(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any, parents: list[fx.Node]) -> None:
         """Write down a call."""
@@ -184,8 +184,16 @@ class Tracked:
     def __init__(self, tape: RowTape, value: Any, number: Any):
         self.tape, self.value, self.number = tape, value, number
 
+    __hash__ = None  # type: ignore[assignment]  # as a key of a cache it would outlive the trace
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __copy__(self) -> Any:
+        return self
+
     def slot(self) -> Any:
-        return (FloatSlot if isinstance(self.value, float) else Slot)(self.value, self.number)
+        return (NumberSlot if isinstance(self.value, float) else SizeSlot)(self.value, self.number)
 
 
 def _binary(name: str, reflected: bool) -> Callable[..., Any]:
@@ -196,7 +204,7 @@ def _binary(name: str, reflected: bool) -> Callable[..., Any]:
             return NotImplemented
         pair = (other, self) if reflected else (self, other)
         value = function(*(untracked(x) for x in pair))
-        return self.tape.tracked(value, Computed(function, tuple(_number(x) for x in pair)))
+        return self.tape.tracked(value, Computed(function, tuple(map(_number, pair)), type(value)))
 
     return method
 
@@ -207,16 +215,16 @@ def _compared(name: str) -> Callable[..., Any]:
     def method(self: Tracked, other: Any) -> Any:
         if not isinstance(other, (Tracked, int, float)):
             return NotImplemented
-        return self.tape.read(
-            Computed(function, (self.number, _number(other))), function(self.value, untracked(other))
-        )
+        found = function(self.value, untracked(other))
+        return self.tape.read(Computed(function, (self.number, _number(other)), bool), found)
 
     return method
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Tracked, *args: Any) -> Any:
-        return self.tape.tracked(function(self.value, *args), Computed(function, (self.number, *args)))
+        value = function(self.value, *args)
+        return self.tape.tracked(value, Computed(function, (self.number, *args), type(value)))
 
     return method
 
@@ -238,8 +246,8 @@ def _methods() -> dict[str, Callable[..., Any]]:
     return found
 
 
-# Torch takes these for sizes, and Python for numbers.
 def _kind_of(name: str, base: type, shown: type) -> Callable[..., Any]:
+    """A type that torch takes for a size, and `isinstance` for a number."""
     return type(name, (Tracked, base), {**_methods(), "__class__": property(lambda self: shown)})
 
 
@@ -262,7 +270,7 @@ def settled(value: Any) -> Any:
 
 def has_slot(nest: Any) -> bool:
     found: list[Any] = []
-    fx.node.map_aggregate(nest, lambda leaf: found.append(leaf) if isinstance(leaf, (Slot, FloatSlot)) else leaf)
+    fx.node.map_aggregate(nest, lambda leaf: found.append(leaf) if isinstance(leaf, (SizeSlot, NumberSlot)) else leaf)
     return bool(found)
 
 
@@ -272,125 +280,4 @@ def plain(nest: Any) -> Any:
 
 
 def _plain(leaf: Any) -> Any:
-    return int(leaf) if isinstance(leaf, Slot) else float(leaf) if isinstance(leaf, FloatSlot) else leaf
-
-
-class RowReplay:
-    """The calls of a tape at other sizes. `values`: of each node, first of those that no call makes."""
-
-    def __init__(self, values: dict[fx.Node, Any], items: dict[fx.Node, list[tuple[fx.Node, Any]]]):
-        self.values, self.items = values, items
-        self.answers: dict[Any, Any] = {}
-        self.alias: dict[fx.Node, fx.Node | None] = {}  # where results share other memory than in the trace
-
-    def run(self, tape: RowTape) -> None:
-        """Raises `OtherTrace` where the model does something else at these sizes."""
-        for entry in tape.entries:
-            if isinstance(entry, Call):
-                self.call(entry)
-            elif isinstance(entry, Mode):
-                entry.switch()
-            elif isinstance(entry, Asked):
-                answer = entry.query(self.values[entry.node], *entry.args, **dict(entry.kwargs))
-                self.answers[entry] = answer if entry.place is None else answer[entry.place]
-            elif isinstance(entry, Outcome):
-                args, kwargs = self.arguments(entry)
-                if not _same(entry.run(*args, **kwargs), entry.value):
-                    raise OtherTrace(f"{entry.line}\n  this line gives something else for other rows")
-            elif not _same(self.of(entry.number), entry.value):
-                raise OtherTrace(
-                    f"{entry.line}\n  the model does something else for other rows: a number is {entry.value!r} here "
-                    f"and {self.of(entry.number)!r} there"
-                )
-
-    def of(self, number: Any) -> Any:
-        if isinstance(number, Computed):
-            if number not in self.answers:
-                self.answers[number] = number.function(*map(self.of, number.operands))
-            return self.answers[number]
-        return self.answers[number] if isinstance(number, Asked) else number
-
-    def at(self, nest: Any) -> Any:
-        """Arguments with the numbers of these sizes."""
-        return fx.node.map_aggregate(
-            nest, lambda leaf: self.of(leaf.number) if isinstance(leaf, (Slot, FloatSlot)) else leaf
-        )
-
-    def call(self, entry: Call) -> None:
-        node, before = entry.node, entry.node.meta["val"]
-        args, kwargs = self.arguments(entry)
-        given = list(_tensors((args, kwargs)))
-        found = entry.run(*args, **kwargs)
-        if isinstance(found, torch.Tensor) and not node.meta["mutates"] and any(found is value for value in given):
-            found = found.view_as(found)
-        was = list(_tensors(fx.map_arg((entry.args, entry.kwargs), lambda n: n.meta["val"])))
-        if _shares([*given, *_tensors(found)]) == _shares([*was, *_tensors(before)]):
-            pass
-        elif isinstance(found, torch.Tensor) and _shares(given) == _shares(was):  # contiguous() of one row is no copy
-            self.alias[node] = self.owner(entry, found)
-        else:
-            raise OtherTrace(f"{node.meta['source']}\n  {node.target} shares memory with other values for other rows")
-        self.bind(node, found, before)
-
-    def owner(self, entry: Call, found: torch.Tensor) -> fx.Node | None:
-        """The first argument whose memory a result shares."""
-        nodes: list[fx.Node] = []
-        fx.map_arg((entry.args, entry.kwargs), nodes.append)
-        alike = (n for n in nodes if any(len(set(_shares([found, t]))) == 1 for t in _tensors(self.value(n))))
-        return next(alike, None)
-
-    def arguments(self, entry: Call | Outcome) -> Any:
-        return fx.map_arg((self.at(entry.args), self.at(entry.kwargs)), self.value)
-
-    def value(self, node: fx.Node) -> Any:
-        return self.values.get(node, node.meta["val"])
-
-    def bind(self, node: fx.Node, found: Any, before: Any) -> None:
-        made, was = list(_tensors(found)), list(_tensors(before))
-        if [_look(t) for t in made] != [_look(t) for t in was]:
-            raise OtherTrace(f"{node.meta['source']}\n  {node.target} gives other values for other rows")
-        self.values[node] = found
-        for child, key in self.items.get(node, ()):
-            self.bind(child, found[key], before[key])
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b
-
-
-def _look(tensor: torch.Tensor) -> tuple:
-    return tensor.dim(), tensor.dtype, tensor.requires_grad
-
-
-def _shares(tensors: list[torch.Tensor]) -> list[int]:
-    storages = [int(t.untyped_storage()._cdata) for t in tensors]
-    return [storages.index(storage) for storage in storages]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-@contextmanager
-def lent_again(saved: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
-    """Modules with the attributes that they had in the trace."""
-    before = [(module, dict(module.__dict__)) for module, _ in saved]
-    grad = torch.is_grad_enabled()
-    try:
-        for module, attributes in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        with torch.enable_grad():
-            yield
-    finally:
-        torch._C._set_grad_enabled(grad)
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+    return int(leaf) if isinstance(leaf, SizeSlot) else float(leaf) if isinstance(leaf, NumberSlot) else leaf

@@ -1,6 +1,6 @@
 """The graphs of one trace with its tape: that of the traced rows, and those of other rows.
 
-In: the recorder's graph, whose arguments hold `Slot`s. Out: copies with plain numbers.
+In: the recorder's graph, whose arguments hold `SizeSlot`s. Out: copies with plain numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .replay import same
-from .row_sizes import OtherTrace, RowReplay, RowTape, plain
+from ..replay import same
+from .replay import RowReplay
+from .sizes import OtherTrace, RowTape, plain
 
 
 class TracedRows:
