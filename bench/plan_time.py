@@ -5,7 +5,8 @@ Run: python bench/plan_time.py [NOTE]
 
 Each row is the fastest of three runs of the command, each in a process of its own, since the machine may be shared.
 `cpu_s` is the process's CPU time, which `seconds` would be on a machine without other work. `exit_code` is 2 for a
-model that does not fit, and `said` what the command then printed. NOTE goes into the rows (what else ran meanwhile).
+model that does not fit, and `said` what the command then printed, without torch's warnings. NOTE goes into the rows
+(what else ran meanwhile).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main() -> None:
         return
     met, note = True, {"note": " ".join(sys.argv[1:])} if sys.argv[1:] else {}
     found = min((measure([sys.executable, __file__, TOY]) for _ in range(RUNS)), key=lambda row: row["cpu_s"])
-    rows.save("plan_time", {"case": TOY, **found, **json.loads(found.pop("said").splitlines()[-1]), **note})
+    counted = json.loads(found.pop("said").splitlines()[-1])
+    rows.save("plan_time", {"case": TOY, **found, **counted, **note})
     for name, options, limit_s, limit_gb, exit_code in CASES:
         command = [sys.executable, "-m", "penstock.cli.main", "plan", *options]
         row = min((measure(command) for _ in range(RUNS)), key=lambda row: row["seconds"])
@@ -88,7 +90,7 @@ def measure(command: list[str]) -> dict[str, Any]:
         "cpu_s": round(usage.ru_utime + usage.ru_stime, 2),
         "peak_rss_gb": round(usage.ru_maxrss * 1024 / 1e9, 3),
         "exit_code": process.returncode,
-        "said": said.strip(),
+        "said": "\n".join(line for line in said.strip().splitlines() if "site-packages" not in line),
     }
 
 
