@@ -41,7 +41,7 @@ from .calls import (
     leaf_modules,
 )
 from .guard import Borrowed, autocast_aliases, replaced
-from .rows.sizes import Mode, settled
+from .rows.sizes import ModeSwitch, settled
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
@@ -238,7 +238,7 @@ class Recorder(GraphWriter):
 
     def _note_mode(self, node: fx.Node, switch: Callable[[], Any]) -> None:
         if self.rows is not None and not self.is_again:
-            self.rows.entries.append(Mode(switch))
+            self.rows.entries.append(ModeSwitch(switch))
 
     def perform(
         self, call: RecordedCall, args: Any, kwargs: Any, run: Callable[..., Any] | None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .sizes import Asked, Call, CallOutcome, Computed, Mode, NumberSlot, OtherTrace, RowTape, SizeSlot
+from .sizes import Asked, Call, CallOutcome, Computed, ModeSwitch, NumberSlot, OtherTrace, RowTape, SizeSlot
 
 
 class RowReplay:
@@ -29,7 +29,7 @@ class RowReplay:
         for entry in tape.entries:
             if isinstance(entry, Call):
                 self.call(entry)
-            elif isinstance(entry, Mode):
+            elif isinstance(entry, ModeSwitch):
                 entry.switch()
             elif isinstance(entry, Asked):
                 answer = entry.query(self.value(entry.node), *entry.args, **dict(entry.kwargs))

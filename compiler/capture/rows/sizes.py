@@ -111,7 +111,7 @@ class CallOutcome:
 
 
 @dataclass
-class Mode:
+class ModeSwitch:
     """A mode that is switched."""
 
     switch: Callable[[], Any]
@@ -123,7 +123,7 @@ class RowTape:
 
     line: Callable[[], str]
     follows: set[fx.Node] = field(default_factory=set)  # values whose sizes may depend on the batch
-    entries: list[Call | Asked | Read | CallOutcome | Mode] = field(default_factory=list)
+    entries: list[Call | Asked | Read | CallOutcome | ModeSwitch] = field(default_factory=list)
     known: set[Any] = field(default_factory=set)
 
     def add(self, entry: Call | Asked | Read | CallOutcome, key: Any = None) -> None:
