@@ -209,7 +209,7 @@ def _step_s(draft: Draft, early: Early) -> float:
 
 def profile_swapped(program: Program, early: Early) -> MemoryProfile:
     """Memory of a copy with these fetches, whose gradients leave after their last backward. Of stages with parameters
-    that stay, gradients stay too, and states are counted."""
+    that stay, gradients stay too, and states are counted, and what their updates take while they run."""
     return swap(program.copy(), early)
 
 
@@ -220,8 +220,11 @@ def swap(program: Program, early: Early) -> MemoryProfile:
     program.returns({**results, "grads": staying} if staying else results)
     fetch_weights(program, early)
     profile = profile_memory(program)
-    states = sum(program.interface.optimizer_bytes(specs[stage]) for stage in early if specs[stage].staying)
-    profile.peak_bytes[ops.DEVICE] += states
+    stay = [specs[stage] for stage in early if specs[stage].staying]
+    interface = program.interface
+    profile.peak_bytes[ops.DEVICE] += sum(map(interface.optimizer_bytes, stay))
+    updates = (interface.update_bytes(s, ops.DEVICE, True) + interface.temporary_bytes(s, ops.DEVICE) for s in stay)
+    profile.peak_bytes[ops.DEVICE] += max(updates, default=0)
     return profile
 
 

@@ -92,6 +92,26 @@ def test_memory_counts_them_on_the_device() -> None:
     assert fetched and all(v.bytes == program.interface.stages[v.stage].weight_bytes for v in fetched)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
+def test_early_fetches_leave_room_for_updates(precision: str) -> None:
+    """Whatever the device's memory: what fits without early fetches fits with those that are chosen."""
+    chosen = set()
+    for kilobytes in range(90, 330, 24):
+        draft = frozen_but("norm", memory=f"{kilobytes}kB", precision=precision)
+        every = [stage.spec.name for stage in draft.stages]
+        apply(draft, InsertRemat(), decisions={"rematerialise": every})
+        plain, early = draft.programs, InsertFetch(swap=True).plan(draft)
+        for decision in ({name: {} for name in every}, early):
+            draft.programs = [program.copy() for program in plain]
+            apply(draft, InsertFetch(), InsertOptimizer(), decisions={"fetch": decision})
+            peak = profile_memory(draft.programs[0]).peak_bytes[ops.DEVICE]
+            if peak > draft.machine.devices[0].budget_bytes:
+                assert decision is not early, f"{kilobytes} kB"
+                break
+        chosen.add(str(early))
+    assert len(chosen) > 2
+
+
 def test_gradients_that_leave_are_refused() -> None:
     draft = swapped(frozen_but("norm"))
     graph = draft.programs[0].graph
