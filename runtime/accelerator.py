@@ -10,6 +10,7 @@ receive that waits for its peer holds up computation that the peer waits for.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -311,6 +312,12 @@ def num_gpus() -> int:
 def properties_of(gpu: torch.device | int) -> Any:
     """What the driver says of a GPU: its name, memory and address."""
     return torch.cuda.get_device_properties(gpu)
+
+
+@functools.cache
+def has_flash(index: int) -> bool:
+    """Whether torch has flash attention for a GPU: NVIDIA's from Ampere on."""
+    return not torch.version.hip and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def take_stream(device: torch.device) -> GpuStream:

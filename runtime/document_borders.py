@@ -7,7 +7,6 @@ and what is left over are empty documents at the end.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .accelerator import has_flash
 
 WIDEST = 192  # heads; the backward of wider ones needs more shared memory than gaming cards have
 MOST_DOCUMENTS = (1 << 16) - 1  # blocks of threads along one dimension of a grid
@@ -55,9 +56,7 @@ def trial() -> Iterator[None]:
 
 def takes_borders(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> bool:
     """Whether torch's kernel runs on these operands where they are."""
-    if not query.is_cuda or dropout_p > 0 or torch.version.hip or not fits_kernel(query, key, value):
-        return False
-    return _has_flash(query.device.index)
+    return query.is_cuda and dropout_p <= 0 and fits_kernel(query, key, value) and has_flash(query.device.index)
 
 
 def fits_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -66,11 +65,6 @@ def fits_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     width = query.shape[-1]
     same = width == key.shape[-1] == value.shape[-1] and query.shape[-2] == key.shape[-2]
     return half and same and width % 8 == 0 and width <= WIDEST and query.shape[1] % key.shape[1] == 0
-
-
-@functools.cache
-def _has_flash(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def attend_in_borders(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float | None) -> Tensor:
