@@ -36,7 +36,7 @@ NEAR = 0.01  # the share of a step that is not worth another candidate
 @dataclass
 class Wishes:
     """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
-    computation after which nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
+    computation within which candidates are tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
     `fewest_first`: the first number of micro-batches that fits, from one on. `steps`: of the run. `require`: raises
     `PlanError` for programs that cannot keep another wish."""
 
@@ -73,6 +73,7 @@ class Attempts:
         self.done: set[tuple[int, Candidate]] = set()
         self.begun_s = time.process_time()
         self.until_s = self.begun_s + wishes.search_s
+        self.longest_s = 0.0  # of computation for one candidate
         self.bounds_s: dict[int, float] = {}  # by number of micro-batches, what no plan undercuts
         self.has_ssds = any(host.ssds for host in hardware.hosts)
         self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
@@ -89,7 +90,10 @@ class Attempts:
 
     @property
     def is_late(self) -> bool:
-        return time.process_time() > self.until_s
+        """Whether time is up; once something fits, whether a candidate that takes as long as the longest so far would
+        end after that."""
+        ahead_s = 0.0 if self.best is None else self.longest_s
+        return time.process_time() + ahead_s > self.until_s
 
     @property
     def enough(self) -> Skipped | None:
@@ -126,7 +130,9 @@ class Attempts:
         for candidate in candidates:
             if (count, candidate) not in self.done:
                 self.done.add((count, candidate))
+                begin_s = time.process_time()
                 self.trials.append(self.attempt(count, candidate))
+                self.longest_s = max(self.longest_s, time.process_time() - begin_s)
 
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.best is not None and self.is_late:

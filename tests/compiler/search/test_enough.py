@@ -44,3 +44,17 @@ def test_the_best_within_a_hundredth_of_the_bound_ends_the_search(monkeypatch: p
 def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
     with pytest.raises(PlanError, match="it is the number of steps of the run, 1 or more"):
         rivals(steps=steps)
+
+
+def test_none_is_begun_that_would_end_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once something fits. Before that, only the end of the time ends the search."""
+    now = [0.0]
+    monkeypatch.setattr(attempts.time, "process_time", lambda: now[0])
+    tried = attempts.Attempts.__new__(attempts.Attempts)
+    tried.until_s, tried.longest_s, tried.best = 10.0, 4.0, None
+    now[0] = 9.0
+    assert not tried.is_late
+    tried.best = object()  # type: ignore[assignment]
+    assert tried.is_late
+    now[0] = 5.0
+    assert not tried.is_late
