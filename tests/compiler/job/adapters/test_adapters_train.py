@@ -58,8 +58,9 @@ def test_adapters_of_a_swapped_model_train_as_in_eager(name: str) -> None:
     assert_trains(MODELS[name](), strategy="mobius", memory=memory)
 
 
+@pytest.mark.slow  # test_staying.py has adapters on two devices
 @pytest.mark.multi
-@pytest.mark.parametrize("name", slow_but(["lora"], ["lora", "tied tokens"]))
+@pytest.mark.parametrize("name", ["lora", "tied tokens"])
 def test_adapters_on_two_devices_train_as_in_eager(name: str) -> None:
     assert_trains(MODELS[name](), strategy="gpipe", num_devices=2)
 

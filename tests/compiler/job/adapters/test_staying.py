@@ -12,6 +12,7 @@ import torch
 
 import penstock
 from penstock.compiler.job.job import Job
+from penstock.compiler.report.tiers import weights_text
 from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.program import profile_memory
@@ -109,7 +110,8 @@ def test_frozen_bytes_alone_move_as_predicted(strategy: str, tmp_path: Path) -> 
     device = profile_memory(job.programs[0]).persistent.device
     assert device["states"] == sum(interface.state_bytes(spec) for spec in adapters) > 0
     assert device["weights"] == sum(spec.staying_bytes for spec in adapters)
-    assert f"{'SSD, read and fetched' if options else 'DRAM, fetched'} for each use, and" in job.explain()
+    told = {weights_text(job.plan.decisions, spec) for spec in adapters}
+    assert all("fetched for each use, and" in text and "that are trained on the device" in text for text in told)
 
 
 def test_a_checkpoint_goes_on_in_a_plan_with_all_on_the_device(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_an_unpacked_weight_counts_on_a_gpu() -> None:
         assert 2**22 <= max(getattr(cost, f"{way}_peak_bytes") for cost in costs) < 3 * 2**22
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_devices(whole: Path) -> None:
     """Stages of one micro-batch on two workers, which import the libraries by themselves."""
