@@ -20,6 +20,7 @@ from .calls import RecordedCall
 from .python_state import REMEDY, State, changed, in_words, require_kept, state_of
 from .recorder import Recorder
 from .replay import Misaligned, Replay, same
+from .rows.sizes import plain
 
 
 def require_repeatable(
@@ -64,6 +65,7 @@ class Repeat(Replay):
     def __init__(self, recorded: Recorder):
         constant = _constants(recorded)
         super().__init__(recorded, {step for step in recorded.steps if step in constant or is_mode_switch(step)})
+        self.rows = None  # plain numbers where sizes were followed, since Python can tell these apart by their types
         for node in constant:
             self.bind(node, node.meta["val"])
 
@@ -71,13 +73,16 @@ class Repeat(Replay):
         for position in range(self.position, len(self.recorded.steps)):
             step = self.recorded.steps[position]
             alike = step.op == call.kind and step.target == call.target
-            if alike and (step not in self.unused or (same(args, step.args) and same(kwargs, step.kwargs))):
+            if alike and (step not in self.unused or self._repeats(step, args, kwargs)):
                 self._require_modes(step)
                 self.position = position + 1
                 return step
             if step not in self.unused:
                 return None
         return None
+
+    def _repeats(self, step: fx.Node, args: Any, kwargs: Any) -> bool:
+        return same(plain((args, kwargs)), plain((step.args, step.kwargs)))
 
     def _require_modes(self, step: fx.Node) -> None:
         if is_mode_switch(step):  # what matters is under which modes the other calls run
@@ -86,7 +91,7 @@ class Repeat(Replay):
             raise Misaligned(f"{self.lines.where()}\n  {step.target} runs under other modes than at first")
 
     def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
-        given, first = _numbers(args, kwargs), _numbers(step.args, step.kwargs)
+        given, first = _numbers(*plain((args, kwargs))), _numbers(*plain((step.args, step.kwargs)))
         values = ", ".join(f"{found!r} after {old!r}" for found, old in zip(given, first) if not same(found, old))
         name = function_name(step.target, str(step.target))
         raise Misaligned(f"{self.lines.where()}\n  {name} is given {values or 'other tensors than at first'}")

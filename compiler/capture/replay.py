@@ -16,7 +16,7 @@ from torch import fx
 from ...ir.calls import function_name
 from .calls import RecordedCall
 from .recorder import Recorder
-from .rows.sizes import NumberSlot, SizeSlot
+from .rows.sizes import NumberSlot, SizeSlot, plain
 from .writer import has_tensor, tensors_in
 
 
@@ -77,10 +77,14 @@ class Replay(Recorder):
             return result
         if call.target is torch._C._set_grad_enabled:
             self.run(run, exec_args, exec_kwargs)
-        if not (same(args, step.args) and same(kwargs, step.kwargs)):
+        if not self._repeats(step, args, kwargs):
             self._differ(step, args, kwargs, self.run(run, exec_args, exec_kwargs))
         self.bind(step, step.meta["val"])
         return step.meta["val"]
+
+    def _repeats(self, step: fx.Node, args: Any, kwargs: Any) -> bool:
+        """Whether a call has the arguments of a recorded step."""
+        return same(args, step.args) and same(kwargs, step.kwargs)
 
     def _next(self, call: RecordedCall, args: Any, kwargs: Any) -> fx.Node | None:
         """The recorded step that this call repeats; only steps that evaluation may leave out are skipped."""
@@ -116,6 +120,23 @@ class Replay(Recorder):
             raise Misaligned(
                 f"{self.now} returns {', '.join(found)}; {self.then} {', '.join(expected)}, or other values"
             )
+
+
+class PlainEvaluation(Replay):
+    """Evaluation once more, with plain numbers where sizes were followed, since Python can tell these apart by type."""
+
+    now, then = "evaluation with plain numbers", "with sizes that are followed, evaluation"
+
+    def __init__(self, recorded: Recorder, unused: set[fx.Node]):
+        super().__init__(recorded, unused)
+        self.rows = None
+
+    def _repeats(self, step: fx.Node, args: Any, kwargs: Any) -> bool:
+        first = step.meta.get("eval_args", step.args), step.meta.get("eval_kwargs", step.kwargs)
+        return same(plain((args, kwargs)), plain(first))
+
+    def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
+        raise Misaligned(f"{self.lines.where()}\n  {step.target} gets other arguments where sizes are plain numbers")
 
 
 def _name(call: RecordedCall) -> str:

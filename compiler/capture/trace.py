@@ -32,7 +32,7 @@ from .python_state import REMEDY, state_of
 from .recorder import Recorder
 from .refusals import refused
 from .repeat import require_repeatable
-from .replay import Misaligned, Replay
+from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.replay import lent_again
 from .rows.sizes import RowTape
@@ -196,6 +196,8 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation:
             eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
+            if recorder.rows is not None and eval_error is None:
+                _require_plain(recorder, inputs, options.loss_fn, nodes, unused)
     if options.dynamic is not None:
         require_any_size(inputs.symbols, options.dynamic.ranges)
     items = {node: [(child, child.args[1]) for _, child in rows] for node, rows in recorder.items.items()}
@@ -287,6 +289,20 @@ def _align(
             step.meta.pop("eval_kwargs", None)
         return str(error)
     return None
+
+
+def _require_plain(
+    recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None, nodes: dict[str, fx.Node], unused: set[fx.Node]
+) -> None:
+    """Raise `CaptureError` where evaluation does something else with plain numbers than with sizes that are
+    followed."""
+    recorder.held.restart()
+    recorder.held.model.eval()
+    evaluation = PlainEvaluation(recorder, unused)
+    try:
+        evaluation.finish(_run(evaluation, inputs, loss_fn), nodes)
+    except Misaligned as error:
+        raise CaptureError(str(error)) from None
 
 
 def _unused(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -119,7 +119,6 @@ BAKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "values": lambda x: x * torch.arange(x.shape[0]).sum().item(),
     "bits": lambda x: x * (x.shape[0] & 4),
     "text of a tensor": lambda x: x * len(repr(x).split("4")),
-    "type": lambda x: x * (2 if type(x.shape[0]) is int and x.shape[0] > 3 else x.shape[0] // 3 + 1),
 }
 
 
@@ -160,6 +159,29 @@ def test_evaluation_that_reads_rows_otherwise_is_found_out() -> None:
     _, other = at(Evaluates(), 4, 2)
     with pytest.raises(OtherTrace, match="evaluation"):
         other()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_code_that_asks_for_the_type_of_a_size_is_traced_alone(training: bool) -> None:
+    """A followed number is no int by type: what depends on that is found out by a forward with plain numbers."""
+
+    class AsksForType(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            plain = self.training != training or type(x.shape[0]) is int
+            return torch.mul(self.layer(x), 2 if plain else 3).mean()
+
+    batch = {"x": torch.zeros(4, 6)}
+    with pytest.raises(CaptureError, match="mul"):
+        trace(AsksForType(), batch, any_rows=True)
+    graph_of = any_rows(
+        lambda count: trace(AsksForType(), batch, any_rows=True), lambda count: trace(AsksForType(), batch), lambda n: n
+    )
+    (product,) = [node for node in graph_of(1).nodes if node.target is torch.mul]
+    assert product.args[1] == 2 and not product.meta.get("eval_args")
 
 
 def test_the_model_is_left_as_it_was() -> None:
