@@ -16,8 +16,11 @@ MAY_IMPORT = {
     "passes": ("runtime", "ir"),
     "codegen": ("runtime", "ir"),
     "compiler": ("passes", "codegen", "runtime", "ir"),
-    "cli": ("compiler", "passes", "codegen", "runtime", "ir"),
-    "papers": ("cli", "compiler", "passes", "codegen", "runtime", "ir"),
+    "data": ("compiler", "passes", "codegen", "runtime", "ir"),
+    "training": ("data", "compiler", "passes", "codegen", "runtime", "ir"),
+    "integrations": ("training", "data", "compiler", "passes", "codegen", "runtime", "ir"),
+    "cli": ("training", "data", "compiler", "passes", "codegen", "runtime", "ir"),
+    "papers": ("cli", "training", "data", "compiler", "passes", "codegen", "runtime", "ir"),
 }
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {

@@ -1,0 +1,1 @@
+"""From files of text to rows of token ids."""

@@ -1,0 +1,1 @@
+"""Penstock inside the loops that people already have."""

@@ -1,0 +1,1 @@
+"""What a training run is besides its steps: what it tells, shows and keeps."""
