@@ -133,6 +133,13 @@ class Attempts:
                 begin_s = time.process_time()
                 self.trials.append(self.attempt(count, candidate))
                 self.longest_s = max(self.longest_s, time.process_time() - begin_s)
+                if self.best is None and candidate.marks and self._lacks_device(self.trials[-1], count):
+                    self.look(count, [candidate.travelling()])
+
+    def _lacks_device(self, trial: Trial, count: int) -> bool:
+        """Whether a candidate lacks a device's memory, in which something may stay that need not."""
+        lacks = isinstance(trial.reason, DoesNotFit) and tier_of(trial.reason.memory) == ops.DEVICE
+        return lacks and len({param.requires_grad for param in self.compiler(count).graph.parameters().values()}) > 1
 
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.best is not None and self.is_late:

@@ -36,12 +36,14 @@ class Bound:
 
 
 def lower_bound(
-    draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False, synchronous: bool = True
-) -> Bound:
+    draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False, synchronous: bool = True,
+    staying: bool = True,
+) -> Bound:  # fmt: skip
     """The bound for stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what
     lies on SSD ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
-    come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it."""
-    specs = staying_stages(draft) if synchronous else [stage.spec for stage in draft.stages]
+    come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it.
+    `staying`: what is trained of mostly frozen stages stays on the device."""
+    specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
     loads = _compute(draft, specs, split, synchronous)
     lanes = draft.mesh.lanes
     if not lanes or are_alike(draft.machine, lanes):  # else other lanes may have other parts than the first

@@ -118,6 +118,17 @@ class Candidate:
         found = Candidate((*self.passes[:layers], mesh, *self.passes[layers:]))
         return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
 
+    @property
+    def marks(self) -> bool:
+        """Whether what is trained of mostly frozen stages stays on its device."""
+        return all(p.marks for p in self.passes if isinstance(p, Schedule))
+
+    def travelling(self) -> Candidate:
+        """The same candidate, where what is trained of a stage is fetched with the rest of it."""
+        return Candidate(
+            tuple(dataclasses.replace(p, staying=False) if isinstance(p, Schedule) else p for p in self.passes)
+        )
+
     def swapped(self, swap: bool) -> Candidate:
         """The same candidate. `swap`: weights come from DRAM though they could stay; of shared stages, all are computed
         again."""
@@ -157,6 +168,7 @@ class Candidate:
         parts = [pass_text(p, short=True) for p in self.passes if isinstance(p, Mesh | Partition)]
         parts += [p.name for p in self.passes if isinstance(p, Mapping) and not on_one]
         parts += [p.name for p in self.passes if isinstance(p, Schedule) and not isinstance(p, SchedulePipeline)]
+        parts += [] if self.find(Schedule) is None or self.marks or not self.is_synchronous else ["adapters travel"]
         parts += ["swapped"] if fetch is not None and fetch.swap else []
         parts += ["fetched one phase ahead"] if fetch is not None and not fetch.queue else []
         parts += ["all computed again"] if remat is not None and remat.always else []

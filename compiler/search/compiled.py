@@ -99,7 +99,7 @@ class PlacedCandidate:
         """A lower bound of the simulated step."""
         swap = any(p.swap for p in self.todo if isinstance(p, InsertRemat | ChooseActivations | InsertFetch))
         split = any(p.splits_backward for p in self.todo if isinstance(p, Schedule))
-        return lower_bound(self.draft, swap, self.tier, split, self.candidate.is_synchronous)
+        return lower_bound(self.draft, swap, self.tier, split, self.candidate.is_synchronous, self.candidate.marks)
 
     @property
     def tier(self) -> str | None:
@@ -153,7 +153,7 @@ class CandidateCompiler:
         todo = passes[len(shared) + len(mapped) :]
         placed = PlacedCandidate(candidate, draft, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
         if placed.tier is None:
-            check_lasting(draft)
+            check_lasting(draft, candidate.marks)
         return placed
 
     def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:

@@ -27,13 +27,15 @@ from .flow import Flow, Placed
 
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Base of all schedules: they differ in `turns`."""
+    """Base of all schedules: they differ in `turns`. `staying`: what is trained of mostly frozen stages stays on its
+    device (`passes/staying.py`)."""
 
     needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
     gives: ClassVar[tuple[str, ...]] = ("programs",)
     decides: ClassVar[str] = "schedule"
     order: ClassVar[str]  # what a plan calls it
     splits_backward: ClassVar[bool] = False  # whether the gradients of parameters may come after those of inputs
+    staying: bool = True
 
     def plan(self, draft: Draft) -> Any:
         return self.order
@@ -42,11 +44,16 @@ class Schedule(Pass):
         own = self.split(self.plan(draft))
         for name, value in self.split(decision).items():
             require_own(self, name, value, own[name])
-        if self.synchronous:
+        if self.marks:
             draft.stages = [replace(s, spec=spec) for s, spec in zip(draft.stages, staying_stages(draft), strict=True)]
         flow = Flow(self.interface(draft), draft.devices)
         turns = self.turns(flow, draft)
         draft.programs = [self.emitter(flow, device, turns).write() for device in flow.devices]
+
+    @property
+    def marks(self) -> bool:
+        """Whether it marks parameters as staying; all that is asynchronous stays anyway."""
+        return self.synchronous and self.staying
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
         """All turns of a step with their devices, in the order in which they are expected to end; a device keeps to

@@ -145,3 +145,32 @@ def test_a_plan_that_puts_their_states_on_ssd_is_refused(tmp_path: Path) -> None
             plan=plan,
             ssd_dirs=[tmp_path],
         )
+
+
+def test_a_plan_may_let_adapters_travel() -> None:
+    """`staying=false` in the pipeline's text: nothing stays, and training is eager's all the same."""
+    given = model()
+    eager = Eager(given, ADAMW)
+    machine = penstock.Hardware.cpu(1, memory="2MB", dram="200MB")
+    strategy = DRAM.replace("schedule-pipeline", "schedule-pipeline{staying=false}")
+    with penstock.compile(
+        given, machine, example_inputs=BATCH, strategy=strategy, optimizer=ADAMW, micro_batches=MICRO_BATCHES
+    ) as job:
+        assert not any(spec.staying for spec in job.folder.interface.stages.values())
+        for _ in range(2):
+            assert_close({"loss": job.step(BATCH)}, {"loss": eager.step(BATCH)}, 1e-6)
+        assert_close(job.state_dict(), eager.model.state_dict(), TOLERANCE)
+
+
+@pytest.mark.slow
+def test_where_adapters_have_no_room_on_the_device_they_travel() -> None:
+    """The search tries what lacks the device's memory again with adapters that are fetched with their stage."""
+
+    def stays(memory: str) -> bool:
+        machine = penstock.Hardware.cpu(1, memory=memory, dram="200MB")
+        job = penstock.compile(
+            model(), machine, example_inputs=BATCH, optimizer=ADAMW, micro_batches=MICRO_BATCHES, search_s=6
+        )
+        return any(spec.staying for spec in job.folder.interface.stages.values())
+
+    assert stays("500kB") and not stays("460kB")
