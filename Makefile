@@ -123,8 +123,11 @@ lint: install
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# The theme's own notice, about a later release of MkDocs, is no warning about these pages.
+# mkdocstrings looks at all files below the package, and so gets its rooms only. The theme's own notice, about a later release of MkDocs, is no warning about these pages.
 docs: install
+	rm -rf build/rooms
+	mkdir -p build/rooms/penstock
+	ln -s '$(CURDIR)'/__init__.py $(patsubst %/__init__.py,'$(CURDIR)'/%,$(filter-out tests/%,$(wildcard */__init__.py))) build/rooms/penstock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
