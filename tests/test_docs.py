@@ -34,7 +34,7 @@ PAGES = [
     "docs/adapters.md",
     "bench/README.md",
 ]
-FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")
+FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|data|training|integrations|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")
 
 
 def section(title: str) -> str:
