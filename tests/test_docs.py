@@ -34,7 +34,8 @@ PAGES = [
     "docs/adapters.md",
     "bench/README.md",
 ]
-FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|data|training|integrations|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")
+ROOMS = "ir|runtime|passes|codegen|compiler|data|training|integrations|cli|papers"
+FILE = re.compile(rf"`((?:{ROOMS}|tests|bench|examples|docs)/[\w./-]*)`")
 
 
 def section(title: str) -> str:
