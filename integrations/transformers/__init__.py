@@ -1,0 +1,5 @@
+"""transformers' Trainer, whose steps a `Job` takes."""
+
+from .trainer import PenstockTrainer
+
+__all__ = ["PenstockTrainer"]

@@ -1,0 +1,79 @@
+"""The options of `TrainingArguments` that no `Job` honours: each by its name, with what works instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...ir.errors import PlanError
+
+INSTEAD = {
+    "fsdp": "leave it out: the plan shards over the devices of hardware=",
+    "deepspeed": "leave it out: the plan shards and offloads over the memories of hardware=",
+    "parallelism_config": "leave it out: the plan chooses the parallelism",
+    "torch_compile": "compile_options={'compile_stages': True}",
+    "gradient_checkpointing": "leave it out: the plan chooses what is computed again",
+    "activation_checkpointing": "leave it out: the plan chooses what is computed again",
+    "label_smoothing_factor": "0.0, or a model that smooths its own loss",
+    "neftune_noise_alpha": "leave it out",
+    "use_liger_kernel": "leave it out",
+    "torch_empty_cache_steps": "leave it out: the plan keeps memory within its budgets",
+    "auto_find_batch_size": "a batch size; penstock plan says which fits",
+    "optim_target_modules": "an optimizer of torch.optim",
+    "eval_on_start": "trainer.evaluate() before trainer.train()",
+    "save_only_model": "False: a run goes on from the whole state",
+    "enable_jit_checkpoint": "save_steps",
+    "tf32": "torch.backends.cuda.matmul.allow_tf32",
+    "bf16_full_eval": "bf16=True",
+    "fp16_full_eval": "fp16=True",
+    "full_determinism": "seed",
+    "push_to_hub": "trainer.push_to_hub() after training",
+}
+SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that follow an evaluation
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise `PlanError` for an option of `args` that cannot be honoured."""
+    for name, instead in INSTEAD.items():
+        value = getattr(args, name, None)
+        if value:
+            raise PlanError(f"TrainingArguments({name}={value!r}) cannot be honoured by a Job; use: {instead}")
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if kind in SCHEDULES:
+        raise PlanError(f"TrainingArguments(lr_scheduler_type={kind!r}) depends on evaluations; use: 'linear'")
+    if args.train_sampling_strategy == "group_by_length":
+        raise PlanError("TrainingArguments(train_sampling_strategy='group_by_length'): use: 'random'")
+    if args.world_size > 1:
+        raise PlanError(f"{args.world_size} ranks: this trainer is one process; use penstock.compile with torchrun")
+
+
+def refuse_trainer(trainer: Any, own_loss: Any) -> None:
+    """Raise `PlanError` for a trainer with a loss, an optimizer or a model of its own making."""
+    found = {
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "compute_loss": type(trainer).compute_loss is not own_loss,
+        "optimizers": trainer.optimizer is not None or trainer.lr_scheduler is not None,
+        "model_init": trainer.model_init is not None,
+    }
+    for name, is_given in found.items():
+        if is_given:
+            raise PlanError(
+                f"{name}: a Job trains the loss of the model itself with the optimizer of TrainingArguments; put the "
+                "loss into the model's forward, and name optimizer and schedule by optim and lr_scheduler_type"
+            )
+
+
+def require_torch_optimizer(kind: type, name: str) -> None:
+    """Raise `PlanError` for an optimizer of another library than torch."""
+    if not kind.__module__.startswith("torch.optim"):
+        raise PlanError(f"TrainingArguments(optim={name!r}) is {kind.__module__}.{kind.__name__}; use: 'adamw_torch'")
+
+
+def require_whole_batches(args: Any, rows: int, batches: int, batch_rows: int, steps: int) -> None:
+    """Raise `PlanError` where some step would have fewer rows than the others."""
+    whole = batch_rows * args.gradient_accumulation_steps
+    used = batches * batch_rows if args.dataloader_drop_last else rows
+    if used % whole and steps > used // whole:
+        raise PlanError(
+            f"train_dataset has {rows} rows, which do not make whole batches of {whole} (per_device_train_batch_size x "
+            f"gradient_accumulation_steps): every step of a Job has as many rows; give it {rows // whole * whole}"
+        )
