@@ -80,6 +80,7 @@ def test_same_run_of_a_causal_model(tmp_path):
     require_equal(trained(PenstockTrainer, causal, tmp_path / "a"), trained(Trainer, causal, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_same_run_of_a_classifier(tmp_path):
     """Without accumulation: with it, Trainer adds up the means of a classifier's micro-batches, a Job averages them."""
     alike = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
@@ -87,6 +88,7 @@ def test_same_run_of_a_classifier(tmp_path):
     require_equal(ours, trained(Trainer, classifier, tmp_path / "b", **alike))
 
 
+@pytest.mark.slow
 def test_resumes_in_the_middle(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     trained(PenstockTrainer, causal, tmp_path / "a", **saving)
