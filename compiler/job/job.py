@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,13 +64,17 @@ from .state import (
 from .step_inputs import StepInputs, counted_buffers
 from .taken import Taken
 
+REPORTS = 1000  # of ended steps that are kept for `take_reports`
+
 
 @dataclass
 class StepReport:
     """What the last step did. Shares are of `seconds`; bytes are per memory or route, over all devices.
 
     `allocator`: per GPU "allocated_bytes" and "reserved_bytes", the peaks of torch's allocator since the GPU's process
-    began, and "retries", how often it gave memory back before it could take more.
+    began, and "retries", how often it gave memory back before it could take more. `gradient_norm`: before clipping;
+    None where the program computes none, without `max_grad_norm` in another precision than fp16: it would be a further
+    pass over all gradients. `learning_rates`: of each group of parameters, as this step used them.
     """
 
     step: int
@@ -81,6 +86,7 @@ class StepReport:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     allocator: dict[str, dict[str, int]] = field(default_factory=dict)
     gradient_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
     loss_scale: float | None = None
     skipped: bool = False
     eager_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # stage -> class -> why it is not compiled
@@ -123,6 +129,7 @@ class Job:
         self.step_count = 0
         self._last: StepReport | None = None
         self._unfinished: float | None = None  # the loss of a step whose report is not there yet
+        self._ended: deque[StepReport] = deque(maxlen=REPORTS)  # that `take_reports` has not handed out
         self._ties, self._records, self.trust = dict(ties), records, trust
         self._help_finder = help_finder
         self._helps: list[Help] | None = None
@@ -237,6 +244,8 @@ class Job:
             with self._breaking():
                 values = driver.begin_step(leaves)
             loss = torch.stack([_at_least_fp32(value) for value in values["loss"]]).mean()
+            if self._unfinished is not None:
+                self._end_step(self._unfinished, driver.report_before())
             self.step_count += 1
             self._mark()
             self._feed.trained()
@@ -271,6 +280,14 @@ class Job:
         self._finish_step()
         return self._last
 
+    def take_reports(self) -> list[StepReport]:
+        """The reports of steps that have ended since the last call, in their order, at most the last 1000. Waits for
+        nothing: a step's report is there as soon as the next step is, or `last` is read, or the job closed."""
+        taken = []
+        while self._ended:
+            taken.append(self._ended.popleft())
+        return taken
+
     def _finish_step(self) -> None:
         """Wait for the end of the last step. Raises what broke it off after its loss was known."""
         loss, driver = self._unfinished, self._driver
@@ -278,7 +295,11 @@ class Job:
             return
         with self._breaking():
             report = driver.finish_step()
+        self._end_step(loss, report)
+
+    def _end_step(self, loss: float, report: Mapping[str, Any]) -> None:
         self._unfinished, self._last = None, self._report(loss, report)
+        self._ended.append(self._last)
         self._tell_eager(self._last.eager_blocks)
         self._tell_ungraphed(self._last.ungraphed)
 
@@ -567,7 +588,7 @@ class Job:
         if self._driver is None:
             self._driver = self._start()
         self._finish_step()
-        self._broken, self._closed = "", False
+        self._broken, self._closed, self._unfinished = "", False, None
         self._inputs.forget()
         with finishing("resume"), self._breaking():
             require_one_checkpoint(self._driver, found)
@@ -626,7 +647,7 @@ class Job:
             step=self.step_count,
             loss=loss,
             predicted_s=self.plan.predicted.step_s if self.plan.predicted else None,
-            **report,
+            **{**report, "learning_rates": tuple(report["learning_rates"])},
         )
 
 

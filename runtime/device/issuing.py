@@ -148,6 +148,7 @@ class Issuing:
         self.interface, self.index, self.device, self.stores = state.interface, state.index, state.device, state.stores
         self.loss_scale = state.gradient_scale
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
+        self.learning_rates: tuple[float, ...] = ()  # of the last update in this run
         self.updates: dict[tuple[str, str], int] = {}  # of each stage, and part of its gradients, in this run
         self.live_before = {memory: account.live_bytes for memory, account in state.memory.accounts.items()}
         self.accounted = plan.counted is None or plan.counted[0] != self.live_before  # else it would find the same

@@ -243,6 +243,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         def run() -> list[Any]:
             staged: Staged | None = None if staged_box is None else staged_box.value
+            self._note_rates(store, box.value.part)
             if squares is None or bool(torch.isfinite(squares.value)):
                 store.update(box.value, staged, factor, self._draw(stage, box.value.part))
             else:
@@ -251,6 +252,11 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)
         return made[0] if made else None
+
+    def _note_rates(self, store: StageStore, part: str) -> None:
+        """Note the learning rates of an update that is about to be made, unless it takes those of an earlier one."""
+        if store.optimizer is not None and part != "shared":
+            self.learning_rates = store.optimizer.learning_rates or self.learning_rates
 
     def _draw(self, stage: str, part: str) -> tuple[int, ...]:
         """What random numbers of an update belong to: seed, step, and its number in the step if it is asynchronous."""

@@ -51,9 +51,9 @@ class StepResult:
     `report`: `seconds` (since it began or, if that was later, since the step before ended), `busy_share` per stream
     (sends and receives include waiting for the other side), `moved_bytes` per route ("dram0 -> gpu0"; "dram0 -> dram0"
     for copies that undo updates), `peak_bytes` per memory as accounted, `gradient_norm` (None if the program computes
-    none), `loss_scale` (None except in fp16), `skipped` (a step whose gradients were not finite), `eager_blocks` (stage
-    -> class -> why its blocks are not compiled, though asked for), `ungraphed` (stage -> why it runs from no CUDA
-    graph, though asked for).
+    none), `learning_rates` (none if the device updates nothing), `loss_scale` (None except in fp16), `skipped` (a step
+    whose gradients were not finite), `eager_blocks` (stage -> class -> why its blocks are not compiled, though asked
+    for), `ungraphed` (stage -> why it runs from no CUDA graph, though asked for).
     """
 
     values: dict[str, list[Tensor]]
@@ -123,6 +123,7 @@ class DeviceSession:
         self.tail: Run | None = None  # the step that has given its results and may still be at work
         self._ended_s = 0.0  # when the last run ended
         self._report_of_tail: dict[str, Any] = {}
+        self.report_before: dict[str, Any] = {}  # of the step before the one that began last; empty at the first
         if setup.compile_stages:
             self._try_blocks(programs["step"])
         self._to_graph = programs["step"] if self._has_graphs else None  # until the first step, as weights come before
@@ -249,7 +250,7 @@ class DeviceSession:
         self.state.count_step()
         if before is not None:
             self._report_of_tail = self._end(before, run.number)
-        self.tail = run
+        self.report_before, self.tail = self._report_of_tail, run
         self._wait_for_results(run)
         values = self._values_of(run)
         drawing = any(self.state.stores[stage].runner.draws.may_draw for stage in self._again)
@@ -405,6 +406,7 @@ class DeviceSession:
             "peak_bytes": {accounts[memory].memory: peak for memory, peak in plan.counted[1].items()},
             "allocator": {self.spec.name: allocator_figures(self.device)} if self.device.type == "cuda" else {},
             "gradient_norm": norm,
+            "learning_rates": list(run.runtime.learning_rates),
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,
             "eager_blocks": self.state.eager_blocks(),

@@ -109,6 +109,12 @@ class StageOptimizer:
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None
 
     @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Those of the next step, of each group that has one."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return tuple(float(group["lr"]) for group in groups if "lr" in group)
+
+    @property
     def started(self) -> bool:
         """Whether any states exist: before that there is nothing to read."""
         return self.optimizer is not None and any(self.optimizer.state.values())

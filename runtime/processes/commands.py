@@ -32,8 +32,10 @@ def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) 
 
 
 def begin_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """As `run_step`, but the report comes from `finish_step`. See `DeviceSession.begin_step`."""
-    return pack_result(StepResult(session.begin_step(tensors), {}))
+    """As `run_step`, but the report is that of the step before; this one's comes from `finish_step`, or with the next
+    step. See `DeviceSession.begin_step`."""
+    values = session.begin_step(tensors)
+    return pack_result(StepResult(values, session.report_before))
 
 
 def finish_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:

@@ -34,6 +34,7 @@ class Driver:
     def __init__(self, setup: RunSetup):
         self.setup = setup
         self.closed = False
+        self._begun: list[StepResult] = []  # of the step that began last, with the reports of the one before
         self.keeper = Keeper([tempfile.gettempdir(), *setup.all_ssd_dirs])
 
     # --- what a kind of driver provides
@@ -65,7 +66,13 @@ class Driver:
     def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         """As `step`, but it returns the results as soon as they are there; the devices may still be at work when the
         next step begins. Any other call must come after `finish_step`."""
-        return merge_values(self._run("begin_step", "step", batch, {}))
+        self._begun = self._run("begin_step", "step", batch, {})
+        return merge_values(self._begun)
+
+    def report_before(self) -> dict[str, Any]:
+        """The report of the step before the one that began last, for which nothing waits: it came with that one. There
+        must have been such a step since the driver began."""
+        return merge_results([StepResult({}, result.report) for result in self._begun], self.setup.hardware).report
 
     def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
         """Forward only, in evaluation mode. With `loss_only` devices keep all other outputs to themselves."""
@@ -186,7 +193,8 @@ class InProcessDriver(Driver):
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         if command == "begin_step":
-            return [StepResult(self.session.begin_step(self._own(batch)), {})]
+            values = self.session.begin_step(self._own(batch))
+            return [StepResult(values, self.session.report_before)]
         return [self.session.evaluate(batch, **args)]
 
     def finish_step(self) -> dict[str, Any]:
@@ -235,6 +243,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
         "peak_bytes": peak_bytes,
         "allocator": {name: figures for r in reports for name, figures in r["allocator"].items()},
         "gradient_norm": next((r["gradient_norm"] for r in reports if r["gradient_norm"] is not None), None),
+        "learning_rates": next((r["learning_rates"] for r in reports if r["learning_rates"]), []),
         "loss_scale": reports[0]["loss_scale"],
         "skipped": any(r["skipped"] for r in reports),
         "eager_blocks": {stage: reasons for r in reports for stage, reasons in r["eager_blocks"].items()},

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..device.session import DeviceSession, Run
+from ..device.session import DeviceSession, Run, StepResult
 from .ranks import Ranks
 
 
@@ -32,14 +32,14 @@ class Tail:
         self._thread = threading.Thread(target=self._follow, name="penstock-tail", daemon=True)
         self._thread.start()
 
-    def begin(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """See `DeviceSession.begin_step`."""
+    def begin(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """See `DeviceSession.begin_step`; the report is that of the step before."""
         with self._lock:
             self._require_whole()
             values = self._session.begin_step(batch)
             self.number += 1
             self._begun.put((self.number, self._session.tail))
-        return values
+            return StepResult(values, self._session.report_before)
 
     def finish(self) -> None:
         """Wait for the end of the step that began last, and leave its report. Raises what broke it off."""

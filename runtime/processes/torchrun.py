@@ -222,7 +222,7 @@ class TorchrunDriver(Driver):
         part = self._own(part) if stepping else part
         with self._together():
             with self._watched():
-                own = StepResult(self.tail.begin(part), {}) if stepping else self.session.evaluate(part, **args)
+                own = self.tail.begin(part) if stepping else self.session.evaluate(part, **args)
             flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
             tensors = {} if stepping else {key: v for key, v in flat.items() if key not in scalars}
