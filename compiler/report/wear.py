@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir.machine.hardware import Hardware
+from ...ir.machine.hardware import Hardware, Host
 from ..plan import Prediction
 
 SECONDS_A_DAY = 86400.0
@@ -39,8 +39,12 @@ def wear_of(predicted: Prediction, hardware: Hardware) -> list[Wear]:
     for index, host in enumerate(hardware.hosts):
         read, written = (predicted.moved_bytes.get(f"ssd{index}.{way}", 0) for way in ("read", "write"))
         if read or written:
-            known = [ssd.endurance_bytes for ssd in host.ssds if ssd.endurance_bytes is not None]
-            # Files are striped evenly, so the disk with the least endurance is the first to be worn out.
-            endurance = len(known) * min(known) if len(known) == len(host.ssds) else None
-            rows.append(Wear(f"ssd{index}", read, written, predicted.step_s, endurance))
+            rows.append(Wear(f"ssd{index}", read, written, predicted.step_s, endurance_of(host)))
     return rows
+
+
+def endurance_of(host: Host) -> int | None:
+    """The bytes that can be written to all SSDs of a host in their lives; None unless the document has that of each."""
+    known = [ssd.endurance_bytes for ssd in host.ssds if ssd.endurance_bytes is not None]
+    # Files are striped evenly, so the disk with the least endurance is the first to be worn out.
+    return len(known) * min(known) if known and len(known) == len(host.ssds) else None

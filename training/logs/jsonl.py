@@ -1,0 +1,59 @@
+"""A log of one JSON object a line: `begin`, `step`, `evaluation` and `end`, in the order of their "event"s."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import IO, Any
+
+from ...ir.errors import PlanError
+from ..listener import RunFacts, StepRecord
+from .queued import QueuedListener
+
+FILE = "log.jsonl"
+
+
+class JsonLog(QueuedListener):
+    """Adds to DIRECTORY/log.jsonl; a resumed run goes on behind its earlier lines. A figure that is not finite is
+    null. `time_s` is of the writing, in seconds since 1970."""
+
+    name = "jsonl"
+    _file: IO[str]
+
+    def open(self, run: RunFacts) -> None:
+        path = self.directory / FILE
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (by line)
+        except OSError as error:
+            raise PlanError(f"the log {path} cannot be written: {error.strerror}") from error
+        self._write("begin", _fields_of(run))
+
+    def write_step(self, record: StepRecord) -> None:
+        self._write("step", {**_fields_of(record), "tokens_per_s": record.tokens_per_s})
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write("evaluation", {"step": step, "metrics": metrics})
+
+    def write_end(self, interrupted: bool) -> None:
+        self._write("end", {"interrupted": interrupted})
+        self._file.close()
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        row = {"event": event, "time_s": time.time(), **values}
+        self._file.write(json.dumps(_finite(row), allow_nan=False, default=str) + "\n")
+
+
+def _fields_of(row: RunFacts | StepRecord) -> dict[str, Any]:
+    return {field.name: getattr(row, field.name) for field in fields(row)}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

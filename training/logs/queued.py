@@ -1,0 +1,87 @@
+"""A listener that writes in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+
+from ..listener import Listener, RunFacts, StepRecord
+
+
+class QueuedListener(Listener):
+    """Hands over what it is told to its thread. A kind of log provides `open` and the `write_` methods; `open` alone is
+    called at once, so that a log that cannot begin stops the run before it has cost anything.
+
+    An error of the thread, such as a full disk, does not end the training: it is warned of once, and the rest is not
+    written.
+    """
+
+    name = ""  # as users choose it
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._told = False
+
+    # --- what a kind provides
+
+    def open(self, run: RunFacts) -> None:
+        """Begin the log."""
+
+    def write_step(self, record: StepRecord) -> None:
+        """Write one step."""
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the figures of an evaluation."""
+
+    def write_end(self, interrupted: bool) -> None:
+        """Write the end, and close what `open` has opened."""
+
+    # --- a listener's
+
+    def begin(self, run: RunFacts) -> None:
+        self.open(run)
+        self._thread = threading.Thread(target=self._follow, name=f"penstock-log-{self.name}", daemon=True)
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        self._put(lambda: self.write_step(record))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        found = dict(metrics)
+        self._put(lambda: self.write_evaluation(step, found))
+
+    def end(self, interrupted: bool = False) -> None:
+        """Waits until all is written."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._queue.put(lambda: self.write_end(interrupted))
+        self._queue.put(None)
+        thread.join()
+        self._tell()
+
+    def _put(self, write: Callable[[], None]) -> None:
+        self._tell()
+        if self._thread is not None and self._error is None:
+            self._queue.put(write)
+
+    def _tell(self) -> None:
+        """Warn of the thread's error, once, in the thread of the script."""
+        if self._error is not None and not self._told:
+            self._told = True
+            what = f"{type(self._error).__name__}: {self._error}"
+            warnings.warn(f"the log {self.name} in {self.directory} is not written further: {what}", stacklevel=4)
+
+    def _follow(self) -> None:
+        while (write := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    write()
+                except Exception as error:
+                    self._error = error
