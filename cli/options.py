@@ -251,6 +251,10 @@ class TrainOptions(JobOptions):
     merge: Annotated[
         bool, typer.Option("--merge", help="with --adapter: at the end also the model with the adapter merged in")
     ] = False
+    log: Annotated[
+        list[str] | None,
+        typer.Option(help="write OUT/logs: jsonl, tensorboard or wandb (Weights & Biases); repeatable"),
+    ] = None
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
     ] = 0.0

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import math
 import os
 import signal
@@ -35,6 +36,8 @@ from ..ir.units import format_seconds
 from ..runtime.processes.interrupt import ECHO_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.state.checkpoint import find_latest
+from ..training.broadcast import Broadcast, facts_of, telling
+from ..training.logs.find import find_logs
 from .data import (
     Codec,
     Rows,
@@ -48,6 +51,7 @@ from .data import (
 from .options import TrainOptions
 from .progress import StepScreen, memory_text
 
+WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -96,6 +100,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise PlanError(f"{options.out} holds a checkpoint; --resume goes on from it, another --out begins anew")
     if last is None and options.resume:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
+    logs = find_logs(options.log or (), options.out / "logs") if is_main else []
     task = prepare(options, screen)
     job = compile_task(options, task)
     screen.print(
@@ -106,14 +111,17 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         options.remember(options.out / "programs")
     result = TrainResult()
     try:
-        with job:
-            sampler = _begin(options, task, job, screen)
+        with job, telling(Broadcast(job, logs)) as broadcast:
+            sampler = _begin(options, task, job, screen, broadcast)
             if not options.resume:
-                result.before = evaluate(job, task, options.batch, screen, "before training")
+                result.before = evaluate(job, task, options.batch, screen, "before training", broadcast)
             with interruptible() as stop:
-                _steps(options, task, job, screen, sampler, result, stop)
-            if not result.interrupted:
-                result.after = evaluate(job, task, options.batch, screen, f"after {job.step_count} steps")
+                _steps(options, task, job, screen, sampler, result, stop, broadcast)
+            if result.interrupted:
+                _ = job.last
+                broadcast.end(interrupted=True)
+            else:
+                result.after = evaluate(job, task, options.batch, screen, f"after {job.step_count} steps", broadcast)
                 _save_model(options, task, job, screen)
     except (PenstockError, KeyboardInterrupt):
         _say_how_to_resume(options, screen)
@@ -217,8 +225,21 @@ def _schedule(name: str, steps: int) -> Any:
     return None
 
 
-def _begin(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> RankSampler:
-    """Start the devices with new or resumed state. Returns the sampler, which says which rows come next."""
+def _begin(
+    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast
+) -> RankSampler:
+    """Start the devices with new or resumed state, and the logs. Returns the sampler, which says which rows come next.
+    """
+    sampler = _begin_job(options, task, job, screen, broadcast)
+    given = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
+    config = json.loads(json.dumps(given, default=str))
+    broadcast.begin(facts_of(job, options.out.name, str(options.out), task.steps, options.batch, config))
+    return sampler
+
+
+def _begin_job(
+    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast
+) -> RankSampler:
     if not options.resume:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -234,6 +255,7 @@ def _begin(options: TrainOptions, task: TrainingTask, job: Job, screen: Console)
                 f"{options.out / 'checkpoint'} was saved with {key} {data.get(key)!r}, this run has {value!r}; resume "
                 "with the same --data, --sequence, --seed and --eval-fraction, or begin anew in another --out"
             )
+    broadcast.records.load(data.get(WRITTEN, {}))
     sampler = job.sampler(task.rows)
     screen.print(f"resumed at step {job.step_count}, sample {sampler.position}")
     return sampler
@@ -247,6 +269,7 @@ def _steps(
     sampler: RankSampler,
     result: TrainResult,
     stop: threading.Event,
+    broadcast: Broadcast,
 ) -> None:
     """Train until the last step or until `stop` is set; save on the way and at the end."""
     saved_step = job.step_count
@@ -256,10 +279,11 @@ def _steps(
             if job.step_count >= task.steps or any(job.of_all_ranks(stop.is_set())):
                 break
             result.losses.append(float(job.step(task.rows.take(chosen))))
+            broadcast.stepped(options.batch * options.sequence)
             progress.show(job, result.losses[-1])
             due = options.save_every and job.step_count % options.save_every == 0
             if due or job.step_count == task.steps:
-                _save(options, task, job)
+                _save(options, task, job, broadcast)
                 saved_step = job.step_count
     result.steps = job.step_count
     result.interrupted = job.step_count < task.steps
@@ -274,8 +298,11 @@ def _steps(
         )
 
 
-def _save(options: TrainOptions, task: TrainingTask, job: Job) -> None:
+def _save(options: TrainOptions, task: TrainingTask, job: Job, broadcast: Broadcast) -> None:
+    _ = job.last  # which saving waits for, too
+    broadcast.tell_ended()
     data = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
+    data[WRITTEN] = broadcast.records.state()
     job.save(options.out / "checkpoint", data=data)
 
 
@@ -293,7 +320,9 @@ def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Con
     )
 
 
-def evaluate(job: Job, task: TrainingTask, batch: int, screen: Console, when: str) -> dict[str, float]:
+def evaluate(
+    job: Job, task: TrainingTask, batch: int, screen: Console, when: str, broadcast: Broadcast
+) -> dict[str, float]:
     """Loss on the held-out rows, for a classifier also accuracy. Empty if no row is held out.
 
     The loss leaves out the last batch if it is not full, unless it is the only one.
@@ -313,6 +342,7 @@ def evaluate(job: Job, task: TrainingTask, batch: int, screen: Console, when: st
     if task.named.head == "classification":
         found["accuracy"] = correct / len(task.held_out)
         text = f"accuracy {found['accuracy']:.1%}, {text}"
+    broadcast.evaluated(found)
     screen.print(f"{when}: {text} on {len(task.held_out)} held-out rows")
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..compiler.job.job import Job
@@ -11,8 +12,8 @@ from .records import StepRecords
 
 
 class Broadcast:
-    """`begin` once the job is compiled or resumed, `stepped` after each `job.step`, `evaluated`, and `end` at the end,
-    before the job closes. None of them waits for a step, but `end`."""
+    """`begin` once the job is compiled or resumed, `stepped` after each `job.step`, `evaluated`, and `end`, which comes
+    in any case if the job is used in `telling`. Nothing here waits for a step."""
 
     def __init__(self, job: Job, listeners: Sequence[Listener], records: StepRecords | None = None):
         self.job, self.listeners = job, list(listeners)
@@ -28,27 +29,41 @@ class Broadcast:
     def stepped(self, tokens: int) -> None:
         """The job has made a step of that many tokens. Tells of the steps that are known to have ended."""
         self.records.stepped(tokens)
-        self._tell()
+        self.tell_ended()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """The job, at its present step, has these figures on held-out rows."""
-        self._tell()
+        self.tell_ended()
         for listener in self._begun:
             listener.evaluated(self.job.step_count, metrics)
 
-    def end(self, interrupted: bool = False) -> None:
-        """Tells of the last step, unless it broke off, and of the end. May be called again, and then does nothing."""
-        begun, self._begun = self._begun, []
-        if not begun:
-            return
-        self._tell(begun)
-        for listener in begun:
-            listener.end(interrupted)
-
-    def _tell(self, listeners: Sequence[Listener] | None = None) -> None:
+    def tell_ended(self) -> None:
+        """Tell of the steps that have ended, which after `job.last` are all."""
         for record in self.records.take():
-            for listener in self._begun if listeners is None else listeners:
+            for listener in self._begun:
                 listener.step(record)
+
+    def end(self, interrupted: bool = False) -> None:
+        """Tell of the end, once; may be called again."""
+        try:
+            self.tell_ended()
+        finally:
+            begun, self._begun = self._begun, []
+            for listener in begun:
+                listener.end(interrupted)
+
+
+@contextmanager
+def telling(broadcast: Broadcast) -> Iterator[Broadcast]:
+    """Listeners hear of the end however the body ends: of one that raises as of an interruption. Inside of the job's
+    own `with`, as the last step is asked for."""
+    try:
+        yield broadcast
+        _ = broadcast.job.last
+    except BaseException:
+        broadcast.end(interrupted=True)
+        raise
+    broadcast.end()
 
 
 def facts_of(

@@ -16,11 +16,11 @@ from .listener import StepRecord
 
 
 class StepRecords:
-    """`written_bytes`: what the run had written to each host's SSDs before, by host."""
+    """`written_bytes`: what the run's steps have written to each host's SSDs; checkpoints do not count."""
 
-    def __init__(self, job: Job, written_bytes: Mapping[int, int] | None = None):
+    def __init__(self, job: Job):
         self.job = job
-        self.written_bytes = Counter(written_bytes or {})  # host -> bytes to its SSDs since the run began
+        self.written_bytes: Counter[int] = Counter()
         self._flops, self._peak_flops = step_flops(job), peak_flops(job)
         self._tokens: dict[int, int] = {}  # of steps whose report has not come
 
@@ -31,6 +31,14 @@ class StepRecords:
     def take(self) -> list[StepRecord]:
         """The records of the steps that have ended since the last call."""
         return [self._record(report) for report in self.job.take_reports()]
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint needs, so that a resumed run counts on."""
+        return {str(host): written for host, written in self.written_bytes.items()}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """The reverse of `state`."""
+        self.written_bytes = Counter({int(host): written for host, written in state.items()})
 
     def _record(self, report: StepReport) -> StepRecord:
         for route, num_bytes in report.moved_bytes.items():

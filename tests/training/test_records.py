@@ -71,7 +71,8 @@ def test_bytes_to_ssd_add_up_and_wear_the_disk(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     job, batch = job_of("gpt2", on_ssd(), [tmp_path / "disk"])
     lives = 10**9
-    records = StepRecords(job, {0: 1000})
+    records = StepRecords(job)
+    records.load({"0": 1000})
     (host,) = job.hardware.hosts
     worn = host.model_copy(update={"ssds": [host.ssds[0].model_copy(update={"endurance_bytes": lives})]})
     with job:
@@ -83,7 +84,7 @@ def test_bytes_to_ssd_add_up_and_wear_the_disk(tmp_path: Path) -> None:
         assert first.ssd_wear_share is None  # nobody knows the life of this disk
         written = [sum(n for route, n in r.moved_bytes.items() if route.endswith("-> ssd0")) for r in (second, third)]
         assert min(written) > 0 and third.ssd_written_bytes - second.ssd_written_bytes == written[1]
-        assert first.ssd_written_bytes > 1000
+        assert first.ssd_written_bytes > 1000 and records.state() == {"0": third.ssd_written_bytes}
         job.hardware = job.hardware.model_copy(update={"hosts": [worn]})
         job.step(batch)
         records.stepped(TOKENS)
