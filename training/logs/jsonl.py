@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import IO, Any
@@ -18,7 +17,7 @@ FILE = "log.jsonl"
 
 class JsonLog(QueuedListener):
     """Adds to DIRECTORY/log.jsonl; a resumed run goes on behind its earlier lines. A figure that is not finite is
-    null. `time_s` is of the writing, in seconds since 1970."""
+    null."""
 
     name = "jsonl"
     _file: IO[str]
@@ -43,7 +42,7 @@ class JsonLog(QueuedListener):
         self._file.close()
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        row = {"event": event, "time_s": time.time(), **values}
+        row = {"event": event, "time_s": self.time_s, **values}
         self._file.write(json.dumps(_finite(row), allow_nan=False, default=str) + "\n")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 
 from ..listener import Listener, RunFacts, StepRecord
+
+BURST_S = 0.5  # at least, from one burst of writing to the next
 
 
 class QueuedListener(Listener):
@@ -25,6 +28,8 @@ class QueuedListener(Listener):
         self.directory = Path(directory)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.time_s = time.time()  # when it was told what it writes, in seconds since 1970
+        self._hurry = threading.Event()  # set while somebody waits for the thread
         self._error: Exception | None = None
         self._told = False
 
@@ -61,15 +66,27 @@ class QueuedListener(Listener):
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._queue.put(lambda: self.write_end(interrupted))
+        now_s = time.time()
+        self._queue.put(lambda: self._attempt(lambda: self.write_end(interrupted), now_s))
         self._queue.put(None)
+        self._hurry.set()
         thread.join()
         self._tell()
 
     def _put(self, write: Callable[[], None]) -> None:
         self._tell()
         if self._thread is not None and self._error is None:
-            self._queue.put(write)
+            now_s = time.time()
+            self._queue.put(lambda: None if self._error is not None else self._attempt(write, now_s))
+
+    def flush(self) -> None:
+        """Wait until all that it was told is written."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._queue.put(done.set)
+            self._hurry.set()
+            done.wait()
+            self._hurry.clear()
 
     def _tell(self) -> None:
         """Warn of the thread's error, once, in the thread of the script."""
@@ -79,9 +96,15 @@ class QueuedListener(Listener):
             warnings.warn(f"the log {self.name} in {self.directory} is not written further: {what}", stacklevel=4)
 
     def _follow(self) -> None:
-        while (write := self._queue.get()) is not None:
-            if self._error is None:
-                try:
-                    write()
-                except Exception as error:
-                    self._error = error
+        """Do what is in the queue, in bursts: to wake up costs the script's other threads more than to write."""
+        while (do := self._queue.get()) is not None:
+            do()
+            if self._queue.empty():
+                self._hurry.wait(BURST_S)
+
+    def _attempt(self, write: Callable[[], None], time_s: float) -> None:
+        self.time_s = time_s
+        try:
+            write()
+        except Exception as error:
+            self._error = self._error or error

@@ -24,6 +24,4 @@ def scalars(record: StepRecord) -> dict[str, float]:
         found["train/learning_rate" if len(rates) == 1 else f"train/learning_rate/group{index}"] = rate
     found |= {f"peak_bytes/{memory}": peak for memory, peak in record.peak_bytes.items()}
     found |= {f"moved_bytes/{route.replace(' -> ', '_to_')}": count for route, count in record.moved_bytes.items()}
-    for device, shares in record.busy_share.items():
-        found |= {f"busy_share/{device}_{stream.replace(' ', '_')}": share for stream, share in shares.items()}
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,4 +53,4 @@ class TensorBoardLog(QueuedListener):
         self._add(step, summary=self._summary_kind(value=rows))
 
     def _add(self, step: int, **what: Any) -> None:
-        self._writer.add_event(self._event_kind(wall_time=time.time(), step=step, **what))
+        self._writer.add_event(self._event_kind(wall_time=self.time_s, step=step, **what))

@@ -91,7 +91,8 @@ def exact(strategy: str) -> dict[str, Any]:
         assert_same_states(job, eager, REORDERED)
         assert_close(job.state_dict(), eager.model.state_dict(), REORDERED)
         assert job.last is not None and sorted(job.last.busy_share) == ["cpu0", "cpu1"]
-        return {"read": read, "moved": job.last.moved_bytes, "peaks": job.last.peak_bytes}
+        reports = [(report.step, report.loss, report.learning_rates) for report in job.take_reports()]
+        return {"read": read, "reports": reports, "moved": job.last.moved_bytes, "peaks": job.last.peak_bytes}
 
 
 def broken(fault: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def test_ranks_train_as_eager_and_any_of_them_may_read_a_report(strategy: str, t
     found = run(tmp_path, "exact", strategy)
     assert found[0].pop("read") == [2] and found[1].pop("read") == [2, 3]
     assert found[0] == found[1] and found[0]["moved"]
+    assert [(step, rates) for step, _, rates in found[0]["reports"]] == [(step, [0.05]) for step in range(1, 6)]
 
 
 def test_what_breaks_the_end_of_a_step_on_one_rank_is_told_to_who_waits_for_its_report(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.ir.errors import PlanError
-from penstock.tests.training.logged_run import MICRO_BATCHES, STEPS, TOKENS, run
+from penstock.tests.training.logged_run import MICRO_BATCHES, STEPS, TOKENS, compiled, run
 from penstock.training.listener import RunFacts, StepRecord
 from penstock.training.logs import find
 from penstock.training.logs.find import find_logs
@@ -86,6 +86,16 @@ def test_a_resumed_run_goes_on_in_both_files(tmp_path: Path) -> None:
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [event.step for event in read.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+def test_the_page_names_every_curve_and_its_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "logs.md").read_text()
+    told = record(1, gradient_norm=1.0, predicted_s=1.0, model_flops_utilisation=0.5, ssd_wear_share=0.1)
+    assert [name for name in scalars(told) if f"`{name}`" not in page] == []
+    monkeypatch.chdir(tmp_path)
+    job, batch = compiled()
+    exec(page.split("```python\n")[1].split("```")[0], {"job": job, "batches": [batch] * 3})
+    assert [row["event"] for row in lines(tmp_path / "out" / "logs")] == ["begin", *["step"] * 3, "end"]
 
 
 def test_each_group_of_parameters_has_a_curve() -> None:
