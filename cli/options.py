@@ -255,6 +255,10 @@ class TrainOptions(JobOptions):
         list[str] | None,
         typer.Option(help="write OUT/logs: jsonl, tensorboard or wandb (Weights & Biases); repeatable"),
     ] = None
+    serve: Annotated[
+        str | None,
+        typer.Option(help="show the run while it trains as a page of this machine: 127.0.0.1:PORT; port 0 finds one"),
+    ] = None
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
     ] = 0.0

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,10 @@ from ..runtime.processes.interrupt import ECHO_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.state.checkpoint import find_latest
 from ..training.broadcast import Broadcast, facts_of, telling
+from ..training.listener import Listener
+from ..training.live.lines import memory_text
+from ..training.live.server import PageServer
+from ..training.live.terminal import view_on
 from ..training.logs.find import find_logs
 from .data import (
     Codec,
@@ -49,7 +53,6 @@ from .data import (
     stream_rows,
 )
 from .options import TrainOptions
-from .progress import StepScreen, memory_text
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
 SCHEDULES = ("constant", "linear", "cosine")
@@ -100,7 +103,23 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise PlanError(f"{options.out} holds a checkpoint; --resume goes on from it, another --out begins anew")
     if last is None and options.resume:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
-    logs = find_logs(options.log or (), options.out / "logs") if is_main else []
+    with ExitStack() as pages:
+        return _train(options, screen, _listeners(options, screen, pages) if is_main else [])
+
+
+def _listeners(options: TrainOptions, screen: Console, pages: ExitStack) -> list[Listener]:
+    """The view in the terminal, logs, and a page, which serves from now until `pages` closes."""
+    found = [view_on(screen), *find_logs(options.log or (), options.out / "logs")]
+    if options.serve is not None:
+        page = PageServer(options.serve)
+        pages.callback(page.close)
+        screen.print(f"live page: {page.address}", soft_wrap=True)
+        found.append(page)
+    return found
+
+
+def _train(options: TrainOptions, screen: Console, listeners: list[Listener]) -> TrainResult:
+    is_main = own_device() == 0
     task = prepare(options, screen)
     job = compile_task(options, task)
     screen.print(
@@ -111,14 +130,13 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         options.remember(options.out / "programs")
     result = TrainResult()
     try:
-        with job, telling(Broadcast(job, logs)) as broadcast:
+        with job, telling(Broadcast(job, listeners)) as broadcast:
             sampler = _begin(options, task, job, screen, broadcast)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training", broadcast)
             with interruptible() as stop:
                 _steps(options, task, job, screen, sampler, result, stop, broadcast)
             if result.interrupted:
-                _ = job.last
                 broadcast.end(interrupted=True)
             else:
                 result.after = evaluate(job, task, options.batch, screen, f"after {job.step_count} steps", broadcast)
@@ -274,23 +292,23 @@ def _steps(
     """Train until the last step or until `stop` is set; save on the way and at the end."""
     saved_step = job.step_count
     began_s, before = time.perf_counter(), job.step_count
-    with StepScreen(screen, task.steps, job.step_count, options.batch * options.sequence) as progress:
-        for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # epoch after epoch
-            if job.step_count >= task.steps or any(job.of_all_ranks(stop.is_set())):
-                break
-            result.losses.append(float(job.step(task.rows.take(chosen))))
-            broadcast.stepped(options.batch * options.sequence)
-            progress.show(job, result.losses[-1])
-            due = options.save_every and job.step_count % options.save_every == 0
-            if due or job.step_count == task.steps:
-                _save(options, task, job, broadcast)
-                saved_step = job.step_count
+    for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # epoch after epoch
+        if job.step_count >= task.steps or any(job.of_all_ranks(stop.is_set())):
+            break
+        result.losses.append(float(job.step(task.rows.take(chosen))))
+        broadcast.stepped(options.batch * options.sequence)
+        due = options.save_every and job.step_count % options.save_every == 0
+        if due or job.step_count == task.steps:
+            _save(options, task, job, broadcast)
+            saved_step = job.step_count
+    elapsed_s = time.perf_counter() - began_s
+    broadcast.flush()
     result.steps = job.step_count
     result.interrupted = job.step_count < task.steps
     if result.interrupted:
         screen.print(f"stopped at step {job.step_count} of {task.steps}; {job.step_count - saved_step} steps not saved")
     elif job.last is not None:
-        mean_s = (time.perf_counter() - began_s) / (job.step_count - before)
+        mean_s = elapsed_s / (job.step_count - before)
         screen.print(
             f"{job.step_count - before} steps, {format_seconds(mean_s)} each with data and checkpoints; peak "
             f"{memory_text(job.last.peak_bytes)}",

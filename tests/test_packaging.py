@@ -44,7 +44,7 @@ def test_every_data_file_is_packaged() -> None:
         for pattern in globs.split()
         for file in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
     }
-    endings = ("yaml", "json", "txt")
+    endings = ("yaml", "json", "txt", "html")
     present = {file for room in ROOMS for ending in endings for file in (ROOT / room).rglob(f"*.{ending}")}
     assert packaged == present | {ROOT / "py.typed"}
 
@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_rooms_and_their_data(wheel: Path) -> None:
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
     source = [ROOT / name for name in ("__init__.py", "errors.py", "py.typed")]
-    source += [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    source += [file for room in ROOMS for ending in ("py", "html") for file in (ROOT / room).rglob(f"*.{ending}")]
     assert names == {"penstock" / file.relative_to(ROOT) for file in source}
 
 

@@ -43,6 +43,13 @@ class Broadcast:
             for listener in self._begun:
                 listener.step(record)
 
+    def flush(self) -> None:
+        """Wait for the end of the last step, tell of it, and wait until listeners have shown and written all."""
+        _ = self.job.last
+        self.tell_ended()
+        for listener in self._begun:
+            listener.flush()
+
     def end(self, interrupted: bool = False) -> None:
         """Tell of the end, once; may be called again."""
         try:

@@ -56,5 +56,8 @@ class Listener:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation on held-out rows."""
 
+    def flush(self) -> None:
+        """Waits until all that it was told is shown or written."""
+
     def end(self, interrupted: bool = False) -> None:
         """After the last step, also when the run broke off. Called once."""

@@ -80,7 +80,6 @@ class QueuedListener(Listener):
             self._queue.put(lambda: None if self._error is not None else self._attempt(write, now_s))
 
     def flush(self) -> None:
-        """Wait until all that it was told is written."""
         if self._thread is not None:
             done = threading.Event()
             self._queue.put(done.set)
