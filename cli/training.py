@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -134,7 +133,7 @@ def _train(options: TrainOptions, screen: Console, listeners: list[Listener]) ->
             sampler = _begin(options, task, job, screen, broadcast)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training", broadcast)
-            with interruptible() as stop:
+            with interruptible(screen) as stop:
                 _steps(options, task, job, screen, sampler, result, stop, broadcast)
             if result.interrupted:
                 broadcast.end(interrupted=True)
@@ -375,8 +374,8 @@ def _say_how_to_resume(options: TrainOptions, screen: Console) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C (or SIGTERM) sets; the second one raises KeyboardInterrupt.
+def interruptible(screen: Console) -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C (or SIGTERM) sets, and the end; the second one raises KeyboardInterrupt.
 
     torchrun passes on a signal that the terminal has already sent to its ranks, so under torchrun a signal that follows
     within `ECHO_S` does not count as a second one.
@@ -387,7 +386,7 @@ def interruptible() -> Iterator[threading.Event]:
         return
 
     echo_s = ECHO_S if TorchrunDriver.is_present() else 0.0
-    first_s = 0.0
+    first_s, is_over = 0.0, False
 
     def take(number: int, frame: object) -> None:
         nonlocal first_s
@@ -397,11 +396,20 @@ def interruptible() -> Iterator[threading.Event]:
             return
         stop.set()
         first_s = time.monotonic()
-        os.write(2, b"\nstopping behind this step; once more stops at once\n")  # printing is not safe in a handler
 
+    def say() -> None:
+        stop.wait()
+        if not is_over:
+            screen.print("stopping behind this step; once more stops at once")
+
+    teller = threading.Thread(target=say, name="penstock-stop", daemon=True)  # printing is not safe in a handler
+    teller.start()
     before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        is_over = True
+        stop.set()
+        teller.join()

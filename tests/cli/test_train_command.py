@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,17 @@ def test_ctrl_c_ends_behind_the_step_and_says_how_to_go_on(
 
 
 def test_the_second_ctrl_c_does_not_wait() -> None:
-    with pytest.raises(KeyboardInterrupt), interruptible() as stop:
+    screen = Console(file=StringIO(), width=200)
+    with pytest.raises(KeyboardInterrupt), interruptible(screen) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.wait(5)
+        while not screen.file.getvalue():  # type: ignore[attr-defined]
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(5)
+    with interruptible(screen):
+        pass  # says nothing
+    assert screen.file.getvalue() == "stopping behind this step; once more stops at once\n"  # type: ignore[attr-defined]
 
 
 def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_run_and_its_resumption_are_one_log(text: Path, tmp_path: Path, monkey
         return loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "interruptible", lambda: nullcontext(stop))
+        patch.setattr(training, "interruptible", lambda _: nullcontext(stop))
         patch.setattr(Job, "step", stopping)
         first, _ = run(options(text, out, **chosen))
     assert first.interrupted

@@ -16,6 +16,7 @@ from .curve import Curve
 RECENT = 20  # the number of steps over which figures are averaged
 MOST_EVALUATIONS = 200  # that are kept
 WAITING = (ops.SEND, ops.RECV, ops.COMM)  # streams that are busy while they wait for other devices
+ORDER = (ops.COMPUTE, *(stream for stream in ops.STREAMS if stream not in (ops.COMPUTE, ops.HOST)), ops.HOST)
 PREPARING, TRAINING, ENDED, INTERRUPTED = "preparing", "training", "ended", "interrupted"
 
 
@@ -142,7 +143,7 @@ class RunState(Listener):
 
 def _mean_shares(records: list[StepRecord]) -> dict[str, dict[str, float]]:
     """The mean share of each kind of stream; of several streams of one kind, such as those to each peer, the busiest
-    counts."""
+    counts. Computation comes first."""
     last = records[-1].busy_share
     means: dict[str, dict[str, float]] = {}
     for device, streams in last.items():
@@ -151,4 +152,8 @@ def _mean_shares(records: list[StepRecord]) -> dict[str, dict[str, float]]:
             share = fmean(record.busy_share.get(device, {}).get(stream, 0.0) for record in records)
             kind = stream.split()[0]
             kinds[kind] = max(share, kinds.get(kind, 0.0))
-    return means
+    return {device: dict(sorted(kinds.items(), key=_place)) for device, kinds in means.items()}
+
+
+def _place(kind: tuple[str, float]) -> int:
+    return ORDER.index(kind[0]) if kind[0] in ORDER else len(ORDER)
