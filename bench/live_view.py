@@ -38,7 +38,7 @@ READER = "import sys, urllib.request\nfor line in urllib.request.urlopen(sys.arg
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=12, help="of blocks")
+    parser.add_argument("--pairs", type=int, default=20, help="of blocks")
     parser.add_argument("--views", nargs="+", help="these together only; by default each, and both together")
     args = parser.parse_args()
     torch.set_num_threads(1)
