@@ -42,8 +42,11 @@ def refuse_arguments(args: Any) -> None:
         raise PlanError(f"TrainingArguments(lr_scheduler_type={kind!r}) depends on evaluations; use: 'linear'")
     if args.train_sampling_strategy == "group_by_length":
         raise PlanError("TrainingArguments(train_sampling_strategy='group_by_length'): use: 'random'")
-    if args.world_size > 1:
-        raise PlanError(f"{args.world_size} ranks: this trainer is one process; use penstock.compile with torchrun")
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise PlanError(
+            "TrainingArguments(average_tokens_across_devices=False): the loss of a Job is the mean over the tokens of "
+            "all ranks; use: True"
+        )
 
 
 def refuse_trainer(trainer: Any, own_loss: Any) -> None:
@@ -68,12 +71,13 @@ def require_torch_optimizer(kind: type, name: str) -> None:
         raise PlanError(f"TrainingArguments(optim={name!r}) is {kind.__module__}.{kind.__name__}; use: 'adamw_torch'")
 
 
-def require_whole_batches(args: Any, rows: int, batches: int, batch_rows: int, steps: int) -> None:
-    """Raise `PlanError` where some step would have fewer rows than the others."""
-    whole = batch_rows * args.gradient_accumulation_steps
-    used = batches * batch_rows if args.dataloader_drop_last else rows
-    if used % whole and steps > used // whole:
+def require_whole_batches(args: Any, rows: int, whole: int, steps: int, reason: str) -> None:
+    """Raise `PlanError` where some step would have fewer rows than the others, and cannot be filled up."""
+    used = rows // args.world_size // args.train_batch_size * args.train_batch_size * args.world_size
+    used = used if args.dataloader_drop_last else rows
+    if reason and used % whole and steps > used // whole:
         raise PlanError(
             f"train_dataset has {rows} rows, which do not make whole batches of {whole} (per_device_train_batch_size x "
-            f"gradient_accumulation_steps): every step of a Job has as many rows; give it {rows // whole * whole}"
+            "gradient_accumulation_steps x ranks): every step of a Job has as many rows, and none can be filled up, as "
+            f"{reason}; give it {rows // whole * whole}"
         )

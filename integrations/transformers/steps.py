@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
+from transformers.trainer_callback import ProgressCallback
 
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
 from ...ir.errors import PlanError
+from ...training.broadcast import Broadcast, facts_of, telling
+from ...training.listener import Listener
+from ...training.live.server import PageServer
+from ...training.live.terminal import TerminalView, view_on
+from .batches import TOKENS, BatchForm, count_rows, form_of, joined, why_not_fillable
+from .evaluation import evaluate, shifts_labels
 from .refusals import refuse_arguments, refuse_trainer, require_torch_optimizer, require_whole_batches
 from .schedule import make_schedule
 
@@ -22,20 +32,37 @@ else:
     Host = object
 
 FOLDER = "penstock"  # the job's part of a checkpoint
+logger = logging.getLogger(__name__)
 
 
 class StepsByJob(Host):
-    """Mixed in before a Trainer. The Trainer's optimizer never steps: it holds the learning rates that are logged."""
+    """Mixed in before a Trainer. The Trainer's optimizer never steps: it holds the learning rates that are logged.
+
+    hardware, compile_options: for `penstock.compile`. max_length: what rows of token ids are padded to; the longest row
+    of the data sets if it is left out. listeners: are told of the run, such as the logs of `penstock.training.logs`.
+    serve: HOST:PORT of a page that shows the run.
+    """
 
     optimizer: Any
     lr_scheduler: Any
     own_loss: Any = None  # the `compute_loss` that is the model's own
 
     def __init__(
-        self, *args: Any, hardware: Any = "auto", compile_options: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        hardware: Any = "auto",
+        compile_options: Mapping[str, Any] | None = None,
+        max_length: int | None = None,
+        listeners: Sequence[Listener] = (),
+        serve: str | None = None,
+        **kwargs: Any,
     ):
         self.hardware, self.compile_options = hardware, dict(compile_options or {})
+        self.max_length, self.listeners, self.serve = max_length, list(listeners), serve
         self.job: Job | None = None
+        self._form: BatchForm | None = None
+        self._broadcast: Broadcast | None = None
+        self._run = ExitStack()
         self._taken_batches: list[Any] = []
         self._waiting: list[Any] = []
         self._checkpoint: str | None = None
@@ -53,17 +80,13 @@ class StepsByJob(Host):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            with ExitStack() as self._run:
+                return super()._inner_training_loop(*args, **kwargs)
         finally:
-            job, self.job = self.job, None
-            if job is not None:
-                job.close()
+            self.job = self._form = self._broadcast = None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.optimizer, self.lr_scheduler = None, None
-        rows = getattr(self.train_dataset, "__len__", None)
-        if rows is not None:
-            require_whole_batches(self.args, rows(), len(train_dataloader), self._train_batch_size, max_steps)
         kind, self._optimizer_options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
         )
@@ -83,6 +106,7 @@ class StepsByJob(Host):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
+        self.accelerator._models.append(self.model)  # or an evaluation would wrap the model's forward
         return self.model, train_dataloader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -95,12 +119,70 @@ class StepsByJob(Host):
         self._waiting.append(inputs)
         if len(self._waiting) < len(self._taken_batches):
             return torch.zeros((), device=self.args.device)
-        batch, self._waiting = _joined(self._waiting), []
+        batches, self._waiting = self._waiting, []
+        if self._form is None:
+            self._form = self._found_form(batches[0])
+        batch = self._gathered([self._form.padded(each) for each in batches])
+        tokens = batch[TOKENS].numel() if TOKENS in batch else count_rows(batch)
         if self.job is None:
-            self.job = self._compiled(batch)
-        return self.job.step(batch).detach().to(self.args.device)
+            self.job, self._broadcast = self._begun(batch)
+        assert self._broadcast is not None
+        loss = self.job.step(self._form.filled(batch))
+        self._broadcast.stepped(tokens)
+        return loss.detach().to(self.args.device)
 
-    def _compiled(self, batch: Any) -> Job:
+    def _found_form(self, batch: Any) -> BatchForm:
+        rows = self.get_total_train_batch_size(self.args)
+        multiple = getattr(self.data_collator, "pad_to_multiple_of", None) or 1
+        pad_id = getattr(self.processing_class, "pad_token_id", None)
+        pad_id = getattr(self.model.config, "pad_token_id", None) if pad_id is None else pad_id
+        return form_of(batch, rows, self._datasets(), self.max_length, multiple, pad_id or 0)
+
+    def _datasets(self) -> Iterable[Any]:
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        return (self.train_dataset, *evaluated.values())
+
+    def _gathered(self, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The batches of all ranks as one."""
+        batch = joined(batches)
+        if self.args.world_size == 1:
+            return batch
+        return {name: self.accelerator.gather(value.to(self.args.device)).cpu() for name, value in batch.items()}
+
+    def _begun(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
+        """The job, and who is told of its steps, until the run ends."""
+        assert self._form is not None
+        rows = getattr(self.train_dataset, "__len__", None)
+        if rows is not None:
+            reason = why_not_fillable(batch, self.model)
+            require_whole_batches(self.args, rows(), self._form.rows, self._total_steps, reason)
+        listeners = self._listeners()
+        job = self._run.enter_context(self._compiled(self._form.filled(batch)))
+        if self._checkpoint is not None:
+            job.resume(Path(self._checkpoint) / FOLDER)
+        broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
+        name = Path(self.args.output_dir).name
+        broadcast.begin(facts_of(job, name, str(self.args.output_dir), self._total_steps, self._form.rows))
+        return job, broadcast
+
+    def _listeners(self) -> list[Listener]:
+        """Those given, a page, and the view in the terminal, which takes the place of the Trainer's progress bar."""
+        if not self.is_world_process_zero():
+            return []
+        found = list(self.listeners)
+        if self.serve is not None:
+            page = PageServer(self.serve)
+            self._run.callback(page.close)
+            logger.warning("live page: %s", page.address)
+            found.append(page)
+        if not self.args.disable_tqdm:
+            view = view_on(Console())
+            if isinstance(view, TerminalView):
+                self.remove_callback(ProgressCallback)
+                found.append(view)
+        return found
+
+    def _compiled(self, batch: dict[str, Tensor]) -> Job:
         args = self.args
         self.model.train()
         options = {
@@ -124,10 +206,7 @@ class StepsByJob(Host):
             "seed": args.seed,
             "steps": self._total_steps,
         }
-        job = compile_job(self.model, self.hardware, example_inputs=batch, **{**options, **self.compile_options})
-        if self._checkpoint is not None:
-            job.resume(Path(self._checkpoint) / FOLDER)
-        return job
+        return compile_job(self.model, self.hardware, example_inputs=batch, **{**options, **self.compile_options})
 
     def _clip_grad_norm(self, model: Any) -> None:
         """The job clips."""
@@ -144,19 +223,63 @@ class StepsByJob(Host):
         self._sync()
         return super()._finalize_training(*args, **kwargs)
 
-    # --- what reads the weights
-
-    def _sync(self) -> None:
-        if self.job is not None:
-            self.job.sync()
+    # --- evaluation: by the job while it trains, else by the model on one device
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._sync()
+        if self.job is not None:
+            found = super().evaluation_loop(*args, **kwargs)
+            assert self._broadcast is not None
+            self._broadcast.evaluated({k: v for k, v in found.metrics.items() if isinstance(v, (int, float))})
+            return found
         self.model.to(self.args.device)
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
             self.model.to("cpu")
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        if self.job is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        assert self._form is not None
+        own = self._form.padded(inputs)
+        batch = self._gathered([own])
+        reason = self.job.folder.settings.evaluation or ""
+        if count_rows(batch) % self._form.rows:
+            reason = reason or why_not_fillable(batch, self.model)
+        if reason:
+            return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
+        loss, outputs = evaluate(self.job, self._form, batch, shifts_labels(self.model), not prediction_loss_only)
+        if loss is not None:
+            loss = loss.to(self.args.device)
+        if prediction_loss_only:
+            return loss, None, None
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        first = self.args.process_index * count_rows(own)
+        logits = tuple(
+            value[first : first + count_rows(own)].to(self.args.device)
+            for name, value in outputs.items()
+            if name not in ignore_keys
+        )
+        labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
+        return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
+
+    def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
+        logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)
+        self._sync()
+        self.model.to(self.args.device)
+        try:
+            return super().prediction_step(model, inputs, loss_only, ignore_keys)
+        finally:
+            self.model.to("cpu")
+
+    # --- what reads the weights
+
+    def _sync(self) -> None:
+        if self.job is not None:
+            self.job.sync()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._sync()
@@ -165,18 +288,10 @@ class StepsByJob(Host):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.job is not None, "checkpoints are saved behind steps"
         self.job.save(Path(output_dir) / FOLDER)
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
 
-def _joined(batches: list[Any]) -> dict[str, Tensor]:
-    """The micro-batches as one global batch. Raises `PlanError` where their shapes differ."""
-    found = {}
-    for name in batches[0]:
-        shapes = {tuple(batch[name].shape[1:]) for batch in batches}
-        if len(shapes) > 1:
-            raise PlanError(
-                f"the batches of {name!r} have rows of shapes {sorted(shapes)}; pad all to one length: "
-                "tokenizer(..., padding='max_length', max_length=...)"
-            )
-        found[name] = torch.cat([batch[name] for batch in batches]).cpu()
-    return found
+def _one_or_all(values: tuple[Tensor, ...]) -> Any:
+    """As a Trainer hands over labels: nothing, the one, or all."""
+    return None if not values else values[0] if len(values) == 1 else values

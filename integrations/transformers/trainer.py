@@ -13,6 +13,6 @@ from .steps import StepsByJob
 
 
 class PenstockTrainer(StepsByJob, Trainer):
-    """As `Trainer`, with `hardware` and `compile_options` for `penstock.compile`."""
+    """As `Trainer`; see `StepsByJob` for what it takes beside."""
 
     own_loss = Trainer.compute_loss

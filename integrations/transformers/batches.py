@@ -1,0 +1,122 @@
+"""Global batches of one shape, out of the batches that a Trainer's collator makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...ir.errors import BatchError
+
+IGNORED = -100  # a label that the loss leaves out
+TOKENS = "input_ids"
+AS_LONG_AS = {"decoder_input_ids": "labels", "decoder_attention_mask": "labels"}  # where the collator makes them
+PADDED_WITH_0 = ("attention_mask", "token_type_ids", "decoder_attention_mask")
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """The shape of a step's batch: its rows, and for inputs of token ids and the like their lengths."""
+
+    rows: int
+    lengths: Mapping[str, int]
+    pad_id: int = 0
+
+    def padded(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The batch on the host, each input at its length.
+
+        Raises `BatchError` for one that is longer, or that nothing says how to pad.
+        """
+        unmasked = TOKENS in batch and "attention_mask" not in batch
+        return {name: self._padded(name, value, unmasked) for name, value in batch.items()}
+
+    def _padded(self, name: str, value: Any, unmasked: bool) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise BatchError(f"the batch's {name!r} is a {type(value).__name__}; a Job takes tensors")
+        length = self.lengths.get(name)
+        if length is None or value.dim() != 2 or value.shape[1] == length:
+            return value.cpu()
+        found = f"the batch's {name!r} has rows of {value.shape[1]}, and those of this run have {length}"
+        if value.shape[1] > length:
+            raise BatchError(f"{found}; give the trainer max_length={value.shape[1]} or more, or truncate the rows")
+        fill = {TOKENS: self.pad_id, "decoder_input_ids": self.pad_id, "labels": IGNORED} | dict.fromkeys(
+            PADDED_WITH_0, 0
+        )
+        if name not in fill or unmasked:
+            what = "there is no attention_mask" if unmasked else "nothing says how to pad it"
+            raise BatchError(f"{found}, and {what}; pad all rows to one length: padding='max_length'")
+        return functional.pad(value, (0, length - value.shape[1]), value=fill[name]).cpu()
+
+    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with as many rows as every step has: copies of the first one, of which no label counts."""
+        missing = self.rows - count_rows(batch)
+        if missing == 0:
+            return batch
+        found = {name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for name, value in batch.items()}
+        found["labels"][-missing:] = IGNORED
+        return found
+
+
+def form_of(
+    batch: Mapping[str, Tensor], rows: int, datasets: Iterable[Any], max_length: int | None, multiple: int, pad_id: int
+) -> BatchForm:
+    """The form of a run whose first batch this is. Lengths are `max_length`, or those of the longest rows, or the first
+    batch's where rows are no token ids; `multiple`: what the collator makes lengths a multiple of."""
+    longest = {} if max_length is not None else longest_rows(datasets)
+    lengths = {}
+    for name, value in batch.items():
+        if value.dim() == 2:
+            own = AS_LONG_AS.get(name, name)
+            known = max_length or longest.get(own) or longest.get(TOKENS) or 0
+            known = -(-known // multiple) * multiple
+            lengths[name] = known if max_length else max(known, value.shape[1])
+    return BatchForm(rows, lengths, pad_id)
+
+
+def longest_rows(datasets: Iterable[Any]) -> dict[str, int]:
+    """For each list of numbers in the rows of these data sets, the most that a row has. Empty where rows have none."""
+    found: dict[str, int] = {}
+    for dataset in datasets:
+        if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset):
+            for number in range(len(dataset)):
+                row = dataset[number]
+                if not isinstance(row, Mapping) or TOKENS not in row:
+                    break
+                for name, value in row.items():
+                    if _is_list_of_numbers(value):
+                        found[name] = max(found.get(name, 0), len(value))
+    return found
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 1
+    return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], int))
+
+
+def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Batches of one shape as one."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def count_rows(batch: Mapping[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Why a short batch cannot be filled with rows that do not count; "" if it can."""
+    labels = batch.get("labels")
+    if labels is None:
+        return "its batches have no 'labels'"
+    if labels.is_floating_point():
+        return "its labels are no classes, of which a loss could leave some out"
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "the model's BatchNorm mixes rows"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return "the model adds a loss of its routers over all rows"
+    return ""

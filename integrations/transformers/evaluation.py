@@ -1,0 +1,50 @@
+"""Evaluates a Trainer's batches through the programs of its job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from ...compiler.job.job import Job
+from .batches import IGNORED, BatchForm, count_rows
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether the model's loss leaves out the first label of each row."""
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss and not is_encoder_decoder
+
+
+def evaluate(
+    job: Job, form: BatchForm, batch: dict[str, Tensor], shifted: bool, outputs: bool
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The loss and the outputs of a batch of any number of rows, which go through the job some at a time. A loss is the
+    mean over all labels that count. `batch` has the lengths of `form`."""
+    total, count = 0.0, 0
+    found: list[dict[str, Tensor]] = []
+    has_loss = True
+    for first in range(0, count_rows(batch), form.rows):
+        part = {name: value[first : first + form.rows] for name, value in batch.items()}
+        given = job.evaluate(form.filled(part), outputs=outputs)
+        has_loss = "loss" in given
+        if has_loss and (here := _count(part, shifted)):
+            total, count = total + float(given.loss) * here, count + here
+        found.append({name: value[: count_rows(part)] for name, value in given.items() if name != "loss"})
+    gathered = {name: torch.cat([part[name] for part in found]) for name in found[0]}
+    return torch.tensor(total / count if count else math.nan) if has_loss else None, gathered
+
+
+def _count(batch: Mapping[str, Tensor], shifted: bool) -> int:
+    """What the loss of these rows divides by: their labels, or the rows."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return count_rows(batch)
+    if shifted and labels.dim() > 1:
+        labels = labels[..., 1:]
+    return int(labels.ne(IGNORED).sum())

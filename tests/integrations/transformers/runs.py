@@ -1,0 +1,118 @@
+"""The same run by `Trainer` and by `PenstockTrainer`."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.integrations.transformers import PenstockTrainer
+from penstock.ir.machine.hardware import Hardware
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+TOLERANCE = 1e-5  # fp32 on one device and one thread, micro-batches summed in another order
+FAST = {"strategy": "mobius", "micro_batches": 2}  # no search
+VOCABULARY = 61
+
+
+def causal():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config), [row(i) for i in range(32)]
+
+
+def row(number, length=12):
+    """Tokens, of which the first have no label: how many differs from row to row."""
+    tokens = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(number))
+    labels = tokens.clone()
+    labels[: 1 + number % 7] = -100
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def llama():
+    """Rows of 8 to 14 tokens with all labels."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    rows = [row(i, 8 + i % 7) for i in range(30)]
+    return LlamaForCausalLM(config), [{**each, "labels": each["input_ids"].clone()} for each in rows]
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+    )  # fmt: skip
+    return BertForSequenceClassification(config), [{**row(i), "labels": torch.tensor(i % 3)} for i in range(32)]
+
+
+def seq2seq():
+    """Sources of 8 to 14 tokens, targets of 4 to 6."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    rows = [{**row(i, 8 + i % 7), "labels": row(99 + i, 4 + i % 3)["input_ids"]} for i in range(32)]
+    return T5ForConditionalGeneration(config), rows
+
+
+def padding(rows):
+    """A collator that pads to the longest row of the batch."""
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {name: pad([each[name] for each in rows], batch_first=True, padding_value=fill[name]) for name in rows[0]}
+
+
+def arguments(folder, **changes):
+    known = dict(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5,
+        learning_rate=1e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return TrainingArguments(**{**known, **changes})
+
+
+def made(kind, model, rows, folder, trainer=None, **changes):
+    """A trainer of that kind; `trainer`: what else it is given."""
+    given = {} if kind is Trainer else {"hardware": Hardware.cpu(1, memory="8GB"), "compile_options": FAST}
+    given |= {"train_dataset": rows, "eval_dataset": rows[:7]} | (trainer or {})
+    return kind(model=model, args=arguments(folder, **changes), **given)
+
+
+def trained(kind, make, folder, resume=None, trainer=None, **changes):
+    found = made(kind, *make(), folder, trainer, **changes)
+    found.train(resume_from_checkpoint=resume)
+    return found
+
+
+def both(make, folder, trainer=None, **changes):
+    ours = trained(PenstockTrainer, make, folder / "ours", trainer=trainer, **changes)
+    return ours, trained(Trainer, make, folder / "plain", trainer=trainer, **changes)
+
+
+def told(trainer, name):
+    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+
+
+def require_equal(ours, plain, tolerance=TOLERANCE):
+    assert len(told(plain, "loss")) == len(told(ours, "loss")) > 0
+    for name in ("loss", "learning_rate", "grad_norm"):
+        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=tolerance)
+    for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters()):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)

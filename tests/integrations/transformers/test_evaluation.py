@@ -1,0 +1,74 @@
+"""Evaluations while training go through the job, and are those of `Trainer`."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
+
+from penstock.integrations.transformers import PenstockTrainer
+from penstock.tests.integrations.transformers.runs import (
+    TOLERANCE,
+    both,
+    causal,
+    classifier,
+    llama,
+    padding,
+    require_equal,
+    seq2seq,
+    told,
+    trained,
+)
+
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def accuracy(found):
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "rows": len(found.label_ids)}
+
+
+@pytest.mark.parametrize("make", [causal, llama, seq2seq])
+@pytest.mark.parametrize("rows", [2, 8], ids=["smaller batches", "larger batches"])
+def test_same_losses(make, rows, tmp_path):
+    """7 rows, in batches with fewer or more rows than a step has, of which the last is short."""
+    changes = {**EVALUATING, "per_device_eval_batch_size": rows, "max_steps": 4}
+    changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    ours, plain = both(make, tmp_path, {"data_collator": padding}, **changes)
+    assert len(told(plain, "eval_loss")) == 2
+    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_same_metrics_and_best_model(tmp_path):
+    alike = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 6}
+    keeping = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "learning_rate": 3e-2}
+    given = {"compute_metrics": accuracy, "callbacks": [EarlyStoppingCallback(3)]}
+    ours, plain = both(classifier, tmp_path, given, **alike, **keeping, **EVALUATING)
+    for name in ("eval_accuracy", "eval_rows", "eval_loss"):
+        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=1e-3, atol=TOLERANCE)
+    assert ours.state.best_global_step == plain.state.best_global_step
+    require_equal(ours, plain, tolerance=1e-4)  # at this learning rate a step of AdamW moves weights by 3e-2
+
+
+def test_predictions_after_training(tmp_path):
+    ours, plain = both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
+    np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-4, atol=TOLERANCE)
+
+
+def test_labels_that_always_count_are_evaluated_by_the_model(tmp_path, caplog):
+    def regression():
+        model, rows = classifier()
+        model.config.num_labels, model.config.problem_type = 1, "regression"
+        torch.manual_seed(0)
+        rows = [{**each, "labels": torch.tensor(i / 32)} for i, each in enumerate(rows)]
+        return BertForSequenceClassification(model.config), rows
+
+    changes = {**EVALUATING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    with caplog.at_level(logging.WARNING):
+        ours = trained(PenstockTrainer, regression, tmp_path / "a", **changes)
+    plain = trained(Trainer, regression, tmp_path / "b", **changes)
+    assert "evaluated by the model" in caplog.text
+    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)

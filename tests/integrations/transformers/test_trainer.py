@@ -1,0 +1,144 @@
+"""A run by `PenstockTrainer` is that of `Trainer`: losses and weights, also when resumed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from penstock.errors import PlanError
+from penstock.integrations.transformers import PenstockTrainer
+from penstock.tests.integrations.transformers.runs import (
+    both,
+    causal,
+    classifier,
+    llama,
+    made,
+    padding,
+    require_equal,
+    seq2seq,
+    told,
+    trained,
+)
+from penstock.training.logs.jsonl import JsonLog
+
+
+def test_same_run_of_a_causal_model(tmp_path):
+    require_equal(*both(causal, tmp_path))
+
+
+def test_same_run_of_rows_of_many_lengths_and_a_short_last_batch(tmp_path):
+    """30 rows are 7 steps of 4 and one of 2, for two epochs."""
+    require_equal(*both(llama, tmp_path, {"data_collator": padding}, max_steps=-1, num_train_epochs=2))
+
+
+def test_same_run_of_an_encoder_decoder(tmp_path):
+    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    require_equal(*both(seq2seq, tmp_path, {"data_collator": padding}, **whole))
+
+
+def test_same_run_of_a_classifier(tmp_path):
+    require_equal(*both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1))
+
+
+def test_accumulated_batches_of_a_classifier_are_one_batch(tmp_path):
+    """Trainer adds up the means of micro-batches where a model leaves `num_items_in_batch` aside, as BERT's and T5's
+    losses do; a Job's loss is the mean over the whole batch."""
+    ours = trained(PenstockTrainer, classifier, tmp_path / "a")
+    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    require_equal(ours, trained(Trainer, classifier, tmp_path / "b", **whole))
+
+
+def test_resumes_in_the_middle(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trained(PenstockTrainer, causal, tmp_path / "a", **saving)
+    again = trained(PenstockTrainer, causal, tmp_path / "a", str(tmp_path / "a" / "checkpoint-3"), **saving)
+    require_equal(again, trained(Trainer, causal, tmp_path / "b"))
+
+
+def test_resumes_without_skipping_data(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "ignore_data_skip": True}
+    found = []
+    for kind in (PenstockTrainer, Trainer):
+        folder = tmp_path / kind.__name__
+        trained(kind, causal, folder, **saving)
+        found.append(trained(kind, causal, folder, str(folder / "checkpoint-3"), **saving))
+    require_equal(*found)
+
+
+def test_refuses_to_resume_from_another_trainer(tmp_path):
+    trained(Trainer, causal, tmp_path, save_strategy="steps", save_steps=3)
+    with pytest.raises(PlanError, match="saved by another trainer"):
+        trained(PenstockTrainer, causal, tmp_path, str(tmp_path / "checkpoint-3"))
+
+
+def test_half_precision_is_that_of_autocast(tmp_path):
+    """bf16 has 8 bits: activations differ by 2 ** -8 between two orders of the same sums."""
+    ours, plain = both(causal, tmp_path, bf16=True)
+    torch.testing.assert_close(told(ours, "loss"), told(plain, "loss"), rtol=2**-8, atol=0.0)
+    assert not torch.equal(told(ours, "loss"), told(trained(PenstockTrainer, causal, tmp_path), "loss"))
+
+
+def test_adapter_of_peft(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        model, rows = causal()
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0)), rows
+
+    ours, plain = both(adapted, tmp_path, save_strategy="steps", save_steps=5)
+    require_equal(ours, plain)
+    assert (tmp_path / "ours" / "checkpoint-5" / "adapter_model.safetensors").is_file()
+
+
+class StopsAt3(TrainerCallback):
+    def __init__(self):
+        self.heard = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.heard.append(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+
+def test_callbacks_hear_and_stop(tmp_path):
+    callback = StopsAt3()
+    found = trained(PenstockTrainer, causal, tmp_path, trainer={"callbacks": [callback]})
+    assert callback.heard == [0, 1, 2]
+    assert len(told(found, "loss")) == found.state.global_step == 3
+
+
+def test_reports_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained(PenstockTrainer, causal, tmp_path, report_to="tensorboard")
+    (events,) = tmp_path.rglob("events.out.*")
+    found = EventAccumulator(str(events)).Reload()
+    assert len(found.Scalars("train/loss")) == 5
+    assert len(found.Scalars("train/grad_norm")) == 5
+
+
+def test_listeners_hear_of_steps_and_evaluations(tmp_path):
+    given = {"listeners": [JsonLog(tmp_path / "logs")], "serve": "127.0.0.1:0"}
+    trained(PenstockTrainer, causal, tmp_path, trainer=given, eval_strategy="steps", eval_steps=2)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "log.jsonl").read_text().splitlines()]
+    events = [line["event"] for line in lines]
+    assert events.count("step") == 5
+    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [2, 4, 5]
+    assert (events[0], events[-1]) == ("begin", "end")
+
+
+def test_an_error_ends_the_run(tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise ValueError("here")
+
+    model, rows = causal()
+    found = made(PenstockTrainer, model, rows, tmp_path, {"callbacks": [Fails()]})
+    with pytest.raises(ValueError, match="here"):
+        found.train()
+    assert found.job is None
