@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ class BatchForm:
             what = "there is no attention_mask" if unmasked else "nothing says how to pad it"
             raise BatchError(f"{found}, and {what}; pad all rows to one length: padding='max_length'")
         return functional.pad(value, (0, length - value.shape[1]), value=fill[name]).cpu()
+
+    def shortened(self, batches: list[Any]) -> BatchForm:
+        """The same, no longer than the longest of these batches."""
+        lengths = {name: max(batch[name].shape[1] for batch in batches) for name in self.lengths if name in batches[0]}
+        return replace(self, lengths=lengths)
 
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch with as many rows as every step has: copies of the first one, of which no label counts."""

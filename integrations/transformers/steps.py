@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 class StepsByJob(Host):
     """Mixed in before a Trainer. The Trainer's optimizer never steps: it holds the learning rates that are logged.
 
-    hardware, compile_options: for `penstock.compile`. max_length: what rows of token ids are padded to; the longest row
-    of the data sets if it is left out. listeners: are told of the run, such as the logs of `penstock.training.logs`.
+    hardware, compile_options: for `penstock.compile`; with `dynamic_shapes` a batch is as long as its longest row.
+    max_length: what rows of token ids are padded to otherwise; if left out, the longest row of the data sets.
+    listeners: are told of the run, such as the logs of `penstock.training.logs`.
     serve: HOST:PORT of a page that shows the run.
     """
 
@@ -71,6 +72,11 @@ class StepsByJob(Host):
             refuse_arguments(given)
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
+        if "dynamic_shapes" in self.compile_options and self.args.world_size > 1:
+            raise PlanError(
+                "compile_options={'dynamic_shapes': ...} under torchrun: ranks would have batches of several "
+                "lengths; leave it out, and rows are padded to max_length"
+            )
         refuse_trainer(self, type(self).own_loss)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
@@ -122,7 +128,8 @@ class StepsByJob(Host):
         batches, self._waiting = self._waiting, []
         if self._form is None:
             self._form = self._found_form(batches[0])
-        batch = self._gathered([self._form.padded(each) for each in batches])
+        form = self._form.shortened(batches) if "dynamic_shapes" in self.compile_options else self._form
+        batch = self._gathered([form.padded(each) for each in batches])
         tokens = batch[TOKENS].numel() if TOKENS in batch else count_rows(batch)
         if self.job is None:
             self.job, self._broadcast = self._begun(batch)

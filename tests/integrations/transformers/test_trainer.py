@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+from torch.export import Dim
 from transformers import Trainer, TrainerCallback
 
 from penstock.errors import PlanError
 from penstock.integrations.transformers import PenstockTrainer
 from penstock.tests.integrations.transformers.runs import (
+    FAST,
     both,
     causal,
     classifier,
@@ -32,6 +34,17 @@ def test_same_run_of_a_causal_model(tmp_path):
 def test_same_run_of_rows_of_many_lengths_and_a_short_last_batch(tmp_path):
     """30 rows are 7 steps of 4 and one of 2, for two epochs."""
     require_equal(*both(llama, tmp_path, {"data_collator": padding}, max_steps=-1, num_train_epochs=2))
+
+
+def test_same_run_where_every_batch_has_its_own_length(tmp_path):
+    options = {**FAST, "dynamic_shapes": Dim("sequence", min=2, max=14)}
+    model, rows = llama()
+    ours = made(PenstockTrainer, model, rows[:28], tmp_path, {"data_collator": padding, "compile_options": options})
+    lengths = []
+    ours.add_callback(Looks(lambda: lengths.append(ours._taken_batches[0]["input_ids"].shape[1])))
+    ours.train()
+    assert len(set(lengths)) > 1
+    require_equal(ours, trained(Trainer, lambda: (llama()[0], rows[:28]), tmp_path, trainer={"data_collator": padding}))
 
 
 def test_same_run_of_an_encoder_decoder(tmp_path):
@@ -92,6 +105,16 @@ def test_adapter_of_peft(tmp_path):
     ours, plain = both(adapted, tmp_path, save_strategy="steps", save_steps=5)
     require_equal(ours, plain)
     assert (tmp_path / "ours" / "checkpoint-5" / "adapter_model.safetensors").is_file()
+
+
+class Looks(TrainerCallback):
+    """Calls something before each step."""
+
+    def __init__(self, look):
+        self.look = look
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.look()
 
 
 class StopsAt3(TrainerCallback):
