@@ -1,0 +1,48 @@
+"""The options of TRL's configs: what a plan decides by itself, and what no `Job` honours, each by its name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ...ir.errors import PlanError
+
+OF_BOTH = {"activation_offloading": "leave it out: the plan chooses where activations lie"}
+OF_SFT = {
+    **OF_BOTH,
+    "padding_free": "packing=True, which packs into rows of one length; without it rows are padded to one length",
+}
+
+
+def with_plan_defaults(args: Any) -> Any:
+    """A copy of `args` without checkpoints of activations, TRL's default: the plan chooses what is computed again."""
+    found = copy.copy(args)
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        setattr(found, name, False)
+        setattr(found, f"{name}_kwargs", None)
+    return found
+
+
+def refuse_options(args: Any, instead: Mapping[str, str]) -> None:
+    """Raise `PlanError` for an option of `args` among these. Each stands with what works instead."""
+    for name, text in instead.items():
+        value = getattr(args, name, None)
+        if value:
+            raise PlanError(f"{type(args).__name__}({name}={value!r}) cannot be honoured by a Job; use: {text}")
+
+
+def refuse_sft(args: Any) -> None:
+    """Raise `PlanError` for an option of `SFTConfig` that cannot be honoured."""
+    refuse_options(args, OF_SFT)
+    kind = getattr(args, "loss_type", "nll")
+    if kind not in ("nll", "chunked_nll"):
+        raise PlanError(f"SFTConfig(loss_type={kind!r}): a Job trains the loss of the model itself; use: 'nll'")
+
+
+def refuse_images(dataset: Any) -> None:
+    """Raise `PlanError` for rows with images, which TRL's collator turns into tensors of changing shapes."""
+    row = next(iter(dataset), {}) if dataset is not None else {}
+    for name in ("image", "images"):
+        if name in row:
+            raise PlanError(f"train_dataset has {name!r}: TRL's trainers over a Job take text; leave the column out")

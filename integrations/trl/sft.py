@@ -1,0 +1,81 @@
+"""`PenstockSFTTrainer`: TRL's SFTTrainer on the hardware that you name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.job.job import Job
+from ...ir.errors import PlanError
+from ..transformers.steps import StepsByJob
+from .arguments import refuse_images, refuse_sft, with_plan_defaults
+from .own_forward import own_forward
+from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
+
+try:
+    from trl import SFTConfig, SFTTrainer
+except ImportError as error:
+    raise PlanError("trl is not installed; pip install 'penstock[trl]'") from error
+
+
+class PenstockSFTTrainer(StepsByJob, SFTTrainer):
+    """As `SFTTrainer`; see `StepsByJob` for what it takes beside. Its loss is the model's own."""
+
+    own_loss = SFTTrainer.compute_loss
+
+    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
+        if args is None:
+            args = SFTConfig()
+        refuse_sft(args)
+        refuse_images(kwargs.get("train_dataset"))
+        super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
+        if self.padding_free:
+            length = longest_row(self._datasets(), self.args.max_length)
+            self.data_collator = PackedCollator(self._tokenizer.pad_token_id, length)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()  # by which `log` tells a step from an evaluation
+        self._total_train_tokens += self._count_tokens(inputs)
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _count_tokens(self, inputs: Any) -> int:
+        """How many tokens of all ranks' batches are no padding, of which nothing stays in `inputs`."""
+        own = inputs.pop(NUM_TOKENS, None)
+        if own is None:
+            own = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
+        return int(self.accelerator.gather(torch.as_tensor(own, device=self.args.device)).sum())
+
+    def _compiled(self, batch: dict[str, Tensor]) -> Job:
+        with own_forward(self.model):
+            return super()._compiled(batch)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        inputs.pop(NUM_TOKENS, None)
+        if self.job is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
+        if isinstance(logits, Tensor):
+            self._tell_metrics(logits, labels)
+        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
+
+    def _tell_metrics(self, logits: Tensor, labels: Tensor) -> None:
+        """The entropy and the token accuracy that TRL logs of an evaluation."""
+        following = labels[:, 1:]
+        counted = following != IGNORED
+        chosen = logits[:, :-1][counted].float().log_softmax(-1)
+        sums = torch.stack(
+            [
+                counted.sum().float(),
+                -(chosen.exp() * chosen).sum(),
+                (chosen.argmax(-1) == following[counted]).sum().float(),
+            ]
+        )
+        count, entropy, correct = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
+        self._metrics["eval"]["entropy"].append(entropy / count if count else 0.0)
+        self._metrics["eval"]["mean_token_accuracy"].append(correct / count if count else 0.0)

@@ -1,0 +1,76 @@
+"""A tokenizer of few words with a chat template, tiny models, and runs of TRL's trainers and of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 100
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a> {% generation %}{{ m['content'] }} <e> "
+    "{% endgeneration %}{% else %}<u> {{ m['content'] }} <e> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a> {% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    marks = ["<p>", "<e>", "<u>", "<a>", "<unk>"]
+    words = {name: number for number, name in enumerate(marks)}
+    words |= {f"w{number}": number for number in range(len(marks), VOCABULARY)}
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<p>", eos_token="<e>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+
+
+def words(draw: torch.Generator, least: int, most: int) -> str:
+    count = int(torch.randint(least, most + 1, (), generator=draw))
+    return " ".join(f"w{number}" for number in torch.randint(5, VOCABULARY, (count,), generator=draw).tolist())
+
+
+def completions(rows: int = 16, seed: int = 0) -> Dataset:
+    draw = torch.Generator().manual_seed(seed)
+    pairs = [(words(draw, 2, 6), words(draw, 3, 9)) for _ in range(rows)]
+    return Dataset.from_list([{"prompt": prompt, "completion": f" {completion}"} for prompt, completion in pairs])
+
+
+def chats(rows: int = 16, seed: int = 0) -> Dataset:
+    draw = torch.Generator().manual_seed(seed)
+    turns = ("user", "assistant", "user", "assistant")
+    return Dataset.from_list(
+        [{"messages": [{"role": role, "content": words(draw, 1, 5)} for role in turns]} for _ in range(rows)]
+    )
+
+
+def texts(rows: int = 40, seed: int = 0) -> Dataset:
+    draw = torch.Generator().manual_seed(seed)
+    return Dataset.from_list([{"text": words(draw, 2, 14)} for _ in range(rows)])
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def options(folder: Any, **changes: Any) -> dict[str, Any]:
+    known = dict(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=1e-2, warmup_steps=1, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, bf16=False, max_length=32,
+    )  # fmt: skip
+    return {**known, **changes}
+
+
+def told(trainer: Any, name: str) -> torch.Tensor:
+    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])

@@ -1,0 +1,156 @@
+"""A run by `PenstockSFTTrainer` is that of `SFTTrainer`: losses and weights, also when packed and resumed. In fp32, on
+one device and one thread: the model's own loss sums in another order than TRL's chunks of probabilities, hence 1e-5."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from penstock.errors import BatchError, PlanError
+from penstock.integrations.trl import PenstockSFTTrainer
+from penstock.integrations.trl.packed import NUM_TOKENS, PackedCollator
+from penstock.ir.machine.hardware import Hardware
+from penstock.tests.integrations.trl.case import chats, completions, llama, options, texts, tokenizer, told
+
+TOLERANCE = 1e-5
+DATA = {
+    "completion": (completions, {}),
+    "assistant": (chats, {"assistant_only_loss": True}),
+    "packed": (texts, {"packing": True}),
+}
+MORE_DATA = {
+    "whole_rows": (completions, {"completion_only_loss": False}),
+    "chat": (chats, {}),
+    "text": (texts, {}),
+    "packed_completion": (completions, {"packing": True}),
+    "packed_chat": (chats, {"packing": True, "assistant_only_loss": True, "max_length": 40}),
+    "packed_split": (texts, {"packing": True, "packing_strategy": "bfd_split", "max_length": 12}),
+    "wrapped": (texts, {"packing": True, "packing_strategy": "wrapped"}),
+    "truncated": (completions, {"max_length": 9}),
+}
+
+
+def made(kind, folder, data, lora=None, more=None, **changes):
+    rows, own = data
+    ours = {} if kind is SFTTrainer else {"hardware": Hardware.cpu(num_devices=1)}
+    return kind(
+        model=llama(), args=SFTConfig(**options(folder, **{**own, **changes})), train_dataset=rows(),
+        eval_dataset=rows(7, 1), processing_class=tokenizer(), peft_config=lora, **ours, **(more or {}),
+    )  # fmt: skip
+
+
+def trained(kind, folder, data, resume=None, **changes):
+    trainer = made(kind, folder, data, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def require_equal(ours, plain, *names):
+    for name in ("loss", "learning_rate", "grad_norm", "num_tokens", *names):
+        assert len(told(plain, name)) >= 2
+        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=TOLERANCE, msg=name)
+    for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+def test_same_run(data, tmp_path):
+    require_equal(trained(PenstockSFTTrainer, tmp_path / "a", data), trained(SFTTrainer, tmp_path / "b", data))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", MORE_DATA.values(), ids=MORE_DATA)
+def test_same_run_of_other_data(data, tmp_path):
+    require_equal(trained(PenstockSFTTrainer, tmp_path / "a", data), trained(SFTTrainer, tmp_path / "b", data))
+
+
+def test_same_adapters(tmp_path):
+    runs = []
+    for kind in (PenstockSFTTrainer, SFTTrainer):
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+        runs.append(trained(kind, tmp_path / kind.__name__, DATA["completion"], lora=lora))
+    require_equal(*runs)
+    runs[0].save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("data", ["assistant", "packed"])
+def test_resumes_in_the_middle(data, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trained(PenstockSFTTrainer, tmp_path / "a", DATA[data], **saving)
+    last = str(tmp_path / "a" / "checkpoint-2")
+    again = made(PenstockSFTTrainer, tmp_path / "a", DATA[data], **saving)
+    again.train(resume_from_checkpoint=last)
+    plain = trained(SFTTrainer, tmp_path / "b", DATA[data])
+    for name in ("loss", "learning_rate", "grad_norm"):
+        assert len(told(again, name)) == 4
+        torch.testing.assert_close(told(again, name), told(plain, name), rtol=2e-4, atol=TOLERANCE)
+    for (name, a), b in zip(again.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("data", ["assistant", "packed"])
+def test_same_evaluation(data, tmp_path):
+    """Also behind a last batch that is short, and the metrics that TRL computes beside the loss."""
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2}
+    ours = trained(PenstockSFTTrainer, tmp_path / "a", DATA[data], **evaluating)
+    plain = trained(SFTTrainer, tmp_path / "b", DATA[data], **evaluating)
+    require_equal(ours, plain, "eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens")
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=TOLERANCE)
+
+
+def test_tells_callbacks(tmp_path):
+    class Heard(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+            control.should_training_stop = state.global_step == 2
+
+    heard = Heard()
+    ours = trained(PenstockSFTTrainer, tmp_path, DATA["completion"], more={"callbacks": [heard]})
+    assert (heard.steps, len(told(ours, "loss"))) == (2, 2)
+
+
+def test_packed_rows_of_one_length():
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [5, 6, -100, 8], "seq_lengths": [3, 1]},
+        {"input_ids": [9, 10], "labels": [9, 10], "seq_lengths": [2]},
+    ]
+    batch = PackedCollator(pad_token_id=0, length=6)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0, 0], [9, 10, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, -100, -100, -100], [-100, 10, -100, -100, -100, -100]]
+    assert int(batch[NUM_TOKENS]) == 6
+    with pytest.raises(BatchError, match="6 tokens, and those of this run have 4"):
+        PackedCollator(pad_token_id=0, length=4)([{"input_ids": list(range(6))}])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"padding_free": True, "max_length": None},
+        {"activation_offloading": True},
+        {"loss_type": "dft"},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"use_liger_kernel": True},
+    ],
+)
+def test_refuses_by_name(option, tmp_path):
+    with pytest.raises(PlanError, match=next(iter(option))):
+        made(PenstockSFTTrainer, tmp_path, DATA["completion"], **option)
+
+
+def test_refuses_a_loss_of_ones_own(tmp_path):
+    with pytest.raises(PlanError, match="compute_loss_func"):
+        made(PenstockSFTTrainer, tmp_path, DATA["completion"], more={"compute_loss_func": lambda *a, **k: 0})
+
+
+def test_refuses_images(tmp_path):
+    with pytest.raises(PlanError, match="'images'"):
+        PenstockSFTTrainer(llama(), SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list([{"images": []}]))
