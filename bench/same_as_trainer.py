@@ -48,7 +48,7 @@ SMALL = penstock.Hardware.cpu(num_devices=2, memory="150MB", dram="1GB")
 ONE = penstock.Hardware.cpu(num_devices=1, memory="1GB", dram="1GB")
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' : ' }}{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] + ' [SEP] ' }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
+    "{{ m['content'] + ' [SEP]' }}{% endgeneration %}{{ ' ' }}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
 )
 
 Made = tuple[Any, list[dict[str, Any]], Any, penstock.Hardware, dict[str, Any]]  # model, rows, collator, ..., arguments

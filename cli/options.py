@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -23,6 +23,7 @@ from ..ir.errors import PlanError
 if TYPE_CHECKING:
     from ..compiler.job.job import Job
     from ..compiler.models.named import NamedModel
+    from ..data.spec import DataSpec
     from ..ir.machine.hardware import Hardware
     from ..passes.draft import Draft
 
@@ -231,13 +232,31 @@ class JobOptions:
 class TrainOptions(JobOptions):
     """The options that `penstock train` takes in addition."""
 
-    data: Annotated[Path | None, typer.Option(help="a .txt file, or .jsonl with text (and label) in each line")] = None
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help=".txt, .jsonl, .json, .parquet, .arrow, a folder of them or of `datasets`; repeatable"),
+    ] = None
+    kind: Annotated[
+        str,
+        typer.Option(help="text, classification, chat, completion, preference or seq2seq; auto: by the columns"),
+    ] = "auto"
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="what the file calls a column, such as text=body; repeatable"),
+    ] = None
+    split: Annotated[str, typer.Option(help="of a folder that `datasets` saved with several")] = "train"
+    long_rows: Annotated[str, typer.Option(help="rows over --sequence: truncate, drop or error")] = "truncate"
+    targets: Annotated[
+        int | None, typer.Option(min=1, help="tokens in a row of an encoder-decoder's labels; without it: the longest")
+    ] = None
     pack: Annotated[
         bool,
-        typer.Option(
-            "--pack", help="pack the texts of a .jsonl file whole into rows, none of which attends to another"
-        ),
+        typer.Option("--pack", help="pack texts or chats whole into rows, none of which attends to another"),
     ] = False
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="read and tokenise while training, for data larger than memory")
+    ] = False
+    beta: Annotated[float, typer.Option(help="of preference pairs: how near to the reference DPO stays")] = 0.1
     out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
     epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
     max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None
@@ -262,6 +281,23 @@ class TrainOptions(JobOptions):
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
     ] = 0.0
+    eval_data: Annotated[
+        list[Path] | None, typer.Option(help="held-out data in files of their own, of the same kind; repeatable")
+    ] = None
+
+    def data_spec(self, paths: list[Path]) -> DataSpec:
+        """What to read of these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
+        from ..data.spec import DataSpec, Kind, LongRows
+
+        wishes = (("kind", self.kind, get_args(Kind)), ("long-rows", self.long_rows, get_args(LongRows)))
+        for option, value, allowed in wishes:
+            if value not in allowed:
+                near = difflib.get_close_matches(value, allowed, 1, 0.0)[0]
+                raise PlanError(f"--{option} {value!r}; allowed are {', '.join(allowed)}; the nearest is {near}")
+        columns = dict(_key_and_value("column", text, "text=body") for text in self.column or ())
+        given = {"kind": self.kind, "columns": columns, "sequence": self.sequence, "targets": self.targets}
+        given |= {"long_rows": self.long_rows, "pack": self.pack, "split": self.split}
+        return DataSpec.model_validate({"paths": paths, **given})
 
 
 def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
@@ -270,10 +306,8 @@ def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hard
 
     values: dict[str, Any] = {}
     for change in changes or ():
-        key, equals, text = change.partition("=")
-        if not equals:
-            raise PlanError(f"--set {change!r} is not of the form key=value, such as dram=4TB")
-        values[key.strip()] = _plain(text.strip())
+        key, text = _key_and_value("set", change, "dram=4TB")
+        values[key] = _plain(text)
     if name == "cpu":
         known = list(inspect.signature(Hardware.cpu).parameters)
         wrong = [key for key in values if key not in known]
@@ -282,6 +316,13 @@ def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hard
         return Hardware.cpu(**values)
     found = Hardware.detect(measure=measure) if name in ("auto", "detect") else Hardware.from_any(name)
     return found.with_(**values) if values else found
+
+
+def _key_and_value(option: str, given: str, example: str) -> tuple[str, str]:
+    key, equals, text = given.partition("=")
+    if not equals:
+        raise PlanError(f"--{option} {given!r} is not of the form key=value, such as {example}")
+    return key.strip(), text.strip()
 
 
 def _plain(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""`penstock train`: fine-tune a causal language model or a classifier on a text file.
+"""`penstock train`: fine-tune a causal language model, an encoder-decoder or a classifier on files of text.
 
 A run leaves in its directory `checkpoint` (to resume from), `model` (as `from_pretrained` loads it) and `programs`
 (the files that ran); of an adapter `adapter` (as `PeftModel.from_pretrained` loads it), and `model` with --merge only.
@@ -24,12 +24,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from ..compiler.garbage import rare_collections
 from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device
-from ..compiler.job.sampler import RankSampler
 from ..compiler.models.named import NamedModel, find_model
+from ..compiler.preference import DPO
+from ..data.codec import Codec
+from ..data.read import read_rows
+from ..data.rows import Rows, evaluation_batches
+from ..data.streamed import StreamedRows, as_tensors
 from ..ir.errors import CheckpointError, PenstockError, PlanError
 from ..ir.units import format_seconds
 from ..runtime.processes.interrupt import ECHO_S
@@ -41,16 +46,6 @@ from ..training.live.lines import memory_text
 from ..training.live.server import PageServer
 from ..training.live.terminal import view_on
 from ..training.logs.find import find_logs
-from .data import (
-    Codec,
-    Rows,
-    classes_of,
-    evaluation_batches,
-    labelled_rows,
-    packed_rows,
-    read_samples,
-    stream_rows,
-)
 from .options import TrainOptions
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
@@ -70,21 +65,34 @@ class TrainResult:
 
 @dataclass
 class TrainingTask:
-    """The model, its rows and the number of steps: everything but the devices."""
+    """The model, its rows and the number of steps: everything but the devices. `stream` takes the place of `rows` where
+    they are read while training."""
 
     named: NamedModel
     codec: Codec
-    rows: Rows
-    held_out: Rows
+    kind: str
+    rows: Rows | None
+    held_out: Rows | None
     steps: int
+    stream: StreamedRows | None = None
 
     @property
     def fingerprint(self) -> str:
         """A hash of the training rows, as a run resumes only on the same data."""
-        found = hashlib.sha256(self.rows.input_ids.numpy().tobytes())
-        if "position_ids" in self.rows.columns:  # the same tokens may be packed otherwise
-            found.update(self.rows.columns["position_ids"].numpy().tobytes())
+        if self.stream is not None:
+            return self.stream.fingerprint
+        assert self.rows is not None
+        found = hashlib.sha256()
+        for name, column in self.rows.columns.items():
+            found.update(name.encode() + column.contiguous().numpy().tobytes())
         return found.hexdigest()[:16]
+
+    def example(self, batch: int) -> dict[str, Tensor]:
+        """A batch to compile for."""
+        if self.stream is not None:
+            return next(self.stream.batches(batch))
+        assert self.rows is not None
+        return self.rows.take([i % len(self.rows) for i in range(batch)])
 
 
 def train(options: TrainOptions, screen: Console) -> TrainResult:
@@ -130,11 +138,11 @@ def _train(options: TrainOptions, screen: Console, listeners: list[Listener]) ->
     result = TrainResult()
     try:
         with job, telling(Broadcast(job, listeners)) as broadcast:
-            sampler = _begin(options, task, job, screen, broadcast)
+            batches = _begin(options, task, job, screen, broadcast)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training", broadcast)
             with interruptible(screen) as stop:
-                _steps(options, task, job, screen, sampler, result, stop, broadcast)
+                _steps(options, task, job, screen, batches, result, stop, broadcast)
             if result.interrupted:
                 broadcast.end(interrupted=True)
             else:
@@ -150,52 +158,83 @@ def _train(options: TrainOptions, screen: Console, listeners: list[Listener]) ->
 
 def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit."""
-    if options.data is None:
-        raise PlanError("name the text to train on: --data FILE.txt or --data FILE.jsonl")
+    if not options.data:
+        raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet or a folder")
     if options.merge and options.adapter is None:
         raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
+    if options.eval_data and options.eval_fraction:
+        raise PlanError("--eval-data and --eval-fraction: rows are held out by one of them")
     named = options.named_model()
-    if named.head == "seq2seq":
-        raise PlanError(f"{options.model} is an encoder-decoder; train takes causal language models and classifiers")
-    labelled = named.head == "classification"
-    if labelled and options.pack:
-        raise PlanError("--pack: a classifier takes one text a row; packing is for causal language models")
-    samples = read_samples(options.data, labelled=labelled)
+    named.check_sequence(options.sequence)
     codec = Codec.of_directory(named.directory)
     if codec.is_bytes:
         screen.print(f"{options.model} comes with no tokenizer: the bytes of the text are its tokens")
-    if labelled:
-        classes = classes_of(samples)
-        named = _with_classes(options, named, classes)
-        rows = labelled_rows(samples, codec, options.sequence, classes)
-    elif options.pack:
-        rows, packed = packed_rows(samples, codec, options.sequence, named.skipped_positions)
-        screen.print(packed.describe())
-    else:
-        rows = stream_rows(samples, codec, options.sequence)
-    named.check_sequence(options.sequence)
+    spec = options.data_spec(options.data)
+    if options.streaming:
+        return _prepare_stream(options, named, codec, StreamedRows(spec, codec, named.head), screen)
+    read = read_rows(spec, codec, named.head, named.skipped_positions)
+    for sentence in read.said:
+        screen.print(sentence, soft_wrap=True)
+    if read.classes:
+        named = _with_classes(options, named, read.classes)
+    _require_fitting(options, named, codec, read.kind)
+    rows, held_out = read.rows.split(options.eval_fraction, options.seed)
+    if options.eval_data:
+        held_out = _held_out(options, codec, named, read.classes)
+    if not len(rows):
+        raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
+    steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
+    what = f"{len(read.classes)} classes" if read.classes else f"{read.kind}, {rows.describe()}"
+    screen.print(
+        f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
+    )
+    return TrainingTask(named, codec, read.kind, rows, held_out, steps)
+
+
+def _prepare_stream(
+    options: TrainOptions, named: NamedModel, codec: Codec, stream: StreamedRows, screen: Console
+) -> TrainingTask:
+    if options.max_steps is None:
+        raise PlanError("--streaming: how many rows there are is not known before the last one; give --max-steps")
+    if options.eval_fraction:
+        raise PlanError("--streaming --eval-fraction: rows are not known beforehand; hold out files: --eval-data")
+    _require_fitting(options, named, codec, stream.kind)
+    held_out = _held_out(options, codec, named, []) if options.eval_data else None
+    screen.print(f"rows of {stream.kind} read while training; {options.max_steps} steps of {options.batch} rows")
+    return TrainingTask(named, codec, stream.kind, None, held_out, options.max_steps, stream)
+
+
+def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str]) -> Rows:
+    assert options.eval_data is not None
+    read = read_rows(options.data_spec(options.eval_data), codec, named.head, named.skipped_positions)
+    unknown = [name for name in read.classes if name not in classes]
+    if unknown:
+        raise PlanError(f"--eval-data has the label {unknown[0]!r}, which no row to train on has")
+    if not read.classes:
+        return read.rows
+    number = torch.tensor([classes.index(name) for name in read.classes])
+    return Rows({**read.rows.columns, "labels": number[read.rows.labels]})
+
+
+def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kind: str) -> None:
+    """Raise `PlanError` for a tokenizer larger than the model, and pairs without adapters."""
     if codec.vocab_size > named.config.vocab_size:
         raise PlanError(
             f"the tokenizer has {codec.vocab_size} tokens, {options.model} {named.config.vocab_size}; "
             f"allowed: {options.model}:vocab_size={codec.vocab_size} with new weights, or the model's own tokenizer"
         )
-    rows, held_out = rows.split(options.eval_fraction, options.seed)
-    if not len(rows):
-        raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
-    steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
-    what = f"{len(classes_of(samples))} classes" if labelled else f"{options.sequence} tokens each"
-    screen.print(
-        f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
-    )
-    return TrainingTask(named, codec, rows, held_out, steps)
+    if kind == "preference" and options.adapter is None:
+        raise PlanError(
+            "pairs of answers need --adapter: their reference is the model with its adapters off; --adapter lora:r=16"
+        )
 
 
 def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) -> NamedModel:
     """The same model with one output per class, or more if the options ask for more."""
     if len(classes) < 2:
-        raise PlanError(f"{options.data} has the one label {classes[0]!r}; a classifier needs two or more")
+        raise PlanError(f"the data has the one label {classes[0]!r}; a classifier needs two or more")
     if options.labels is not None and options.labels < len(classes):
-        raise PlanError(f"--labels {options.labels}, but {options.data} has {len(classes)}: {', '.join(classes[:8])}")
+        raise PlanError(f"--labels {options.labels}, but the data has {len(classes)}: {', '.join(classes[:8])}")
     count = options.labels or len(classes)
     assert options.model is not None
     found = find_model(
@@ -214,13 +253,15 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
 
 
 def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
-    """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values; one
-    without gets new weights."""
+    """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values or
+    learns from pairs; one without gets new weights."""
     named = task.named
-    needs_values = named.adapter is not None and named.adapter.dora
+    needs_values = task.kind == "preference" or (named.adapter is not None and named.adapter.dora)
     weights = named.directory if named.has_weights and not needs_values else None
     model = named.on_meta() if weights is not None else named.in_memory(options.seed)
-    example = task.rows.take([i % len(task.rows) for i in range(options.batch)])
+    if task.kind == "preference":
+        model = DPO(model, options.beta).train()
+    example = task.example(options.batch)
     with rare_collections():
         return options.compile_model(
             model,
@@ -244,26 +285,25 @@ def _schedule(name: str, steps: int) -> Any:
 
 def _begin(
     options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast
-) -> RankSampler:
-    """Start the devices with new or resumed state, and the logs. Returns the sampler, which says which rows come next.
-    """
-    sampler = _begin_job(options, task, job, screen, broadcast)
+) -> Iterator[dict[str, Tensor]]:
+    """Start the devices with new or resumed state, and the logs. Returns the batches that come next."""
+    batches = _begin_job(options, task, job, screen, broadcast)
     given = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
     config = json.loads(json.dumps(given, default=str))
     broadcast.begin(facts_of(job, options.out.name, str(options.out), task.steps, options.batch, config))
-    return sampler
+    return batches
 
 
 def _begin_job(
     options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast
-) -> RankSampler:
+) -> Iterator[dict[str, Tensor]]:
     if not options.resume:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             _ = job.driver
         for message in said:  # about weights that the model's directory lacks
             screen.print(str(message.message), soft_wrap=True)
-        return job.sampler(task.rows)
+        return _batches(options, task, job)
     data = job.resume(options.out / "checkpoint")
     now = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
     for key, value in now.items():
@@ -273,9 +313,19 @@ def _begin_job(
                 "with the same --data, --sequence, --seed and --eval-fraction, or begin anew in another --out"
             )
     broadcast.records.load(data.get(WRITTEN, {}))
+    screen.print(f"resumed at step {job.step_count}, sample {job.step_count * options.batch}")
+    return _batches(options, task, job)
+
+
+def _batches(options: TrainOptions, task: TrainingTask, job: Job) -> Iterator[dict[str, Tensor]]:
+    """This process's rows of each batch, epoch after epoch, from the job's present step on."""
+    if task.stream is not None:
+        for batch in task.stream.batches(options.batch, job.step_count * options.batch):
+            yield as_tensors(batch, job.rows)
+    assert task.rows is not None
     sampler = job.sampler(task.rows)
-    screen.print(f"resumed at step {job.step_count}, sample {sampler.position}")
-    return sampler
+    for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):
+        yield task.rows.take(chosen)
 
 
 def _steps(
@@ -283,7 +333,7 @@ def _steps(
     task: TrainingTask,
     job: Job,
     screen: Console,
-    sampler: RankSampler,
+    batches: Iterator[dict[str, Tensor]],
     result: TrainResult,
     stop: threading.Event,
     broadcast: Broadcast,
@@ -291,11 +341,12 @@ def _steps(
     """Train until the last step or until `stop` is set; save on the way and at the end."""
     saved_step = job.step_count
     began_s, before = time.perf_counter(), job.step_count
-    for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # epoch after epoch
+    while True:
         if job.step_count >= task.steps or any(job.of_all_ranks(stop.is_set())):
             break
-        result.losses.append(float(job.step(task.rows.take(chosen))))
-        broadcast.stepped(options.batch * options.sequence)
+        batch = next(batches)
+        result.losses.append(float(job.step(batch)))
+        broadcast.stepped(options.batch * _tokens_of_a_row(batch))
         due = options.save_every and job.step_count % options.save_every == 0
         if due or job.step_count == task.steps:
             _save(options, task, job, broadcast)
@@ -313,6 +364,10 @@ def _steps(
             f"{memory_text(job.last.peak_bytes)}",
             soft_wrap=True,
         )
+
+
+def _tokens_of_a_row(batch: dict[str, Tensor]) -> int:
+    return sum(value.shape[1] for name, value in batch.items() if name.endswith("input_ids"))
 
 
 def _save(options: TrainOptions, task: TrainingTask, job: Job, broadcast: Broadcast) -> None:
@@ -340,24 +395,27 @@ def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Con
 def evaluate(
     job: Job, task: TrainingTask, batch: int, screen: Console, when: str, broadcast: Broadcast
 ) -> dict[str, float]:
-    """Loss on the held-out rows, for a classifier also accuracy. Empty if no row is held out.
+    """Loss on the held-out rows, for a classifier also accuracy, for pairs the share whose chosen answer is preferred.
+    Empty if no row is held out.
 
     The loss leaves out the last batch if it is not full, unless it is the only one.
     """
-    if not len(task.held_out):
+    if task.held_out is None or not len(task.held_out):
         return {}
-    correct = 0
+    right = 0
     losses: list[float] = []
     for chosen, count in evaluation_batches(task.held_out, batch):
         out = job.evaluate(task.held_out.take(chosen[job.rows.start : job.rows.stop]))
         if count == batch or not losses:
             losses.append(float(out.loss))
-        if task.named.head == "classification":
-            correct += int((out.logits.argmax(-1) == task.held_out.labels[chosen])[:count].sum())
+        if task.kind == "classification":
+            right += int((out.logits.argmax(-1) == task.held_out.labels[chosen])[:count].sum())
+        elif task.kind == "preference":
+            right += int((out.margins > 0)[:count].sum())
     found = {"loss": sum(losses) / len(losses)}
     text = f"loss {found['loss']:.4f}"
-    if task.named.head == "classification":
-        found["accuracy"] = correct / len(task.held_out)
+    if task.kind in ("classification", "preference"):
+        found["accuracy"] = right / len(task.held_out)
         text = f"accuracy {found['accuracy']:.1%}, {text}"
     broadcast.evaluated(found)
     screen.print(f"{when}: {text} on {len(task.held_out)} held-out rows")

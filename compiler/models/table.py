@@ -15,7 +15,7 @@ ModelRow = tuple[str, dict[str, Any]]
 def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
-        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(), **_vit(),
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(), **_bart(), **_vit(),
         "mistral-7b": ("mistral", {"vocab_size": 32000, "sliding_window": 4096}),
         "mixtral-8x7b": ("mixtral", {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}),
     }  # fmt: skip
@@ -136,6 +136,19 @@ def _t5() -> dict[str, ModelRow]:
     keys = ("d_model", "d_kv", "d_ff", "num_layers", "num_heads")
     common = {"vocab_size": 32128, "decoder_start_token_id": 0}
     return {name: ("t5", {**common, **dict(zip(keys, row))}) for name, row in sizes.items()}
+
+
+def _bart() -> dict[str, ModelRow]:
+    """Hidden size, layers of each half, heads, vocabulary; the feed-forward layer is four times as wide."""
+    sizes = {"bart-base": (768, 6, 12, 50265), "bart-large": (1024, 12, 16, 50265)}
+    return {
+        name: ("bart", {
+            "d_model": size, "encoder_layers": layers, "decoder_layers": layers, "encoder_attention_heads": heads,
+            "decoder_attention_heads": heads, "encoder_ffn_dim": 4 * size, "decoder_ffn_dim": 4 * size,
+            "vocab_size": vocabulary,
+        })
+        for name, (size, layers, heads, vocabulary) in sizes.items()
+    }  # fmt: skip
 
 
 def _vit() -> dict[str, ModelRow]:

@@ -42,7 +42,7 @@ def refuse_sft(args: Any) -> None:
 
 def refuse_images(dataset: Any) -> None:
     """Raise `PlanError` for rows with images, which TRL's collator turns into tensors of changing shapes."""
-    row = next(iter(dataset), {}) if dataset is not None else {}
+    row: Any = next(iter(dataset), {}) if dataset is not None else {}
     for name in ("image", "images"):
         if name in row:
             raise PlanError(f"train_dataset has {name!r}: TRL's trainers over a Job take text; leave the column out")

@@ -32,7 +32,7 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         refuse_images(kwargs.get("train_dataset"))
         super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
         if self.padding_free:
-            length = longest_row(self._datasets(), self.args.max_length)
+            length = longest_row(self._datasets(), args.max_length)
             self.data_collator = PackedCollator(self._tokenizer.pad_token_id, length)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -44,7 +44,7 @@ def text(tmp_path: Path) -> Path:
 def options(data: Path, out: Path, **changes: Any) -> TrainOptions:
     """One CPU device in this process."""
     given = {
-        "model": GPT, "data": data, "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
+        "model": GPT, "data": data and [data], "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
         "sequence": 16,
         "micro_batches": 2, "lr": 1e-2, "max_steps": 6, **changes,
     }  # fmt: skip
@@ -161,7 +161,7 @@ def test_it_trains_on_packed_texts(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_classifier_are_not_packed(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--pack: a classifier takes one text a row"):
+    with pytest.raises(PlanError, match="--pack: classification has one row for each record"):
         run(options(labelled(tmp_path / "data.jsonl"), tmp_path / "out", model=BERT, pack=True))
 
 
@@ -187,8 +187,12 @@ def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
     [
         ({"data": None}, "--data FILE.txt"),
         ({"model": None}, "name a model"),
-        ({"model": "t5-small"}, "encoder-decoder"),
-        ({"model": BERT}, "a classifier learns from labels"),
+        ({"model": "t5-small"}, 'no column "target"'),
+        ({"model": BERT}, 'no column "label"'),
+        ({"kind": "chats"}, "--kind 'chats'.*the nearest is chat"),
+        ({"column": ["text"]}, "--column 'text' is not of the form key=value"),
+        ({"streaming": True, "max_steps": None}, "--streaming: .*give --max-steps"),
+        ({"eval_data": ["x"], "eval_fraction": 0.1}, "--eval-data and --eval-fraction"),
         ({"model": GPT.replace("vocab_size=256", "vocab_size=128")}, "the tokenizer has 256 tokens"),
         ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
         ({"sequence": 128}, "allowed are 1 to 64"),

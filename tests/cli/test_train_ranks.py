@@ -52,8 +52,8 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def alone(text: Path, out: Path, max_steps: int, resume: bool = False) -> tuple[list[float], str]:
     options = TrainOptions(
-        model=GPT, data=text, out=out, hardware=["cpu"], batch=8, sequence=32, micro_batches=4, dropout=False, lr=0.01,
-        set=["num_devices=1"], max_steps=max_steps, resume=resume, eval_fraction=0.1,
+        model=GPT, data=[text], out=out, hardware=["cpu"], batch=8, sequence=32, micro_batches=4,
+        dropout=False, lr=0.01, set=["num_devices=1"], max_steps=max_steps, resume=resume, eval_fraction=0.1,
     )  # fmt: skip
     screen = Console(file=StringIO(), width=200)
     return train(options, screen).losses, screen.file.getvalue()  # type: ignore[attr-defined]

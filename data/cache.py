@@ -1,0 +1,70 @@
+"""Tokenised rows on disk: made once per host, found by a hash of all that decides on them.
+
+Several processes of one host agree by a lock: one makes the rows, the others read them, from the same pages of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from ..ir.errors import PlanError
+
+SETTING = "PENSTOCK_CACHE"  # the directory of caches
+
+
+def cache_directory() -> Path:
+    """~/.cache/penstock/tokens, or as PENSTOCK_CACHE says."""
+    chosen = os.environ.get(SETTING)
+    return (Path(chosen) if chosen else Path.home() / ".cache" / "penstock") / "tokens"
+
+
+def key_of(*parts: str) -> str:
+    """A hash of the parts, and of the code that makes rows of them."""
+    found = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(file.read_bytes())
+    for part in parts:
+        found.update(part.encode() + b"\0")
+    return found.hexdigest()[:32]
+
+
+def cached(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` gives, tensors and plain values, made once for each key. Raises what `make` raises, and `PlanError`
+    where the directory cannot be written."""
+    directory = cache_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / f"{key}.lock")
+        with lock:
+            path = directory / f"{key}.pt"
+            found = _read(path)
+            if found is None:
+                made = make()
+                part = path.with_suffix(".part")
+                torch.save(made, part)
+                os.replace(part, path)
+                found = made
+        return found
+    except OSError as error:
+        raise PlanError(
+            f"the cache of tokens {directory} cannot be written: {error}; {SETTING}=DIRECTORY names another place"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The file's content, mapped into memory; None where there is none, or a damaged one."""
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = torch.load(path, mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+        return None
+    return found

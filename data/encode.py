@@ -1,0 +1,100 @@
+"""Records to examples: the token ids and labels of one row, before it is cut, padded or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..ir.errors import PlanError
+from .chat import IGNORED, encode_chat, encode_reply, messages_of, require_template
+from .codec import Codec
+from .files import Record
+
+Example = dict[str, list[int]]  # by the names that `layout` knows
+Encoder = Callable[[Record, Mapping[str, str], Codec], Example]
+
+
+def _text_of(record: Record, column: str) -> str:
+    value = record.values[column]
+    if not isinstance(value, str):
+        raise PlanError(f'{record.where}: "{column}" is {str(value)[:60]!r}, allowed: a text')
+    return value
+
+
+def encode_text(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
+    return {"input_ids": codec.encode(_text_of(record, columns["text"]))}
+
+
+def encode_labelled(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
+    """The label is kept apart: `label_of`."""
+    return {"input_ids": codec.special(_text_of(record, columns["text"]))}
+
+
+def label_of(record: Record, columns: Mapping[str, str]) -> str:
+    """The class of a record. Raises `PlanError` for what is no class."""
+    label = record.values.get(columns["label"])
+    if label is None or isinstance(label, (dict, list, float)):
+        raise PlanError(
+            f'{record.where}: found the label {label!r}, allowed: a text or a whole number under "{columns["label"]}"'
+        )
+    return str(label)
+
+
+def encode_messages(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
+    require_template(codec)
+    return encode_chat(messages_of(record.values[columns["messages"]], record.where), codec, record.where)
+
+
+def encode_completion(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
+    return _answered(record, record.values[columns["prompt"]], columns["completion"], codec)
+
+
+def encode_pair(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
+    """Both answers to one prompt, which may be a column of its own or the beginning that both chats share."""
+    prompt = record.values.get(columns.get("prompt", "prompt"))
+    found: Example = {}
+    for side in ("chosen", "rejected"):
+        before, column = prompt, columns[side]
+        if prompt is None:
+            before = _shared(record.values[columns["chosen"]], record.values[columns["rejected"]])
+            values = {**record.values, column: record.values[column][len(before) :]}
+            given = _answered(Record(record.where, values), before, column, codec)
+        else:
+            given = _answered(record, before, column, codec)
+        found |= {f"{side}_{name}": value for name, value in given.items()}
+    return found
+
+
+def _shared(chosen: Any, rejected: Any) -> Any:
+    """What two answers have in common at their beginning."""
+    count = 0
+    while count < min(len(chosen), len(rejected)) - 1 and chosen[count] == rejected[count]:
+        count += 1
+    return chosen[:count]
+
+
+def _answered(record: Record, prompt: Any, column: str, codec: Codec) -> Example:
+    if isinstance(prompt, str) and isinstance(record.values[column], str):
+        before = [*codec.begin_ids, *codec.encode(prompt)]
+        after = [*codec.encode(record.values[column]), *codec.end_ids]
+        return {"input_ids": before + after, "labels": [IGNORED] * len(before) + after}
+    require_template(codec)
+    asked = messages_of(prompt, record.where) if prompt else []
+    return encode_reply(asked, messages_of(record.values[column], record.where), codec, record.where)
+
+
+def encode_seq2seq(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
+    source, target = (_text_of(record, columns[name]) for name in ("source", "target"))
+    if codec.is_bytes:
+        return {"input_ids": codec.encode(source), "labels": [*codec.encode(target), *codec.end_ids]}
+    return {"input_ids": codec.special(source), "labels": codec.special(target)}
+
+
+ENCODERS: dict[str, Encoder] = {
+    "text": encode_text,
+    "classification": encode_labelled,
+    "chat": encode_messages,
+    "completion": encode_completion,
+    "preference": encode_pair,
+    "seq2seq": encode_seq2seq,
+}

@@ -1,0 +1,188 @@
+"""Reads records out of files, one after another: .txt, .jsonl, .json, .parquet, .arrow, and folders.
+
+A folder that `datasets` has saved is read with that library; of any other folder all files are read by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..ir.errors import PlanError
+
+SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves
+PIECE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Record:
+    """One object of a file. `where` names it for a message."""
+
+    where: str
+    values: dict[str, Any]
+
+
+def read_records(paths: Iterable[Path], split: str = "train") -> Iterator[Record]:
+    """All records, in order. Raises `PlanError` naming the file, and the line where there is one, at fault."""
+    for path in paths:
+        if not path.exists():
+            raise PlanError(f"{path}: cannot be read: there is no such file or folder{_nearest(path)}")
+        if path.is_dir() and any((path / name).is_file() for name in SAVED):
+            yield from _saved(path, split)
+        else:
+            for file in files_of(path):
+                yield from READERS[file.suffix](file)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The data files of a path: itself, or all of a folder. Raises `PlanError` where there is none."""
+    kinds = ", ".join(READERS)
+    if not path.is_dir():
+        if path.suffix not in READERS:
+            raise PlanError(f"{path}: a data file ends in one of {kinds}")
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+    if not found:
+        raise PlanError(f"{path}: a folder with no data file in it; they end in {kinds}")
+    return found
+
+
+def hash_of(paths: Iterable[Path]) -> str:
+    """A hash of all bytes that are read."""
+    found = hashlib.sha256()
+    for path in paths:
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        for file in files:
+            found.update(file.name.encode())
+            with open(file, "rb") as opened:
+                while piece := opened.read(PIECE):
+                    found.update(piece)
+    return found.hexdigest()
+
+
+def _nearest(path: Path) -> str:
+    import difflib
+
+    there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, 1)
+    return f"; the nearest is {path.parent / near[0]}" if near else ""
+
+
+def _text(path: Path) -> Iterator[Record]:
+    text = _read(path)
+    if text.strip():
+        yield Record(str(path), {"text": text})
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _record(f"{path}, line {number}", line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _record(where: str, line: str) -> Record:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise PlanError(f"{where}: found {line[:60]!r}, allowed: an object with a key for each column")
+    return Record(where, row)
+
+
+def _json(path: Path) -> Iterator[Record]:
+    try:
+        rows = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path}: not JSON: {error}; one object a line is for files that end in .jsonl") from error
+    if isinstance(rows, dict):
+        rows = rows.get("data", rows)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlanError(f'{path}: found no list of objects, nor one under "data"')
+    for number, row in enumerate(rows, start=1):
+        yield Record(f"{path}, row {number}", row)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    pyarrow = _pyarrow(path)
+    import pyarrow.parquet as parquet
+
+    try:
+        yield from _of_batches(path, parquet.ParquetFile(path).iter_batches())
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise PlanError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def _arrow(path: Path) -> Iterator[Record]:
+    pyarrow = _pyarrow(path)
+    import pyarrow.ipc as ipc
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                opened: Any = ipc.open_stream(source)
+                batches = iter(opened)
+            except pyarrow.ArrowInvalid:
+                source.seek(0)
+                opened = ipc.open_file(source)
+                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+            yield from _of_batches(path, batches)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise PlanError(f"{path}: cannot be read as arrow: {error}") from error
+
+
+def _of_batches(path: Path, batches: Iterable[Any]) -> Iterator[Record]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield Record(f"{path}, row {number}", row)
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise PlanError(f"{path}: pyarrow is not installed; pip install 'penstock[data]'") from error
+    return pyarrow
+
+
+def _saved(path: Path, split: str) -> Iterator[Record]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise PlanError(f"{path}: datasets is not installed; pip install 'penstock[data]'") from error
+    try:
+        found: Any = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path}: cannot be read as a saved data set: {error}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise PlanError(f"{path}: has no split {split!r}; there are {', '.join(found)}")
+        found = found[split]
+    for number, row in enumerate(found, start=1):
+        yield Record(f"{path}, row {number}", row)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".txt": _text,
+    ".jsonl": _lines,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}

@@ -1,0 +1,73 @@
+"""The kinds of data: which columns each has, and which kind a file is of."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ..ir.errors import PlanError
+from .files import Record
+
+MESSAGES = ("messages", "conversations", "conversation")
+PROMPT = ("prompt", "instruction", "question", "query", "input")
+COMPLETION = ("completion", "output", "response", "answer")
+COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> the names that it usually has
+    "chat": {"messages": MESSAGES},
+    "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
+    "completion": {"prompt": PROMPT, "completion": COMPLETION},
+    "classification": {"text": ("text", "sentence", "content"), "label": ("label", "labels", "class")},
+    "seq2seq": {
+        "source": ("source", "document", "article", *PROMPT, "text"),
+        "target": ("target", "summary", "highlights", *COMPLETION),
+    },
+    "text": {"text": ("text", "content")},
+}
+HEADS = {"classification": ("classification",), "seq2seq": ("seq2seq",)}  # others: causal-lm
+
+
+def kind_of(record: Record, wished: str, head: str, columns: Mapping[str, str]) -> str:
+    """The kind of data with such records for a model with that head. Raises `PlanError` where it is of none, or of one
+    that the model does not learn from."""
+    allowed = HEADS.get(head, tuple(kind for kind in COLUMNS if kind not in HEADS))
+    if wished != "auto":
+        if wished not in allowed:
+            raise PlanError(f"--kind {wished}: a model with the head {head} learns from {', '.join(allowed)}")
+        return wished
+    for kind in allowed:
+        if all(_find(record.values, name, usual, columns) for name, usual in COLUMNS[kind].items()):
+            return kind
+    nearest = max(allowed, key=lambda kind: sum(bool(_find(record.values, *c, columns)) for c in COLUMNS[kind].items()))
+    return nearest if len(allowed) == 1 else _refuse_columns(record, allowed)
+
+
+def columns_of(record: Record, kind: str, columns: Mapping[str, str]) -> dict[str, str]:
+    """For each column of the kind its name in this record. Raises `PlanError` for one that is missing."""
+    unknown = [name for name in columns if name not in COLUMNS[kind] and name != "prompt"]
+    if unknown:
+        raise PlanError(f"--column {unknown[0]}=...: {kind} has the columns {', '.join(COLUMNS[kind])}")
+    found = {}
+    for name, usual in COLUMNS[kind].items():
+        column = _find(record.values, name, usual, columns)
+        if column is None:
+            wanted = columns.get(name, name)
+            there = ", ".join(record.values) or "none"
+            near = difflib.get_close_matches(wanted, record.values, 1, 0.4)
+            hint = f"; the nearest is {near[0]!r}: --column {name}={near[0]}" if near else f"; --column {name}=NAME"
+            raise PlanError(f'{record.where}: no column "{wanted}", which {kind} needs; there are: {there}{hint}')
+        found[name] = column
+    return found
+
+
+def _find(values: Mapping[str, Any], name: str, usual: tuple[str, ...], columns: Mapping[str, str]) -> str | None:
+    names = (columns[name],) if name in columns else usual
+    return next((each for each in names if values.get(each) is not None), None)
+
+
+def _refuse_columns(record: Record, allowed: tuple[str, ...]) -> str:
+    needs = "; ".join(f"{kind}: {', '.join(COLUMNS[kind])}" for kind in allowed)
+    there = ", ".join(record.values) or "none"
+    wanted = [name for kind in allowed for names in COLUMNS[kind].values() for name in names]
+    near = [(key, close[0]) for key in record.values if (close := difflib.get_close_matches(key, wanted, 1))]
+    hint = f"; is {near[0][0]!r} meant as {near[0][1]!r}?" if near else "; --column text=NAME says which is which"
+    raise PlanError(f"{record.where}: its columns are of no kind: {there}. The kinds have {needs}{hint}")

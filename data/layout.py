@@ -1,0 +1,65 @@
+"""Examples to rows of one length: cut from one stream, packed, or padded each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..compiler.packing.documents import pack_documents
+from ..ir.errors import PlanError
+from .chat import IGNORED
+from .codec import Codec
+from .encode import Example
+from .rows import Rows
+
+
+def stream_rows(examples: Sequence[Example], codec: Codec, sequence: int) -> Rows:
+    """All texts as one stream of tokens, cut into rows whose labels are the tokens. Left-over tokens are dropped."""
+    tokens: list[int] = []
+    for number, example in enumerate(examples):
+        if number:
+            tokens += codec.end_ids
+        tokens += example["input_ids"]
+    count = len(tokens) // sequence
+    if count == 0:
+        raise PlanError(
+            f"the text has {len(tokens)} tokens, fewer than one row of sequence={sequence}; give more text, or "
+            f"--sequence {max(1, len(tokens))} or less"
+        )
+    ids = torch.tensor(tokens[: count * sequence]).view(count, sequence)
+    return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+
+
+def packed_rows(examples: Sequence[Example], codec: Codec, sequence: int, first_position: int) -> tuple[Rows, str]:
+    """Each example whole in a row with others, none of which sees another; and what is known of the packing. A text
+    gets its end mark."""
+    documents = [
+        example if "labels" in example else {"input_ids": example["input_ids"] + codec.end_ids} for example in examples
+    ]
+    packed = pack_documents(documents, sequence, pad_id=codec.pad_id, first_position=first_position)
+    return Rows(packed.columns), packed.describe()
+
+
+def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, int]) -> Rows:
+    """One row per example. Token ids get a mask, in which an example without tokens has one, as attention to nothing is
+    undefined; labels are ignored where there are none."""
+    columns: dict[str, Tensor] = {}
+    for name in examples[0]:
+        is_ids = name.endswith("input_ids")
+        rows = torch.full((len(examples), lengths[name]), codec.pad_id if is_ids else IGNORED)
+        mask = torch.zeros_like(rows)
+        for number, example in enumerate(examples):
+            count = len(example[name])
+            rows[number, :count] = torch.tensor(example[name], dtype=torch.long)
+            mask[number, : max(count, 1)] = 1
+        columns[name] = rows
+        if is_ids:
+            columns[name.replace("input_ids", "attention_mask")] = mask
+    return Rows(columns)
+
+
+def classes_of(labels: Sequence[str]) -> list[str]:
+    """The labels in use, sorted; whole numbers by value."""
+    return sorted(set(labels), key=lambda name: (0, int(name), "") if name.isdigit() else (1, 0, name))

@@ -1,0 +1,115 @@
+"""Files to rows: `read_rows`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..ir.errors import PlanError
+from .cache import cached, key_of
+from .codec import Codec
+from .encode import ENCODERS, Example, label_of
+from .files import Record, hash_of, read_records
+from .kinds import columns_of, kind_of
+from .layout import classes_of, packed_rows, padded_rows, stream_rows
+from .lengths import Lengths
+from .rows import Rows
+from .spec import DataSpec
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """What was read. `said`: what a user should know of it, a sentence each. `classes`: of a classifier, in order."""
+
+    kind: str
+    rows: Rows
+    said: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+
+
+def read_rows(spec: DataSpec, codec: Codec, head: str, first_position: int = 0) -> DataRows:
+    """The rows of these files for a model with that head, from the cache where they are in it.
+
+    first_position: as `pack_documents` takes it. Raises `PlanError` naming the file and row at fault.
+    """
+    first = next(read_records(spec.paths, spec.split), None)
+    if first is None:
+        raise PlanError(f"{', '.join(map(str, spec.paths))} holds no rows")
+    wishes = spec.model_dump_json(exclude={"paths"})
+    key = key_of(hash_of(spec.paths), codec.fingerprint, wishes, head, str(first_position))
+    found = cached(key, lambda: _plain(_made(spec, codec, head, first_position)))
+    return DataRows(found["kind"], Rows(found["columns"]), found["said"], found["classes"])
+
+
+def _plain(made: DataRows) -> dict[str, Any]:
+    return {"kind": made.kind, "columns": made.rows.columns, "said": made.said, "classes": made.classes}
+
+
+def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> Iterator[tuple[str, Example, str | None]]:
+    """Kind, example and class of each record that is kept."""
+    records = read_records(spec.paths, spec.split)
+    kind = ""
+    for record in records:
+        if not kind:
+            kind = kind_of(record, spec.kind, head, spec.columns)
+            _require_room(spec, kind)
+        columns = columns_of(record, kind, spec.columns)
+        label = label_of(record, columns) if kind == "classification" else None
+        example = ENCODERS[kind](record, {**spec.columns, **columns}, codec)
+        lengths.keep_last = kind in ("classification", "seq2seq") and not codec.is_bytes
+        kept = example if kind == "text" else _fit(lengths, example, record, spec)
+        if kept is not None:
+            yield kind, kept, label
+
+
+def _fit(lengths: Lengths, example: Example, record: Record, spec: DataSpec) -> Example | None:
+    if spec.pack and lengths.wish == "truncate" and "labels" in example:
+        return example  # packing cuts it into pieces
+    return lengths.fit(example, record.where)
+
+
+def _require_room(spec: DataSpec, kind: str) -> None:
+    if spec.pack and kind in ("classification", "seq2seq", "preference"):
+        raise PlanError(f"--pack: {kind} has one row for each record; packing is for causal language models")
+    if spec.targets is not None and kind != "seq2seq":
+        raise PlanError(f"--targets {spec.targets}: {kind} has no labels of a length of their own; leave it out")
+
+
+def _made(spec: DataSpec, codec: Codec, head: str, first_position: int) -> DataRows:
+    lengths = Lengths(spec.sequence, spec.long_rows, spec.targets)
+    found = list(examples_of(spec, codec, head, lengths))
+    said = lengths.describe()
+    if not found:
+        raise PlanError(f"{', '.join(map(str, spec.paths))}: no row is left to train on; {'; '.join(said)}")
+    kind, examples = found[0][0], [example for _, example, _ in found]
+    if spec.pack:
+        rows, packing = packed_rows(examples, codec, spec.sequence, first_position)
+        return DataRows(kind, rows, [packing, *said])
+    if kind == "text":
+        return DataRows(kind, stream_rows(examples, codec, spec.sequence), said)
+    rows = padded_rows(examples, codec, {name: _length(name, examples, spec, kind) for name in examples[0]})
+    if kind != "classification":
+        return DataRows(kind, rows, said)
+    labels = [str(label) for _, _, label in found]
+    classes = classes_of(labels)
+    number = {name: index for index, name in enumerate(classes)}
+    columns = {**rows.columns, "labels": torch.tensor([number[label] for label in labels])}
+    return DataRows(kind, Rows(columns), said, classes)
+
+
+def _length(name: str, examples: list[Example], spec: DataSpec, kind: str) -> int:
+    """Tokens of a row: as wished; labels of their own as many as the longest has."""
+    if name == "labels" and kind == "seq2seq":
+        return spec.targets or min(spec.sequence, max(len(example[name]) for example in examples))
+    return spec.sequence
+
+
+def kind_in(spec: DataSpec, head: str) -> str:
+    """The kind of data that these files hold, by their first record."""
+    for record in itertools.islice(read_records(spec.paths, spec.split), 1):
+        return kind_of(record, spec.kind, head, spec.columns)
+    raise PlanError(f"{', '.join(map(str, spec.paths))} holds no rows")

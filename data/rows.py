@@ -1,0 +1,61 @@
+"""Rows of equal length, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of one length: the inputs of a batch by name."""
+
+    columns: dict[str, Tensor]  # [rows, sequence]; labels of classes: [rows]
+
+    @property
+    def labels(self) -> Tensor:
+        return self.columns["labels"]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one row, of all its inputs."""
+        return sum(column.shape[1] for name, column in self.columns.items() if name.endswith("input_ids"))
+
+    def describe(self) -> str:
+        """In words: "64 tokens each", or of several inputs each of them."""
+        sizes = {name: column.shape[1] for name, column in self.columns.items() if name.endswith("input_ids")}
+        if "labels" in self.columns and self.labels.dim() > 1 and self.labels.shape[1] not in sizes.values():
+            sizes["labels"] = self.labels.shape[1]
+        if len(sizes) == 1:
+            return f"{next(iter(sizes.values()))} tokens each"
+        return ", ".join(f"{count} tokens of {name}" for name, count in sizes.items())
+
+    def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """These rows as one batch."""
+        chosen = torch.tensor(list(indices), dtype=torch.long)  # the dtype matters if there are no indices
+        return {name: column[chosen] for name, column in self.columns.items()}
+
+    def split(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
+        """Split into (the other rows, `fraction` of the rows), chosen at random by `seed` alone."""
+        order = _order(len(self), seed).tolist()
+        count = round(fraction * len(self))
+        parts = (sorted(order[count:]), sorted(order[:count]))
+        rest, held = (Rows(self.take(part)) for part in parts)
+        return rest, held
+
+
+def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[list[int], int]]:
+    """Batches as (row indices, the number that count), in order; the last batch is filled up with the first rows."""
+    for start in range(0, len(rows), batch):
+        indices = range(start, start + batch)
+        yield [i % len(rows) for i in indices], min(batch, len(rows) - start)
+
+
+def _order(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

