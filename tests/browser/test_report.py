@@ -1,0 +1,182 @@
+"""The report in a browser: it shows all parts, zooms, tells of what is pointed at, by mouse and by keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.tests.browser.report_pages import MANY, job_of, many_spans
+
+pytestmark = pytest.mark.browser
+
+Open = Callable[..., Any]
+PARTS = ("machine", "timeline", "memory", "spent", "rivals", "whatif")
+ZOOM = "drawn['timeline-chart'].getOption().dataZoom[0]"
+
+
+def shown(page: Any) -> float:
+    """The share of the step that the timeline shows, in per cent."""
+    return page.evaluate(f"{ZOOM}.end - {ZOOM}.start")  # type: ignore[no-any-return]
+
+
+def place_of(page: Any, index: int) -> tuple[float, float]:
+    """Where a span lies on the page."""
+    page.locator("#timeline-chart").scroll_into_view_if_needed()
+    x, y = page.evaluate(
+        "i => { const s = spans[i], c = drawn['timeline-chart'];"
+        "const [x, y] = c.convertToPixel({seriesIndex: 0}, [(s.start + s.end) / 2, s.stream]);"
+        "return [x, y + (facts.measured ? (s.measured ? 6 : -6) : 0)]; }",
+        index,
+    )
+    box = page.locator("#timeline-chart").bounding_box()
+    return box["x"] + x, box["y"] + y
+
+
+def longest(page: Any) -> int:
+    return page.evaluate("spans.reduce((a, b) => b.end - b.start > a.end - a.start ? b : a).index")  # type: ignore[no-any-return]
+
+
+def test_every_part_is_drawn(report: Path, opened: Open, screenshot: Callable[[Any, str], None]) -> None:
+    page = opened(report)
+    assert re.match(r"It fits\. A step takes .* tokens a second; bound by", page.text_content("#sentence"))
+    for part in PARTS:
+        drawn = page.evaluate(
+            "id => { const c = document.querySelector(`#${id}-chart canvas`), d = c.getContext('2d')"
+            ".getImageData(0, 0, c.width, c.height).data; return new Set(new Uint32Array(d.buffer)).size; }",
+            part,
+        )
+        assert drawn > 3, part
+    assert page.locator("#stage-table tr").count() > 2
+    assert "measured" in page.text_content("#timeline-note")
+    screenshot(page, "report")
+    screenshot(page.locator("#memory"), "report-memory")
+
+
+def test_a_wheel_buttons_and_keys_zoom(report: Path, opened: Open) -> None:
+    page = opened(report)
+    page.mouse.move(*place_of(page, longest(page)))
+    page.mouse.wheel(0, -300)
+    page.wait_for_function(f"{ZOOM}.end - {ZOOM}.start < 99")
+    page.click("#whole")
+    assert shown(page) == pytest.approx(100)
+    page.click("#in")
+    assert shown(page) == pytest.approx(50)
+    page.focus("#timeline-chart")
+    page.keyboard.press("+")
+    assert shown(page) == pytest.approx(25)
+    before = page.evaluate(f"{ZOOM}.start")
+    page.keyboard.press("ArrowRight")
+    now = page.evaluate(f"{ZOOM}.start")
+    assert now > before
+    assert page.evaluate("window.memoryChart.getOption().dataZoom[0].start") == pytest.approx(now)
+    page.keyboard.press("0")
+    assert shown(page) == pytest.approx(100)
+
+
+def test_pointing_at_a_span_tells_of_it_and_lights_its_line(report: Path, opened: Open) -> None:
+    page = opened(report)
+    index = longest(page)
+    page.mouse.move(*place_of(page, index))
+    text = page.evaluate("i => lineText[spans[i].line].trim()", index)
+    tooltip = page.locator("#timeline-chart code")
+    tooltip.wait_for()
+    assert tooltip.text_content() == text
+    assert page.locator("#code .lit").text_content().strip() == text
+
+
+def test_a_line_lights_its_span_and_arrows_come_from_what_it_reads(
+    report: Path, opened: Open, screenshot: Callable[[Any, str], None]
+) -> None:
+    page = opened(report)
+    line = page.locator("#code .op", has_text="rt.backward").first
+    line.hover()
+    page.locator("#timeline-chart code").wait_for()
+    line.click()
+    chosen = page.evaluate("lineText[spans[chosen].line].trim()")
+    assert chosen == line.text_content().strip()
+    assert chosen in page.text_content("#chosen")
+    producers = page.evaluate("producersOf(spans[chosen]).map(span => span.op)")
+    assert "fetch" in producers or "forward" in producers
+    arrows = "drawn['timeline-chart'].getOption().series[1].data.length"
+    assert page.evaluate(arrows) >= len(producers) > 0
+    screenshot(page.locator("#timeline"), "report-timeline")
+
+
+def test_keys_walk_through_ops_and_lines(report: Path, opened: Open) -> None:
+    page = opened(report)
+    page.focus("#timeline-chart")
+    page.keyboard.press("n")
+    page.keyboard.press("n")
+    assert page.evaluate("chosen") == 1
+    page.keyboard.press("p")
+    assert page.evaluate("chosen") == 0
+    page.focus("#code")
+    before = page.locator("#code .lit").text_content()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#code .lit").text_content() != before
+
+
+def test_memory_tells_what_lies_in_it(report: Path, opened: Open) -> None:
+    page = opened(report)
+    page.locator("#memory-chart").scroll_into_view_if_needed()
+    box = page.locator("#memory-chart").bounding_box()
+    page.mouse.move(box["x"] + 140, box["y"] + box["height"] / 2)
+    tooltip = page.locator("#memory-chart > div").last
+    page.wait_for_function("document.querySelector('#memory-chart > div:last-child').innerText.includes(' at ')")
+    assert re.search(r"cpu0.* at .*: .*(B|KiB|MiB)", tooltip.inner_text())
+    page.select_option("#which", label="dram0")
+    assert page.evaluate("memoryChart.getOption().series[0].data.length") > 1
+
+
+def test_dark_and_print(report: Path, opened: Open, screenshot: Callable[[Any, str], None]) -> None:
+    page = opened(report, color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    screenshot(page, "report-dark")
+    page.click("#theme")
+    assert page.evaluate(ground) != dark
+    page.emulate_media(media="print")
+    assert page.locator("nav").is_hidden() and page.locator("#timeline-chart canvas").is_visible()
+    assert len(page.pdf()) > 10_000
+
+
+def test_every_control_is_reached_by_tab_and_seen(report: Path, opened: Open) -> None:
+    page = opened(report)
+    seen = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.id"))
+    assert {"theme", "in", "out", "whole", "device", "timeline-chart", "code", "which"} <= seen
+
+
+def test_a_job_that_has_made_no_step_says_so(tmp_path: Path, opened: Open) -> None:
+    job, _ = job_of()
+    page = opened(job.report(tmp_path / "report.html", what_if=False))
+    assert "none yet" in page.text_content("#figures")
+    assert page.evaluate("spans.every(span => !span.measured)")
+
+
+def test_a_notebook_shows_it_in_a_frame(tmp_path: Path, browser: Any) -> None:
+    job, _ = job_of()
+    (tmp_path / "notebook.html").write_text(f"<html><body>{job._repr_html_()}</body></html>")
+    page = browser.new_page()
+    page.goto((tmp_path / "notebook.html").as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("#timeline-chart canvas").wait_for()
+    assert "It fits" in frame.locator("#sentence").text_content()
+    page.close()
+
+
+@pytest.mark.slow
+def test_ten_thousand_instructions(tmp_path: Path, opened: Open) -> None:
+    path = tmp_path / "large.html"
+    assert many_spans(path) >= MANY
+    assert path.stat().st_size < 2_000_000
+    page = opened(path)
+    assert page.evaluate("spans.length") >= MANY
+    page.click("#in")
+    assert shown(page) == pytest.approx(50)

@@ -1,0 +1,125 @@
+"""The report as a file: what is in it, and where it can be written."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.compiler.report.page import write
+from penstock.compiler.report.page.spent import KINDS, spent_seconds, union
+from penstock.ir.errors import PlanError
+from penstock.runtime.simulate import Span
+
+CHARTS = Path(write.__file__).parent / "charts"
+BUILT = "06b50b9e37fdc717d3f737e5850cba5afcda4451466be50b77528e1e3ba4b937"  # by `make charts`
+
+
+@pytest.fixture(scope="module")
+def job() -> penstock.Job:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    hardware = penstock.Hardware.cpu(num_devices=2, memory="1MB", dram="1GB")
+    return penstock.compile(
+        model, hardware, example_inputs=torch.ones(4, 16), loss_fn=lambda out, batch: out.square().mean(),
+        optimizer=partial(torch.optim.SGD, lr=0.1), strategy="mobius", micro_batches=2,
+    )  # fmt: skip
+
+
+def facts_in(path: Path) -> dict[str, Any]:
+    packed = re.search(r'id="facts">([^<]*)<', path.read_text())
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))  # type: ignore[no-any-return]
+
+
+def test_it_holds_the_plan_and_every_span(job: penstock.Job, tmp_path: Path) -> None:
+    facts = facts_in(job.report(tmp_path / "report.html", what_if=False))
+    timeline = job.simulate()
+    assert facts["verdict"]["step_s"] == timeline.step_s
+    assert facts["verdict"]["plan"] == job.plan.hash
+    assert len(facts["predicted"]["line"]) == len(timeline.spans)
+    texts = [line.strip() for role in facts["roles"] for line in role["lines"]]
+    for span, line in zip(timeline.spans, facts["predicted"]["line"]):
+        assert texts[line].startswith(span.text)
+    assert facts["measured"] is None
+    assert {row["name"] for row in facts["memory"]} == set(timeline.memory)
+
+
+def test_what_an_op_reads_is_made_before_it(job: penstock.Job, tmp_path: Path) -> None:
+    facts = facts_in(job.report(tmp_path / "report.html", what_if=False))
+    spans = facts["predicted"]
+    end = {line: start + length for line, start, length in zip(spans["line"], spans["start"], spans["length"])}
+    start = dict(zip(spans["line"], spans["start"]))
+    assert len(facts["producers"]) > 4
+    for line, before in facts["producers"].items():
+        for other in before:
+            assert end[other] <= start[int(line)] + 2, (line, other)  # units, to which times are rounded
+
+
+def test_the_parts_of_a_step_add_up_to_it(job: penstock.Job, tmp_path: Path) -> None:
+    facts = facts_in(job.report(tmp_path / "report.html", what_if=False))
+    for row in facts["spent"]:
+        assert sum(row[kind] for kind in KINDS) == pytest.approx(facts["verdict"]["from_rest_s"])
+
+
+def test_covered_time_counts_once() -> None:
+    spans = [
+        Span(0, "compute", "forward", "", 0.0, 2.0), Span(0, "h2d", "fetch", "", 1.0, 4.0),
+        Span(0, "cpu", "step", "", 3.0, 5.0),
+    ]  # fmt: skip
+    assert spent_seconds(spans, 1, 7.0) == [
+        {"computation": 2.0, "optimizer": 2.0, "exposed transfers": 1.0, "bubble": 2.0}
+    ]
+    assert union([(0.0, 1.0), (0.5, 2.0), (3.0, 3.0)]) == [(0.0, 2.0)]
+
+
+def test_nothing_is_loaded_from_anywhere(job: penstock.Job, tmp_path: Path) -> None:
+    page = job.report(tmp_path / "report.html", what_if=False).read_text()
+    assert re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=[\"'](?!data:)[^\"']*", page) == []
+    assert "default-src 'none'" in page
+    assert "<!--" not in page
+
+
+def test_other_machines_stand_in_it(job: penstock.Job, tmp_path: Path) -> None:
+    machines = [{"machine": "larger", "step_s": 1.0, "price_dollars_per_hour": 2.0}]
+    facts = facts_in(job.report(tmp_path / "report.html", what_if=False, machines=machines))
+    assert facts["machines"] == machines
+
+
+@pytest.mark.parametrize("name", ["", "missing/report.html", "file/report.html"])
+def test_a_path_that_cannot_be_written(job: penstock.Job, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"report: .* (is a folder|cannot be written)"):
+        job.report(tmp_path / name)
+
+
+def test_a_full_disk_leaves_the_old_page(
+    job: penstock.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(PlanError, match="No space left"):
+        job.report(path, what_if=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == "old"
+
+
+def test_the_charts_are_those_that_were_built() -> None:
+    assert hashlib.sha256((CHARTS / "charts.js").read_bytes()).hexdigest() == BUILT
+    assert "Apache License" in (CHARTS / "LICENSE").read_text()
+    assert "zrender" in (CHARTS / "NOTICE").read_text()
