@@ -134,9 +134,12 @@ class StepsByJob(Host):
         if self.job is None:
             self.job, self._broadcast = self._begun(batch)
         assert self._broadcast is not None
-        loss = self.job.step(self._form.filled(batch))
+        loss = self._stepped(self.job, self._form.filled(batch))
         self._broadcast.stepped(tokens)
         return loss.detach().to(self.args.device)
+
+    def _stepped(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
+        return job.step(batch)
 
     def _found_form(self, batch: Any) -> BatchForm:
         rows = self.get_total_train_batch_size(self.args)
@@ -189,6 +192,10 @@ class StepsByJob(Host):
                 found.append(view)
         return found
 
+    def _module(self) -> Any:
+        """What the job trains: the model, or what makes a loss of it."""
+        return self.model
+
     def _compiled(self, batch: dict[str, Tensor]) -> Job:
         args = self.args
         self.model.train()
@@ -213,7 +220,7 @@ class StepsByJob(Host):
             "seed": args.seed,
             "steps": self._total_steps,
         }
-        return compile_job(self.model, self.hardware, example_inputs=batch, **{**options, **self.compile_options})
+        return compile_job(self._module(), self.hardware, example_inputs=batch, **{**options, **self.compile_options})
 
     def _clip_grad_norm(self, model: Any) -> None:
         """The job clips."""

@@ -1,5 +1,6 @@
 """TRL's trainers, whose steps a `Job` takes."""
 
+from .dpo import PenstockDPOTrainer
 from .sft import PenstockSFTTrainer
 
-__all__ = ["PenstockSFTTrainer"]
+__all__ = ["PenstockDPOTrainer", "PenstockSFTTrainer"]

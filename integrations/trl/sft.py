@@ -10,7 +10,7 @@ from torch import Tensor
 from ...compiler.job.job import Job
 from ...ir.errors import PlanError
 from ..transformers.steps import StepsByJob
-from .arguments import refuse_images, refuse_sft, with_plan_defaults
+from .arguments import default_folder, refuse_images, refuse_sft, with_plan_defaults
 from .own_forward import own_forward
 from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
 
@@ -27,12 +27,13 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
 
     def __init__(self, model: Any, args: Any = None, **kwargs: Any):
         if args is None:
-            args = SFTConfig()
+            args = SFTConfig(default_folder(model, "SFT"))
         refuse_sft(args)
         refuse_images(kwargs.get("train_dataset"))
         super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
         if self.padding_free:
-            length = longest_row(self._datasets(), args.max_length)
+            config: Any = self.args
+            length = longest_row(self._datasets(), config.max_length)
             self.data_collator = PackedCollator(self._tokenizer.pad_token_id, length)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

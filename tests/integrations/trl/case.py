@@ -74,3 +74,21 @@ def options(folder: Any, **changes: Any) -> dict[str, Any]:
 
 def told(trainer: Any, name: str) -> torch.Tensor:
     return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+
+
+def preferences(rows: int = 16, seed: int = 0) -> Dataset:
+    draw = torch.Generator().manual_seed(seed)
+    sides = ("chosen", "rejected")
+    return Dataset.from_list(
+        [{"prompt": words(draw, 2, 6), **{side: " " + words(draw, 3, 9) for side in sides}} for _ in range(rows)]
+    )
+
+
+def chat_preferences(rows: int = 16, seed: int = 0) -> Dataset:
+    return preferences(rows, seed).map(
+        lambda row: {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "chosen": [{"role": "assistant", "content": row["chosen"].strip()}],
+            "rejected": [{"role": "assistant", "content": row["rejected"].strip()}],
+        }
+    )
