@@ -38,6 +38,11 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
         if kwargs.get("compute_metrics") is not None:
             raise PlanError("compute_metrics: a Job keeps no logits of pairs; the rewards of an evaluation are logged")
         super().__init__(model=model, ref_model=ref_model, args=with_plan_defaults(args), **kwargs)
+        if self.aux_loss_enabled:
+            raise PlanError(
+                f"DPOConfig(router_aux_loss_coef={self.router_aux_loss_coef!r}), by the config or the model's own: the "
+                "loss of pairs leaves the routers out; use: 0.0"
+            )
         config: Any = self.args
         reference: Any = self.ref_model
         if reference is not None:
@@ -116,7 +121,7 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
             with self._on_device():
                 return self._prediction_of_model(model, inputs, True, ignore_keys, reason)
         assert self._form is not None
-        batch = self._gathered([self._form.padded(self._pairs(inputs))])
+        batch = self._each_once(self._gathered([self._form.padded(self._pairs(inputs))]))
         found = []
         for first in range(0, count_rows(batch), self._form.rows):
             part = {name: value[first : first + self._form.rows] for name, value in batch.items()}
@@ -125,6 +130,13 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
         self._tell_rewards("eval", outputs)
         return outputs["losses"].mean().to(self.args.device), None, None
+
+    def _each_once(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Without the pairs that a last batch repeats to have as many for every rank."""
+        state = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return batch
+        return {name: value[: state.remainder] for name, value in batch.items()}
 
     def _tell_rewards(self, mode: str, outputs: dict[str, Tensor]) -> None:
         """What TRL logs of the rewards; the pairs are those of all ranks."""

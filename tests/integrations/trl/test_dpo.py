@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import MixtralConfig, MixtralForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from penstock.errors import BatchError, PlanError
@@ -13,7 +14,15 @@ from penstock.integrations.trl import PenstockDPOTrainer
 from penstock.integrations.trl.pair_loss import PAIR_LOSSES, PreferenceLoss
 from penstock.integrations.trl.pairs import as_pairs
 from penstock.ir.machine.hardware import Hardware
-from penstock.tests.integrations.trl.case import chat_preferences, llama, options, preferences, tokenizer, told
+from penstock.tests.integrations.trl.case import (
+    VOCABULARY,
+    chat_preferences,
+    llama,
+    options,
+    preferences,
+    tokenizer,
+    told,
+)
 
 TOLERANCE = 1e-5
 REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
@@ -42,10 +51,10 @@ def trained_adapters():
 
 
 def made(kind, folder, models=new_adapters, more=None, rows=preferences, **changes):
-    ours = {} if kind is DPOTrainer else {"hardware": Hardware.cpu(num_devices=1)}
+    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind is PenstockDPOTrainer else {}
     return kind(
         **models(), args=DPOConfig(**options(folder, **changes)), train_dataset=rows(),
-        eval_dataset=rows(7, 1), processing_class=tokenizer(), **ours, **(more or {}),
+        eval_dataset=rows(7, 1), processing_class=tokenizer(), **{**ours, **(more or {})},
     )  # fmt: skip
 
 
@@ -154,6 +163,20 @@ def test_saves_the_policy(tmp_path):
 def test_refuses_by_name(option, found, tmp_path):
     with pytest.raises(PlanError, match=found):
         made(PenstockDPOTrainer, tmp_path, **option)
+
+
+def test_refuses_a_loss_of_routers(tmp_path):
+    config = dict(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+
+    def experts():
+        return {name: MixtralForCausalLM(MixtralConfig(**config)) for name in ("model", "ref_model")}
+
+    with pytest.raises(PlanError, match="router_aux_loss_coef"):
+        made(PenstockDPOTrainer, tmp_path, experts)
+    made(PenstockDPOTrainer, tmp_path, experts, router_aux_loss_coef=0.0)
 
 
 def test_refuses_metrics_of_logits(tmp_path):

@@ -36,10 +36,10 @@ MORE_DATA = {
 
 def made(kind, folder, data, lora=None, more=None, **changes):
     rows, own = data
-    ours = {} if kind is SFTTrainer else {"hardware": Hardware.cpu(num_devices=1)}
+    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind is PenstockSFTTrainer else {}
     return kind(
         model=llama(), args=SFTConfig(**options(folder, **{**own, **changes})), train_dataset=rows(),
-        eval_dataset=rows(7, 1), processing_class=tokenizer(), peft_config=lora, **ours, **(more or {}),
+        eval_dataset=rows(7, 1), processing_class=tokenizer(), peft_config=lora, **{**ours, **(more or {})},
     )  # fmt: skip
 
 
