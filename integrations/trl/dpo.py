@@ -15,7 +15,6 @@ from ...ir.errors import PlanError
 from ..transformers.batches import count_rows
 from ..transformers.steps import StepsByJob
 from .arguments import default_folder, refuse_dpo, refuse_images, with_plan_defaults
-from .own_forward import own_forward
 from .pair_loss import BASE, COPY, PreferenceLoss
 from .pairs import as_pairs, longest_answer
 
@@ -77,10 +76,6 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
             reference = COPY if COPY in model.peft_config else BASE
         kinds = list(zip(self.loss_types, self.loss_weights, strict=True))
         return PreferenceLoss(model, reference, kinds, self.beta, self.label_smoothing, config.discopop_tau)
-
-    def _compiled(self, batch: dict[str, Tensor]) -> Job:
-        with own_forward(self.model, self.ref_model):
-            return super()._compiled(batch)
 
     def _pairs(self, inputs: Any) -> dict[str, Tensor]:
         return as_pairs(inputs, self._pair_length, self._tokenizer.pad_token_id)

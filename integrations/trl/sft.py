@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.job.job import Job
 from ...ir.errors import PlanError
 from ..transformers.steps import StepsByJob
 from .arguments import default_folder, refuse_images, refuse_sft, with_plan_defaults
-from .own_forward import own_forward
 from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
 
 try:
@@ -48,10 +46,6 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         if own is None:
             own = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
         return int(self.accelerator.gather(torch.as_tensor(own, device=self.args.device)).sum())
-
-    def _compiled(self, batch: dict[str, Tensor]) -> Job:
-        with own_forward(self.model):
-            return super()._compiled(batch)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
