@@ -264,7 +264,7 @@ class StepsByJob(Host):
             reason = reason or why_not_fillable(batch, self.model)
         if reason:
             return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
-        loss, outputs = evaluate(self.job, self._form, batch, shifts_labels(self.model), not prediction_loss_only)
+        loss, outputs = self._evaluated(batch, not prediction_loss_only)
         if loss is not None:
             loss = loss.to(self.args.device)
         if prediction_loss_only:
@@ -279,6 +279,11 @@ class StepsByJob(Host):
         )
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
         return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
+
+    def _evaluated(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The loss and, where they are asked for, the outputs of a batch of all ranks."""
+        assert self.job is not None and self._form is not None
+        return evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs)
 
     def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
         logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import IntervalStrategy
 
+from trl import DPOConfig, DPOTrainer
+
 from ...compiler.job.job import Job
 from ...ir.errors import PlanError
 from ..transformers.batches import count_rows
@@ -17,11 +19,6 @@ from ..transformers.steps import StepsByJob
 from .arguments import default_folder, refuse_dpo, refuse_images, with_plan_defaults
 from .pair_loss import BASE, COPY, PreferenceLoss
 from .pairs import as_pairs, longest_answer
-
-try:
-    from trl import DPOConfig, DPOTrainer
-except ImportError as error:
-    raise PlanError("trl is not installed; pip install 'penstock[trl]'") from error
 
 
 class PenstockDPOTrainer(StepsByJob, DPOTrainer):

@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.errors import PlanError
+from trl import SFTConfig, SFTTrainer
+
 from ..transformers.steps import StepsByJob
 from .arguments import default_folder, refuse_images, refuse_sft, with_plan_defaults
 from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
-
-try:
-    from trl import SFTConfig, SFTTrainer
-except ImportError as error:
-    raise PlanError("trl is not installed; pip install 'penstock[trl]'") from error
 
 
 class PenstockSFTTrainer(StepsByJob, SFTTrainer):
@@ -51,26 +47,21 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         inputs.pop(NUM_TOKENS, None)
-        if self.job is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _evaluated(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+        loss, found = super()._evaluated(batch, outputs=True)
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
-        if isinstance(logits, Tensor):
-            self._tell_metrics(logits, labels)
-        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
+        if "logits" in found:
+            self._tell_metrics(found["logits"], batch["labels"])
+        return loss, found if outputs else {}
 
     def _tell_metrics(self, logits: Tensor, labels: Tensor) -> None:
-        """The entropy and the token accuracy that TRL logs of an evaluation."""
+        """The entropy and the token accuracy that TRL logs of an evaluation; the rows are those of all ranks."""
         following = labels[:, 1:]
         counted = following != IGNORED
         chosen = logits[:, :-1][counted].float().log_softmax(-1)
-        sums = torch.stack(
-            [
-                counted.sum().float(),
-                -(chosen.exp() * chosen).sum(),
-                (chosen.argmax(-1) == following[counted]).sum().float(),
-            ]
-        )
-        count, entropy, correct = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
-        self._metrics["eval"]["entropy"].append(entropy / count if count else 0.0)
-        self._metrics["eval"]["mean_token_accuracy"].append(correct / count if count else 0.0)
+        entropy = -(chosen.exp() * chosen).sum(-1)
+        correct = (chosen.argmax(-1) == following[counted]).float()
+        for name, values in {"entropy": entropy, "mean_token_accuracy": correct}.items():
+            self._metrics["eval"][name].append(values.mean().item() if len(values) else 0.0)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 100
 TEMPLATE = (
@@ -61,6 +61,16 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def experts() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
 
 
 def options(folder: Any, **changes: Any) -> dict[str, Any]:

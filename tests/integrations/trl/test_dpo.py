@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from penstock.errors import BatchError, PlanError
@@ -15,8 +14,8 @@ from penstock.integrations.trl.pair_loss import PAIR_LOSSES, PreferenceLoss
 from penstock.integrations.trl.pairs import as_pairs
 from penstock.ir.machine.hardware import Hardware
 from penstock.tests.integrations.trl.case import (
-    VOCABULARY,
     chat_preferences,
+    experts,
     llama,
     options,
     preferences,
@@ -166,17 +165,12 @@ def test_refuses_by_name(option, found, tmp_path):
 
 
 def test_refuses_a_loss_of_routers(tmp_path):
-    config = dict(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=2, pad_token_id=0,
-    )  # fmt: skip
-
-    def experts():
-        return {name: MixtralForCausalLM(MixtralConfig(**config)) for name in ("model", "ref_model")}
+    def models():
+        return {"model": experts(), "ref_model": experts()}
 
     with pytest.raises(PlanError, match="router_aux_loss_coef"):
-        made(PenstockDPOTrainer, tmp_path, experts)
-    made(PenstockDPOTrainer, tmp_path, experts, router_aux_loss_coef=0.0)
+        made(PenstockDPOTrainer, tmp_path, models)
+    made(PenstockDPOTrainer, tmp_path, models, router_aux_loss_coef=0.0)
 
 
 def test_refuses_metrics_of_logits(tmp_path):
