@@ -67,10 +67,8 @@ def minilm(steps: int) -> Made:
     return model, found, None, SMALL, {"per_device_train_batch_size": 8}
 
 
-def chat(steps: int) -> Made:
+def chats() -> list[list[dict[str, str]]]:
     """Questions about numbers, answered in words, of one to three turns."""
-    tokenizer = AutoTokenizer.from_pretrained(str(WEIGHTS))
-    tokenizer.chat_template = TEMPLATE
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     draw = random.Random(0)
     found = []
@@ -80,16 +78,34 @@ def chat(steps: int) -> Made:
             a, b = draw.randrange(5), draw.randrange(5)
             messages.append({"role": "user", "content": f"what is {words[a]} and {words[b]} ?"})
             messages.append({"role": "assistant", "content": f"{words[a]} and {words[b]} is {words[a + b]}"})
-        made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = made["input_ids"], made["assistant_masks"]
-        labels = [token if learned else -100 for token, learned in zip(ids, mask)]
-        found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+        found.append(messages)
+    return found
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(str(WEIGHTS))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def chat_model(tokenizer: Any) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=128, pad_token_id=0,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def chat(steps: int) -> Made:
+    tokenizer = chat_tokenizer()
+    found = []
+    for messages in chats():
+        made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = made["input_ids"], made["assistant_masks"]
+        labels = [token if learned else -100 for token, learned in zip(ids, mask)]
+        found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
     collator = DataCollatorForSeq2Seq(tokenizer)  # pads labels as well
-    return LlamaForCausalLM(config), found, collator, ONE, {"gradient_accumulation_steps": 2}
+    return chat_model(tokenizer), found, collator, ONE, {"gradient_accumulation_steps": 2}
 
 
 def t5(steps: int) -> Made:

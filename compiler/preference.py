@@ -63,12 +63,15 @@ class DPO(nn.Module):
 
     def log_probs(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
         """Per row the logarithm of the probability of its labels, each after the tokens before it."""
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
-        following = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        flat = F.cross_entropy(
-            logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
-        )
-        return -flat.view(following.shape).sum(-1)
+        return label_log_probs(self.model, input_ids, attention_mask, labels)
+
+
+def label_log_probs(model: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+    """Per row the logarithm of the probability that `model` gives its labels, each after the tokens before it."""
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    following = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    flat = F.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none")
+    return -flat.view(following.shape).sum(-1)
 
 
 def _require_adapters(model: nn.Module) -> None:

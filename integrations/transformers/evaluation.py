@@ -35,7 +35,7 @@ def evaluate(
         has_loss = "loss" in given
         if has_loss and (here := _count(part, shifted)):
             total, count = total + float(given.loss) * here, count + here
-        found.append({name: value[: count_rows(part)] for name, value in given.items() if name != "loss"})
+        found.append({name: value[: count_rows(part)] for name, value in given.items() if value.dim()})
     gathered = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     return torch.tensor(total / count if count else math.nan) if has_loss else None, gathered
 

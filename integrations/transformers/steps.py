@@ -134,9 +134,12 @@ class StepsByJob(Host):
         if self.job is None:
             self.job, self._broadcast = self._begun(batch)
         assert self._broadcast is not None
-        loss = self.job.step(self._form.filled(batch))
+        loss = self._stepped(self.job, self._form.filled(batch))
         self._broadcast.stepped(tokens)
         return loss.detach().to(self.args.device)
+
+    def _stepped(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
+        return job.step(batch)
 
     def _found_form(self, batch: Any) -> BatchForm:
         rows = self.get_total_train_batch_size(self.args)
@@ -189,6 +192,10 @@ class StepsByJob(Host):
                 found.append(view)
         return found
 
+    def _module(self) -> Any:
+        """What the job trains: the model, or what makes a loss of it."""
+        return self.model
+
     def _compiled(self, batch: dict[str, Tensor]) -> Job:
         args = self.args
         self.model.train()
@@ -213,7 +220,7 @@ class StepsByJob(Host):
             "seed": args.seed,
             "steps": self._total_steps,
         }
-        return compile_job(self.model, self.hardware, example_inputs=batch, **{**options, **self.compile_options})
+        return compile_job(self._module(), self.hardware, example_inputs=batch, **{**options, **self.compile_options})
 
     def _clip_grad_norm(self, model: Any) -> None:
         """The job clips."""
@@ -257,7 +264,7 @@ class StepsByJob(Host):
             reason = reason or why_not_fillable(batch, self.model)
         if reason:
             return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
-        loss, outputs = evaluate(self.job, self._form, batch, shifts_labels(self.model), not prediction_loss_only)
+        loss, outputs = self._evaluated(batch, not prediction_loss_only)
         if loss is not None:
             loss = loss.to(self.args.device)
         if prediction_loss_only:
@@ -272,6 +279,11 @@ class StepsByJob(Host):
         )
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
         return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
+
+    def _evaluated(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The loss and, where they are asked for, the outputs of a batch of all ranks."""
+        assert self.job is not None and self._form is not None
+        return evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs)
 
     def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
         logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)

@@ -6,12 +6,27 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from trl.trainer.utils import get_config_model_id
+
 from ...ir.errors import PlanError
+from .pair_loss import PAIR_LOSSES
 
 OF_BOTH = {"activation_offloading": "leave it out: the plan chooses where activations lie"}
 OF_SFT = {
     **OF_BOTH,
     "padding_free": "packing=True, which packs into rows of one length; without it rows are padded to one length",
+}
+OF_DPO = {
+    **OF_BOTH,
+    "padding_free": "leave it out: pairs are padded to one length",
+    "sync_ref_model": "leave it out: the reference is a part of the job and stays as it was",
+    "use_weighting": "leave it out",
+    "ld_alpha": "leave it out",
+}
+OVER_BATCH = {  # losses of pairs that a step of micro-batches cannot make: why
+    "aot": "it sorts all pairs of a batch",
+    "aot_unpaired": "it sorts all pairs of a batch",
+    "sft": "it divides by the tokens of a batch, not pair by pair",
 }
 
 
@@ -46,3 +61,20 @@ def refuse_images(dataset: Any) -> None:
     for name in ("image", "images"):
         if name in row:
             raise PlanError(f"train_dataset has {name!r}: TRL's trainers over a Job take text; leave the column out")
+
+
+def refuse_dpo(args: Any) -> None:
+    """Raise `PlanError` for an option of `DPOConfig` that cannot be honoured."""
+    refuse_options(args, OF_DPO)
+    if args.f_divergence_type != "reverse_kl":
+        raise PlanError(f"DPOConfig(f_divergence_type={args.f_divergence_type!r}): use: 'reverse_kl'")
+    for kind in args.loss_type:
+        if kind not in PAIR_LOSSES:
+            reason = OVER_BATCH.get(kind, "it is not known here")
+            raise PlanError(f"DPOConfig(loss_type={kind!r}): {reason}; use one of: {', '.join(PAIR_LOSSES)}")
+
+
+def default_folder(model: Any, method: str) -> str:
+    """Where TRL writes a run without a config."""
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return f"{name.split('/')[-1]}-{method}"

@@ -7,17 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.job.job import Job
-from ...ir.errors import PlanError
-from ..transformers.steps import StepsByJob
-from .arguments import refuse_images, refuse_sft, with_plan_defaults
-from .own_forward import own_forward
-from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
+from trl import SFTConfig, SFTTrainer
 
-try:
-    from trl import SFTConfig, SFTTrainer
-except ImportError as error:
-    raise PlanError("trl is not installed; pip install 'penstock[trl]'") from error
+from ..transformers.steps import StepsByJob
+from .arguments import default_folder, refuse_images, refuse_sft, with_plan_defaults
+from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
 
 
 class PenstockSFTTrainer(StepsByJob, SFTTrainer):
@@ -27,12 +21,13 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
 
     def __init__(self, model: Any, args: Any = None, **kwargs: Any):
         if args is None:
-            args = SFTConfig()
+            args = SFTConfig(default_folder(model, "SFT"))
         refuse_sft(args)
         refuse_images(kwargs.get("train_dataset"))
         super().__init__(model=model, args=with_plan_defaults(args), **kwargs)
         if self.padding_free:
-            length = longest_row(self._datasets(), args.max_length)
+            config: Any = self.args
+            length = longest_row(self._datasets(), config.max_length)
             self.data_collator = PackedCollator(self._tokenizer.pad_token_id, length)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -48,34 +43,25 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
             own = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
         return int(self.accelerator.gather(torch.as_tensor(own, device=self.args.device)).sum())
 
-    def _compiled(self, batch: dict[str, Tensor]) -> Job:
-        with own_forward(self.model):
-            return super()._compiled(batch)
-
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         inputs.pop(NUM_TOKENS, None)
-        if self.job is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _evaluated(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+        loss, found = super()._evaluated(batch, outputs=True)
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
-        if isinstance(logits, Tensor):
-            self._tell_metrics(logits, labels)
-        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
+        if "logits" in found:
+            self._tell_metrics(found["logits"], batch["labels"])
+        return loss, found if outputs else {}
 
     def _tell_metrics(self, logits: Tensor, labels: Tensor) -> None:
-        """The entropy and the token accuracy that TRL logs of an evaluation."""
+        """The entropy and the token accuracy that TRL logs of an evaluation; the rows are those of all ranks."""
         following = labels[:, 1:]
         counted = following != IGNORED
         chosen = logits[:, :-1][counted].float().log_softmax(-1)
-        sums = torch.stack(
-            [
-                counted.sum().float(),
-                -(chosen.exp() * chosen).sum(),
-                (chosen.argmax(-1) == following[counted]).sum().float(),
-            ]
-        )
-        count, entropy, correct = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
-        self._metrics["eval"]["entropy"].append(entropy / count if count else 0.0)
-        self._metrics["eval"]["mean_token_accuracy"].append(correct / count if count else 0.0)
+        entropy = -(chosen.exp() * chosen).sum(-1)
+        correct = (chosen.argmax(-1) == following[counted]).float()
+        for name, values in {"entropy": entropy, "mean_token_accuracy": correct}.items():
+            self._metrics["eval"][name].append(values.mean().item() if len(values) else 0.0)

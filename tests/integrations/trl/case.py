@@ -9,7 +9,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 100
 TEMPLATE = (
@@ -63,6 +63,16 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def experts() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 def options(folder: Any, **changes: Any) -> dict[str, Any]:
     known = dict(
         output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
@@ -74,3 +84,21 @@ def options(folder: Any, **changes: Any) -> dict[str, Any]:
 
 def told(trainer: Any, name: str) -> torch.Tensor:
     return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+
+
+def preferences(rows: int = 16, seed: int = 0) -> Dataset:
+    draw = torch.Generator().manual_seed(seed)
+    sides = ("chosen", "rejected")
+    return Dataset.from_list(
+        [{"prompt": words(draw, 2, 6), **{side: " " + words(draw, 3, 9) for side in sides}} for _ in range(rows)]
+    )
+
+
+def chat_preferences(rows: int = 16, seed: int = 0) -> Dataset:
+    return preferences(rows, seed).map(
+        lambda row: {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "chosen": [{"role": "assistant", "content": row["chosen"].strip()}],
+            "rejected": [{"role": "assistant", "content": row["rejected"].strip()}],
+        }
+    )

@@ -3,6 +3,9 @@ one device and one thread: the model's own loss sums in another order than TRL's
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from datasets import Dataset
@@ -10,11 +13,12 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+import penstock.integrations.trl
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockSFTTrainer
 from penstock.integrations.trl.packed import NUM_TOKENS, PackedCollator
 from penstock.ir.machine.hardware import Hardware
-from penstock.tests.integrations.trl.case import chats, completions, llama, options, texts, tokenizer, told
+from penstock.tests.integrations.trl.case import chats, completions, experts, llama, options, texts, tokenizer, told
 
 TOLERANCE = 1e-5
 DATA = {
@@ -34,12 +38,12 @@ MORE_DATA = {
 }
 
 
-def made(kind, folder, data, lora=None, more=None, **changes):
+def made(kind, folder, data, lora=None, more=None, model=llama, **changes):
     rows, own = data
-    ours = {} if kind is SFTTrainer else {"hardware": Hardware.cpu(num_devices=1)}
+    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind is PenstockSFTTrainer else {}
     return kind(
-        model=llama(), args=SFTConfig(**options(folder, **{**own, **changes})), train_dataset=rows(),
-        eval_dataset=rows(7, 1), processing_class=tokenizer(), peft_config=lora, **ours, **(more or {}),
+        model=model(), args=SFTConfig(**options(folder, **{**own, **changes})), train_dataset=rows(),
+        eval_dataset=rows(7, 1), processing_class=tokenizer(), peft_config=lora, **{**ours, **(more or {})},
     )  # fmt: skip
 
 
@@ -103,6 +107,15 @@ def test_same_evaluation(data, tmp_path):
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=TOLERANCE)
 
 
+def test_same_run_of_experts(tmp_path):
+    """Without accumulation: with it, TRL's loss of the routers is the mean of the micro-batches' own."""
+    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "model": experts, **whole}
+    ours = trained(PenstockSFTTrainer, tmp_path / "a", DATA["completion"], **changes)
+    plain = trained(SFTTrainer, tmp_path / "b", DATA["completion"], **changes)
+    require_equal(ours, plain, "eval_loss", "eval_entropy")
+
+
 def test_tells_callbacks(tmp_path):
     class Heard(TrainerCallback):
         steps = 0
@@ -154,3 +167,9 @@ def test_refuses_a_loss_of_ones_own(tmp_path):
 def test_refuses_images(tmp_path):
     with pytest.raises(PlanError, match="'images'"):
         PenstockSFTTrainer(llama(), SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list([{"images": []}]))
+
+
+def test_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(PlanError, match=r"penstock\[trl\]"):
+        importlib.reload(penstock.integrations.trl)
