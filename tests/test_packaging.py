@@ -36,6 +36,9 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
     assert all((folder / "__init__.py").exists() for folder in folders_with_code())
 
 
+DATA = ("*.yaml", "*.json", "*.txt", "*.html", "*.css", "*.js", "LICENSE", "NOTICE")
+
+
 def test_every_data_file_is_packaged() -> None:
     patterns = settings()["options.package_data"]
     packaged = {
@@ -44,8 +47,7 @@ def test_every_data_file_is_packaged() -> None:
         for pattern in globs.split()
         for file in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
     }
-    endings = ("yaml", "json", "txt", "html")
-    present = {file for room in ROOMS for ending in endings for file in (ROOT / room).rglob(f"*.{ending}")}
+    present = {file for room in ROOMS for name in DATA for file in (ROOT / room).rglob(name)}
     assert packaged == present | {ROOT / "py.typed"}
 
 
@@ -64,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_rooms_and_their_data(wheel: Path) -> None:
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
     source = [ROOT / name for name in ("__init__.py", "errors.py", "py.typed")]
-    source += [file for room in ROOMS for ending in ("py", "html") for file in (ROOT / room).rglob(f"*.{ending}")]
+    source += [file for room in ROOMS for name in ("*.py", *DATA) for file in (ROOT / room).rglob(name)]
     assert names == {"penstock" / file.relative_to(ROOT) for file in source}
 
 

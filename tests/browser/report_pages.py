@@ -37,6 +37,6 @@ def many_spans(path: Path) -> int:
         "coarsen, partition-balanced{stages=48}, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, "
         "insert-optimizer"
     )
-    job, _ = job_of(layers=46, rows=64, micro_batches=64, strategy=pipeline)
+    job, _ = job_of(layers=46, rows=36, micro_batches=36, strategy=pipeline)
     job.report(path, what_if=False)
     return len(job.simulate().spans)

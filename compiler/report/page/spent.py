@@ -8,7 +8,7 @@ from ....ir import ops
 from ....runtime.simulate import Span
 
 KINDS = ("computation", "optimizer", "exposed transfers", "bubble")
-Interval = tuple[float, float]
+TimeRange = tuple[float, float]
 
 
 def spent_seconds(spans: Iterable[Span], num_devices: int, step_s: float) -> list[dict[str, float]]:
@@ -28,9 +28,9 @@ def spent_seconds(spans: Iterable[Span], num_devices: int, step_s: float) -> lis
     return found
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[TimeRange]) -> list[TimeRange]:
     """The same seconds as intervals that do not overlap."""
-    found: list[Interval] = []
+    found: list[TimeRange] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
@@ -39,5 +39,5 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def length(intervals: Sequence[Interval]) -> float:
+def length(intervals: Sequence[TimeRange]) -> float:
     return sum(end - start for start, end in intervals)
