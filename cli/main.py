@@ -17,6 +17,7 @@ import typer
 
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from .options import JobOptions, TrainOptions, machine, takes
+from .working import working
 
 if TYPE_CHECKING:
     from ..compiler.job.job import Job
@@ -49,12 +50,21 @@ def plan(
         bool, typer.Option("--dump-passes", help="also the programs behind each pass: in OUT/passes, or printed")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
+    tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, where the hardware has none")] = None,
+    alternatives: Annotated[
+        bool, typer.Option(help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes")
+    ] = True,
+    full: Annotated[bool, typer.Option("--full", help="stages, memories, links, rivals and remarks as tables")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
 
     With several --hardware: what each of them makes of the model, and for how much money.
     """
+    from .answer import parse_tokens
+
+    count = None if tokens is None else parse_tokens(tokens)
     if html is not None:
         from ..compiler.report.page.write import require_writable
 
@@ -62,9 +72,11 @@ def plan(
     if len(options.hardware or ()) > 1:
         if out is not None or dump_passes or options.plan is not None:
             raise PlanError("--out, --dump-passes and --plan are for one machine; give one --hardware with them")
-        compare(options, as_json, html)
+        with working():
+            compare(options, as_json, html)
         return
-    job = options.compile(Dump(out) if dump_passes else None)
+    with working():
+        job = options.compile(Dump(out) if dump_passes else None)
     if out is not None:
         job.write(out)
         options.remember(out)
@@ -73,12 +85,22 @@ def plan(
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
+    from .answer import alternatives as other_plans
+    from .answer import answer, print_answer
     from .tables import console, plan_header, plan_tables
 
     screen = console()
-    screen.print(plan_header(job.plan))
-    for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
-        screen.print(table)
+    if full:
+        screen.print(plan_header(job.plan))
+        for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
+            screen.print(table)
+    else:
+        with working() as tell:
+            others = []
+            for other in other_plans(options, job, job.hardware) if alternatives and options.plan is None else ():
+                others.append(other)
+                tell(f"planned {other.name}")
+        print_answer(screen, answer(options, job, count, price, others))
     if html is not None:
         screen.print(f"report in {html}: open it in a browser")
     if out is not None:

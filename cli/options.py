@@ -45,12 +45,20 @@ class JobOptions:
     set: Annotated[
         list[str] | None, typer.Option(help="change a figure of the hardware, such as dram=4TB; repeatable")
     ] = None
+    dram: Annotated[str | None, typer.Option(help="DRAM of each host, such as 64GB, in place of the hardware's")] = None
+    ssd: Annotated[
+        str | None, typer.Option(help="SSDs of each host, such as 2TB or 4x2TB; 0 for none; in place of the hardware's")
+    ] = None
     batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 4
     sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
     micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
     precision: Annotated[
-        str, typer.Option(help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true, bf16-pure")
-    ] = "fp32"
+        str,
+        typer.Option(
+            help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true, bf16-pure; auto: bf16-mixed "
+            "where all GPUs compute in bf16, else fp32"
+        ),
+    ] = "auto"
     gradient_dtype: Annotated[
         str, typer.Option(help="in which gradients of several micro-batches are added up: fp32, or compute")
     ] = "fp32"
@@ -122,11 +130,15 @@ class JobOptions:
             raise PlanError(
                 f"--hardware: found {len(names)} machines ({', '.join(names)}); only `penstock plan` compares"
             )
-        return machine(names[0], self.set)
+        return self.machines()[0]
 
     def machines(self) -> list[Hardware]:
-        """All machines that were named, each with every --set applied."""
-        return [machine(name, self.set) for name in self.hardware or ["auto"]]
+        """All machines that were named, each with every --set, --dram and --ssd applied."""
+        changes = [*(self.set or ())]
+        if self.dram is not None:
+            changes.append(f"dram={_size('dram', self.dram)}")
+        found = [machine(name, changes) for name in self.hardware or ["auto"]]
+        return found if self.ssd is None else [with_ssds(each, self.ssd) for each in found]
 
     def named_model(self) -> NamedModel:
         from ..compiler.models.named import find_model
@@ -171,7 +183,7 @@ class JobOptions:
             "strategy": self.strategy,
             "plan": self.plan,
             "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
-            "precision": self.true_precision,
+            "precision": self.precision_on(hardware),
             "gradient_dtype": self.gradient_dtype,
             "boundary_dtype": self.boundary_dtype,
             "max_grad_norm": self.max_grad_norm,
@@ -187,12 +199,13 @@ class JobOptions:
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
 
-    @property
-    def true_precision(self) -> str:
-        """The precision, which is that of the base where only that is named."""
+    def precision_on(self, hardware: Hardware) -> str:
+        """The precision, which is that of the base where only that is named, and else by the machine's parts."""
         from ..compiler.models.bases import PRECISION
 
-        return PRECISION if self.base is not None and self.precision == "fp32" else self.precision
+        if self.precision != "auto":
+            return self.precision
+        return PRECISION if self.base is not None else natural_precision(hardware)
 
     def profiling(self) -> bool | Path:
         """The argument `profile` of `penstock.compile`."""
@@ -298,6 +311,33 @@ class TrainOptions(JobOptions):
         given = {"kind": self.kind, "columns": columns, "sequence": self.sequence, "targets": self.targets}
         given |= {"long_rows": self.long_rows, "pack": self.pack, "split": self.split}
         return DataSpec.model_validate({"paths": paths, **given})
+
+
+def natural_precision(hardware: Hardware) -> str:
+    """What people train in on such parts: bf16-mixed where all are GPUs that compute in bf16, else fp32."""
+    has_bf16 = all(device.kind == "cuda" and "bf16" in device.peak_flops for device in hardware.devices)
+    return "bf16-mixed" if has_bf16 else "fp32"
+
+
+def _size(option: str, text: str) -> str:
+    """An amount of bytes as text. Raises `PlanError` for one without a unit."""
+    if text.strip().replace(".", "", 1).isdigit():
+        raise PlanError(f"--{option} {text}: without a unit that is {text} bytes; say --{option} {text}GB or {text}GiB")
+    return text.strip()
+
+
+def with_ssds(hardware: Hardware, text: str) -> Hardware:
+    """The machine with other SSDs on each host, "2TB" or "4x2TB", at the rates of those that it has."""
+    from ..ir.machine.overrides import STOCK_SSD
+
+    count, times, size = text.lower().replace("*", "x").rpartition("x")
+    if (times and not count.strip().isdigit()) or text.strip() == "":
+        raise PlanError(f"--ssd {text!r}: allowed are a size, such as 2TB, a number and a size, such as 4x2TB, and 0")
+    if text.strip() == "0":
+        return hardware.with_(ssds=0)
+    like = hardware.hosts[0].ssds[0].model_dump() if hardware.hosts[0].ssds else STOCK_SSD
+    disks = [{**like, "size_bytes": _size("ssd", size), "directory": None} for _ in range(int(count or 1))]
+    return hardware.with_(ssds=disks)
 
 
 def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:

@@ -67,7 +67,7 @@ def profile_report(options: JobOptions) -> ProfileReport:
     if options.micro_batches is not None:
         shape.check_divisible(options.micro_batches)
     count = options.micro_batches or micro_batch_counts(shape.size, hardware)[0][0]
-    precision = Precision.of(options.precision)
+    precision = Precision.of(options.precision_on(hardware))
     inputs = micro_batch_spec(example, count)
     graph = trace_in(precision, model, inputs, device_kind=hardware.devices[0].kind)
     profiler = make_profiler(options.profile_cache or True, precision.name)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from .adapters import LoraChoice
 from .bases import on_base, quantisation, require_base
+from .from_python import is_python, python_maker
 from .table import alias_of, known_models
 
 HEADS = {
@@ -42,6 +44,7 @@ class NamedModel:
     directory: Path | None = None
     adapter: LoraChoice | None = None
     base: str = ""  # the form of the frozen weights under an adapter; "" for the model's own
+    make: Callable[[], nn.Module] | None = None  # of a model that Python code makes
 
     @property
     def has_weights(self) -> bool:
@@ -80,6 +83,8 @@ class NamedModel:
         return model if self.adapter is None else self.adapter.put_on(model, self.head).train()
 
     def _from_config(self) -> nn.Module:
+        if self.make is not None:
+            return self.make().train()
         try:
             model: nn.Module = _transformers(HEADS[self.head]).from_config(
                 self.config, trust_remote_code=False, dtype=torch.float32
@@ -179,6 +184,8 @@ def find_model(
     choice = None if adapter is None else LoraChoice.parse(adapter)
     if base is not None:
         require_base(base, choice is not None)
+    if is_python(name):
+        return python_model(name, head, choice, base or "")
     first, _, changes = name.partition(":")
     fields, directory = _fields(first, download)
     plain = _configuration(fields, first)
@@ -191,6 +198,20 @@ def find_model(
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
     return NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
+
+
+def python_model(name: str, head: str | None, adapter: LoraChoice | None, base: str) -> NamedModel:
+    """The model that a function or class of Python makes. Raises `PlanError` where it is none of transformers."""
+    make = python_maker(name)
+    with torch.device("meta"):
+        config = getattr(make(), "config", None)
+    if config is None or not hasattr(config, "model_type"):
+        raise PlanError(
+            f"model {name!r}: what it makes has no `config` of transformers, so that its inputs are not known here; "
+            "call penstock.compile(model, hardware, example_inputs=...) from Python"
+        )
+    config.use_cache = False
+    return NamedModel(name, config, head or natural_head(config), None, adapter, base, make)
 
 
 def parse_changes(text: str, config: Any) -> dict[str, Any]:
@@ -233,6 +254,9 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise PlanError(f"{place}: not the configuration of a model: it lacks the key 'model_type'")
         return _without_code(fields, place), place.parent
+    cached = cached_directory(base)
+    if cached is not None:
+        return _fields(str(cached), download=False)
     known = known_models()
     if alias_of(base) in known:
         model_type, dimensions = known[alias_of(base)]
@@ -241,7 +265,7 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
         return _downloaded(base)
     raise PlanError(
         f"no model {base!r}{_did_you_mean(alias_of(base), known)} A config.json or a directory with one will do, too; "
-        "--download asks the Hugging Face hub"
+        "--download asks the Hugging Face hub; file.py:function and package.Class will do as well"
     )
 
 
@@ -285,6 +309,18 @@ def _place(base: str) -> Path | None:
     found = [Path(str(file.locate())) for file in files if file.name == "config.json"]
     models = [path for path in found if "model_type" in path.read_text()]
     return min(models, key=lambda path: len(path.parts), default=None)
+
+
+def cached_directory(name: str) -> Path | None:
+    """Where the Hugging Face hub's cache of this machine has that model; None where it has not."""
+    if name.count("/") > 1 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _downloaded(name: str) -> tuple[dict[str, Any], Path | None]:

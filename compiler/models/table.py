@@ -7,6 +7,7 @@ papers of these names, as GPT-2 and BERT modules.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 ModelRow = tuple[str, dict[str, Any]]
@@ -22,18 +23,15 @@ def known_models() -> dict[str, ModelRow]:
 
 
 def alias_of(name: str) -> str:
-    """The short name of a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b"."""
-    short = name.rpartition("/")[2].lower()
+    """The short name of a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b", and so for variants of the
+    same dimensions, such as "Llama-3.1-8B-Instruct"."""
+    short = re.sub(r"(-(instruct|chat|hf|it|uncased|cased|v0\.\d))+$", "", name.rpartition("/")[2].lower())
+    short = re.sub(r"(?<=\db)-base$", "", short)
+    short = re.sub(r"^(meta-)?llama-?3(\.[1-3])?-", "llama-", short)
     return {
-        "bert-base-uncased": "bert-base",
-        "bert-large-uncased": "bert-large",
-        "meta-llama-3-8b": "llama-8b",
-        "meta-llama-3-70b": "llama-70b",
-        "llama-3.1-405b": "llama-405b",
-        "llama-2-7b-hf": "llama2-7b",
-        "llama-2-13b-hf": "llama2-13b",
-        "mistral-7b-v0.1": "mistral-7b",
-        "mixtral-8x7b-v0.1": "mixtral-8x7b",
+        "llama-2-7b": "llama2-7b",
+        "llama-2-13b": "llama2-13b",
+        "llama-2-70b": "llama2-70b",
         "gpt3": "gpt3-175b",
         "gpt2-1.5b": "gpt2-xl",
         "vit-base-patch16-224": "vit-base",

@@ -7,6 +7,7 @@ another. Candidates left when time is up, or nothing is left to gain, are listed
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
 from ...ir.program import Program
+from ...ir.units import format_seconds
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ..plan import Plan, Rival
@@ -28,6 +30,7 @@ from .host_memory import tier_of
 from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
+logger = logging.getLogger("penstock.compiler.search")  # of each plan that was tried
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a graph of its own
 SEARCH_S = 33.0  # of computation
 NEAR = 0.01  # the share of a step that is not worth another candidate
@@ -133,6 +136,8 @@ class Attempts:
                 begin_s = time.process_time()
                 self.trials.append(self.attempt(count, candidate))
                 self.longest_s = max(self.longest_s, time.process_time() - begin_s)
+                best = "none fits so far" if self.best is None else f"the best takes {format_seconds(self.best.step_s)}"
+                logger.info("%d plans tried, %s", len(self.trials), best)
                 if self.best is None and candidate.marks and self._lacks_device(self.trials[-1], count):
                     self.look(count, [candidate.travelling()])
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import IntervalStrategy
-
 from trl import DPOConfig, DPOTrainer
 
 from ...compiler.job.job import Job

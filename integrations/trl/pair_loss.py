@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from trl.trainer.utils import use_adapter
 
 from ...compiler.preference import IGNORED, label_log_probs

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from trl import SFTConfig, SFTTrainer
 
 from ..transformers.steps import StepsByJob

@@ -22,9 +22,10 @@ from .describe import describe_hardware
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
-from .presets import cpu_document, preset_document, preset_names
+from .presets import cpu_document, preset_document
 from .rates import ConstantRates, RateTable, mix_seconds
-from .validation import close_names, explain_validation
+from .spelling import preset_of
+from .validation import explain_validation
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -372,9 +373,7 @@ class Hardware(MachinePart):
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Hardware:
         """A machine of the papers or a common one, by name; overrides as in `with_`."""
-        document = preset_document(name)
-        if document is None:
-            raise HardwareError(f"no hardware preset {name!r}{close_names(name, preset_names())}")
+        document = preset_document(preset_of(name))
         hardware = cls.model_validate(document)
         return hardware.with_(**overrides) if overrides else hardware
 

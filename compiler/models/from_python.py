@@ -1,0 +1,86 @@
+"""Models that Python code makes: "file.py:function", "package.module:function", "package.module.Class".
+
+Naming code on the command line runs it, as `python file.py` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ...ir.errors import PlanError
+from .table import alias_of, known_models
+
+
+def is_python(name: str) -> bool:
+    """Whether a model's name is one of Python code."""
+    first, _, attribute = name.partition(":")
+    if first.endswith(".py"):
+        return True
+    if "=" in attribute or "/" in first or ("." not in first and not attribute) or alias_of(first) in known_models():
+        return False
+    return first.replace(".", "").isidentifier() and _top_exists(first)
+
+
+def _top_exists(dotted: str) -> bool:
+    try:
+        return importlib.util.find_spec(dotted.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def python_maker(name: str) -> Callable[[], nn.Module]:
+    """A function without arguments that makes the model. Raises `PlanError` naming what cannot be found, or is no
+    module."""
+    first, _, attribute = name.partition(":")
+    if first.endswith(".py"):
+        module = _module_of_file(Path(first), name)
+    else:
+        if not attribute:
+            first, _, attribute = first.rpartition(".")
+        module = _module(first, name)
+    found = getattr(module, attribute, None) if attribute else None
+    if not callable(found):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(attribute, there, 3, 0.4) or there[:6]
+        hint = f"; there are {', '.join(near)}" if near else ""
+        what = f"no function or class {attribute!r}" if attribute else "no function named: file.py:function"
+        raise PlanError(f"model {name!r}: {what} in {first}{hint}")
+
+    def make() -> nn.Module:
+        made: Any = found()
+        if not isinstance(made, nn.Module):
+            raise PlanError(f"model {name!r} gives a {type(made).__name__}; allowed is a torch.nn.Module")
+        return made
+
+    return make
+
+
+def _module_of_file(path: Path, name: str) -> ModuleType:
+    if not path.is_file():
+        raise PlanError(f"model {name!r}: there is no file {path}")
+    key = f"penstock_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever that code raises
+        raise PlanError(f"model {name!r}: {path} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _module(dotted: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(dotted)
+    except ImportError as error:
+        raise PlanError(f"model {name!r}: cannot be imported: {error}; its file.py:function may do") from error

@@ -1,0 +1,121 @@
+"""Models that Python code makes, models of the hub's cache, and names as people type them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.compiler.models.named import cached_directory, find_model
+from penstock.compiler.models.table import alias_of, known_models
+from penstock.ir.errors import PlanError
+
+CODE = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+def small():
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=16))
+
+class Wide(GPT2LMHeadModel):
+    def __init__(self):
+        super().__init__(GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=64, n_positions=16))
+
+def plain():
+    return torch.nn.Linear(2, 2)
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_models.py"
+    path.write_text(CODE)
+    return path
+
+
+def test_a_function_of_a_file(file: Path) -> None:
+    named = find_model(f"{file}:small")
+    assert named.head == "causal-lm" and not named.has_weights
+    model = named.on_meta()
+    assert all(value.is_meta for value in model.parameters())
+    assert named.batch_spec(2, 8)["input_ids"]["shape"] == [2, 8]
+    torch.testing.assert_close(
+        next(named.in_memory(3).parameters()), next(named.in_memory(3).parameters()), rtol=0, atol=0
+    )
+
+
+def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
+    for name in ("my_models.Wide", "my_models:Wide"):
+        assert find_model(name).config.n_embd == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{file}:smal", "no function or class 'smal' .* there are small"),
+        ("{file}", "no function named: file.py:function"),
+        ("{file}:number", "gives a int; allowed is a torch.nn.Module"),
+        ("{file}:plain", "has no `config` of transformers"),
+        ("gone.py:small", "there is no file gone.py"),
+        ("json.tool:nothing", "no function or class 'nothing'"),
+        ("json.gone:nothing", "cannot be imported"),
+    ],
+)
+def test_mistakes(file: Path, name: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        find_model(name.format(file=file))
+
+
+def test_a_file_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise KeyError('x')")
+    with pytest.raises(PlanError, match="cannot be run: KeyError: 'x'"):
+        find_model(f"{tmp_path / 'broken.py'}:f")
+
+
+@pytest.mark.parametrize(
+    ("typed", "known"),
+    [
+        ("llama-3-8b", "llama-8b"),
+        ("Llama-3.1-8B-Instruct", "llama-8b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-8b"),
+        ("meta-llama/Llama-3.1-405B", "llama-405b"),
+        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("google-bert/bert-base-uncased", "bert-base"),
+        ("facebook/opt-1.3b", "opt-1.3b"),
+    ],
+)
+def test_names_of_the_hub(typed: str, known: str) -> None:
+    assert alias_of(typed) == known
+    assert known in known_models()
+
+
+def test_what_the_hubs_cache_has_is_taken_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--me--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cache / "models--me--tiny" / "refs").mkdir()
+    (cache / "models--me--tiny" / "refs" / "main").write_text("abc")
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)).save_pretrained(snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(cache))
+    assert cached_directory("me/tiny") == snapshot
+    named = find_model("me/tiny")
+    assert named.directory == snapshot and named.has_weights
+    assert json.loads((snapshot / "config.json").read_text())["n_embd"] == named.config.n_embd
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"no model 'qwen3-9b'; did you mean qwen3-8b.*file\.py:function"):
+        find_model("qwen3-9b")

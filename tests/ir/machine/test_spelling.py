@@ -1,0 +1,53 @@
+"""Machines as people type them."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.ir.errors import HardwareError
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.machine.spelling import preset_of
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("rtx4090", "rtx4090x1"),
+        ("4090", "rtx4090x1"),
+        ("4090x2", "rtx4090x2"),
+        ("2x4090", "rtx4090x2"),
+        ("RTX 4090 x 2", "rtx4090x2"),
+        ("2 x NVIDIA GeForce RTX 4090", "rtx4090x2"),
+        ("rtx4090x4-2rc", "rtx4090x4-2rc"),
+        ("4090x4-2rc-pcie3", "rtx4090x4-2rc-pcie3"),
+        ("3090ti", "rtx3090tix1"),
+        ("3090", "rtx3090x1"),
+        ("A100-80GB", "a100-80gbx1"),
+        ("a100 80gb x 8", "a100-80gbx8"),
+        ("8xH100", "h100x8"),
+        ("4060", "rtx4060-laptopx1"),
+        ("7900 XTX", "rx7900xtxx1"),
+        ("mobius-topo2+2", "mobius-topo2+2"),
+    ],
+)
+def test_it_is_understood(typed: str, meant: str) -> None:
+    assert preset_of(typed) == meant
+    assert Hardware.from_any(typed).name == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("a100", "may be a100-40gbx1 or a100-80gbx1; say which"),
+        ("2xv100", "may be v100-16gbx2 or v100-32gbx2"),
+        ("rtx4090x0", "counts must be 1 to 4096"),
+        ("4090x0", "counts must be 1 to 4096"),
+        ("h100x16", "at most 8 GPUs"),
+        ("laptop-16", "did you mean 'laptop-16gb'"),
+        ("rtx9999", "no hardware preset 'rtx9999'"),
+        ("zzz", "a number will do, such as 4090x2"),
+    ],
+)
+def test_what_is_none_or_several_is_refused_with_the_nearest(typed: str, said: str) -> None:
+    with pytest.raises(HardwareError, match=said.replace("(", r"\(")):
+        preset_of(typed)
