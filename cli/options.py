@@ -330,7 +330,7 @@ def with_ssds(hardware: Hardware, text: str) -> Hardware:
     """The machine with other SSDs on each host, "2TB" or "4x2TB", at the rates of those that it has."""
     from ..ir.machine.overrides import STOCK_SSD
 
-    count, times, size = text.lower().replace("*", "x").rpartition("x")
+    count, times, size = text.replace("X", "x").replace("*", "x").rpartition("x")
     if (times and not count.strip().isdigit()) or text.strip() == "":
         raise PlanError(f"--ssd {text!r}: allowed are a size, such as 2TB, a number and a size, such as 4x2TB, and 0")
     if text.strip() == "0":

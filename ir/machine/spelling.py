@@ -29,12 +29,13 @@ def preset_of(name: str) -> str:
     for words, count, more in readings:
         parts = parts_like(words)
         if len(parts) > 1:
-            raise HardwareError(f"hardware {name!r} may be {' or '.join(f'{part}x{count}' for part in parts)}; say which")
+            several = " or ".join(f"{part}x{count}" for part in parts)
+            raise HardwareError(f"hardware {name!r} may be {several}; say which")
         if parts and preset_document(f"{parts[0]}x{count}{more}") is not None:
             return f"{parts[0]}x{count}{more}"
     raise HardwareError(
-        f"no hardware preset {name!r}{close_names(name, preset_names())} A part and a number will do, such as 4090x2, and "
-        "so will a YAML document, or 'auto' for this machine"
+        f"no hardware preset {name!r}{close_names(name, preset_names())} A part and a number will do, such as 4090x2, "
+        "and so will a YAML document, or 'auto' for this machine"
     )
 
 
