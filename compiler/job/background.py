@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...ir.errors import CheckpointError, PenstockError, error_from_data
+from ...ir.errors import CheckpointError, NoRoomForCopy, PenstockError, error_from_data
 from ...ir.program import Interface
 from ...ir.units import format_bytes
 from ...runtime.processes.commands import STAGE_SEPARATOR, Tensors, pack_state, shard_record
@@ -23,17 +23,6 @@ from ...runtime.state.base_identity import BaseIdentity
 from ...runtime.state.manifest import RunPosition
 from ...runtime.state.plain_json import decode, encode
 from .state import bytes_on_disk, progress_of, whole_state
-
-
-class NoRoomForCopy(CheckpointError):
-    """DRAM has no room for the copy that a save in the background needs; `wait=True` needs none.
-
-    `missing_bytes`: on the host that lacks most.
-    """
-
-    def __init__(self, message: str, missing_bytes: int = 0):
-        super().__init__(message)
-        self.missing_bytes = missing_bytes
 
 
 class BackgroundSave:

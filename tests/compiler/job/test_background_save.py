@@ -6,25 +6,26 @@ import copy
 import errno
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from penstock.compiler.job.background import BackgroundSave, NoRoomForCopy
+from penstock.compiler.job.background import BackgroundSave
 from penstock.compiler.job.job import Job
 from penstock.ir import ops
-from penstock.ir.errors import CheckpointError, WorkerError
+from penstock.ir.errors import CheckpointError, NoRoomForCopy, WorkerError
 from penstock.runtime.processes.local import LocalWorkers
 from penstock.runtime.state import checkpoint, tensor_file
 from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
 from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job import ssd_jobs
+from penstock.tests.compiler.job.agents import agents
 from penstock.tests.compiler.job.test_job_state import FOUR, TWO, batches, job_of
 from penstock.tests.runtime.ssd.on_disk import directories
 
@@ -70,6 +71,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "bf16": {"strategy": FOUR, "precision": "bf16-true"},
     "fp16": {"strategy": FOUR, "precision": "fp16"},
     "two workers": {"strategy": TWO, "num_devices": 2},
+    "shards": {"strategy": "mics", "num_devices": 2},
 }
 
 
@@ -86,7 +88,7 @@ def test_the_state_between_two_steps_is_saved(place: str, tmp_path: Path, writer
         save = job.save(tmp_path / "behind", data={"next": 2}, wait=False)
         assert isinstance(save, BackgroundSave)
         losses = [job.step(batch) for batch in data[2:]]
-        if place != "two workers":
+        if "num_devices" not in PLACES[place]:
             assert not save.done and find_latest(tmp_path) == tmp_path / "at once"
             with pytest.raises(TimeoutError, match="it goes on"):
                 save.wait(0.01)
@@ -231,27 +233,33 @@ def test_a_publishing_that_fails_leaves_the_previous_checkpoint(
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_worker_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+@pytest.mark.multi
+def test_a_worker_that_is_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is a pipe that nobody reads, so that it is at work for sure."""
+    request = BackgroundSave._request
+
+    def with_a_pipe(save: BackgroundSave, interface: Any, stages: list[str]) -> Any:
+        for stage in stages if save._driver.setup.stage_devices[stages[0]] == 1 else ():
+            os.mkfifo(save._temporary / f"{stage}.safetensors")
+        return request(save, interface, stages)
+
     model, batch = zoo_case("gpt2")
     job = job_of(model, batch, strategy=TWO, num_devices=2)
     job.step(batch)
     job.save(tmp_path / "c")
     assert isinstance(job.driver, LocalWorkers)
-    worker = psutil.Process(job.driver.process_ids[1])
-    job.driver.workers[1].process.send_signal(19)  # it stops: nothing of it is written
-    worker.status()
-    begun = threading.Timer(0.3, worker.kill)
-    begun.start()
-    with pytest.raises((WorkerError, CheckpointError)):
-        job.save(tmp_path / "c", wait=False).wait()
-    begun.join()
+    monkeypatch.setattr(BackgroundSave, "_request", with_a_pipe)
+    save = job.save(tmp_path / "c", wait=False)
+    job.step(batch)
+    assert not save.done
+    os.kill(job.driver.process_ids[1], signal.SIGKILL)
+    with pytest.raises(CheckpointError, match=r"untouched. device 1 \(cpu1\): its worker is gone"):
+        save.wait(60)
     with pytest.raises(WorkerError):
         job.step(batch)
     job.close()
-    assert find_latest(tmp_path) == tmp_path / "c"
-    job.resume(tmp_path / "c")
-    assert job.step_count == 1
-    job.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"] and find_latest(tmp_path) == tmp_path / "c"
+    assert open_checkpoint(tmp_path / "c", verify=True).progress.step == 1
 
 
 def test_a_copy_without_room_is_refused_with_what_is_missing(tmp_path: Path) -> None:
@@ -274,3 +282,22 @@ def test_a_copy_without_room_is_refused_with_what_is_missing(tmp_path: Path) -> 
         assert account.live["all steps' copy to save"] == need
         job.step(batch)
         assert job.last is not None and job.last.peak_bytes["dram0"] >= need
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("strategy", ["gpipe", "mics"])
+def test_ranks_save_in_the_background(strategy: str, tmp_path: Path) -> None:
+    """Each rank writes its part, the first publishes; a failure of it is raised by all at the same step."""
+    script = Path(__file__).with_name("background_save_rank.py")
+    with agents(tmp_path, str(tmp_path), strategy, script=script) as run:
+        assert run.wait(120) == [0], run.output()
+        results = run.results()
+    errors = [result.pop("error") for result in results.values()]
+    assert len(results) == 2 and results[0] == results[1]
+    found = results[0]
+    assert found["sharded"] == (strategy == "mics")
+    assert found["waited"] == str(tmp_path / "saved" / "behind") and found["data"] == {"next": 2}
+    assert found["same tensors"] and found["same losses"] and found["kept"] == 2 and found["last"] == 0
+    assert all("what was saved there before is untouched" in error for error in errors) and found["step"] >= 6
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["at once", "behind", "last"]
