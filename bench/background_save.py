@@ -1,9 +1,9 @@
 """How long training stands still for a checkpoint: `job.save(wait=True)` against `job.save(wait=False)`, of one job.
 
-Steps are made one after another, with a save every 12 steps, of both kinds in turns. The time from step to step says how
-long a save holds training up: its longest less the usual one is the stall. A save in the background also slows the steps
-beside which it writes: they share the cores. The first background save takes the memory of its copy, too, so it stands
-apart. The checkpoints are flushed to the disk, as always.
+Steps are made one after another, with a save every 12 steps, of both kinds in turns, or none. The time from step to
+step says how long a save holds training up: its longest less the usual one is the stall. A save in the background also
+slows the steps beside which it writes: they share the cores. The first one takes the memory of its copy, too, so it
+stands apart. The checkpoints are flushed to the disk, as always.
 
 Run: python bench/background_save.py [--saves N] [--layers N] [--directory DIR]
 """
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def behind(job: Job, batch: Any, folder: Path, wait: bool | None) -> dict[str, float]:
-    """A save, or none, and the times from step to step; what it says of itself. It ends when the checkpoint is there."""
+    """A save, or none, and the times from step to step. It ends when the checkpoint is there."""
     _ = job.last
     times_s, began_s = list[float](), time.perf_counter()
     save = None

@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.errors import CheckpointError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
 from ...passes.graph.sizes.symbolic import StagesAt
 from ...runtime import scratch
@@ -636,11 +636,18 @@ class Job:
                 self._save = BackgroundSave(self._saves, driver, interface, self._ties, directory, found, self._base)
             return self._save
 
-    def _await_save(self) -> None:
-        """Wait for the save in the background. Raises what went wrong with it, unless `wait()` has."""
-        if self._save is not None:
-            save, self._save = self._save, None
+    def _await_save(self, only_warn: bool = False) -> None:
+        """Wait for the save in the background. Raises what went wrong with it, unless `wait()` has; only warns where
+        something else went wrong before."""
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        try:
             save.finish()
+        except CheckpointError as error:
+            if not (only_warn or self._broken):
+                raise
+            warnings.warn(str(error), stacklevel=4)
 
     def _tell_failed_save(self) -> None:
         """Raise what went wrong with the save in the background; under torchrun on all ranks at the same step."""
@@ -724,6 +731,8 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._await_save(only_warn=True)
         self.close()
 
     def _report(self, loss: float, report: Mapping[str, Any]) -> StepReport:

@@ -32,7 +32,8 @@ def main() -> None:
         save = job.save(folder / "saved" / "behind", data={"next": 2}, wait=False)
         losses = [float(job.step(batch)) for _ in range(3)]
         found["waited"] = str(save.wait(60))
-        at_once, behind = (json.loads((folder / "saved" / name / MANIFEST).read_text()) for name in ("at once", "behind"))
+        names = ("at once", "behind")
+        at_once, behind = (json.loads((folder / "saved" / name / MANIFEST).read_text()) for name in names)
         found["same tensors"] = at_once["tensors"] == behind["tensors"] and at_once["scalars"] == behind["scalars"]
         found["sharded"] = bool(job.driver.setup.spread)
         found["data"] = job.resume(folder / "saved" / "behind")
