@@ -79,15 +79,16 @@ def behind(job: Job, batch: Any, folder: Path, wait: bool | None) -> dict[str, f
     if wait is not None:
         save = job.save(folder / "c") if wait else job.save(folder / "c", wait=False)
     saved_s = in_save_s = time.perf_counter() - began_s
-    before_s = began_s
+    before_s, is_there = began_s, False
     for _ in range(STEPS):
         job.step(batch)
         now_s = time.perf_counter()
         times_s.append(now_s - before_s)
         before_s = now_s
+        if isinstance(save, penstock.BackgroundSave) and not is_there:
+            saved_s, is_there = now_s - began_s, save.done  # as far as a step shows
     if isinstance(save, penstock.BackgroundSave):
         save.wait()
-        saved_s = time.perf_counter() - began_s
     return {
         "longest_s": max(times_s),
         "in_save_s": in_save_s if wait is not None else 0.0,
