@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,35 +18,15 @@ from penstock.compiler.job.job import Job
 from penstock.ir import ops
 from penstock.ir.errors import CheckpointError, NoRoomForCopy, WorkerError
 from penstock.runtime.processes.local import LocalWorkers
-from penstock.runtime.state import checkpoint, tensor_file
+from penstock.runtime.state import checkpoint
 from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
 from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job import ssd_jobs
 from penstock.tests.compiler.job.agents import agents
+from penstock.tests.compiler.job.held_writer import HeldWriter, saved
 from penstock.tests.compiler.job.test_job_state import FOUR, TWO, batches, job_of
 from penstock.tests.runtime.ssd.on_disk import directories
-
-
-class HeldWriter:
-    """Lets the threads of this process that write files go on once `released` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.released = threading.Event()
-        self.error: OSError | None = None
-        real = tensor_file._write_all
-
-        def held(file: Any, data: memoryview) -> None:
-            if threading.current_thread().name == "penstock-save":
-                assert self.released.wait(60)
-                if self.error is not None:
-                    raise self.error
-            real(file, data)
-
-        monkeypatch.setattr(tensor_file, "_write_all", held)
-
-    def release_in(self, seconds: float) -> None:
-        threading.Timer(seconds, self.released.set).start()
 
 
 @pytest.fixture
@@ -56,13 +34,6 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriter]:
     found = HeldWriter(monkeypatch)
     yield found
     found.released.set()
-
-
-def saved(directory: Path) -> dict[str, Any]:
-    """All that a manifest says but the generators of the script: the sha256 of every tensor, too."""
-    found = json.loads((directory / "manifest.json").read_text())
-    assert found.pop("digest", None) != ""
-    return {key: value for key, value in found.items() if key in ("tensors", "scalars", "step", "progress")}
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -178,10 +149,10 @@ def test_a_failed_save_does_not_hide_what_ended_a_script(tmp_path: Path, writer:
     model, batch = zoo_case("mlp")
     writer.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     writer.released.set()
-    with pytest.warns(UserWarning, match=r"untouched.*the disk is full"), pytest.raises(ValueError, match="no such"):
-        with job_of(model, batch) as job:
-            job.save(tmp_path / "c", wait=False)
-            raise ValueError("no such column")
+    warned, raised = pytest.warns(UserWarning, match=r"untouched.*the disk is full"), pytest.raises(ValueError)
+    with warned, raised, job_of(model, batch) as job:
+        job.save(tmp_path / "c", wait=False)
+        raise ValueError("no such column")
     assert not list(tmp_path.iterdir())
 
 
