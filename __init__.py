@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compiler.api import compile
+    from .compiler.job.background import BackgroundSave
     from .compiler.job.job import Job, Outputs, StepReport
     from .compiler.job.sampler import RankSampler
     from .compiler.load import load
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DPO",
+    "BackgroundSave",
     "Hardware",
     "Job",
     "Outputs",
@@ -41,6 +43,7 @@ __all__ = [
 # Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
 _HOMES = {
     "DPO": ".compiler.preference",
+    "BackgroundSave": ".compiler.job.background",
     "Hardware": ".ir.machine.hardware",
     "Job": ".compiler.job.job",
     "Outputs": ".compiler.job.job",

@@ -35,7 +35,7 @@ from ..data.codec import Codec
 from ..data.read import read_rows
 from ..data.rows import Rows, evaluation_batches
 from ..data.streamed import StreamedRows, as_tensors
-from ..ir.errors import CheckpointError, PenstockError, PlanError
+from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
 from ..ir.units import format_seconds
 from ..runtime.processes.interrupt import ECHO_S
 from ..runtime.processes.torchrun import TorchrunDriver
@@ -349,7 +349,7 @@ def _steps(
         broadcast.stepped(options.batch * _tokens_of_a_row(batch))
         due = options.save_every and job.step_count % options.save_every == 0
         if due or job.step_count == task.steps:
-            _save(options, task, job, broadcast)
+            _save(options, task, job, screen, broadcast)
             saved_step = job.step_count
     elapsed_s = time.perf_counter() - began_s
     broadcast.flush()
@@ -370,12 +370,19 @@ def _tokens_of_a_row(batch: dict[str, Tensor]) -> int:
     return sum(value.shape[1] for name, value in batch.items() if name.endswith("input_ids"))
 
 
-def _save(options: TrainOptions, task: TrainingTask, job: Job, broadcast: Broadcast) -> None:
+def _save(options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast) -> None:
     _ = job.last  # which saving waits for, too
     broadcast.tell_ended()
     data = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
     data[WRITTEN] = broadcast.records.state()
-    job.save(options.out / "checkpoint", data=data)
+    try:
+        save = job.save(options.out / "checkpoint", data=data, wait=False)
+    except NoRoomForCopy as error:
+        screen.print(f"training waits for this save: {error}", soft_wrap=True)
+        job.save(options.out / "checkpoint", data=data)
+        return
+    if job.step_count == task.steps:
+        save.wait()
 
 
 def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> None:

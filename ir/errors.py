@@ -92,6 +92,15 @@ class CheckpointError(PenstockError):
     """A checkpoint is missing, truncated, altered or of another model; the message names the file."""
 
 
+class NoRoomForCopy(CheckpointError):
+    """DRAM has no room for the copy that a save in the background needs: `missing_bytes` more are needed; `wait=True`
+    needs none."""
+
+    def __init__(self, message: str, missing_bytes: int = 0):
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
+
 class SsdError(PenstockError):
     """A file on SSD could not be read or written, or does not hold what was written there.
 

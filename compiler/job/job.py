@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.errors import CheckpointError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
 from ...passes.graph.sizes.symbolic import StagesAt
 from ...runtime import scratch
@@ -46,6 +46,7 @@ from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
 from .any_size import AnySizes
+from .background import BackgroundSave
 from .batch import BatchShape, number_of_rows
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
@@ -138,6 +139,8 @@ class Job:
         self._directory = Path(directory) if directory is not None else None
         self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None
+        self._save: BackgroundSave | None = None  # the last one
+        self._saves = 0  # in the background, since the job began
         self.calls = OneCall()
         self._eager_blocks: dict[str, dict[str, str]] = {}  # as the last step reported
         self._ungraphed: dict[str, str] = {}  # the same
@@ -274,10 +277,11 @@ class Job:
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run; `NonFiniteLoss`
         after a whole step; `WorkerError` or `BudgetExceeded` where the step broke off: then only `resume` or `close` is
-        possible. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C
-        breaks the step off. Raises `PlanError` after `close`, and where `requires_grad` of a parameter is another than
-        at compile.
+        possible; `CheckpointError`, before anything has run, where a save in the background has failed. Ctrl-C raises
+        KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks the step off. Raises
+        `PlanError` after `close`, and where `requires_grad` of a parameter is another than at compile.
         """
+        self._tell_failed_save()
         self._taken.require_unchanged()
         leaves = self._given("step", batch)
         driver = self._running()
@@ -596,17 +600,59 @@ class Job:
                 pass
         return Path(directory)
 
-    @one_call
-    def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
+    @overload
+    def save(
+        self, directory: str | Path, data: Mapping[str, Any] | None = None, wait: Literal[True] = True
+    ) -> Path: ...
+
+    @overload
+    def save(
+        self, directory: str | Path, data: Mapping[str, Any] | None = None, *, wait: Literal[False]
+    ) -> BackgroundSave: ...
+
+    def save(
+        self, directory: str | Path, data: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> Path | BackgroundSave:
         """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` and the position of `sampler`.
 
         Frozen weights, as those under adapters, are not in it: `resume` takes them from where the job's weights are
         from, and refuses others.
         Atomic: an older checkpoint of that name stays until the new one is complete. Raises `CheckpointError`.
+
+        With `wait=False` it returns when the state has been copied to DRAM; threads write the files while the next
+        steps run. The room for the copy stays taken for the next save; where the plan leaves too little, this raises
+        `NoRoomForCopy`. States on SSD are not copied: an update waits until they have been read. A save first waits
+        for the one before, as `resume` and `close` do. What goes wrong in the background is raised by the next call of
+        `step`, `save`, `resume` or `close`, or by `wait()` of the result.
         """
-        driver, found = self.driver, self._feed.state(data or {})
-        with finishing("save"):
-            return save_checkpoint(driver, self.folder.interface, self._ties, directory, found, self._base)
+        with self.calls.serving("save"):
+            self._await_save()
+            driver, found = self.driver, self._feed.state(data or {})
+            interface = self.folder.interface
+            with finishing("save"):
+                if wait:
+                    return save_checkpoint(driver, interface, self._ties, directory, found, self._base)
+                self._saves += 1
+                self._save = BackgroundSave(self._saves, driver, interface, self._ties, directory, found, self._base)
+            return self._save
+
+    def _await_save(self, only_warn: bool = False) -> None:
+        """Wait for the save in the background. Raises what went wrong with it, unless `wait()` has; only warns where
+        something else went wrong before."""
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        try:
+            save.finish()
+        except CheckpointError as error:
+            if not (only_warn or self._broken):
+                raise
+            warnings.warn(str(error), stacklevel=4)
+
+    def _tell_failed_save(self) -> None:
+        """Raise what went wrong with the save in the background; under torchrun on all ranks at the same step."""
+        if self._driver is not None and self._driver.save_failed:
+            self._await_save()
 
     @one_call
     def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
@@ -617,6 +663,7 @@ class Job:
         `CheckpointError`; where that shows only while devices read it, they need a whole checkpoint before they can go
         on.
         """
+        self._await_save()
         if missing_ok and not self._any_has(directory):
             return {}
         found = open_checkpoint(directory)
@@ -656,10 +703,13 @@ class Job:
         """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.
 
         Afterwards only `resume` starts the devices again, to go on from a checkpoint. Raises what broke off the last
-        step after its loss was known.
+        step after its loss was known, or a save in the background, for which it waits.
         """
         try:
-            self._finish_step()
+            try:
+                self._finish_step()
+            finally:
+                self._await_save()
         finally:
             self._close()
 
@@ -681,6 +731,8 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._await_save(only_warn=True)
         self.close()
 
     def _report(self, loss: float, report: Mapping[str, Any]) -> StepReport:

@@ -113,9 +113,8 @@ def save_checkpoint(
 ) -> Path:
     """Every device writes its stages, device 0 the manifest. An older checkpoint stays until this one is complete.
     With `base`, the identity of the frozen weights, these are left out."""
-    trained = sum(spec.trained_params for spec in interface.stages.values())
-    need_bytes = int((4 + interface.state_bytes_per_param) * trained)
-    begun, _ = driver.call("begin_checkpoint", 0, {"directory": str(directory), "need_bytes": need_bytes})
+    args = {"directory": str(directory), "need_bytes": bytes_on_disk(interface)}
+    begun, _ = driver.call("begin_checkpoint", 0, args)
     temporary = begun["temporary"]
     try:
         shards: list[Any] = []
@@ -131,7 +130,8 @@ def save_checkpoint(
             shards.append(answer["record"])
             groups.update(answer["group"])
             schedulers.update(answer["scheduler"] or {})
-        progress = _progress(driver, groups, schedulers, data)
+        counters, _ = driver.call("counters", 0)
+        progress = progress_of(counters, groups, schedulers, data)
         args = {
             "temporary": temporary,
             "directory": str(directory),
@@ -148,10 +148,16 @@ def save_checkpoint(
         raise
 
 
-def _progress(
-    driver: Driver, groups: Mapping[str, Any], schedulers: Mapping[str, Any], data: Mapping[str, Any]
+def bytes_on_disk(interface: Interface) -> int:
+    """What a checkpoint takes at least."""
+    trained = sum(spec.trained_params for spec in interface.stages.values())
+    return int((4 + interface.state_bytes_per_param) * trained)
+
+
+def progress_of(
+    counters: Mapping[str, Any], groups: Mapping[str, Any], schedulers: Mapping[str, Any], data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    counters, _ = driver.call("counters", 0)
+    """How far a run is, as a manifest has it; `counters` are the devices'."""
     return {
         "step": counters["step"],
         "seed": counters["seed"],

@@ -31,6 +31,7 @@ from ...ir.program import (
 from ...ir.units import format_bytes
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
 from ..simulate import Span
+from ..stage.saver import Saver
 from ..stage.warm import warm_up
 from .file import DeviceFile
 from .issuing import Handle
@@ -40,7 +41,7 @@ from .peers import PeerLink, group_memories, message_orders
 from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
 from .setup import DeviceSetup
-from .state import DeviceState
+from .state import LASTING, DeviceState
 from .streams import CudaStream, Fault, StepRecord, Stream
 
 
@@ -113,6 +114,8 @@ class DeviceSession:
         if self.pacing.turns is not None or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
+        account = self.state.memory.accounts[ops.DRAM]
+        self.saver = Saver(self.state.stores, setup.interface.stages, self.device, account, f"{LASTING}copy to save")
         if link is not None and self.device.type == "cuda":
             self._warm_up(list(programs.values()))
         self.drain = drain_of([programs["step"]], setup.precision)
@@ -221,6 +224,7 @@ class DeviceSession:
             # with peers, one may never answer.
             with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
                 leave(self.device)
+        self.saver.close()
         self.streams.close()
         self.state.memory.close()
 

@@ -24,6 +24,7 @@ from ..state.plain_json import decode
 Tensors = dict[str, Tensor]
 Answer = tuple[dict[str, Any], Tensors]
 SEPARATOR = "/"  # between the kind of a tensor and its dotted name
+STAGE_SEPARATOR = ":"  # between a stage and the name of one of its tensors
 
 
 def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
@@ -71,19 +72,38 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
     `tensors` are the header and tensors of the whole state if this device has only a shard of it."""
     stage = args["stage"]
     state = unpack_state(args["given"], tensors) if "given" in args else session.state.stage_state(stage)
-    found = state.optimizer or {"states": {}, "scalars": {}, "group": {}, "scheduler": {}}
-    names = [*found["states"], *(n for n in found["scalars"] if n not in found["states"])]
-    optimizer = {n: {**found["states"].get(n, {}), **found["scalars"].get(n, {})} for n in names}
+    found = state.optimizer or {"group": {}, "scheduler": {}}
     record = checkpoint.write_shard(
         Path(args["temporary"]),
         session.state.interface.stages[stage],
         state.weights,
         state.buffers,
-        optimizer,
+        state.optimizer_rows(),
         args.get("ties"),
         args["with_frozen"],
     )
     return {"record": asdict(record), "group": found["group"], "scheduler": found["scheduler"]}, {}
+
+
+def need_of_save(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """What a save of `stages` in the background takes, and what a manifest needs beside them: see `Saver.needs`."""
+    needs = {stage: session.saver.needs(stage, args["with_frozen"]) for stage in args["stages"]}
+    return {"needs": needs, "counters": session.state.counters()}, {}
+
+
+def begin_save(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Copy `stages`, and write them into the unfinished checkpoint `temporary` while steps go on: see `Saver.begin`.
+    `given` has the headers of stages of which this device has only a shard, `tensors` their tensors, as "stage:name".
+    """
+    parts: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        stage, _, name = key.partition(STAGE_SEPARATOR)
+        parts.setdefault(stage, {})[name] = tensor
+    given = {stage: unpack_state(header, parts.get(stage, {})) for stage, header in args["given"].items()}
+    session.saver.begin(
+        args["number"], Path(args["temporary"]), args["stages"], given, args["ties"], args["with_frozen"]
+    )
+    return {}, {}
 
 
 def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
@@ -107,7 +127,7 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Finish a checkpoint. `shards` are the records of `write_shard`, `progress` is a `RunPosition` as plain JSON,
     `base` a `BaseIdentity` or None."""
-    shards = [_shard_record(row) for row in args["shards"]]
+    shards = [shard_record(row) for row in args["shards"]]
     progress = RunPosition(**decode(args["progress"], "progress"))
     base = None if args["base"] is None else BaseIdentity(**args["base"])
     path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"], base)
@@ -119,7 +139,8 @@ def abort_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
     return {}, {}
 
 
-def _shard_record(row: Mapping[str, Any]) -> ShardRecord:
+def shard_record(row: Mapping[str, Any]) -> ShardRecord:
+    """The record that `asdict` made plain."""
     rows = tuple(TensorRecord(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in row["tensors"])
     parts = {name: RowPart(**part) for name, part in row["parts"].items()}
     return ShardRecord(**{**row, "tensors": rows, "parts": parts})
@@ -144,6 +165,7 @@ COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer
     f.__name__: f
     for f in (
         run_step, begin_step, finish_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard,
+        need_of_save, begin_save,
         read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
     )
 }  # fmt: skip

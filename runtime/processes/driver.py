@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,7 @@ class Driver:
     def __init__(self, setup: RunSetup):
         self.setup = setup
         self.closed = False
+        self.save_failed_here = False  # whether a save in the background has failed of which no call has told yet
         self._begun: list[StepResult] = []  # of the step that began last, with the reports of the one before
         self.keeper = Keeper([tempfile.gettempdir(), *setup.all_ssd_dirs])
 
@@ -45,6 +47,20 @@ class Driver:
         """Run one of `commands.COMMANDS` on a device and return its answer."""
         raise NotImplementedError
 
+    def call_all(self, command: str, requests: Mapping[int, tuple[Mapping[str, Any], Tensors]]) -> list[dict[str, Any]]:
+        """Run one command on all devices at once: per device its arguments and tensors. Returns the plain answers."""
+        raise NotImplementedError
+
+    def await_saved(self, number: int) -> list[dict[str, Any]]:
+        """What each device tells of its part of a save in the background (see `Saver`), once all have told. For a
+        thread of its own. Raises `PenstockError` where a device will never tell."""
+        raise NotImplementedError
+
+    def publish(self, number: int, finish: Callable[[], str]) -> str:
+        """The result of `finish`, which one process calls for all; raises, there and elsewhere, what it raises. For a
+        thread of its own."""
+        return finish()
+
     def close(self) -> None:
         """Stop the devices. May be called twice."""
         raise NotImplementedError
@@ -55,6 +71,11 @@ class Driver:
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         raise NotImplementedError
+
+    @property
+    def save_failed(self) -> bool:
+        """`save_failed_here` of any process that runs the script, for all of them as of the last step."""
+        return self.save_failed_here
 
     # --- what all do
 
@@ -184,12 +205,23 @@ class InProcessDriver(Driver):
         share = replace(own.share, num_threads=None)
         self.session: DeviceSession = build_session(replace(own, share=share), None)
         self.session.shares_generators = self.session.device.type == "cpu"  # a GPU's draws are issued before the return
+        self._saved: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+        self.session.saver.tell = lambda number, answer: self._saved.put((number, answer))
 
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
     ) -> Answer:
         self._require_open()
         return COMMANDS[command](self.session, args or {}, tensors or {})
+
+    def call_all(self, command: str, requests: Mapping[int, tuple[Mapping[str, Any], Tensors]]) -> list[dict[str, Any]]:
+        return [self.call(command, device, *request)[0] for device, request in requests.items()]
+
+    def await_saved(self, number: int) -> list[dict[str, Any]]:
+        while True:
+            told, answer = self._saved.get()
+            if told == number:
+                return [answer]
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         if command == "begin_step":

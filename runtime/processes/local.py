@@ -127,13 +127,15 @@ class LocalWorkers(Driver):
 
     def _start(self, device: int) -> Worker:
         ours, theirs = socket.socketpair()
+        reports, their_reports = socket.socketpair()
         board_path, log = Path(self.scratch, f"board{device}"), Path(self.scratch, f"worker{device}.log")
         board = open_board(board_path, create=True)
         arguments = ["--channel", str(theirs.fileno()), "--board", str(board_path), "--parent", str(os.getpid())]
+        arguments += ["--reports", str(their_reports.fileno())]
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.worker", *arguments],
-                pass_fds=[theirs.fileno(), self.keeper.handle],
+                pass_fds=[theirs.fileno(), their_reports.fileno(), self.keeper.handle],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -141,8 +143,9 @@ class LocalWorkers(Driver):
                 env=worker_environment(self.setup.num_threads(device)),
             )
         theirs.close()
+        their_reports.close()
         name = self.setup.hardware.devices[device].name
-        return Worker(device, name, process, ours, board, Path(self.setup.file_of(device)), log)
+        return Worker(device, name, process, ours, board, Path(self.setup.file_of(device)), log, reports)
 
     def _for_device(self, device: int) -> dict[str, Any]:
         """The arguments of a worker's first command, `set_up`."""
@@ -189,6 +192,23 @@ class LocalWorkers(Driver):
     ) -> Answer:
         self._require_open()
         return self._exchange({device: (command, args or {}, tensors or {})})[device]
+
+    def call_all(self, command: str, requests: Mapping[int, tuple[Mapping[str, Any], Tensors]]) -> list[dict[str, Any]]:
+        self._require_open()
+        answers = self._exchange({device: (command, *request) for device, request in requests.items()})
+        return [answers[device][0] for device in requests]
+
+    def await_saved(self, number: int) -> list[dict[str, Any]]:
+        return [self._saved(worker, number) for worker in self.workers]
+
+    def _saved(self, worker: Worker, number: int) -> dict[str, Any]:
+        while True:
+            try:
+                answer, _ = receive_message(worker.reports)
+            except (EOFError, OSError):
+                raise WorkerError(f"device {worker.device} ({worker.name}): its worker is gone") from None
+            if answer["number"] == number:
+                return answer
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         requests: dict[int, tuple[str, Mapping[str, Any], Tensors]] = {}
@@ -361,6 +381,7 @@ def _stop_all(
     for worker in workers:
         _wait(worker.process, CLOSE_S)  # one that the kernel cannot end now ends as soon as it can
         worker.channel.close()
+        worker.reports.close()
     for server in servers:
         server.close()
     folder.remove()

@@ -28,6 +28,7 @@ class Worker:
     board: MutableSequence[int]
     file: Path
     log: Path
+    reports: socket.socket  # from its threads: what `Saver` tells
 
     def position(self) -> tuple[str, str]:
         """See `describe_position`."""

@@ -247,6 +247,31 @@ class Ranks:
             except Told as error:
                 told = error
 
+    def await_rows(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """What these ranks `put` under `name`, as soon as they have, however long that takes. A thread of its own may
+        call it, also while this rank is in an exchange. Raises `Told` if a rank fails or is gone before."""
+        missing, found = set(ranks), dict[int, Any]()
+        check, told = self._check_waiting(), None
+
+        def look(store: dist.Store) -> None:
+            there = [rank for rank in missing if store.check([f"{name}/{rank}"])]
+            found.update((rank, self._given(store, f"{name}/{rank}")) for rank in there)
+
+        while True:
+            if self.left:
+                raise WorkerError(f"{self.members[self.rank]} has left")
+            self._watch.ask(look, self.timeout_s)
+            missing -= found.keys()
+            if not missing:
+                return [found[rank] for rank in ranks]
+            if told is not None:
+                raise told
+            time.sleep(POLL_S / 2)
+            try:
+                check()
+            except Told as error:
+                told = error
+
     # --- failures
 
     def check(self) -> None:

@@ -159,6 +159,13 @@ class RunSetup:
         own = self.hardware.devices[index]
         return sum(d.kind == "cuda" and d.host == own.host for d in self.hardware.devices[:index])
 
+    def free_dram_bytes(self, host: int) -> int:
+        """The bytes of a host's DRAM that the programs of all its devices leave at their peaks."""
+        index = next(i for i, device in enumerate(self.hardware.devices) if device.host == host)
+        _, role = place_of(self.interface, index)
+        peaks = [profile_memory(program).peak_bytes[ops.DRAM] for program in self.roles[role].values()]
+        return self.dram_budget_bytes(index) - max(peaks)
+
     def dram_budget_bytes(self, index: int) -> int:
         """The bytes of DRAM that the programs of the other devices on the same host leave."""
         host = self.hardware.devices[index].host

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -44,6 +44,7 @@ from .worker import build_session
 # The call of a script that leads to each command.
 CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
 CALLS |= {"read_shard": "resume", "load_counters": "resume", "stage_state": "state_dict or save", "counters": "save"}
+CALLS |= {"need_of_save": "save", "begin_save": "save"}
 STUCK_S = 20.0  # how long after another rank's failure this process ends itself if it is still blocked
 
 
@@ -66,7 +67,7 @@ class TorchrunDriver(Driver):
         self._session: DeviceSession | None = None
         self._tail: Tail | None = None
         self._told: Exception | None = None  # the last error of this rank that the others know
-        self._busy = self._failing = self._stops = False
+        self._busy = self._failing = self._stops = self._save_failed = False
         self._stuck: threading.Timer | None = None
         self._clock = time.pthread_getcpuclockid(threading.get_ident())  # of the thread that runs the device
         self.ranks = Ranks(
@@ -106,11 +107,16 @@ class TorchrunDriver(Driver):
                 with self._watched():
                     self._session = build_session(replace(own, share=share), self.ranks.store)
                 self._session.shares_generators = own.spec.kind == "cpu"
+                self._session.saver.tell = self._tell_saved
                 self._tail = Tail(self._session, self.ranks, self._fail_between)
             except Exception as error:
                 failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
         self._raise_first(rows)
+
+    def _tell_saved(self, number: int, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError, WorkerError):  # without the store nobody publishes the save
+            self.ranks.put(f"saved/{number}", answer)
 
     def _raise_first(self, failures: list[dict[str, Any] | None]) -> None:
         """Raise the first failure that is not about a connection, else the first: connecting fails if another rank
@@ -129,6 +135,10 @@ class TorchrunDriver(Driver):
     def tail(self) -> Tail:
         assert self._tail is not None
         return self._tail
+
+    @property
+    def save_failed(self) -> bool:
+        return self._save_failed
 
     @property
     def is_main(self) -> bool:
@@ -157,6 +167,38 @@ class TorchrunDriver(Driver):
             if "error" not in header:
                 return header, self._spread(found, header.pop("tensors"), device)
         raise self._error_of(device, header["error"], f"{self.ranks.members[device]}: ")
+
+    def call_all(self, command: str, requests: Mapping[int, tuple[Mapping[str, Any], Tensors]]) -> list[dict[str, Any]]:
+        """As `Driver.call_all`, but all ranks must call it; each runs its own part."""
+        self._require_open()
+        try:
+            mine, _ = COMMANDS[command](self.session, *requests[self.rank])
+        except Exception as error:
+            mine = {"error": error_to_data(error)}
+        answers: list[dict[str, Any]] = self._exchange(CALLS.get(command, command), mine)
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise self._error_of(rank, answer["error"], f"{self.ranks.members[rank]}: ")
+        return answers
+
+    def await_saved(self, number: int) -> list[dict[str, Any]]:
+        """As `Driver.await_saved`; only the first rank waits for the others."""
+        return self.ranks.await_rows(f"saved/{number}", range(self.ranks.size)) if self.is_main else []
+
+    def publish(self, number: int, finish: Callable[[], str]) -> str:
+        name = f"published/{number}"
+        if not self.is_main:
+            (row,) = self.ranks.await_rows(name, [0])
+            if "error" in row:
+                raise self._error_of(0, row["error"])
+            return str(row["path"])
+        try:
+            path = finish()
+        except Exception as error:
+            self.ranks.put(name, {"error": error_to_data(error)})
+            raise
+        self.ranks.put(name, {"path": path})
+        return path
 
     def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
         """Broadcast the tensors of rank `source`: it gives them as `own`, the others receive what `rows` describes."""
@@ -227,8 +269,11 @@ class TorchrunDriver(Driver):
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
             tensors = {} if stepping else {key: v for key, v in flat.items() if key not in scalars}
             mine = {"scalars": scalars, "tensors": _rows_of(tensors), "names": list(flat), "report": own.report}
-            rows = self.ranks.exchange({**mine, "interrupted": self._interrupt.is_noted})
+            rows = self.ranks.exchange(
+                {**mine, "interrupted": self._interrupt.is_noted, "save_failed": self.save_failed_here}
+            )
             self._stops = any(row["interrupted"] for row in rows)
+            self._save_failed = any(row["save_failed"] for row in rows)
             results = []
             for rank, other in enumerate(rows):
                 given = {key: torch.tensor(number) for key, number in other["scalars"].items()}

@@ -7,6 +7,7 @@ the channel. It ends when the driver closes the channel or is gone, whatever it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import select
@@ -82,8 +83,14 @@ def _linked(setup: DeviceSetup, store: dist.Store | None, device: torch.device) 
     )
 
 
-def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
-    """Build the session that the first message describes, then answer commands until the channel closes."""
+def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.socket) -> None:
+    """Build the session that the first message describes, then answer commands until the channel closes. What its saver
+    tells goes to `reports`."""
+
+    def tell(number: int, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone, or has given up
+            send(reports, pack({**answer, "number": number}))
+
     session: DeviceSession | None = None
     while True:
         try:
@@ -99,6 +106,7 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
                 store = dist.FileStore(header["store"], setup.interface.world_size)
                 store.set_timeout(timedelta(seconds=setup.timeout_s))
                 session = build_session(setup, store, board)
+                session.saver.tell = tell
                 answer = {"batch_names": session.batch_names}, {}
             else:
                 assert session is not None
@@ -127,12 +135,13 @@ def main() -> None:
     parser.add_argument("--channel", type=int, required=True, help="file descriptor of the socket to the driver")
     parser.add_argument("--board", required=True, help="file in which to note the line at which each stream is")
     parser.add_argument("--parent", type=int, required=True, help="process id of the driver")
+    parser.add_argument("--reports", type=int, required=True, help="file descriptor of the socket for reports")
     args = parser.parse_args()
     channel = socket.socket(fileno=args.channel)
     board = open_board(args.board)
     threading.Thread(target=watch_driver, args=(channel, args.parent), daemon=True).start()
     sys.setswitchinterval(SWITCH_S)
-    serve(channel, board)
+    serve(channel, board, socket.socket(fileno=args.reports))
     sys.stdout.flush()
     os._exit(0)  # streams and backends may still be at work that nobody waits for
 

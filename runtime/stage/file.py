@@ -9,8 +9,11 @@ may be undone, the file has two slots: the new contents go to the other slot, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,9 @@ from ...ir import ops
 from ...ir.errors import PlanError
 from ...ir.program import PAGE, Interface, StageHome, StageSpec, aligned
 from ..optimizer.spec import OptimizerSpec
+from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
+from ..state.tensor_file import StoredTensor
 from .arena import BufferLayout, masters_layout
 
 
@@ -31,6 +36,25 @@ class Staged:
     weights: dict[str, Tensor]
     masters: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
+
+
+class SsdTensor(StoredTensor):
+    """A tensor in a stage's file, read in pieces into `buffer`, which begins at a page and is whole pages long."""
+
+    def __init__(self, file: SsdFile, offset_bytes: int, like: Tensor, buffer: Tensor):
+        self.file, self.offset_bytes, self.buffer = file, offset_bytes, buffer
+        self.dtype, self.shape, self.nbytes = like.dtype, tuple(like.shape), like.nbytes
+
+    def chunks(self) -> Iterator[memoryview]:
+        done = 0
+        while done < self.nbytes:
+            begin = self.offset_bytes + done
+            first = begin // PAGE * PAGE
+            length = min(aligned(self.offset_bytes + self.nbytes - first, PAGE), len(self.buffer))
+            self.file.read(first, self.buffer[:length])
+            inside = self.buffer[begin - first : min(length, begin - first + self.nbytes - done)]
+            yield inside.numpy().data
+            done += len(inside)
 
 
 class StageFile:
@@ -61,6 +85,9 @@ class StageFile:
         self.slot = 0
         self.new_slot = 1 if home.undo else 0
         self.written = False  # whether the new slot holds this step's contents
+        self.waited_s = 0.0  # how long a write has waited for a save in the background to read what it replaces
+        self._waits_since_s: float | None = None
+        self._held: dict[int, threading.Event] = {}  # by slot: set when a save in the background has read it
         self._known: dict[int, Staged] = {}  # by address: a program's buffer of a stage is always at the same place
 
     def views(self, flat: Tensor) -> Staged:
@@ -117,8 +144,43 @@ class StageFile:
         """Read all `num_bytes`."""
         self.file.read(self.slot * self.num_bytes, into[: self.num_bytes])
 
+    def stored(self, buffer: Tensor) -> dict[str, dict[str, Any]]:
+        """What the file holds now, as `SsdTensor`s that read into `buffer`: "weights", "masters", and "states" by
+        parameter."""
+        start, flat = self.slot * self.num_bytes, torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+        staged = self._views(flat)
+
+        def place(tensor: Tensor) -> SsdTensor:
+            return SsdTensor(self.file, start + int(tensor.storage_offset()) * tensor.dtype.itemsize, tensor, buffer)
+
+        return {
+            "weights": {name: place(tensor) for name, tensor in staged.weights.items()},
+            "masters": {name: place(tensor) for name, tensor in staged.masters.items()},
+            "states": {name: {key: place(t) for key, t in row.items()} for name, row in staged.states.items()},
+        }
+
+    def hold(self) -> None:
+        """Let what the file holds now stay until `release`; a step that would write over it waits. Between steps."""
+        self._held = {self.slot: threading.Event()}
+        self.waited_s, self._waits_since_s = 0.0, None
+
+    def release(self) -> None:
+        """Let writes go on. Any thread may call it."""
+        if self._waits_since_s is not None:
+            self.waited_s = max(self.waited_s, time.perf_counter() - self._waits_since_s)
+        for event in self._held.values():
+            event.set()
+
+    def _await_reader(self, slot: int) -> None:
+        event = self._held.get(slot)
+        if event is not None and not event.is_set():
+            self._waits_since_s = time.perf_counter()
+            event.wait()
+            self._waits_since_s = None
+
     def write(self, flat: Tensor) -> None:
         """Write what an update has changed, which counts after `commit` if there are two slots."""
+        self._await_reader(self.new_slot)
         for begin, end in self.ranges:
             self.file.write(self.new_slot * self.num_bytes + begin, flat[begin:end])
         self.written = True
@@ -126,6 +188,7 @@ class StageFile:
     def write_all(self, flat: Tensor) -> None:
         """Write new contents to every slot."""
         for slot in {self.slot, self.new_slot}:
+            self._await_reader(slot)
             self.file.write(slot * self.num_bytes, flat[: self.num_bytes])
         self.written = False
 

@@ -31,6 +31,12 @@ class StagePart:
     buffers: dict[str, Tensor]
     optimizer: dict[str, Any] | None
 
+    def optimizer_rows(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's states of each parameter, tensors and numbers."""
+        found = self.optimizer or {"states": {}, "scalars": {}}
+        names = dict.fromkeys([*found["states"], *found["scalars"]])
+        return {name: {**found["states"].get(name, {}), **found["scalars"].get(name, {})} for name in names}
+
 
 class StageStore:
     """The weights, states and buffers of one stage. The weights lie in one flat buffer, on the device or, for a swapped
@@ -256,6 +262,21 @@ class StageStore:
         copies = {name: t.clone() if name not in self.weights else t for name, t in weights.items()}
         copies |= {name: t.clone() for name, t in staged.masters.items()}
         return StagePart(copies, self._buffers(), optimizer)
+
+    def stored(self, buffer: Tensor) -> StagePart:
+        """As `state`, but `SsdTensor`s, which read into `buffer`, stand for what lies on SSD."""
+        if self.file is None:
+            return self.state()
+        there = self.file.stored(buffer)
+        weights: dict[str, Any] = {**self.weights, **there["weights"], **there["masters"]}
+        weights |= {name: self.masters[name] for name in self.staying}
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        if optimizer is not None:
+            optimizer["states"] = {
+                name: {key: there["states"].get(name, {}).get(key, value) for key, value in row.items()}
+                for name, row in optimizer["states"].items()
+            }
+        return StagePart(weights, self._buffers(), optimizer)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer for name, buffer in self.runner.buffers().items() if name not in self._constants}

@@ -39,10 +39,10 @@ from .manifest import (
 )
 from .parts import PartIndex, joined_rows
 from .plain_json import decode, encode
-from .tensor_file import TensorFile, code_of, file_bytes, write_tensors
+from .tensor_file import StoredTensor, TensorFile, code_of, file_bytes, write_tensors
 
 __all__ = ["Checkpoint", "RunPosition", "SavedStage", "ShardRecord", "abort", "begin", "commit"]
-__all__ += ["find_latest", "open_checkpoint", "save_checkpoint", "write_shard"]
+__all__ += ["find_latest", "names_to_save", "open_checkpoint", "save_checkpoint", "write_shard"]
 
 Optimizer = Mapping[str, Mapping[str, Any]]
 
@@ -75,7 +75,7 @@ def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
 def write_shard(
     temporary: Path,
     spec: StageSpec,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor | StoredTensor],
     buffers: Mapping[str, Tensor],
     optimizer: Optimizer,
     ties: Mapping[str, str] | None = None,
@@ -89,9 +89,8 @@ def write_shard(
     Raises `CheckpointError` naming the file if the disk is full, and removes that file.
     """
     ties = ties or {}
-    left_out = () if with_frozen else frozen_params(spec.params)
-    owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner and row not in left_out}
-    found: dict[tuple[str, str, str], Tensor] = {}
+    owned = names_to_save(spec, with_frozen)
+    found: dict[tuple[str, str, str], Tensor | StoredTensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for kind, values in (("weights", weights), ("buffers", buffers)):
         for name in (n for n in values if n in owned):
@@ -100,7 +99,7 @@ def write_shard(
     assert not absent, f"{spec.name} owns {sorted(absent)}, but their values were not given"
     for name in (n for n in optimizer if n in owned):
         for state, value in optimizer[name].items():
-            if isinstance(value, Tensor):
+            if isinstance(value, (Tensor, StoredTensor)):
                 found.setdefault(("optimizer", ties.get(name, name), state), value)
             else:
                 scalars.setdefault(ties.get(name, name), {})[state] = encode(value, f"optimizer state {name}.{state}")
@@ -113,6 +112,12 @@ def write_shard(
     )
     parts = {param.name: param.part for param in spec.params if param.part is not None and param.name in owned}
     return ShardRecord(spec.name, path.name, path.stat().st_size, tuple(rows), scalars, parts)
+
+
+def names_to_save(spec: StageSpec, with_frozen: bool) -> set[str]:
+    """The parameters and buffers of a stage that `write_shard` writes."""
+    left_out = () if with_frozen else frozen_params(spec.params)
+    return {row.name for row in (*spec.params, *spec.buffers) if row.owner and row not in left_out}
 
 
 def commit(
@@ -306,7 +311,7 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
     return max(found, key=lambda place: read_manifest(place).step, default=None)
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _write(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, str]:
     need_bytes = file_bytes(tensors)
     durable.require_space(path.parent, need_bytes, what=str(path))
     try:

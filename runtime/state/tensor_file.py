@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,17 @@ def plan_file(
     return FilePlan(struct.pack("<Q", len(text)) + text, entries)
 
 
+class StoredTensor:
+    """A tensor whose bytes are read piece by piece, from wherever they lie, while they are written to a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes in order; each piece holds until the next one is asked for."""
+        raise NotImplementedError
+
+
 def create_file(path: Path, plan: FilePlan) -> None:
     """Write the header and give the file its final size. Lets the system's OSError through."""
     with open(path, "wb", buffering=0) as file:
@@ -99,7 +110,9 @@ def create_file(path: Path, plan: FilePlan) -> None:
         file.truncate(plan.bytes)
 
 
-def fill_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor], *, digests: bool = False) -> dict[str, str]:
+def fill_file(
+    path: Path, plan: FilePlan, tensors: Mapping[str, Tensor | StoredTensor], *, digests: bool = False
+) -> dict[str, str]:
     """Write these tensors to their places in a file made by `create_file`, cast to its dtypes, and sync it to the disk.
 
     Tensors may lie on any device and need not be contiguous; they are moved to host memory and cast one at a time.
@@ -111,11 +124,9 @@ def fill_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor], *, dige
         for name, tensor in sorted(tensors.items(), key=lambda row: plan.entries[row[0]].begin):
             entry = plan.entries[name]
             assert tuple(tensor.shape) == entry.shape, f"{name}: {tuple(tensor.shape)} given, {entry.shape} planned"
-            data = _bytes_of(tensor.detach().to(device="cpu", dtype=CODES[entry.code]))
             digest = hashlib.sha256()
             file.seek(entry.begin)
-            for start in range(0, len(data), _CHUNK_BYTES):
-                chunk = data[start : start + _CHUNK_BYTES]
+            for chunk in _chunks(tensor, CODES[entry.code]):
                 if digests:
                     digest.update(chunk)
                 _write_all(file, chunk)
@@ -125,7 +136,7 @@ def fill_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor], *, dige
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, Tensor | StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Write `tensors` as they are to a new file. Returns the sha256 of each one's bytes; raises as `fill_file` does."""
     plan = plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
@@ -133,7 +144,7 @@ def write_tensors(
     return fill_file(path, plan, tensors, digests=True)
 
 
-def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+def file_bytes(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     """The size of the file that `write_tensors` writes."""
     return plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}).bytes
 
@@ -243,6 +254,16 @@ def code_of(dtype: torch.dtype) -> str:
         known = ", ".join(str(d).removeprefix("torch.") for d in _CODE_OF)
         raise CheckpointError(f"{dtype} cannot be saved; a safetensors file holds {known}.")
     return _CODE_OF[dtype]
+
+
+def _chunks(tensor: Tensor | StoredTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    if isinstance(tensor, StoredTensor):
+        assert tensor.dtype == dtype, f"{tensor.dtype} is stored, {dtype} planned"
+        yield from tensor.chunks()
+        return
+    data = _bytes_of(tensor.detach().to(device="cpu", dtype=dtype))
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
