@@ -197,8 +197,25 @@ def check(
     "--sequence 128 --max-steps 100 --save-every 20"
 )
 @takes(TrainOptions)
-def train(options: TrainOptions) -> None:
-    """Fine-tune a causal language model or a classifier. Ctrl-C stops it behind the step under way."""
+def train(
+    context: typer.Context,
+    options: TrainOptions,
+    config: Annotated[Path | None, typer.Argument(help="a YAML file with sections of these options")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file, and do nothing")] = False,
+) -> None:
+    """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it behind the step under way.
+
+    An option that is given counts more than the file.
+    """
+    from .config import config_text, read_config
+
+    if config is not None:
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)
+                 if is_given(context, field.name)}  # fmt: skip
+        options = TrainOptions(**{**read_config(config), **given})
+    if print_config:
+        print(config_text(options))
+        return
     from .tables import console
     from .training import train as run
 
@@ -208,6 +225,12 @@ def train(options: TrainOptions) -> None:
         raise typer.Exit(INTERRUPTED) from None
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 @app.command(epilog="Example: penstock profile --model gpt2 --hardware auto --batch 4 --sequence 512 --micro-batches 4")

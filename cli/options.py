@@ -274,7 +274,19 @@ class TrainOptions(JobOptions):
     epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
     max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None
     schedule: Annotated[str, typer.Option(help="of the learning rate: constant, linear or cosine")] = "constant"
+    warmup_steps: Annotated[int, typer.Option(min=0, help="in which the learning rate rises from 0")] = 0
+    warmup_ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="the same as a share of all steps")] = 0.0
     save_every: Annotated[int, typer.Option(min=0, help="steps from one checkpoint to the next; 0: at the end")] = 0
+    save_on_stop: Annotated[bool, typer.Option(help="a run that Ctrl-C ends saves a checkpoint first")] = True
+    eval_every: Annotated[
+        int, typer.Option(min=0, help="steps from one evaluation to the next; the best model is kept in OUT/best")
+    ] = 0
+    best_by: Annotated[str, typer.Option(help="what the best model has: the lowest loss, or the highest accuracy")] = (
+        "loss"
+    )
+    patience: Annotated[
+        int, typer.Option(min=0, help="stop after so many evaluations without a better one; 0: never")
+    ] = 0
     resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in OUT")] = False
     elastic: Annotated[
         bool,

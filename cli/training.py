@@ -8,7 +8,6 @@ Ctrl-C ends the run after the current step; a second Ctrl-C ends it at once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -46,10 +45,13 @@ from ..training.live.lines import memory_text
 from ..training.live.server import PageServer
 from ..training.live.terminal import view_on
 from ..training.logs.find import find_logs
+from .best import BestSoFar
+from .config import FILE, config_text
 from .options import TrainOptions
+from .schedule import schedule
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
-SCHEDULES = ("constant", "linear", "cosine")
+BEST = "best"  # the same: the best evaluation so far
 
 
 @dataclass
@@ -135,14 +137,16 @@ def _train(options: TrainOptions, screen: Console, listeners: list[Listener]) ->
     if is_main:
         job.write(options.out / "programs")
         options.remember(options.out / "programs")
+        (options.out / FILE).write_text(config_text(options), encoding="utf-8")
     result = TrainResult()
+    best = BestSoFar(options.best_by, options.patience)
     try:
         with job, telling(Broadcast(job, listeners)) as broadcast:
-            batches = _begin(options, task, job, screen, broadcast)
+            batches = _begin(options, task, job, screen, broadcast, best)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training", broadcast)
             with interruptible(screen) as stop:
-                _steps(options, task, job, screen, batches, result, stop, broadcast)
+                _steps(options, task, job, screen, batches, result, stop, broadcast, best)
             if result.interrupted:
                 broadcast.end(interrupted=True)
             else:
@@ -162,6 +166,10 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet or a folder")
     if options.merge and options.adapter is None:
         raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
+    if options.eval_every and not (options.eval_data or options.eval_fraction):
+        raise PlanError("--eval-every: no rows are held out to evaluate on; give --eval-data or --eval-fraction")
+    if options.patience and not options.eval_every:
+        raise PlanError("--patience: evaluations count, and there are none; give --eval-every")
     if options.eval_data and options.eval_fraction:
         raise PlanError("--eval-data and --eval-fraction: rows are held out by one of them")
     named = options.named_model()
@@ -268,26 +276,22 @@ def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
             options.machine(),
             example,
             weights,
-            lr_scheduler=_schedule(options.schedule, task.steps),
+            lr_scheduler=schedule(options.schedule, task.steps, _warmup(options, task.steps)),
             steps=task.steps,
         )
 
 
-def _schedule(name: str, steps: int) -> Any:
-    if name == "linear":
-        return functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=steps)
-    if name == "cosine":
-        return functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps)
-    if name != "constant":
-        raise PlanError(f"--schedule {name!r}; allowed are {', '.join(SCHEDULES)}")
-    return None
+def _warmup(options: TrainOptions, steps: int) -> int:
+    if options.warmup_steps and options.warmup_ratio:
+        raise PlanError("--warmup-steps and --warmup-ratio: give one of them")
+    return options.warmup_steps or math.ceil(options.warmup_ratio * steps)
 
 
 def _begin(
-    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast
+    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast, best: BestSoFar
 ) -> Iterator[dict[str, Tensor]]:
     """Start the devices with new or resumed state, and the logs. Returns the batches that come next."""
-    batches = _begin_job(options, task, job, screen, broadcast)
+    batches = _begin_job(options, task, job, screen, broadcast, best)
     given = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
     config = json.loads(json.dumps(given, default=str))
     broadcast.begin(facts_of(job, options.out.name, str(options.out), task.steps, options.batch, config))
@@ -295,7 +299,7 @@ def _begin(
 
 
 def _begin_job(
-    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast
+    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast, best: BestSoFar
 ) -> Iterator[dict[str, Tensor]]:
     if not options.resume:
         with warnings.catch_warnings(record=True) as said:
@@ -313,6 +317,7 @@ def _begin_job(
                 "with the same --data, --sequence, --seed and --eval-fraction, or begin anew in another --out"
             )
     broadcast.records.load(data.get(WRITTEN, {}))
+    best.load(data.get(BEST, {}))
     screen.print(f"resumed at step {job.step_count}, sample {job.step_count * options.batch}")
     return _batches(options, task, job)
 
@@ -337,24 +342,33 @@ def _steps(
     result: TrainResult,
     stop: threading.Event,
     broadcast: Broadcast,
+    best: BestSoFar,
 ) -> None:
     """Train until the last step or until `stop` is set; save on the way and at the end."""
     saved_step = job.step_count
     began_s, before = time.perf_counter(), job.step_count
     while True:
-        if job.step_count >= task.steps or any(job.of_all_ranks(stop.is_set())):
+        if job.step_count >= task.steps or best.is_over or any(job.of_all_ranks(stop.is_set())):
             break
         batch = next(batches)
         result.losses.append(float(job.step(batch)))
         broadcast.stepped(options.batch * _tokens_of_a_row(batch))
+        if options.eval_every and job.step_count % options.eval_every == 0:
+            _look(options, task, job, screen, broadcast, best)
         due = options.save_every and job.step_count % options.save_every == 0
-        if due or job.step_count == task.steps:
-            _save(options, task, job, screen, broadcast)
+        if due or job.step_count == task.steps or best.is_over:
+            _save(options, task, job, screen, broadcast, best)
             saved_step = job.step_count
+    result.interrupted = job.step_count < task.steps and not best.is_over
+    if result.interrupted and options.save_on_stop and saved_step < job.step_count:
+        _save(options, task, job, screen, broadcast, best)
+        saved_step = job.step_count
     elapsed_s = time.perf_counter() - began_s
     broadcast.flush()
     result.steps = job.step_count
-    result.interrupted = job.step_count < task.steps
+    if best.is_over:
+        why = f"no better {best.by} in {best.misses} evaluations"
+        screen.print(f"{why}: ended at step {job.step_count} of {task.steps}")
     if result.interrupted:
         screen.print(f"stopped at step {job.step_count} of {task.steps}; {job.step_count - saved_step} steps not saved")
     elif job.last is not None:
@@ -370,18 +384,33 @@ def _tokens_of_a_row(batch: dict[str, Tensor]) -> int:
     return sum(value.shape[1] for name, value in batch.items() if name.endswith("input_ids"))
 
 
-def _save(options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast) -> None:
+def _look(
+    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast, best: BestSoFar
+) -> None:
+    """Evaluate, and keep the model if it is the best so far."""
+    found = evaluate(job, task, options.batch, screen, f"step {job.step_count}", broadcast)
+    if best.is_better(found, job.step_count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `_begin` has printed what the directory lacks
+            directory = job.save_pretrained(options.out / "best")
+        if task.codec.tokenizer is not None and job.driver.is_main:
+            task.codec.tokenizer.save_pretrained(str(directory))
+
+
+def _save(
+    options: TrainOptions, task: TrainingTask, job: Job, screen: Console, broadcast: Broadcast, best: BestSoFar
+) -> None:
     _ = job.last  # which saving waits for, too
     broadcast.tell_ended()
-    data = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
-    data[WRITTEN] = broadcast.records.state()
+    data: dict[str, Any] = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
+    data |= {WRITTEN: broadcast.records.state(), BEST: best.state()}
     try:
         save = job.save(options.out / "checkpoint", data=data, wait=False)
     except NoRoomForCopy as error:
         screen.print(f"training waits for this save: {error}", soft_wrap=True)
         job.save(options.out / "checkpoint", data=data)
         return
-    if job.step_count == task.steps:
+    if job.step_count == task.steps or best.is_over:
         save.wait()
 
 

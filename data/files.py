@@ -1,4 +1,4 @@
-"""Reads records out of files, one after another: .txt, .jsonl, .json, .parquet, .arrow, and folders.
+"""Reads records out of files, one after another: .txt, .md, .jsonl, .json, .parquet, .arrow, and folders.
 
 A folder that `datasets` has saved is read with that library; of any other folder all files are read by name.
 """
@@ -181,6 +181,7 @@ def _saved(path: Path, split: str) -> Iterator[Record]:
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".txt": _text,
+    ".md": _text,
     ".jsonl": _lines,
     ".json": _json,
     ".parquet": _parquet,

@@ -71,7 +71,7 @@ def test_plain_text_is_one_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.csv", "x", r"ends in one of \.txt, \.jsonl"),
+        ("a.csv", "x", r"ends in one of \.txt, \.md, \.jsonl"),
         ("a.jsonl", '{"text": "x"}\nnot json', "line 2: not JSON"),
         ("a.jsonl", "[1]", "line 1: .* an object with a key for each column"),
         ("a.json", '{"text": 1}', "found no list of objects"),

@@ -1,0 +1,171 @@
+"""A run as one file of YAML: the options of `penstock train` in sections, checked before anything is done.
+
+Options are the only place where names, types, defaults and help stand (`TrainOptions`); the file's models are made of
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from ..ir.documents import Unreadable, read_yaml
+from ..ir.errors import PlanError
+from .options import TrainOptions
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "head", "labels", "dropout", "download", "adapter", "base", "merge", "beta"),
+    "data": (
+        "data", "kind", "column", "split", "sequence", "targets", "long_rows", "pack", "streaming", "eval_fraction",
+        "eval_data",
+    ),
+    "hardware": ("hardware", "set", "dram", "ssd", "ssd_dir", "ssd_verify", "timeout"),
+    "plan": (
+        "strategy", "micro_batches", "search_seconds", "plan", "profile", "profile_cache", "precision",
+        "gradient_dtype", "boundary_dtype", "compile_stages", "cuda_graphs",
+    ),
+    "optimizer": (
+        "optimizer", "lr", "weight_decay", "no_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",
+    ),
+    "training": ("batch", "epochs", "max_steps", "seed", "eval_every", "best_by", "patience"),
+    "logging": ("log", "serve"),
+    "saving": ("out", "save_every", "save_on_stop", "resume", "elastic"),
+}  # fmt: skip
+FILE = "config.yaml"
+Places = Mapping[tuple[str, ...], int]  # a section, or a section and a key -> its line
+WIDTH = 118
+
+
+@cache
+def _fields() -> dict[str, tuple[Any, Any, str]]:
+    """For each option its type, default and help."""
+    hints = get_type_hints(TrainOptions, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(TrainOptions):
+        hint = hints[field.name]
+        kind, help_ = (get_args(hint)[0], get_args(hint)[1].help) if get_origin(hint) is Annotated else (hint, "")
+        found[field.name] = (kind, field.default, help_)
+    return found
+
+
+@cache
+def _models() -> dict[str, type[BaseModel]]:
+    """For each section the model of its keys."""
+    fields = _fields()
+    found = {}
+    for section, keys in SECTIONS.items():
+        given: dict[str, Any] = {key: (fields[key][0], fields[key][1]) for key in keys}
+        found[section] = create_model(section, __config__=ConfigDict(extra="forbid"), **given)
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The options that a file sets. Raises `PlanError` naming the line, the key, what was found and what is allowed."""
+    try:
+        document = read_yaml(path)
+    except Unreadable as error:
+        raise PlanError(f"{path}: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise PlanError(f"{path}: found a {type(document).__name__}, allowed: the sections {', '.join(SECTIONS)}")
+    lines = _lines(path)
+    found: dict[str, Any] = {}
+    for section, values in document.items():
+        if section not in SECTIONS:
+            raise PlanError(f"{path}{_at(lines, section)}: no section {section!r}{_nearest(str(section), SECTIONS)}")
+        if not isinstance(values, Mapping):
+            if values is None:
+                continue
+            raise PlanError(f"{path}{_at(lines, section)}: {section} is {values!r}, allowed: keys with values below it")
+        for key in values:
+            if key not in SECTIONS[section]:
+                raise PlanError(f"{path}{_at(lines, section, key)}: {_unknown(section, str(key))}")
+        found |= _checked(path, section, values, lines)
+    return found
+
+
+def _checked(path: Path, section: str, values: Mapping[str, Any], lines: Places) -> dict[str, Any]:
+    try:
+        model = _models()[section].model_validate(_listed(section, values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        kind, _, help_ = _fields()[key]
+        wanted = getattr(kind, "__name__", str(kind)).replace("pathlib.", "")
+        raise PlanError(
+            f"{path}{_at(lines, section, key)}: {section}.{key} is {values[key]!r}, allowed: {wanted} ({help_})"
+        ) from error
+    return {key: getattr(model, key) for key in values}
+
+
+def _listed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """One value where an option may be repeated is a list of one."""
+    fields = _fields()
+    return {
+        key: [value] if "list[" in str(fields[key][0]) and isinstance(value, (str, Path)) else value
+        for key, value in values.items()
+    }
+
+
+def _unknown(section: str, key: str) -> str:
+    for other, keys in SECTIONS.items():
+        if key in keys:
+            return f"{key!r} belongs to the section {other}, not to {section}"
+    everywhere = {name: other for other, keys in SECTIONS.items() for name in keys}
+    own = difflib.get_close_matches(key, SECTIONS[section], 1, 0.6)
+    near = own or difflib.get_close_matches(key, everywhere, 1, 0.6)
+    if near:
+        return f"{section} has no key {key!r}; the nearest is {everywhere[near[0]]}.{near[0]}"
+    return f"{section} has no key {key!r}; there are {', '.join(SECTIONS[section])}"
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    for section, keys in SECTIONS.items():
+        if name in keys:
+            return f"; {name!r} is a key of the section {section}"
+    return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(known)}"
+
+
+def _lines(path: Path) -> Places:
+    """The line of each section and key."""
+    found: dict[tuple[str, ...], int] = {}
+    root = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+    for section, body in root.value if isinstance(root, yaml.MappingNode) else ():
+        found[(section.value,)] = section.start_mark.line + 1
+        for key, _ in body.value if isinstance(body, yaml.MappingNode) else ():
+            found[section.value, key.value] = key.start_mark.line + 1
+    return found
+
+
+def _at(lines: Places, *keys: Any) -> str:
+    line = lines.get(tuple(map(str, keys)))
+    return f", line {line}" if line else ""
+
+
+def config_text(options: TrainOptions) -> str:
+    """The whole file of these options, with what each key means; `read_config` gives the same options."""
+    fields = _fields()
+    parts = []
+    for section, keys in SECTIONS.items():
+        parts.append(f"{section}:")
+        for key in keys:
+            parts += textwrap.wrap(fields[key][2], WIDTH, initial_indent="  # ", subsequent_indent="  # ")
+            parts.append(f"  {key}: {_value(getattr(options, key))}")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _value(value: Any) -> str:
+    plain = [str(v) for v in value] if isinstance(value, list) else str(value) if isinstance(value, Path) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10_000, allow_unicode=True).strip()
+    return text.removesuffix("...").strip()

@@ -1,0 +1,80 @@
+"""A run as a file: what it says is what the options say, and mistakes are told with their line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.cli.config import SECTIONS, config_text, read_config
+from penstock.cli.options import TrainOptions
+from penstock.ir.errors import PlanError
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.yaml"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_every_option_has_a_section() -> None:
+    keys = [key for keys in SECTIONS.values() for key in keys]
+    assert sorted(keys) == sorted(field.name for field in dataclasses.fields(TrainOptions))
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {model: gpt2}\ndata:\n  data: a.txt\noptimizer:\n  lr: 5e-5\ntraining:\n")
+    assert read_config(path) == {"model": "gpt2", "data": [Path("a.txt")], "lr": 5e-5}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TrainOptions(),
+        TrainOptions(
+            model="gpt2: odd # name", data=[Path("a b.jsonl"), Path("c")], lr=1e-7, set=["dram=1TB"], resume=True,
+            micro_batches=4, out=Path("out/x"), eval_fraction=0.1,
+        ),
+    ],
+    ids=["defaults", "all kinds"],
+)  # fmt: skip
+def test_what_is_printed_is_read_back(options: TrainOptions, tmp_path: Path) -> None:
+    text = config_text(options)
+    assert TrainOptions(**read_config(written(tmp_path, text))) == options
+    assert max(map(len, text.splitlines())) <= 120
+    for keys in yaml.safe_load(text).values():
+        assert keys
+
+
+def test_the_example_is_a_run() -> None:
+    found = TrainOptions(**read_config(EXAMPLE))
+    assert found.model is not None and found.data
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optimizer:\n  learning_rat: 1\n", "line 2: optimizer has no key 'learning_rat'"),
+        ("training:\n  bach: 4\n", "line 2: training has no key 'bach'; the nearest is training.batch"),
+        ("training:\n  lr: 4\n", "line 2: 'lr' belongs to the section optimizer, not to training"),
+        ("trainin:\n  batch: 4\n", "line 1: no section 'trainin'; the nearest is training"),
+        ("batch: 4\n", "line 1: no section 'batch'; 'batch' is a key of the section training"),
+        ("training:\n  batch: many\n", r"line 2: training.batch is 'many', allowed: int \(rows of the global batch\)"),
+        ("training:\n  - batch\n", "line 1: training is .* allowed: keys with values below it"),
+        ("- a\n", "found a list, allowed: the sections model, data"),
+        ("training:\n  batch: [\n", "config.yaml: .*line"),
+        ("optimizer:\n  lr: [1, 2]\n", "optimizer.lr is"),
+    ],
+)
+def test_mistakes_are_told_with_their_line(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=said):
+        read_config(written(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"gone\.yaml"):
+        read_config(tmp_path / "gone.yaml")
