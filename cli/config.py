@@ -40,7 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "saving": ("out", "save_every", "save_on_stop", "resume", "elastic"),
 }  # fmt: skip
 FILE = "config.yaml"
-Places = Mapping[tuple[str, ...], int]  # a section, or a section and a key -> its line
+LineNumbers = Mapping[tuple[str, ...], int]  # a section, or a section and a key -> its line
 WIDTH = 118
 
 
@@ -93,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
-def _checked(path: Path, section: str, values: Mapping[str, Any], lines: Places) -> dict[str, Any]:
+def _checked(path: Path, section: str, values: Mapping[str, Any], lines: LineNumbers) -> dict[str, Any]:
     try:
         model = _models()[section].model_validate(_listed(section, values))
     except ValidationError as error:
@@ -136,7 +136,7 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
     return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(known)}"
 
 
-def _lines(path: Path) -> Places:
+def _lines(path: Path) -> LineNumbers:
     """The line of each section and key."""
     found: dict[tuple[str, ...], int] = {}
     root = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
@@ -147,7 +147,7 @@ def _lines(path: Path) -> Places:
     return found
 
 
-def _at(lines: Places, *keys: Any) -> str:
+def _at(lines: LineNumbers, *keys: Any) -> str:
     line = lines.get(tuple(map(str, keys)))
     return f", line {line}" if line else ""
 

@@ -78,3 +78,9 @@ def test_mistakes_are_told_with_their_line(text: str, said: str, tmp_path: Path)
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"gone\.yaml"):
         read_config(tmp_path / "gone.yaml")
+
+
+def test_the_file_in_the_documents_is_a_run(tmp_path: Path) -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "train_config.md").read_text()
+    found = read_config(written(tmp_path, page.split("```yaml\n")[1].split("```")[0]))
+    assert found["log"] == ["jsonl", "tensorboard"] and found["patience"] == 2

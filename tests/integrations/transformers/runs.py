@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import torch
-
-from penstock.integrations.transformers import PenstockTrainer
-from penstock.ir.machine.hardware import Hardware
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -18,6 +15,9 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+
+from penstock.integrations.transformers import PenstockTrainer
+from penstock.ir.machine.hardware import Hardware
 
 TOLERANCE = 1e-5  # fp32 on one device and one thread, micro-batches summed in another order
 FAST = {"strategy": "mobius", "micro_batches": 2}  # no search
