@@ -258,7 +258,8 @@ class StepsByJob(Host):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert self._form is not None
         own = self._form.padded(inputs)
-        batch = self._gathered([own])
+        whole = self._gathered([own])
+        batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
         if count_rows(batch) % self._form.rows:
             reason = reason or why_not_fillable(batch, self.model)
@@ -271,9 +272,9 @@ class StepsByJob(Host):
             return loss, None, None
         if ignore_keys is None:
             ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
-        first = self.args.process_index * count_rows(own)
+        first, missing = self.args.process_index * count_rows(own), count_rows(whole) - count_rows(batch)
         logits = tuple(
-            value[first : first + count_rows(own)].to(self.args.device)
+            _lengthened(value, missing)[first : first + count_rows(own)].to(self.args.device)
             for name, value in outputs.items()
             if name not in ignore_keys
         )
@@ -284,6 +285,13 @@ class StepsByJob(Host):
         """The loss and, where they are asked for, the outputs of a batch of all ranks."""
         assert self.job is not None and self._form is not None
         return evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs)
+
+    def _each_once(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Without the rows that a last batch repeats to have as many for every rank."""
+        state = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return batch
+        return {name: value[: state.remainder] for name, value in batch.items()}
 
     def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
         logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)
@@ -309,6 +317,11 @@ class StepsByJob(Host):
         self.job.save(Path(output_dir) / FOLDER)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+
+def _lengthened(value: Tensor, missing: int) -> Tensor:
+    """With more rows, which a Trainer drops when it has those of all ranks."""
+    return torch.cat([value, value[-1:].expand(missing, *value.shape[1:])])
 
 
 def _one_or_all(values: tuple[Tensor, ...]) -> Any:

@@ -122,13 +122,6 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
         self._tell_rewards("eval", outputs)
         return outputs["losses"].mean().to(self.args.device), None, None
 
-    def _each_once(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Without the pairs that a last batch repeats to have as many for every rank."""
-        state = self.accelerator.gradient_state
-        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return batch
-        return {name: value[: state.remainder] for name, value in batch.items()}
-
     def _tell_rewards(self, mode: str, outputs: dict[str, Tensor]) -> None:
         """What TRL logs of the rewards; the pairs are those of all ranks."""
         chosen, rejected = outputs["chosen_rewards"], outputs["rejected_rewards"]

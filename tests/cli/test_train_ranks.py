@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pydoc_data.topics
 import signal
@@ -64,8 +65,11 @@ def alone(text: Path, out: Path, max_steps: int, resume: bool = False) -> tuple[
 @pytest.mark.parametrize("strategy", ["data-parallel", "gpipe", "auto"])
 def test_two_ranks_begin_and_one_goes_on(strategy: str, text: Path, tmp_path: Path) -> None:
     losses, _ = alone(text, tmp_path / "whole", 6)
-    more = ("--strategy", strategy, "--max-steps", "4", "--eval-fraction", "0.1")
+    more = ("--strategy", strategy, "--max-steps", "4", "--eval-fraction", "0.1", "--log", "jsonl")
     said = finish(start(2, text, tmp_path / "parts", *more))
+    rows = [json.loads(line) for line in (tmp_path / "parts" / "logs" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3, 4]  # once, not for each rank
+    assert [row["event"] for row in rows].count("evaluation") == 2
     assert said.count("step 4 of 4") == 1 and said.count("held-out rows") == 2  # one rank speaks
     rest, said = alone(text, tmp_path / "parts", 6, resume=True)
     assert "resumed at step 4, sample 32" in said

@@ -24,11 +24,16 @@ from penstock.tests.integrations.transformers.runs import arguments, llama, padd
 folder, strategy, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 model, rows = llama()
 given = arguments(
-    folder, gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=3
+    folder, gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=3,
+    per_device_eval_batch_size=2,
 )
+def count(found):
+    return {"rows": len(found.label_ids)}
+
 trainer = PenstockTrainer(
     model=model, args=given, train_dataset=rows[:28], eval_dataset=rows[:7], data_collator=padding,
-    hardware=Hardware.cpu(2, memory="8GB"), compile_options={"strategy": strategy, "micro_batches": 2},
+    compute_metrics=count, hardware=Hardware.cpu(2, memory="8GB"),
+    compile_options={"strategy": strategy, "micro_batches": 2},
 )
 trainer.train(resume_from_checkpoint=resume[0] if resume else None)
 trainer.save_model(folder / "model")
@@ -53,13 +58,15 @@ def test_two_ranks_train_as_one_process(strategy, tmp_path):
     from safetensors.torch import load_file
 
     found = run(tmp_path / "ours", strategy)
-    alike = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
+    alike = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5, "per_device_eval_batch_size": 4}
     plain = trained(
         Trainer, lambda: (llama()[0], llama()[1][:28]), tmp_path / "plain", trainer={"data_collator": padding}, **alike
     )
     losses = torch.tensor([row["loss"] for row in found if "loss" in row])
     torch.testing.assert_close(losses, told(plain, "loss"), rtol=2e-4, atol=TOLERANCE)
-    assert sum("eval_loss" in row for row in found) == 3
+    assert [row["eval_rows"] for row in found if "eval_rows" in row] == [7, 7, 7]
+    held = torch.tensor([row["eval_loss"] for row in found if "eval_loss" in row])
+    torch.testing.assert_close(held, told(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
     saved = load_file(tmp_path / "ours" / "model" / "model.safetensors")
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,27 +13,20 @@ from penstock.training.live import server as module
 from penstock.training.live.server import PageServer
 from penstock.training.live.state import RunState
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture
-def tab() -> Iterator[Any]:
+def tab(browser: Any) -> Iterator[Any]:
     """A tab that fails the test for an error on its console and for a request that leaves the page."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
     said, asked = list[str](), list[str]()
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1000, "height": 1100})
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        yield page
-        browser.close()
+    page = browser.new_page(viewport={"width": 1000, "height": 1100})
+    page.set_default_timeout(10_000)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    yield page
+    page.close()
     assert said == []
     assert {url.split("/")[2].split(":")[0] for url in asked if not url.startswith("data:")} == {"127.0.0.1"}
 
@@ -58,10 +50,13 @@ def test_it_shows_the_run_and_its_end(tab: Any, monkeypatch: pytest.MonkeyPatch)
     ):  # fmt: skip
         assert part.lower() in shown.lower(), part
     assert tab.locator("#busy tr.slowest th").inner_text() == "gpu0"
-    points = tab.locator("#curve polyline").get_attribute("points").split()
-    assert len(points) == 120 and points[0].startswith("0.0,") and points[-1].startswith("1000.0,")
-    heights = [float(point.split(",")[1]) for point in points]
-    assert min(heights) == 5 and max(heights) == 295  # the highest loss, the lowest
+    points, held = tab.evaluate("chart.getOption().series.map(series => series.data)")
+    assert [step for step, _ in points] == list(range(1, 121)) and held == [[100, 2.3]]
+    drawn = tab.evaluate(
+        "() => { const c = document.querySelector('#curve canvas');"
+        "return new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size; }"
+    )
+    assert drawn > 3
 
     server.step(record(121, loss=float("nan")))
     wait_for(phase, "training: step 121 of 200, ")
