@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ from .best import BestSoFar
 from .config import FILE, config_text
 from .options import TrainOptions
 from .schedule import schedule
+from .working import working
 
 WRITTEN = "ssd_written_bytes"  # in a checkpoint: what the run had written to SSDs
 BEST = "best"  # the same: the best evaluation so far
@@ -130,7 +131,8 @@ def _listeners(options: TrainOptions, screen: Console, pages: ExitStack) -> list
 def _train(options: TrainOptions, screen: Console, listeners: list[Listener]) -> TrainResult:
     is_main = own_device() == 0
     task = prepare(options, screen)
-    job = compile_task(options, task)
+    with working() if is_main else nullcontext():
+        job = compile_task(options, task)
     screen.print(
         f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
     )
