@@ -40,6 +40,7 @@ def losses(script: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return [*(entry["loss"] for entry in told if "loss" in entry), metrics["eval_loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_three_lines_make_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 on one device: the order of sums differs, 1e-5 of losses of about 10."""

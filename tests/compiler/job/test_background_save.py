@@ -46,7 +46,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", slow_but(("device", "two workers"), list(PLACES)))
+@pytest.mark.parametrize("place", slow_but(("device",), list(PLACES)))
 def test_the_state_between_two_steps_is_saved(place: str, tmp_path: Path, writer: HeldWriter) -> None:
     """Three steps are made before a byte is written (by workers: while they write); the checkpoint has every digest of
     one that was saved at once, and a run that resumes from it goes on as this one did."""
@@ -213,6 +213,7 @@ def test_a_publishing_that_fails_leaves_the_previous_checkpoint(
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_a_worker_that_is_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is a pipe that nobody reads, so that it is at work for sure."""

@@ -75,6 +75,7 @@ def both(folder, *args, **kwargs):
     return [trained(kind, folder / kind.__name__, *args, **kwargs) for kind in (PenstockDPOTrainer, DPOTrainer)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [frozen_copy, new_adapters, trained_adapters])
 def test_same_run(models, tmp_path):
     require_equal(*both(tmp_path, models))
@@ -85,6 +86,7 @@ def test_same_run_with_the_reference_computed_before(tmp_path):
     require_equal(*both(tmp_path, frozen_copy, precompute_ref_log_probs=True))
 
 
+@pytest.mark.slow
 def test_same_run_of_chats_and_several_losses(tmp_path):
     """All kinds of losses in one sum; a batch of several lengths, some of which are cut."""
     kinds = {"loss_type": list(PAIR_LOSSES), "loss_weights": [0.1 * (n + 1) for n in range(len(PAIR_LOSSES))]}
@@ -125,6 +127,7 @@ def test_same_evaluation(models, tmp_path):
         assert a["eval_rewards/margins"] == pytest.approx(b["eval_rewards/margins"], abs=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [frozen_copy, new_adapters])
 def test_resumes_in_the_middle(models, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}

@@ -72,6 +72,7 @@ def test_same_run_of_other_data(data, tmp_path):
     require_equal(trained(PenstockSFTTrainer, tmp_path / "a", data), trained(SFTTrainer, tmp_path / "b", data))
 
 
+@pytest.mark.slow
 def test_same_adapters(tmp_path):
     runs = []
     for kind in (PenstockSFTTrainer, SFTTrainer):
@@ -82,6 +83,7 @@ def test_same_adapters(tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["assistant", "packed"])
 def test_resumes_in_the_middle(data, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}

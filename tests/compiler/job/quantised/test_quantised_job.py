@@ -140,6 +140,7 @@ def test_two_devices(whole: Path) -> None:
         assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_no_precision_touches_packed_tensors(whole: Path, precision: str) -> None:
     """Losses differ from eager's, with autocast or in fp32, by no more than bf16's own rounding: under autocast as much
@@ -153,6 +154,7 @@ def test_no_precision_touches_packed_tensors(whole: Path, precision: str) -> Non
     assert found == pytest.approx(losses, rel=3e-4 if precision == "bf16-mixed" else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
