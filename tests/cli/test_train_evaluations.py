@@ -179,10 +179,10 @@ def test_a_file_prints_and_runs_and_options_count_more(text: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.parametrize("moment", ["reading", "rows to train on", "plan ", "before training", "step 3 of"])
+@pytest.mark.parametrize("moment", ["reading", "rows to train on", "plan ", "before training", "step 1 of"])
 def test_ctrl_c_at_any_time_leaves_no_process(moment: str, text: Path, tmp_path: Path) -> None:
     """Two local workers. Whenever it comes: code 130, no traceback, no process left, a checkpoint if it had steps."""
-    more = ["--model", GPT, "--data", str(text), "--hardware", "cpu", "--set", "num_devices=2", "--max-steps", "2000",
+    more = ["--model", GPT, "--data", str(text), "--hardware", "cpu", "--set", "num_devices=2", "--max-steps", "200000",
             "--sequence", "16", "--batch", "4", "--micro-batches", "2", "--out", str(tmp_path / "out"), "--strategy",
             "gpipe", "--eval-fraction", "0.1"]  # fmt: skip
     environment = worker_environment(1) | {SETTING: str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
