@@ -19,7 +19,7 @@ from ..ir.errors import PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_bytes, format_seconds
 from .compare import price
-from .options import JobOptions
+from .options import JobOptions, natural_precision
 from .tables import short_tier
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -60,8 +60,9 @@ def alternatives(options: JobOptions, job: Job, hardware: Hardware) -> Iterator[
     plan = job.plan
     same = {"strategy": plan.passes, "micro_batches": plan.micro_batches, "plan": None}
     wishes: list[tuple[str, dict[str, object], Hardware]] = []
-    if plan.precision == "fp32" and all("bf16" in d.peak_flops and d.kind == "cuda" for d in hardware.devices):
-        wishes.append(("bf16-mixed", {**same, "precision": "bf16-mixed"}, hardware))
+    usual = natural_precision(hardware)
+    if plan.precision == "fp32" != usual:
+        wishes.append((usual, {**same, "precision": usual}, hardware))
     larger = {**same, "batch": 2 * options.batch, "micro_batches": 2 * plan.micro_batches}
     wishes.append((f"a batch of {2 * options.batch}", larger, hardware))
     dram = MORE_DRAM * max(host.dram_bytes for host in hardware.hosts)

@@ -33,7 +33,7 @@ from ..compiler.preference import DPO
 from ..data.codec import Codec
 from ..data.read import read_rows
 from ..data.rows import Rows, evaluation_batches
-from ..data.streamed import StreamedRows, as_tensors
+from ..data.streamed import StreamedRows
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
 from ..ir.units import format_seconds
 from ..runtime.processes.interrupt import ECHO_S
@@ -328,7 +328,7 @@ def _batches(options: TrainOptions, task: TrainingTask, job: Job) -> Iterator[di
     """This process's rows of each batch, epoch after epoch, from the job's present step on."""
     if task.stream is not None:
         for batch in task.stream.batches(options.batch, job.step_count * options.batch):
-            yield as_tensors(batch, job.rows)
+            yield Rows(batch).take(job.rows)
     assert task.rows is not None
     sampler = job.sampler(task.rows)
     for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):

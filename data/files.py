@@ -5,6 +5,7 @@ A folder that `datasets` has saved is read with that library; of any other folde
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -65,8 +66,6 @@ def hash_of(paths: Iterable[Path]) -> str:
 
 
 def _nearest(path: Path) -> str:
-    import difflib
-
     there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, there, 1)
     return f"; the nearest is {path.parent / near[0]}" if near else ""

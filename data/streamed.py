@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..ir.errors import PlanError
@@ -80,7 +79,7 @@ class StreamedRows:
     @property
     def fingerprint(self) -> str:
         """A hash of the files' names and sizes, and of what decides on rows."""
-        found = hashlib.sha256(self.codec.fingerprint.encode() + self.spec.model_dump_json().encode())
+        found = hashlib.sha256(self.codec.fingerprint.encode() + self.spec.model_dump_json(exclude={"paths"}).encode())
         for path in self.spec.paths:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                 found.update(f"{file.name}:{_size(file)}".encode())
@@ -89,8 +88,3 @@ class StreamedRows:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
-
-
-def as_tensors(batch: Batch, rows: range) -> Batch:
-    """These rows of a batch."""
-    return {name: value[torch.arange(rows.start, rows.stop)] for name, value in batch.items()}

@@ -30,6 +30,7 @@ from ..passes.graph.blocks import Block
 from ..passes.graph.opgraph import OpGraph
 from ..passes.stage_time import block_seconds
 from ..runtime.simulate import Timeline, simulate
+from ..runtime.simulate.time_ranges import length, overlap, union
 
 MOVES = (ops.H2D, ops.D2H, ops.SEND, ops.COMM)  # streams of transfers; a receive is its sender's transfer
 
@@ -223,9 +224,9 @@ def exposed_share(trial: SimulatedStep) -> float:
     shares = []
     for device in range(len(trial.timeline.device_names)):
         own = [s for s in trial.timeline.spans if s.device == device]
-        moving = _union((s.start_s, s.end_s) for s in own if s.stream in (*MOVES, ops.RECV))
-        computing = _union((s.start_s, s.end_s) for s in own if s.stream == ops.COMPUTE)
-        shares.append(_length(moving) - _overlap(moving, computing))
+        moving = union((s.start_s, s.end_s) for s in own if s.stream in (*MOVES, ops.RECV))
+        computing = union((s.start_s, s.end_s) for s in own if s.stream == ops.COMPUTE)
+        shares.append(length(moving) - overlap(moving, computing))
     return sum(shares) / len(shares) / trial.timeline.step_s
 
 
@@ -245,31 +246,3 @@ def profile_s(blocks: Sequence[Block], hardware: Hardware, precision: str, repea
         return sum(b.param_bytes / rate + repeats * block_seconds(b, device, precision).both_s for b in chosen)
 
     return seconds(list({b.hash: b for b in blocks}.values())), seconds(blocks)
-
-
-Interval = tuple[float, float]
-
-
-def _union(intervals: Iterator[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def _length(intervals: Sequence[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
-
-
-def _overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    total, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total

@@ -56,7 +56,10 @@ def python_maker(name: str) -> Callable[[], nn.Module]:
         raise PlanError(f"model {name!r}: {what} in {first}{hint}")
 
     def make() -> nn.Module:
-        made: Any = found()
+        try:
+            made: Any = found()
+        except Exception as error:  # whatever that code raises
+            raise PlanError(f"model {name!r}: cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(made, nn.Module):
             raise PlanError(f"model {name!r} gives a {type(made).__name__}; allowed is a torch.nn.Module")
         return made

@@ -319,7 +319,10 @@ def cached_directory(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(name, "config.json")
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name that a hub could have
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ...compiler.report.page.write import charts_script
+from ...compiler.report.page.write import shared_script
 from ..listener import Listener, RunFacts, StepRecord
 from .facts import facts
 from .place import listen
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not (host in self.server.hosts and secrets.compare_digest(token.encode(), self.server.token.encode())):
             self._answer(HTTPStatus.FORBIDDEN, "the address that the run has printed is needed, with its token\n")
         elif what == "":
-            page = PAGE.read_text(encoding="utf-8").replace("<!--CHARTS-->", charts_script())
+            page = PAGE.read_text(encoding="utf-8").replace("<!--SHARED-->", shared_script())
             self._answer(HTTPStatus.OK, page, "text/html")
         elif what == "updates":
             self._update()

@@ -17,7 +17,8 @@ from ...steps import simulate_here
 from ..explain import device_name
 from ..tiers import activations_tier, states_tier, weights_text
 from ..wear import wear_of
-from .held import machine_facts, memories
+from .held import memories
+from .machine import machine_facts
 from .spans import PRECISE, CodeLines, measured_rows, packed, predicted_rows, streams_of
 from .spent import spent_seconds
 
@@ -66,6 +67,7 @@ def report_facts(given: ReportInputs) -> dict[str, Any]:
         "predicted": packed(rows, streams, unit_s),
         "measured": packed(found, streams, unit_s) if measured else None,
         "roles": lines.roles,
+        "ops": lines.ops(),
         "producers": lines.producers(programs),
         "memory": memories(timeline, rows, programs, roles, hardware, plan.predicted, unit_s),
         "spent": [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from ....ir import ops
 from ....ir.calls import op_of
 from ....ir.machine.hardware import Hardware
-from ....ir.program import Program, persistent_bytes, producer_of, values_of
+from ....ir.program import Program, persistent_bytes, values_of
 from ....runtime.simulate import Span, Timeline
 from ...plan import Prediction
 
@@ -69,15 +69,11 @@ def _values(
             for value in values_of(node):
                 kind = value.meta["type"]
                 if kind.owned and kind.bytes:
-                    readers = [span_of[user].end_s for user in _users(value) if user in span_of]
+                    readers = [span_of[user].end_s for user in value.users if user in span_of]
                     end_s = max(readers, default=timeline.from_rest_s)
                     name = _memory_name(hardware, device, kind.memory)
                     found.setdefault(name, []).append((f"{value.name} ({kind.kind})", kind.bytes, span.start_s, end_s))
     return found
-
-
-def _users(value: fx.Node) -> list[fx.Node]:
-    return [user for user in value.users if producer_of(user) is user or user.op == "call_function"]
 
 
 def _lasting(programs: Sequence[Program], roles: Sequence[int], hardware: Hardware) -> dict[str, dict[str, int]]:
@@ -90,41 +86,3 @@ def _lasting(programs: Sequence[Program], roles: Sequence[int], hardware: Hardwa
             for what, num in persistent.parts(memory).items():
                 into[what] = into.get(what, 0) + num
     return found
-
-
-def machine_facts(hardware: Hardware, timeline: Timeline, predicted: Prediction | None) -> dict[str, Any]:
-    """The machine as memories, switches and the links between them, with their loads; hosts like the first are counted.
-    """
-    shown = {0} if len(hardware.hosts) > 1 else set(range(len(hardware.hosts)))
-    peaks: Mapping[str, int] = {} if predicted is None else predicted.peak_bytes
-    budgets: Mapping[str, int] = {} if predicted is None else predicted.budget_bytes
-    nodes: dict[str, dict[str, Any]] = {}
-    links = []
-    for link in hardware.links().values():
-        if not {_host_of(hardware, link.tail), _host_of(hardware, link.head)} <= {*shown, None}:
-            continue
-        for name in (link.tail, link.head):
-            kind = "device" if name in hardware.device_by_name else name.rstrip("0123456789.")
-            nodes.setdefault(
-                name, {"name": name, "kind": kind, "peak": peaks.get(name), "budget": budgets.get(name)}
-            )
-        links.append(
-            {
-                "name": link.name,
-                "from": link.tail,
-                "to": link.head,
-                "busy": timeline.link_busy.get(link.name, 0.0),
-                "bytes": timeline.moved_bytes.get(link.name, 0),
-                "bandwidth": link.bandwidth,
-            }
-        )
-    return {"nodes": list(nodes.values()), "links": links, "more_hosts": len(hardware.hosts) - len(shown)}
-
-
-def _host_of(hardware: Hardware, name: str) -> int | None:
-    """The host of a memory or switch; None for the network."""
-    device = hardware.device_by_name.get(name)
-    if device is not None:
-        return device.host
-    digits = name.lstrip("abcdefghijklmnopqrstuvwxyz_").partition(".")[0]
-    return int(digits) if digits.isdigit() else None

@@ -1,40 +1,14 @@
 "use strict";
-const at = id => document.getElementById(id);
-const make = (tag, text, kind) => {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (kind) made.className = kind;
-  return made;
-};
-const known = value => value !== null && value !== undefined;
 const three = value => value === 0 ? "0" : value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
-const seconds = s => !known(s) ? "" : s >= 1 ? three(s) + " s" : s >= 1e-3 ? three(1e3 * s) + " ms" : three(1e6 * s) + " µs";
-const bytes = count => {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  for (; count >= 1024 && unit + 1 < units.length; unit++) count /= 1024;
-  return three(count) + " " + units[unit];
-};
-const percent = share => (100 * share).toFixed(share < 0.1 ? 1 : 0) + " %";
 const escaped = text => text.replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\"": "&quot;"})[c]);
 
 // Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 const KINDS = {
-  "forward": ["#56b4e9", ["forward", "evaluate"]],
-  "backward": ["#0072b2", ["backward"]],
-  "optimizer": ["#009e73", ["step", "norm", "clip"]],
-  "to the device": ["#e69f00", ["fetch", "load", "gather"]],
-  "from the device": ["#d55e00", ["offload", "write", "store"]],
-  "SSD": ["#f0e442", ["read", "write", "save"]],
-  "messages": ["#cc79a7", ["send", "recv", "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast"]],
-  "other": ["#999999", []],
-};
-const kindOf = (op, stream) => {
-  if (stream.includes("ssd") || stream === "read" || stream === "write") return "SSD";
-  return Object.keys(KINDS).find(kind => KINDS[kind][1].includes(op)) || (stream === "cpu" ? "optimizer" : "other");
+  "forward": "#56b4e9", "backward": "#0072b2", "optimizer": "#009e73", "to the device": "#e69f00",
+  "from the device": "#d55e00", "SSD": "#f0e442", "messages": "#cc79a7", "other": "#999999",
 };
 
-let facts, spans, lineText, spansOf, measuredBegin, chosen = -1;
+let facts, spans, lineText, spansOf, chosen = -1;
 const drawn = {};  // element -> chart
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -147,15 +121,13 @@ function gather() {
   facts.roles.forEach(role => role.lines.forEach((line, i) => { lineText[role.first + i] = line; }));
   spans = [];
   const add = (packed, isMeasured) => packed && packed.line.forEach((line, i) => {
-    const stream = packed.stream[i], text = lineText[line].trim();
-    const op = (/rt\.(\w+)\(/.exec(text) || [, "op"])[1];
-    spans.push({stream, start: packed.start[i], end: packed.start[i] + packed.length[i], line, op, measured: isMeasured, device: facts.streams[stream][0], kind: kindOf(op, facts.streams[stream][1])});
+    const stream = packed.stream[i], [op, kind] = facts.ops[line];
+    spans.push({stream, start: packed.start[i], end: packed.start[i] + packed.length[i], line, op, kind, measured: isMeasured, device: facts.streams[stream][0]});
   });
   add(facts.predicted, false);
   add(facts.measured, true);
   spans.sort((a, b) => a.measured - b.measured || a.stream - b.stream || a.start - b.start);
   spans.forEach((span, i) => { span.index = i; });
-  measuredBegin = spans.findIndex(span => span.measured);
   spansOf = new Map();
   spans.forEach(span => { if (!spansOf.has(span.line)) spansOf.set(span.line, []); spansOf.get(span.line).push(span); });
 }
@@ -212,7 +184,7 @@ function timeline() {
   const used = new Set(spans.map(span => span.kind));
   at("legend").replaceChildren(...Object.keys(KINDS).filter(kind => used.has(kind)).map(kind => {
     const entry = make("span"), box = make("i");
-    box.style.background = KINDS[kind][0];
+    box.style.background = KINDS[kind];
     entry.append(box, kind);
     return entry;
   }));
@@ -240,7 +212,7 @@ function timeline() {
           const [y, height] = band(api, span.stream, span.measured), width = Math.max(end - x, 0.7);
           const rect = {
             type: "rect", shape: {x, y, width, height},
-            style: {fill: KINDS[span.kind][0], opacity: span.measured ? 0.75 : 1, stroke: span.index === chosen ? ink : undefined, lineWidth: span.index === chosen ? 3 : 0},
+            style: {fill: KINDS[span.kind], opacity: span.measured ? 0.75 : 1, stroke: span.index === chosen ? ink : undefined, lineWidth: span.index === chosen ? 3 : 0},
             emphasis: {style: {stroke: ink, lineWidth: 2}},
           };
           if (width < 46 || height < 9) return rect;

@@ -12,6 +12,7 @@ from ....ir.calls import op_of
 from ....ir.program import Program, producer_of, work_of
 from ....ir.program.text import print_node
 from ....runtime.simulate import Span, Timeline
+from .kinds import kind_of
 
 ORDER = (ops.COMPUTE, ops.H2D, ops.D2H, ops.CPU)  # of a device's streams in the picture; others follow by name
 PRECISE = 10**7  # parts of a step in which times are given
@@ -40,6 +41,10 @@ class CodeLines:
             at = next(i for i in range(at, len(lines)) if lines[i].strip().startswith(text))
             self.number[node] = first + at
             at += 1
+
+    def ops(self) -> dict[int, list[str]]:
+        """For each line of an op that occupies a stream the op's name and its kind."""
+        return {line: [op_of(node).name, kind_of(node)] for node, line in self.number.items() if op_of(node).streams}
 
     def producers(self, programs: Sequence[Program]) -> dict[int, list[int]]:
         """For each line the lines whose values it reads; for a receive, the line that sends."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ....ir import ops
 from ....runtime.simulate import Span
+from ....runtime.simulate.time_ranges import length, union
 
 KINDS = ("computation", "optimizer", "exposed transfers", "bubble")
-TimeRange = tuple[float, float]
 
 
 def spent_seconds(spans: Iterable[Span], num_devices: int, step_s: float) -> list[dict[str, float]]:
@@ -26,18 +26,3 @@ def spent_seconds(spans: Iterable[Span], num_devices: int, step_s: float) -> lis
         parts = [covered[0], covered[1] - covered[0], covered[2] - covered[1], max(0.0, step_s - covered[2])]
         found.append(dict(zip(KINDS, parts)))
     return found
-
-
-def union(intervals: Iterable[TimeRange]) -> list[TimeRange]:
-    """The same seconds as intervals that do not overlap."""
-    found: list[TimeRange] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Sequence[TimeRange]) -> float:
-    return sum(end - start for start, end in intervals)

@@ -22,7 +22,7 @@ def page_of(facts: dict[str, Any]) -> str:
     parts = {
         "TITLE": html.escape(f"{facts['verdict']['model']} on {facts['verdict']['hardware']}"),
         "STYLE": (PARTS / "page.css").read_text("utf-8"),
-        "CHARTS": charts_script(),
+        "SHARED": shared_script(),
         "NOTICE": html.escape((PARTS / "charts" / "NOTICE").read_text("utf-8")),
         "LICENCE": html.escape((PARTS / "charts" / "LICENSE").read_text("utf-8")),
         "SCRIPT": (PARTS / "page.js").read_text("utf-8"),
@@ -34,9 +34,9 @@ def page_of(facts: dict[str, Any]) -> str:
     return found
 
 
-def charts_script() -> str:
-    """The charting library, to stand in a page: `charts` then has `init`."""
-    return (PARTS / "charts" / "charts.js").read_text("utf-8")
+def shared_script() -> str:
+    """What pages have in common, to stand in them: the charting library as `charts`, and how figures are said."""
+    return "\n".join((PARTS / name).read_text("utf-8") for name in ("charts/charts.js", "words.js"))
 
 
 def frame_of(page: str) -> str:

@@ -28,6 +28,9 @@ def plain():
 
 def number():
     return 3
+
+def needs(size):
+    return size
 """
 
 
@@ -62,6 +65,8 @@ def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch)
         ("{file}", "no function named: file.py:function"),
         ("{file}:number", "gives a int; allowed is a torch.nn.Module"),
         ("{file}:plain", "has no `config` of transformers"),
+        ("{file}:needs", "cannot be made: TypeError: .*missing 1 required positional argument"),
+        ("a..b", "no model 'a..b'"),
         ("gone.py:small", "there is no file gone.py"),
         ("json.tool:nothing", "no function or class 'nothing'"),
         ("json.gone:nothing", "cannot be imported"),

@@ -17,8 +17,10 @@ import torch
 
 import penstock
 from penstock.compiler.report.page import write
-from penstock.compiler.report.page.spent import KINDS, spent_seconds, union
+from penstock.compiler.report.page.kinds import KINDS as OP_KINDS
+from penstock.compiler.report.page.spent import KINDS, spent_seconds
 from penstock.ir.errors import PlanError
+from penstock.ir.ops.table import ALL
 from penstock.runtime.simulate import Span
 
 CHARTS = Path(write.__file__).parent / "charts"
@@ -72,6 +74,11 @@ def test_the_parts_of_a_step_add_up_to_it(job: penstock.Job, tmp_path: Path) -> 
         assert sum(row[kind] for kind in KINDS) == pytest.approx(facts["verdict"]["from_rest_s"])
 
 
+def test_every_op_that_takes_time_has_one_kind() -> None:
+    told = [op for members in OP_KINDS.values() for op in members]
+    assert sorted(op.name for op in told) == sorted(op.name for op in ALL.values() if op.streams)
+
+
 def test_covered_time_counts_once() -> None:
     spans = [
         Span(0, "compute", "forward", "", 0.0, 2.0), Span(0, "h2d", "fetch", "", 1.0, 4.0),
@@ -80,7 +87,6 @@ def test_covered_time_counts_once() -> None:
     assert spent_seconds(spans, 1, 7.0) == [
         {"computation": 2.0, "optimizer": 2.0, "exposed transfers": 1.0, "bubble": 2.0}
     ]
-    assert union([(0.0, 1.0), (0.5, 2.0), (3.0, 3.0)]) == [(0.0, 2.0)]
 
 
 def test_nothing_is_loaded_from_anywhere(job: penstock.Job, tmp_path: Path) -> None:

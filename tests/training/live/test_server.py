@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.compiler.report.page.write import charts_script
+from penstock.compiler.report.page.write import shared_script
 from penstock.ir.errors import PlanError
 from penstock.tests.training.live.told import Clock, facts_of_run, record, tell
 from penstock.training.live import server as module
@@ -51,7 +51,7 @@ def updates(page: PageServer) -> Iterator[dict[str, Any]]:
 def test_the_page_needs_nothing_from_elsewhere(page: PageServer) -> None:
     status, response = get(page)
     assert status == 200
-    assert response.read().decode() == PAGE.read_text().replace("<!--CHARTS-->", charts_script())
+    assert response.read().decode() == PAGE.read_text().replace("<!--SHARED-->", shared_script())
     policy = response.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert response.headers["Cache-Control"] == "no-store" and response.headers["Referrer-Policy"] == "no-referrer"
