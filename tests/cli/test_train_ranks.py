@@ -65,7 +65,7 @@ def alone(text: Path, out: Path, max_steps: int, resume: bool = False) -> tuple[
 @pytest.mark.parametrize("strategy", ["data-parallel", "gpipe", "auto"])
 def test_two_ranks_begin_and_one_goes_on(strategy: str, text: Path, tmp_path: Path) -> None:
     losses, _ = alone(text, tmp_path / "whole", 6)
-    more = ("--strategy", strategy, "--max-steps", "4", "--eval-fraction", "0.1", "--log", "jsonl")
+    more = ("--strategy", strategy, "--max-steps", "4", "--eval-fraction", "0.1", "--logger", "jsonl")
     said = finish(start(2, text, tmp_path / "parts", *more))
     rows = [json.loads(line) for line in (tmp_path / "parts" / "logs" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3, 4]  # once, not for each rank

@@ -1,0 +1,197 @@
+"""What `penstock train` trains: the model and its rows, and the job that is compiled for them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ..compiler.garbage import rare_collections
+from ..compiler.job.job import Job
+from ..compiler.models.named import NamedModel, find_model
+from ..compiler.models.table import alias_of
+from ..compiler.preference import DPO
+from ..data.codec import Codec
+from ..data.read import read_rows
+from ..data.rows import Rows
+from ..data.streamed import StreamedRows
+from ..ir.errors import PlanError
+from .best import LOWER_IS_BETTER
+from .options import TrainOptions
+from .schedule import schedule
+
+COUNTED = ("classification", "preference")  # kinds of data whose evaluation counts what is right
+
+
+@dataclass
+class TrainingTask:
+    """The model, its rows and the number of steps: everything but the devices. `stream` takes the place of `rows` where
+    they are read while training."""
+
+    named: NamedModel
+    codec: Codec
+    kind: str
+    rows: Rows | None
+    held_out: Rows | None
+    steps: int
+    stream: StreamedRows | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the training rows, as a run resumes only on the same data."""
+        if self.stream is not None:
+            return self.stream.fingerprint
+        assert self.rows is not None
+        found = hashlib.sha256()
+        for name, column in self.rows.columns.items():
+            found.update(name.encode() + column.contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def example(self, batch: int) -> dict[str, Tensor]:
+        """A batch to compile for."""
+        if self.stream is not None:
+            return next(self.stream.batches(batch))
+        assert self.rows is not None
+        return self.rows.take([i % len(self.rows) for i in range(batch)])
+
+
+def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
+    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit."""
+    if not options.data:
+        raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet or a folder")
+    if options.merge and options.adapter is None:
+        raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
+    if options.eval_every and not (options.eval_data or options.eval_fraction):
+        raise PlanError("--eval-every: no rows are held out to evaluate on; give --eval-data or --eval-fraction")
+    if options.patience and not options.eval_every:
+        raise PlanError("--patience: evaluations count, and there are none; give --eval-every")
+    if options.best_by not in LOWER_IS_BETTER:
+        raise PlanError(f"--best-by {options.best_by!r}; allowed are {', '.join(LOWER_IS_BETTER)}")
+    if options.eval_data and options.eval_fraction:
+        raise PlanError("--eval-data and --eval-fraction: rows are held out by one of them")
+    named = options.named_model()
+    named.check_sequence(options.sequence)
+    codec = Codec.of_directory(named.directory)
+    if codec.is_bytes:
+        screen.print(f"{options.model} comes with no tokenizer: the bytes of the text are its tokens")
+    spec = options.data_spec(options.data)
+    if options.streaming:
+        return _prepare_stream(options, named, codec, StreamedRows(spec, codec, named.head), screen)
+    read = read_rows(spec, codec, named.head, named.skipped_positions)
+    for sentence in read.said:
+        screen.print(sentence, soft_wrap=True)
+    if read.classes:
+        named = _with_classes(options, named, read.classes)
+    _require_fitting(options, named, codec, read.kind)
+    rows, held_out = read.rows.split(options.eval_fraction, options.seed)
+    if options.eval_data:
+        held_out = _held_out(options, codec, named, read.classes)
+    if not len(rows):
+        raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
+    steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
+    what = f"{len(read.classes)} classes" if read.classes else f"{read.kind}, {rows.describe()}"
+    screen.print(
+        f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
+    )
+    return TrainingTask(named, codec, read.kind, rows, held_out, steps)
+
+
+def _prepare_stream(
+    options: TrainOptions, named: NamedModel, codec: Codec, stream: StreamedRows, screen: Console
+) -> TrainingTask:
+    if options.max_steps is None:
+        raise PlanError("--streaming: how many rows there are is not known before the last one; give --max-steps")
+    if options.eval_fraction:
+        raise PlanError("--streaming --eval-fraction: rows are not known beforehand; hold out files: --eval-data")
+    _require_fitting(options, named, codec, stream.kind)
+    held_out = _held_out(options, codec, named, []) if options.eval_data else None
+    screen.print(f"rows of {stream.kind} read while training; {options.max_steps} steps of {options.batch} rows")
+    return TrainingTask(named, codec, stream.kind, None, held_out, options.max_steps, stream)
+
+
+def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str]) -> Rows:
+    assert options.eval_data is not None
+    read = read_rows(options.data_spec(options.eval_data), codec, named.head, named.skipped_positions)
+    unknown = [name for name in read.classes if name not in classes]
+    if unknown:
+        raise PlanError(f"--eval-data has the label {unknown[0]!r}, which no row to train on has")
+    if not read.classes:
+        return read.rows
+    number = torch.tensor([classes.index(name) for name in read.classes])
+    return Rows({**read.rows.columns, "labels": number[read.rows.labels]})
+
+
+def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kind: str) -> None:
+    """Raise `PlanError` for wishes that this kind of data, this model or this tokenizer cannot keep."""
+    if not named.has_weights and "/" in (options.model or "") and named.directory is None:
+        raise PlanError(
+            f"{options.model} has no weights here: it is no directory, nor in the hub's cache. --download gets them; "
+            f"--model {alias_of(options.model or '')} begins with new ones"
+        )
+    if options.best_by == "accuracy" and kind not in COUNTED:
+        raise PlanError(f"--best-by accuracy: {kind} is evaluated by its loss; accuracy is for {' and '.join(COUNTED)}")
+    if options.beta is not None and kind != "preference":
+        raise PlanError(f"--beta {options.beta:g}: it is for pairs of answers, and the data is {kind}; leave it out")
+    if codec.vocab_size > named.config.vocab_size:
+        raise PlanError(
+            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {named.config.vocab_size}; "
+            f"allowed: {options.model}:vocab_size={codec.vocab_size} with new weights, or the model's own tokenizer"
+        )
+    if kind == "preference" and options.adapter is None:
+        raise PlanError(
+            "pairs of answers need --adapter: their reference is the model with its adapters off; --adapter lora:r=16"
+        )
+
+
+def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) -> NamedModel:
+    """The same model with one output per class, or more if the options ask for more."""
+    if len(classes) < 2:
+        raise PlanError(f"the data has the one label {classes[0]!r}; a classifier needs two or more")
+    if options.labels is not None and options.labels < len(classes):
+        raise PlanError(f"--labels {options.labels}, but the data has {len(classes)}: {', '.join(classes[:8])}")
+    count = options.labels or len(classes)
+    assert options.model is not None
+    found = find_model(
+        options.model,
+        head=named.head,
+        num_labels=count,
+        dropout=options.dropout,
+        download=options.download,
+        adapter=options.adapter,
+        base=options.base,
+    )
+    names = [*classes, *(f"unused {i}" for i in range(len(classes), count))]
+    found.config.id2label = dict(enumerate(names))
+    found.config.label2id = {name: i for i, name in enumerate(names)}
+    return found
+
+
+def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
+    """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values or
+    learns from pairs; one without gets new weights."""
+    named = task.named
+    needs_values = task.kind == "preference" or (named.adapter is not None and named.adapter.dora)
+    weights = named.directory if named.has_weights and not needs_values else None
+    model = named.on_meta() if weights is not None else named.in_memory(options.seed)
+    if task.kind == "preference":
+        model = (DPO(model) if options.beta is None else DPO(model, options.beta)).train()
+    example = task.example(options.batch)
+    with rare_collections():
+        return options.compile_model(
+            model,
+            options.machine(),
+            example,
+            weights,
+            lr_scheduler=schedule(options.schedule, task.steps, _warmup(options, task.steps)),
+            steps=task.steps,
+        )
+
+
+def _warmup(options: TrainOptions, steps: int) -> int:
+    if options.warmup_steps and options.warmup_ratio:
+        raise PlanError("--warmup-steps and --warmup-ratio: give one of them")
+    return options.warmup_steps or math.ceil(options.warmup_ratio * steps)
