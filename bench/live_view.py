@@ -15,15 +15,12 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from functools import partial
 from typing import Any
 
-import torch
 from rich.console import Console
 
-import penstock
-from penstock.bench.peers import models, rows
+from penstock.bench.peers import rows
+from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, timed
 from penstock.compiler.job.job import Job
 from penstock.training.broadcast import Broadcast, facts_of
 from penstock.training.listener import Listener
@@ -32,7 +29,6 @@ from penstock.training.live.terminal import REFRESHES_PER_S, TerminalView
 
 STEPS = 40  # of a block
 VIEWS = (["terminal"], ["page"], ["terminal", "page"])
-ROWS, SEQUENCE, VOCABULARY = 2, 64, 4096
 READER = "import sys, urllib.request\nfor line in urllib.request.urlopen(sys.argv[1]): print(len(line), flush=True)"
 
 
@@ -41,39 +37,23 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="of blocks")
     parser.add_argument("--views", nargs="+", help="these together only; by default each, and both together")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    batch = {name: value[:ROWS, :SEQUENCE].contiguous() for name, value in models.batch(vocabulary=VOCABULARY).items()}
-    job = penstock.compile(
-        models.gpt2(layers=4, tied=False, vocabulary=VOCABULARY),
-        penstock.Hardware.cpu(num_devices=1, memory="4GB", dram="8GB"), example_inputs=batch,
-        optimizer=partial(torch.optim.AdamW, lr=1e-4), strategy="gpipe", micro_batches=1, max_grad_norm=1.0,
-    )  # fmt: skip
+    job, batch = small_job()
     with job:
-        for _ in range(STEPS):
-            job.step(batch)
+        timed(job, batch, STEPS, None, [])
         for names in [args.views] if args.views else VIEWS:
             rows.save("live_view", {"views": names, **measure(job, batch, names, args.pairs)})
 
 
 def measure(job: Job, batch: Any, names: list[str], pairs: int) -> dict[str, Any]:
-    plain, shown, telling_s = list[float](), list[float](), list[float]()
-    for pair in range(pairs):
-        for with_view in (False, True) if pair % 2 else (True, False):
-            if with_view:
-                shown.append(with_views(job, batch, names, telling_s))
-            else:
-                job.take_reports()
-                plain.append(timed(job, batch, None, []))
-    return {
-        "step_without_s": statistics.median(plain),
-        "step_with_s": statistics.median(shown),
-        "ratio_of_fastest": min(shown) / min(plain),
-        "ratio_of_pairs": statistics.median(with_s / without_s for with_s, without_s in zip(shown, plain)),
-        "script_waits_us": statistics.median(telling_s) * 1e6,
-        "refreshes_per_s": REFRESHES_PER_S,
-        "pairs": pairs,
-        "steps_in_a_block": STEPS,
-    }
+    telling_s: list[float] = []
+
+    def plain() -> float:
+        job.take_reports()
+        return timed(job, batch, STEPS, None, [])
+
+    found = in_turns(pairs, plain, lambda: with_views(job, batch, names, telling_s))
+    waits = {"script_waits_us": statistics.median(telling_s) * 1e6, "refreshes_per_s": REFRESHES_PER_S}
+    return {**found, **waits, "pairs": pairs, "steps_in_a_block": STEPS}
 
 
 def with_views(job: Job, batch: Any, names: list[str], telling_s: list[float]) -> float:
@@ -92,23 +72,11 @@ def with_views(job: Job, batch: Any, names: list[str], telling_s: list[float]) -
         job.take_reports()
         broadcast = Broadcast(job, listeners)
         broadcast.begin(facts_of(job, "bench", "", job.step_count + STEPS, ROWS))
-        found_s = timed(job, batch, broadcast, telling_s)
+        found_s = timed(job, batch, STEPS, broadcast, telling_s)
         broadcast.end()
         if reader is not None:
             _, _ = reader.communicate(timeout=30)
     return found_s
-
-
-def timed(job: Job, batch: Any, broadcast: Broadcast | None, telling_s: list[float]) -> float:
-    start_s = time.perf_counter()
-    for _ in range(STEPS):
-        job.step(batch)
-        if broadcast is not None:
-            begun_s = time.perf_counter()
-            broadcast.stepped(ROWS * SEQUENCE)
-            telling_s.append(time.perf_counter() - begun_s)
-    _ = job.last
-    return (time.perf_counter() - start_s) / STEPS
 
 
 if __name__ == "__main__":

