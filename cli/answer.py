@@ -136,10 +136,11 @@ def _gain(job: Job) -> str:
 def _stages(job: Job) -> str:
     """Stages folded: how many, where, and the tiers that they use."""
     decisions = job.plan.decisions
-    names = list(job.folder.interface.stages)
-    devices = dict.fromkeys(device_name(job.hardware, device, decisions.mesh) for device in decisions.devices)
+    mesh, names = decisions.mesh, list(job.folder.interface.stages)
+    devices = dict.fromkeys(device_name(job.hardware, device, mesh) for device in decisions.devices)
     where = " ".join(devices) if len(devices) <= 4 else f"{next(iter(devices))} and {len(devices) - 1} more"
-    parts = [f"{len(names)} stages on {where}, {job.plan.micro_batches} micro-batches"]
+    lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
+    parts = [f"{lanes}{len(names)} stages on {where}, {job.plan.micro_batches} micro-batches"]
     for what, tier in (
         ("weights", lambda name: short_tier(weights_tier(decisions, name))),
         ("states", lambda name: states_tier(decisions, name) or "none"),

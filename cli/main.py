@@ -65,18 +65,27 @@ def plan(
     from .answer import parse_tokens
 
     count = None if tokens is None else parse_tokens(tokens)
+    several = len(options.hardware or ()) > 1
+    if several and (out is not None or dump_passes or options.plan is not None or full):
+        raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
+    if (several or as_json) and (count is not None or price is not None):
+        raise PlanError("--tokens and --price are for the answer in words about one machine; leave them out")
     if html is not None:
         from ..compiler.report.page.write import require_writable
 
         require_writable(html)
-    if len(options.hardware or ()) > 1:
-        if out is not None or dump_passes or options.plan is not None:
-            raise PlanError("--out, --dump-passes and --plan are for one machine; give one --hardware with them")
-        with working():
+    with working() as tell:
+        if several:
             compare(options, as_json, html)
-        return
-    with working():
+            return
         job = options.compile(Dump(out) if dump_passes else None)
+        others = []
+        if alternatives and not as_json and options.plan is None:
+            from .answer import alternatives as other_plans
+
+            for other in other_plans(options, job, job.hardware):
+                others.append(other)
+                tell(f"planned {other.name}")
     if out is not None:
         job.write(out)
         options.remember(out)
@@ -85,22 +94,14 @@ def plan(
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
-    from .answer import alternatives as other_plans
     from .answer import answer, print_answer
-    from .tables import console, plan_header, plan_tables
+    from .tables import console, plan_tables
 
     screen = console()
+    print_answer(screen, answer(options, job, count, price, others))
     if full:
-        screen.print(plan_header(job.plan))
         for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
             screen.print(table)
-    else:
-        with working() as tell:
-            others = []
-            for other in other_plans(options, job, job.hardware) if alternatives and options.plan is None else ():
-                others.append(other)
-                tell(f"planned {other.name}")
-        print_answer(screen, answer(options, job, count, price, others))
     if html is not None:
         screen.print(f"report in {html}: open it in a browser")
     if out is not None:

@@ -17,7 +17,7 @@ from ..compiler.report.tiers import activations_tier, weights_tier
 from ..compiler.report.wear import Wear, wear_of
 from ..ir.machine.hardware import Hardware
 from ..ir.program import StageSpec
-from ..ir.units import format_bytes, format_seconds
+from ..ir.units import format_bytes
 from ..runtime.simulate import Timeline
 
 FILE_WIDTH = 120
@@ -35,16 +35,6 @@ def short_tier(tier: str) -> str:
 def console() -> Console:
     """A console for tables on stdout, as wide as the terminal, or wide enough for a table in a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
-
-
-def plan_header(plan: Plan) -> str:
-    step = f", predicted step {format_seconds(plan.predicted.step_s)}" if plan.predicted else ""
-    mesh = plan.decisions.mesh
-    lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
-    return (
-        f"{plan.model} on {plan.hardware}: plan {plan.hash}, {lanes}{len(plan.decisions.stages)} stages, "
-        f"{plan.micro_batches} micro-batches, {plan.precision}{step}"
-    )
 
 
 def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Iterator[Table]:
