@@ -48,6 +48,15 @@ def test_bf16_is_offered_where_it_was_left_out() -> None:
     assert names[0] == "bf16-mixed"
 
 
+def test_more_dram_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = options()
+    job = chosen.compile()
+    monkeypatch.setattr("penstock.cli.answer.tokens_per_s", lambda found, wish: 100.0 if found is job else 95.0)
+    rates = {other.name: other.tokens_per_s for other in alternatives(chosen, job, job.hardware)}
+    assert [rate for name, rate in rates.items() if "of DRAM" in name] == [100.0]
+    assert rates["LoRA, r=16"] == 95.0
+
+
 def test_without_a_price_it_asks_for_one() -> None:
     job = options().compile()
     assert "--price DOLLARS_AN_HOUR" in "\n".join(answer(options(), job, None, None, []))

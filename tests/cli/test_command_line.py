@@ -159,7 +159,7 @@ def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monk
         (["plan", "--model", GPT, *CPU, "--optimizer", "adamm"], "try adam"),
         (["plan", "--model", GPT, *CPU, "--tokens", "many"], "--tokens 'many': allowed is a number"),
         (["plan", "--model", GPT, *CPU, "--tokens", "1M", "--json"], "--tokens and --price are for the answer"),
-        (["plan", "--model", GPT, "--hardware", "cpu", "--hardware", "4090", "--price", "1"], "--tokens and --price are"),
+        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--tokens and --price are"),
         (["plan", "--model", GPT, *CPU, "--precision", "fp8"], "allowed are"),
         (["plan", "--model", GPT, *CPU, "--strategy", "mobios"], "did you mean mobius"),
         (["plan", "--model", GPT, *CPU[:-1], "3"], "does not divide the batch of 4"),

@@ -10,6 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig
+
+from penstock.integrations.trl import PenstockDPOTrainer, PenstockSFTTrainer
+from penstock.ir.machine.hardware import Hardware
+
+# Ours sums log probabilities in another order than TRL's chunks of them.
+TOLERANCE = 1e-5
 
 VOCABULARY = 100
 TEMPLATE = (
@@ -84,6 +91,23 @@ def options(folder: Any, **changes: Any) -> dict[str, Any]:
 
 def told(trainer: Any, name: str) -> torch.Tensor:
     return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+
+
+def run_of(kind: type, folder: Any, rows: Any, more: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A trainer of TRL's or of ours; `more` are its own arguments, `changes` those of its config."""
+    config = DPOConfig if issubclass(kind, DPOTrainer) else SFTConfig
+    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind in (PenstockDPOTrainer, PenstockSFTTrainer) else {}
+    given = {"args": config(**options(folder, **changes)), "processing_class": tokenizer(), **ours, **(more or {})}
+    return kind(train_dataset=rows(), eval_dataset=rows(7, 1), **given)
+
+
+def require_equal(ours: Any, plain: Any, *names: str) -> None:
+    """The same logged numbers and weights."""
+    for name in ("loss", "learning_rate", "grad_norm", "num_tokens", *names):
+        assert len(told(plain, name)) >= 2
+        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=TOLERANCE, msg=name)
+    for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
 def preferences(rows: int = 16, seed: int = 0) -> Dataset:

@@ -6,24 +6,23 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from trl import DPOConfig, DPOTrainer
+from trl import DPOTrainer
 
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockDPOTrainer
 from penstock.integrations.trl.pair_loss import PAIR_LOSSES, PreferenceLoss
 from penstock.integrations.trl.pairs import as_pairs
-from penstock.ir.machine.hardware import Hardware
 from penstock.tests.integrations.trl.case import (
+    TOLERANCE,
     chat_preferences,
     experts,
     llama,
-    options,
     preferences,
-    tokenizer,
+    require_equal,
+    run_of,
     told,
 )
 
-TOLERANCE = 1e-5
 REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
 LOGGED = [*REWARDS, "logps/chosen", "logps/rejected"]
 
@@ -50,25 +49,13 @@ def trained_adapters():
 
 
 def made(kind, folder, models=new_adapters, more=None, rows=preferences, **changes):
-    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind is PenstockDPOTrainer else {}
-    return kind(
-        **models(), args=DPOConfig(**options(folder, **changes)), train_dataset=rows(),
-        eval_dataset=rows(7, 1), processing_class=tokenizer(), **{**ours, **(more or {})},
-    )  # fmt: skip
+    return run_of(kind, folder, rows, {**models(), **(more or {})}, **changes)
 
 
 def trained(kind, folder, models=new_adapters, resume=None, **changes):
     trainer = made(kind, folder, models, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def require_equal(ours, plain, *names):
-    for name in ("loss", "learning_rate", "grad_norm", "num_tokens", *names):
-        assert len(told(plain, name)) >= 2
-        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=TOLERANCE, msg=name)
-    for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
 def both(folder, *args, **kwargs):

@@ -17,10 +17,19 @@ import penstock.integrations.trl
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockSFTTrainer
 from penstock.integrations.trl.packed import NUM_TOKENS, PackedCollator
-from penstock.ir.machine.hardware import Hardware
-from penstock.tests.integrations.trl.case import chats, completions, experts, llama, options, texts, tokenizer, told
+from penstock.tests.integrations.trl.case import (
+    TOLERANCE,
+    chats,
+    completions,
+    experts,
+    llama,
+    options,
+    require_equal,
+    run_of,
+    texts,
+    told,
+)
 
-TOLERANCE = 1e-5
 DATA = {
     "completion": (completions, {}),
     "assistant": (chats, {"assistant_only_loss": True}),
@@ -40,25 +49,13 @@ MORE_DATA = {
 
 def made(kind, folder, data, lora=None, more=None, model=llama, **changes):
     rows, own = data
-    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind is PenstockSFTTrainer else {}
-    return kind(
-        model=model(), args=SFTConfig(**options(folder, **{**own, **changes})), train_dataset=rows(),
-        eval_dataset=rows(7, 1), processing_class=tokenizer(), peft_config=lora, **{**ours, **(more or {})},
-    )  # fmt: skip
+    return run_of(kind, folder, rows, {"model": model(), "peft_config": lora, **(more or {})}, **{**own, **changes})
 
 
 def trained(kind, folder, data, resume=None, **changes):
     trainer = made(kind, folder, data, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def require_equal(ours, plain, *names):
-    for name in ("loss", "learning_rate", "grad_norm", "num_tokens", *names):
-        assert len(told(plain, name)) >= 2
-        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=TOLERANCE, msg=name)
-    for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
