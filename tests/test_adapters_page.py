@@ -11,6 +11,7 @@ import torch
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "adapters.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -17,6 +17,7 @@ ROWS = re.findall(r"^\| `(input_ids|position_ids|labels)` \|(.*)\|$", PAGE.read_
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
     names: dict[str, Any] = {

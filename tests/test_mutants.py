@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from penstock.tests.mutants import ROOT, draw, likely_tests, mutants_of
 
 SOURCE = '''"""Not 0 and not 1."""
@@ -37,6 +39,7 @@ def test_messages_annotations_and_what_only_type_checkers_read_are_left_out() ->
     ]
 
 
+@pytest.mark.slow
 def test_the_seed_decides_what_is_drawn() -> None:
     first = draw(ROOT, ["ir"], 20, seed=1)
     assert len(first) == 20 and draw(ROOT, ["ir"], 20, seed=1) == first and draw(ROOT, ["ir"], 8, seed=1) == first[:8]

@@ -86,6 +86,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_the_installed_package_answers_and_trains_on_two_devices(wheel: Path, tmp_path: Path) -> None:
     """In an environment of its own, in a folder outside the clone, with the libraries that are installed here."""

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.tests.alike import slow_but
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+RUN = ["index", "tutorials/one_gpu", "tutorials/lora_small_card", "tutorials/ssd"]
 
 
 def code_of(page: Path) -> str:
@@ -34,7 +37,7 @@ def test_every_page_is_on_the_site_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", ["index", "tutorials/one_gpu", "tutorials/lora_small_card", "tutorials/ssd"])
+@pytest.mark.parametrize("page", slow_but(["index", "tutorials/ssd"], RUN))
 def test_the_page_runs(page: str, tmp_path: Path) -> None:
     run(page, tmp_path)
 
@@ -52,6 +55,7 @@ def run(page: str, directory: Path) -> None:
     exec(compile(code, page, "exec"), {"directory": directory})
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_the_script_for_hosts_runs_under_torchrun_and_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

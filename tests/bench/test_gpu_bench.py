@@ -49,6 +49,7 @@ def test_the_reservoir_compares_plans_and_peers_and_says_what_is_skipped(tmp_pat
         assert tried["zero-offload"]["measured"] == "No module named 'deepspeed'"
 
 
+@pytest.mark.slow
 def test_the_reservoir_skips_what_there_is_no_time_or_no_disk_for() -> None:
     setup = Setup("cpu", small=True, scratch=Path("/nonexistent"), seconds=0.0)
     rows = [*SECTIONS["reservoir"](setup), *gpu_comparison.one_side(setup, "fsdp2", None)]

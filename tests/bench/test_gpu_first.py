@@ -127,6 +127,7 @@ def test_what_was_cut_is_first_again_and_rows_of_other_gpus_do_not_count(tmp_pat
     assert [row["figure"] for row in ledger.rows("third")] == [BEGINS, ENDS]  # the cut row spoils no later one
 
 
+@pytest.mark.slow
 def test_a_call_that_is_killed_loses_nothing_and_the_next_goes_on(tmp_path: Path) -> None:
     """Where a CPU device has nothing to probe, parts take no time beside their start."""
     command = [sys.executable, gpu_first.__file__, "--device", "cpu", "--small", "--out", str(tmp_path), "--call", "1"]

@@ -16,6 +16,7 @@ MODEL += "num_key_value_heads=2,vocab_size=1024"
 OPTIONS = ["--model", MODEL, "--hardware", "laptop-16gb", "--batch", "2", "--sequence", "64", "--search-seconds", "0"]
 
 
+@pytest.mark.slow
 def test_a_row_for_each_base_and_rank() -> None:
     ran = CliRunner().invoke(app, ["adapters", *OPTIONS, "--rank", "8", "--json"])
     assert ran.exit_code == 0, ran.output

@@ -41,6 +41,7 @@ def test_it_answers_on_one_screen() -> None:
     assert "bf16-mixed" in lines[0]
 
 
+@pytest.mark.slow
 def test_bf16_is_offered_where_it_was_left_out() -> None:
     chosen = options(precision="fp32")
     job = chosen.compile()
@@ -48,6 +49,7 @@ def test_bf16_is_offered_where_it_was_left_out() -> None:
     assert names[0] == "bf16-mixed"
 
 
+@pytest.mark.slow
 def test_more_dram_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options()
     job = chosen.compile()

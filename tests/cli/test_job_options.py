@@ -37,6 +37,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         options.compile()
 
 
+@pytest.mark.slow
 def test_the_command_line_has_them() -> None:
     words = ["plan", "--model", GPT, "--hardware", "cpu", "--sequence", "16", "--strategy", "gpipe"]
     found = CliRunner().invoke(app, [*words, "--weight-decay", "0.1", "--no-decay", "*.bias", "--no-decay", "*ln_*"])

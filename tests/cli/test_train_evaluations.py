@@ -112,6 +112,7 @@ def test_warm_up_is_that_of_transformers(name: str) -> None:
     assert rates[0] == pytest.approx(rates[1])
 
 
+@pytest.mark.slow
 def test_a_run_with_warm_up_resumes(text: Path, tmp_path: Path) -> None:
     given = {"schedule": "cosine", "warmup_steps": 2, "save_every": 3}
     whole, _ = run(options(text, tmp_path / "whole", **given))
@@ -158,6 +159,7 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "penstock.cli.main", "train", *more]
 
 
+@pytest.mark.slow
 def test_a_file_prints_and_runs_and_options_count_more(text: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(

@@ -58,7 +58,9 @@ def eager(chosen: TrainOptions) -> list[float]:
     ("rows", "changes", "said"),
     [
         (SOURCES, {"model": T5}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels"),
-        (SOURCES, {"model": BART}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels"),
+        pytest.param(
+            SOURCES, {"model": BART}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels", marks=pytest.mark.slow
+        ),
         (ANSWERS, {}, "completion, 16 tokens each"),
         (ANSWERS, {"pack": True, "sequence": 7}, " documents "),
         (PAIRS, {"adapter": "lora:r=4,alpha=8"}, "preference, 16 tokens of chosen_input_ids"),

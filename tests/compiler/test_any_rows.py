@@ -10,6 +10,7 @@ import penstock
 from penstock.compiler import api
 from penstock.compiler.capture import trace as tracing
 from penstock.compiler.search import attempts
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 
 
@@ -27,7 +28,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", slow_but(["gpt2"], ["gpt2", "llama", "bert"]))
 def test_auto_traces_once(name: str, traces: list[bool]) -> None:
     model, batch = zoo_case(name)
     plan = penstock.compile(
@@ -49,7 +50,7 @@ def first_and_then(monkeypatch: pytest.MonkeyPatch, first: int, then: int) -> No
     monkeypatch.setattr(attempts, "micro_batch_counts", lambda *_: ([then], []))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", slow_but(["gpt2"], ["gpt2", "t5", "vit"]))
 def test_the_program_is_that_of_its_own_trace_and_trains_like_eager(
     name: str, traces: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def clip() -> tuple[nn.Module, dict[str, Any]]:
     return model, {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
 
 
+@pytest.mark.slow
 def test_a_contrastive_model_trains_on_the_whole_batch() -> None:
     model, batch = clip()
     job = compiled(model, batch)

@@ -84,6 +84,7 @@ def test_hardware_that_came_out_of_a_job_is_counted_anew() -> None:
     assert again.hardware == penstock.Hardware.cpu(num_devices=1, memory=MEMORY, dram="10MB")
 
 
+@pytest.mark.slow
 def test_files_that_were_written_for_a_model_on_meta_have_no_room_beside_a_live_one(tmp_path: Path) -> None:
     meta, batch = meta_case("gpt2")
     need_bytes = compiled(meta, batch, "10MB").plan.predicted.peak_bytes["dram0"]  # type: ignore[union-attr]

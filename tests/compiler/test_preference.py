@@ -18,6 +18,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import CaptureError, PlanError
 from penstock.passes.graph.rows.facts import RowFacts
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapted, pairs
 from penstock.tests.zoo import zoo
@@ -128,6 +129,7 @@ def test_resident_on_one_device(kind: str) -> None:
     assert_trains_like_eager(job, model)
 
 
+@pytest.mark.slow
 def test_weights_swapped_from_dram() -> None:
     model = penstock.DPO(adapted(num_layers=6))
     job = job_of(model, "mobius", memory="270kB", micro_batches=4)
@@ -136,6 +138,7 @@ def test_weights_swapped_from_dram() -> None:
     assert_trains_like_eager(job, model)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_devices_with_dropout() -> None:
     """The reference draws masks of its own, as in eager: its modules are in training mode, too."""
@@ -151,7 +154,7 @@ def test_other_strategies(strategy: str) -> None:
     assert_trains_like_eager(job_of(model, strategy), model)
 
 
-@pytest.mark.parametrize("make", [Ipo, Distil])
+@pytest.mark.parametrize("make", slow_but([Ipo], [Ipo, Distil]))
 def test_wrappers_of_ones_own(make: Any) -> None:
     model = make(adapted())
     batch = pairs() if make is Ipo else {"input_ids": pairs()["chosen_input_ids"], "labels": pairs()["chosen_labels"]}
@@ -169,6 +172,7 @@ def fetches(job: Job) -> Counter[str]:
     return Counter(re.findall(r'rt\.fetch\("(stage\d+)', job.code(0).split("def step(")[1].split("def evaluate(")[0]))
 
 
+@pytest.mark.slow
 def test_every_stage_is_fetched_once_for_both_forwards() -> None:
     plain = job_of(Plain(adapted()), SWAPPED)
     plan = job_of(penstock.DPO(adapted()), SWAPPED).plan.model_copy(deep=True)
@@ -187,6 +191,7 @@ def test_every_stage_is_fetched_once_for_both_forwards() -> None:
     assert {name: frozen(spec) for name, spec in stages.items()} == {n: frozen(spec) for n, spec in others.items()}
 
 
+@pytest.mark.slow
 def test_nothing_of_the_reference_is_saved() -> None:
     """What backward keeps is what a forward of the policy alone keeps, for twice the rows."""
     batch = pairs()
@@ -281,6 +286,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert float(job.step(batch)) == pytest.approx(float(near(**batch)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_logits_of_both_forwards_are_made_in_chunks() -> None:
     """Neither the policy's logits nor the reference's stand whole, and nothing else is as large."""
     model, batch = penstock.DPO(adapted(vocabulary=20000)), pairs(rows=8)

@@ -171,7 +171,7 @@ PLANS = {
 }
 
 
-MOST_TELLING = ("inside of blocks", "activations on SSD", "split backwards", "shards")
+MOST_TELLING = ("activations on SSD", "shards")
 
 
 @pytest.mark.parametrize("plan", slow_but(MOST_TELLING, PLANS))

@@ -186,6 +186,7 @@ def test_every_finding_of_a_toy(paper: str, setup: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rows.json").read_text()) == json.loads(json.dumps(to_json(report)))
 
 
+@pytest.mark.slow
 def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
     bars = Bars("bars", "t", "y", ["a", "b"], {"paper": [1.0, 2.0], "ours": [1.5, None]}, band=(1.0, 2.0))
     curves = Curves("curves", "t", "x", "y", {"paper: line": [(0, 0), (1, 1)], "ours": [(0, 0), (1, 2)]})

@@ -58,7 +58,9 @@ def received(programs: list[Program]) -> list[list[tuple[object, ...]]]:
     ("schedule", "num_devices", "depth", "rows", "micro_batches", "memory"),
     [
         pytest.param(SchedulePipeline(), 2, 6, 4, 6, 29000, id="before a free"),
-        pytest.param(ScheduleInterleaved(), 3, 8, 8, 8, 41449, id="before another sender's message"),
+        pytest.param(
+            ScheduleInterleaved(), 3, 8, 8, 8, 41449, id="before another sender's message", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_would_wait_for_ever_runs_within_memory_and_trains_like_eager(

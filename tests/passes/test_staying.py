@@ -19,6 +19,7 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.staying import kept_bytes, staying_stages
+from penstock.tests.alike import slow_but
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import Chain, apply, draft_of, text_of, to_schedule
 
@@ -92,7 +93,7 @@ def test_memory_counts_them_on_the_device() -> None:
     assert fetched and all(v.bytes == program.interface.stages[v.stage].weight_bytes for v in fetched)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", slow_but(["bf16-mixed"], ["fp32", "bf16-mixed", "bf16-true"]))
 def test_early_fetches_leave_room_for_updates(precision: str) -> None:
     """Whatever the device's memory: what fits without early fetches fits with those that are chosen."""
     chosen = set()

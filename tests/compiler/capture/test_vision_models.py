@@ -158,6 +158,7 @@ def assert_trains_like_eager(
     assert_close(found, twin.state_dict(), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:pixel_values has 16 entries for each of the 4 rows")
 def test_qwen2_vl_on_patches_of_images_of_one_size() -> None:
     assert_trains_like_eager(qwen2_vl, 2, 1)

@@ -32,6 +32,7 @@ def checked(name: str, dropout: float, **options: Any) -> CheckReport:
     return check(job_for(model, batch, **options), model, [batch, batch])
 
 
+@pytest.mark.slow
 def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
     report = checked("gpt2", dropout=0.0, max_grad_norm=0.5)
     assert report.passed and report.skipped is None

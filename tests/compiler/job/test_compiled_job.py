@@ -50,6 +50,7 @@ def in_stages(count: int) -> str:
     return STRATEGIES["balanced"].replace("partition-balanced", f"partition-balanced{{stages={count}}}")
 
 
+@pytest.mark.slow
 def test_blocks_of_all_stages_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.device.state.BACKEND", "aot_eager")
     torch._dynamo.reset()
@@ -65,6 +66,7 @@ def test_blocks_of_all_stages_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_blocks_that_draw_run_eagerly_by_name_and_exactly() -> None:
     model, batch = gpt2(num_layers=4)[0], batch_of(gpt2)
     eager = Eager(model)

@@ -40,6 +40,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path: Path) -> None:
     assert_is_itself(MUON_AND_ADAMW, "ssd", directories(tmp_path)[0], steps=3)
 

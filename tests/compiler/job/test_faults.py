@@ -192,6 +192,7 @@ def _sized(hardware: penstock.Hardware) -> dict[str, Any]:
     return {"memory": hardware.devices[0], "dram": hardware.hosts[0]}
 
 
+@pytest.mark.slow
 def test_micro_batches_shrink_where_nothing_else_fits() -> None:
     """Left to "auto", sizes that promise less are tried before giving up."""
     model, batch = zoo_case("gpt2")

@@ -106,6 +106,7 @@ def test_states_on_ssd_are_stepped_on_hooked_gradients(strategy: str, tmp_path: 
         assert_equals_eager(job, clip)
 
 
+@pytest.mark.slow
 def test_a_scaled_loss_does_not_show_in_a_hook() -> None:
     """fp16 gradients are scaled; the hook's bound is on the gradient itself. Tolerance: that of fp16."""
     losses = {}

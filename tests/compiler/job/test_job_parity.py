@@ -204,6 +204,7 @@ def test_frozen_shared_and_unused_parameters(stages: int) -> None:
     assert not torch.equal(after["first.weight"], before["first.weight"])
 
 
+@pytest.mark.slow
 def test_clipping_follows_clip_grad_norm() -> None:
     """The norm is over all stages; the factor is max_norm / norm, where torch adds 1e-6 to the norm."""
     model, batch = zoo_case("bert")

@@ -40,6 +40,7 @@ def test_states_of_4_bits_on_ssd_saved_and_resumed(tmp_path: Path) -> None:
     assert_is_itself(CASES["torchao AdamW4bit"], "ssd", directories(tmp_path)[0], steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Muon and AdamW8bit"])
 def test_the_plan_counts_the_bytes_that_are_found(name: str) -> None:
     model, batch = zoo_case("gpt2")

@@ -90,6 +90,7 @@ def test_speculative_and_resumed_is_exact(disk: Path) -> None:
     assert_same(train(disk, optimizer, "fp32", 0.5, "speculative", "states", resume=True), exact)
 
 
+@pytest.mark.slow
 def test_overflow_at_the_first_step_steps_nothing(disk: Path) -> None:
     optimizer = EVERY_OPTIMIZER["AdamW-fused"]
     exact = train(disk, optimizer, "fp16", None, "exact", "all", resume=False, large=True)

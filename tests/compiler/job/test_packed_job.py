@@ -119,6 +119,7 @@ def test_a_plan_with_borders_runs_in_blocks_on_a_cpu() -> None:
         assert_close(found.state_dict(), want.state_dict(), 0.0)
 
 
+@pytest.mark.slow
 def test_more_documents_than_a_plan_has_room_for_are_refused() -> None:
     packed = penstock.pack_documents(STEPS[0], SEQUENCE).columns["position_ids"]
     most = max(int((part.diff() != 1).sum()) + 2 for part in packed.split(2))
@@ -135,7 +136,11 @@ def test_more_documents_than_a_plan_has_room_for_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "machine", "form"),
-    [("bf16", "rtx4090x1", "borders"), ("bf16-true", "rtx4090x1", "borders"), ("fp16", "ftpipe-2080ti", None)],
+    [
+        ("bf16", "rtx4090x1", "borders"),
+        pytest.param("bf16-true", "rtx4090x1", "borders", marks=pytest.mark.slow),
+        pytest.param("fp16", "ftpipe-2080ti", None, marks=pytest.mark.slow),
+    ],
 )
 def test_plans_for_gpus_with_flash_attention_take_borders(precision: str, machine: str, form: str | None) -> None:
     """There is room for documents of 64 tokens, or for twice as many as the example has."""

@@ -41,6 +41,7 @@ def test_a_plan_with_ssds_needs_a_directory_only_when_it_runs(tmp_path: Path) ->
     require_machine(nameless, [program])
 
 
+@pytest.mark.slow
 def test_more_dram_than_the_machine_has_is_refused_with_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_case("mlp")
     monkeypatch.setattr(launch, "ram_bytes", lambda: 10 * 10**9)

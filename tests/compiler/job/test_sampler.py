@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from penstock.compiler.job.sampler import LASTS, RankSampler, SampleOrder, lane_rows
 from penstock.ir.errors import CheckpointError, PlanError
+from penstock.tests.alike import slow_but
 
 
 def ranks_of(num_samples: int, batch: int, lanes: int, last: str, **more: int) -> list[RankSampler]:
@@ -131,7 +132,7 @@ def test_a_pass_begun_before_its_last_batches_were_trained_does_not_repeat_them(
     assert sampler.epoch == 1 and next(iter(sampler)) == [0, 1, 2, 3] and sampler.position == 4
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", slow_but([0], [0, 2]))
 def test_a_stateful_loader_goes_on_with_other_ranks(num_workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.runtime.state import durable
 from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job.killed_runs import KilledRuns
 from penstock.tests.compiler.job.test_job_state import job_of
@@ -56,7 +57,7 @@ def train():
 """
 
 
-@pytest.fixture(params=["wait", "behind"])
+@pytest.fixture(params=slow_but(["behind"], ["wait", "behind"]))
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KilledRuns]:
     (tmp_path / "saved").mkdir()
     with KilledRuns(tmp_path, SCRIPT, request.param) as found:

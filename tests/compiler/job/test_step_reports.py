@@ -40,7 +40,7 @@ def expected(step: int) -> list[float]:
     return [rate * 0.5 ** (step - 1) for rate in (1e-3, 4e-3)]
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.multi)])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for the end of a step for that: only the first step is seen to its end."""
     job, _, batch = compiled(num_devices, max_grad_norm=1e9)

@@ -21,6 +21,7 @@ def rivals(**options: Any) -> tuple[penstock.Job, Counter[str]]:
     return job, Counter(rival.reason for rival in job.plan.rivals)
 
 
+@pytest.mark.slow
 def test_a_short_run_is_not_worth_a_long_search() -> None:
     """What the best plan could still save in one step is less than any search takes."""
     short, of_short = rivals(steps=1)

@@ -308,6 +308,7 @@ def test_the_nearest_miss_is_reported() -> None:
     assert missing_bytes[0] > missing_bytes[1] > 0
 
 
+@pytest.mark.slow
 def test_a_plan_that_lacks_dram_came_further_than_one_that_lacks_a_device() -> None:
     """Every host is short of DRAM whatever the cut; that some cut also misses a device by less says nothing."""
     model, _ = zoo()["gpt2"](dropout=0.0)

@@ -10,6 +10,7 @@ import torch
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
 
 from penstock.integrations.transformers import PenstockTrainer
+from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     both,
@@ -30,7 +31,7 @@ def accuracy(found):
     return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "rows": len(found.label_ids)}
 
 
-@pytest.mark.parametrize("make", [causal, llama, seq2seq])
+@pytest.mark.parametrize("make", slow_but([llama], [causal, llama, seq2seq]))
 @pytest.mark.parametrize("rows", [2, 8], ids=["smaller batches", "larger batches"])
 def test_same_losses(make, rows, tmp_path):
     """7 rows, in batches with fewer or more rows than a step has, of which the last is short."""
@@ -58,6 +59,7 @@ def test_predictions_after_training(tmp_path):
     np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-4, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_labels_that_always_count_are_evaluated_by_the_model(tmp_path, caplog):
     def regression():
         model, rows = classifier()

@@ -36,6 +36,7 @@ def test_same_run_of_rows_of_many_lengths_and_a_short_last_batch(tmp_path):
     require_equal(*both(llama, tmp_path, {"data_collator": padding}, max_steps=-1, num_train_epochs=2))
 
 
+@pytest.mark.slow
 def test_same_run_where_every_batch_has_its_own_length(tmp_path):
     options = {**FAST, "dynamic_shapes": Dim("sequence", min=2, max=14)}
     model, rows = llama()
@@ -56,6 +57,7 @@ def test_same_run_of_a_classifier(tmp_path):
     require_equal(*both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1))
 
 
+@pytest.mark.slow
 def test_accumulated_batches_of_a_classifier_are_one_batch(tmp_path):
     """Trainer adds up the means of micro-batches where a model leaves `num_items_in_batch` aside, as BERT's and T5's
     losses do; a Job's loss is the mean over the whole batch."""
@@ -71,6 +73,7 @@ def test_resumes_in_the_middle(tmp_path):
     require_equal(again, trained(Trainer, causal, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_resumes_without_skipping_data(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "ignore_data_skip": True}
     found = []

@@ -12,6 +12,7 @@ from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockDPOTrainer
 from penstock.integrations.trl.pair_loss import PAIR_LOSSES, PreferenceLoss
 from penstock.integrations.trl.pairs import as_pairs
+from penstock.tests.alike import slow_but
 from penstock.tests.integrations.trl.case import (
     TOLERANCE,
     chat_preferences,
@@ -97,13 +98,14 @@ def plain(tmp_path_factory):
     return made(DPOTrainer, tmp_path_factory.mktemp("plain"), frozen_copy, gradient_accumulation_steps=1)
 
 
+@pytest.mark.slow
 def test_rewards_of_logged_steps(tmp_path):
     """Of micro-batches that are whole batches, as TRL averages those of all micro-batches."""
     ours, plain = both(tmp_path, trained_adapters, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     require_equal(ours, plain, *LOGGED)
 
 
-@pytest.mark.parametrize("models", [frozen_copy, new_adapters])
+@pytest.mark.parametrize("models", slow_but([new_adapters], [frozen_copy, new_adapters]))
 def test_same_evaluation(models, tmp_path):
     """Also of a last batch that is short, behind training, and of another data set."""
     ours, plain = both(tmp_path, models, eval_strategy="steps", eval_steps=2)
@@ -127,6 +129,7 @@ def test_resumes_in_the_middle(models, tmp_path):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
+@pytest.mark.slow
 def test_saves_the_policy(tmp_path):
     ours = trained(PenstockDPOTrainer, tmp_path / "a", frozen_copy, max_steps=2)
     ours.save_model(str(tmp_path / "saved"))

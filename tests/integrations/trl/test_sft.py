@@ -31,11 +31,11 @@ from penstock.tests.integrations.trl.case import (
 )
 
 DATA = {
-    "completion": (completions, {}),
     "assistant": (chats, {"assistant_only_loss": True}),
     "packed": (texts, {"packing": True}),
 }
 MORE_DATA = {
+    "completion": (completions, {}),
     "whole_rows": (completions, {"completion_only_loss": False}),
     "chat": (chats, {}),
     "text": (texts, {}),
@@ -96,6 +96,7 @@ def test_resumes_in_the_middle(data, tmp_path):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["assistant", "packed"])
 def test_same_evaluation(data, tmp_path):
     """Also behind a last batch that is short, and the metrics that TRL computes beside the loss."""
@@ -106,6 +107,7 @@ def test_same_evaluation(data, tmp_path):
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_same_run_of_experts(tmp_path):
     """Without accumulation: with it, TRL's loss of the routers is the mean of the micro-batches' own."""
     whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}

@@ -15,6 +15,7 @@ from penstock.passes.graph import measured
 from penstock.passes.graph.coarsen import Coarsen, find_blocks
 from penstock.passes.graph.costs import measure
 from penstock.passes.graph.measured import measure_blocks
+from penstock.tests.alike import slow_but
 from penstock.tests.passes.running import chain, draft_of, traced
 from penstock.tests.zoo import zoo
 
@@ -50,7 +51,7 @@ def runs() -> Iterator[mock.Mock]:
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "in_place", "wide_resnet"])
+@pytest.mark.parametrize("name", slow_but(["gpt2", "in_place"], ["gpt2", "mixtral", "in_place", "wide_resnet"]))
 def test_what_is_remembered_is_what_is_measured(name: str, device_kind: str, runs: mock.Mock) -> None:
     graph = traced(name)[0]
     measure_blocks(graph, find_blocks(graph), device_kind)

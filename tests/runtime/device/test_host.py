@@ -60,6 +60,7 @@ print(json.dumps([kept, [faults() for _ in range(4)]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_memory_freed_once_is_not_faulted_in_again():
     run = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)

@@ -64,6 +64,7 @@ def test_a_failing_measurement_shows_the_childs_error() -> None:
         detect.run_children("cpu", [["0"]], threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_a_hanging_measurement_is_stopped_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -144,10 +144,12 @@ def watched(
     return found
 
 
+@pytest.mark.slow
 def test_a_step_may_take_longer_than_the_timeout(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched(server, monkeypatch, moves=True, step_s=3.0) == []
 
 
+@pytest.mark.slow
 def test_nobody_is_blamed_for_the_time_before_the_first_look(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_bytes_that_begin_between_elements() -> None:
     assert torch.equal(of_bytes(moved, torch.float32), values)
 
 
+@pytest.mark.slow
 def test_the_libraries_are_imported_only_when_used() -> None:
     code = (
         "import sys, torch, penstock.runtime.functions, penstock.runtime.processes.worker\n"

@@ -16,6 +16,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import PlanError
 from penstock.runtime.state.pretrained import save_pretrained
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import SGD
 from penstock.tests.runtime.state.test_pretrained import assert_loads, bert, gpt2, llama, on_meta, stages_of
 
@@ -54,6 +55,7 @@ def job_of(model: nn.Module) -> Job:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["tied", "not tied"])
 def test_a_wrapper_that_adds_nothing_is_written_as_the_model_in_it(make: Callable[[], Any], tmp_path: Path) -> None:
     model = make()
@@ -165,10 +167,10 @@ def assert_adapters_load(directory: Path, model: Any, base: nn.Module) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.slow), {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"use_dora": True}],
-)
+OPTIONS: list[dict[str, Any]] = [{}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"use_dora": True}]
+
+
+@pytest.mark.parametrize("options", slow_but([{"modules_to_save": ["lm_head"]}, {"use_dora": True}], OPTIONS))
 def test_adapters_are_written_as_peft_reads_them(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = llama()

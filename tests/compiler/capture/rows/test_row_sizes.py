@@ -17,6 +17,7 @@ from penstock.compiler.capture.rows.sizes import OtherTrace
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
 from penstock.passes.graph.opgraph import OpGraph
+from penstock.tests.alike import slow_but
 
 FAMILIES = ["gpt2", "llama", "mixtral", "bert", "vit", "wide_resnet", "in_place", "lstm", "encoder"]
 META = ("val", "alias_of", "mutates", "source", "module_path", "module_call", "random", "draw", "no_grad", "autocast")
@@ -54,7 +55,7 @@ def at(model: nn.Module, rows: int, other: int) -> tuple[OpGraph, Callable[[], O
     return trace(model, batch(other)), lambda: at_inputs(batch(other))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["gpt2", "vit", "in_place", "lstm"], FAMILIES))
 def test_other_rows_are_what_a_trace_of_them_gives(name: str) -> None:
     model, batch = zoo()[name]()
     one = {key: value[:1] for key, value in batch.items()}

@@ -70,6 +70,7 @@ def test_resident_adapters_and_their_states_stay_on_the_device() -> None:
     assert found.moved_bytes == {"dram0 -> cpu0": inputs}
 
 
+@pytest.mark.slow
 def test_of_a_swapped_base_with_large_adapters_only_their_gradients_leave_the_device() -> None:
     """Too large to stay on the device, they travel with their stages."""
     model = lora(llama(num_hidden_layers=LAYERS))
@@ -117,7 +118,8 @@ def test_frozen_stages_on_ssd_are_never_read_for_a_step_nor_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip"), [("fp32", None), ("fp32", 0.5), pytest.param("bf16-mixed", 0.5, marks=pytest.mark.slow)]
+    ("precision", "clip"),
+    [("fp32", 0.5), *(pytest.param(*of, marks=pytest.mark.slow) for of in (("fp32", None), ("bf16-mixed", 0.5)))],
 )
 def test_of_a_base_on_ssd_only_pages_with_adapters_are_read_for_a_step_and_written(
     precision: str, clip: float | None, tmp_path: Path

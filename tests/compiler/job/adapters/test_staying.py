@@ -49,11 +49,11 @@ def of(job: Job, kind: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("strategy", "devices", "options"),
     [
-        pytest.param(DRAM, 1, {}, id="dram"),
+        pytest.param(DRAM, 1, {}, id="dram", marks=pytest.mark.slow),
         pytest.param(DRAM, 1, {"max_grad_norm": 0.1}, id="dram-clipped"),
         pytest.param(SSD, 1, {}, id="ssd"),
         pytest.param(SSD, 1, {"max_grad_norm": 0.1}, id="ssd-clipped", marks=pytest.mark.slow),
-        pytest.param(DRAM, 2, {}, id="two-devices", marks=pytest.mark.multi),
+        pytest.param(DRAM, 2, {}, id="two-devices", marks=[pytest.mark.multi, pytest.mark.slow]),
     ],
 )
 def test_training_is_eagers(strategy: str, devices: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -88,6 +88,7 @@ def test_low_precision_is_that_of_a_plan_that_stays(precision: str) -> None:
     assert all(torch.equal(tensor, held[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [DRAM, SSD], ids=["dram", "ssd"])
 def test_frozen_bytes_alone_move_as_predicted(strategy: str, tmp_path: Path) -> None:
     options = {} if strategy is DRAM else {"ssd_dirs": [tmp_path]}

@@ -39,7 +39,7 @@ def compiled(name: str, devices: int = 1, memory: str = "64MB", **options: Any) 
     ("name", "devices", "memory"),
     [
         pytest.param("llama", 1, "64MB", marks=pytest.mark.slow),
-        ("llama", 2, "64MB"),
+        pytest.param("llama", 2, "64MB", marks=pytest.mark.slow),
         ("gpt2", 1, "730kB"),  # weights come from DRAM, forward runs again
         pytest.param("gpt2", 2, "64MB", marks=pytest.mark.slow),
         pytest.param("mixtral", 1, "64MB", marks=pytest.mark.slow),
@@ -181,6 +181,7 @@ def test_a_list_of_micro_batches_of_one_length_needs_no_dynamic_shapes() -> None
             job.step([tokens(2, 32), tokens(2, 30)])
 
 
+@pytest.mark.slow
 def test_steps_are_simulated_at_any_length() -> None:
     job, _ = shared()
     most, half = job.simulate(), job.simulate(sequence=24)
@@ -226,6 +227,7 @@ def test_what_a_pass_makes_of_unknown_size_is_refused_before_it_runs() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens_of_chunk", [7, 40])
 def test_a_loss_in_chunks_takes_any_length(tokens_of_chunk: int) -> None:
     passes = f"chunk-loss{{tokens={tokens_of_chunk}}}, coarsen, partition-balanced{{stages=2}}, map-round-robin, "
@@ -239,6 +241,7 @@ def test_a_loss_in_chunks_takes_any_length(tokens_of_chunk: int) -> None:
     assert_same_weights(job.model, twin.model)
 
 
+@pytest.mark.slow
 def test_a_check_is_of_one_length() -> None:
     job, twin = compiled("llama")
     with pytest.raises(PlanError, match=r"'input_ids' is \[4, 48\] in the first batch, and \[4, 20\] in batch 1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch.export import Dim
 
@@ -12,6 +13,7 @@ from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD
 from penstock.tests.preference_case import adapted, pairs
 
 
+@pytest.mark.slow
 def test_pairs_of_any_length_equal_eager() -> None:
     model = adapted()
     twin = copy.deepcopy(model)

@@ -17,6 +17,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import CheckpointError, PlanError
 from penstock.runtime.quantised import libraries
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.job.quantised.models import (
     LAYERS,
     QUANTISATIONS,
@@ -70,6 +71,7 @@ def test_steps_are_those_of_the_library(whole: Path, kind: str) -> None:
     require_equal(own, theirs)
 
 
+@pytest.mark.slow
 def test_resident_and_on_ssd(whole: Path, tmp_path: Path) -> None:
     theirs = adapted(loaded(whole, "nf4-double"))
     losses = eager_losses(theirs)
@@ -81,6 +83,7 @@ def test_resident_and_on_ssd(whole: Path, tmp_path: Path) -> None:
         require_equal(own, theirs)
 
 
+@pytest.mark.slow
 def test_half_a_byte_a_parameter_travels(whole: Path) -> None:
     """What a step brings to the device is counted as it was predicted; of a quantised layer it is half a byte for each
     weight and an absmax of 8 bits for each 64, or of 32 without double quantisation, which adds little to a layer."""
@@ -181,7 +184,7 @@ def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
         assert "lora" in name or torch.equal(state[name], tensor), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_packed_from_the_type_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
     directory = write_whole(tmp_path / "whole", dtype)
     layer = loaded(directory, "nf4").model.layers[0].mlp.up_proj  # type: ignore[union-attr, index]
@@ -247,7 +250,7 @@ def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: P
         job.save_pretrained(tmp_path, merge=True)
 
 
-@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+@pytest.mark.parametrize("kind", slow_but(["int8"], ["nf4-double", "int8"]))
 def test_evaluation_is_that_of_the_library(whole: Path, kind: str) -> None:
     """int8: what exceeds the threshold is found in the real inputs and multiplied in 16 bits, as in eager."""
     own = adapted(loaded(whole, kind))
@@ -257,6 +260,7 @@ def test_evaluation_is_that_of_the_library(whole: Path, kind: str) -> None:
         assert found == float(own.eval()(**batch(0)).loss)
 
 
+@pytest.mark.slow
 def test_compiled_stages(whole: Path) -> None:
     """torch.compile adds up in another order."""
     losses = eager_losses(adapted(loaded(whole, "nf4-double")))
@@ -265,6 +269,7 @@ def test_compiled_stages(whole: Path) -> None:
     assert found == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_prepared_for_kbit_training(whole: Path) -> None:
     from peft import prepare_model_for_kbit_training
 

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
 import penstock
 from penstock.errors import CheckpointError, PlanError
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.job.quantised.models import (
     SGD,
     STEPS,
@@ -51,7 +52,7 @@ def with_config(directory: Path, config: Any) -> nn.Module:
     return adapted(AutoModelForCausalLM.from_pretrained(directory, quantization_config=how))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", slow_but(["int4"], CONFIGS))
 @pytest.mark.parametrize("memory", [pytest.param("64MB", marks=pytest.mark.slow), "800kB"])
 def test_steps_are_those_of_the_library(whole: Path, kind: str, memory: str) -> None:
     theirs, own = with_config(whole, CONFIGS[kind]), with_config(whole, CONFIGS[kind])

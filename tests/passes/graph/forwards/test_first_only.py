@@ -21,6 +21,7 @@ from penstock.ir.program import StageSpec, profile_memory
 from penstock.passes.stage_time import stage_seconds
 from penstock.runtime.device.file import DeviceFile, open_directory
 from penstock.runtime.stage.runner import StageRunner
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapted, pairs
 
@@ -95,6 +96,7 @@ def inputs_of(spec: StageSpec) -> list[Tensor]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_reference_is_not_run_again(kind: str, tmp_path: Path) -> None:
     """FLOPs of each stage's backward, counted as it runs with and without rematerialisation, are those of the plan."""
@@ -131,7 +133,7 @@ def test_gradients_are_those_of_the_whole_forward(tmp_path: Path) -> None:
     assert all(map(torch.equal, found_inputs, want_inputs))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", slow_but(["llama"], ["llama", "gpt2"]))
 def test_training_is_that_of_eager(kind: str) -> None:
     model = penstock.DPO(adapted(kind))
     job = job_of(model)
@@ -148,6 +150,7 @@ def test_draws_keep_their_numbers() -> None:
     assert_like_eager(job, model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "after",
     [
@@ -165,6 +168,7 @@ def test_halves_and_classes(after: str) -> None:
     assert_like_eager(job, model)
 
 
+@pytest.mark.slow
 def test_the_references_values_are_free_once_they_were_read(tmp_path: Path) -> None:
     """Without rematerialisation, too, nothing waits for a backward but the policy's values; what the plan counts is
     what the run counts."""
@@ -230,6 +234,7 @@ def test_simulated_time_is_that_of_what_runs() -> None:
         assert spec.whole_again.workspace_bytes <= whole[name].whole_again.workspace_bytes
 
 
+@pytest.mark.slow
 def test_blocks_run_compiled_with_and_without_the_reference(tmp_path: Path) -> None:
     """Both kinds of calls are compiled before the first step: a rematerialisation hands its blocks None."""
     job = job_of(penstock.DPO(adapted()))

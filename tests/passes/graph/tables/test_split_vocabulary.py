@@ -139,6 +139,7 @@ def test_heads_in_parts_equal_eager(name: str) -> None:
     assert_trains_like_eager(job, batch, REORDERED)
 
 
+@pytest.mark.slow
 def test_what_parts_leave_for_the_loss_stays_in_fp32_between_stages() -> None:
     """Under autocast too, where activations are cast: the logits of a part differ from the whole head's in nothing, and
     the sum of their exponentials in rounding of fp32."""
@@ -238,6 +239,7 @@ def test_a_checkpoint_resumes_with_other_parts_or_none(tmp_path: Path) -> None:
             assert job.step(batch) == last
 
 
+@pytest.mark.slow
 def test_the_model_and_files_have_whole_tables(tmp_path: Path) -> None:
     model, batch = zoo_case("llama")
     eager = Eager(model)
