@@ -15,8 +15,10 @@ from typing import Any
 
 from ..ir.errors import PlanError
 
-SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves
+SPLITS = "dataset_dict.json"
+SAVED = ("state.json", SPLITS)  # what `save_to_disk` leaves
 PIECE = 1 << 22
+UTF8 = "utf-8-sig"  # editors on Windows begin a file with a mark
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def _text(path: Path) -> Iterator[Record]:
 
 def _lines(path: Path) -> Iterator[Record]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding=UTF8) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _record(f"{path}, line {number}", line)
@@ -112,7 +114,7 @@ def _json(path: Path) -> Iterator[Record]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 

@@ -63,6 +63,16 @@ def test_a_split_by_name(tmp_path: Path) -> None:
         list(read_records([tmp_path / "both"], "dev"))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "txt"])
+def test_files_from_windows(kind: str, tmp_path: Path) -> None:
+    """They begin with a mark and end their lines with two characters."""
+    path = tmp_path / f"rows.{kind}"
+    text = "one\ntwo" if kind == "txt" else written(tmp_path, kind).read_text()
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    wanted = [{"text": text}] if kind == "txt" else ROWS
+    assert [record.values for record in read_records([path])] == wanted
+
+
 def test_plain_text_is_one_record(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert [record.values for record in read_records([tmp_path / "a.txt"])] == [{"text": "some text"}]
