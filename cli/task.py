@@ -16,6 +16,7 @@ from ..compiler.models.named import NamedModel, find_model
 from ..compiler.models.table import alias_of
 from ..compiler.preference import DPO
 from ..data.codec import Codec
+from ..data.files import SPLITS
 from ..data.read import read_rows
 from ..data.rows import Rows
 from ..data.streamed import StreamedRows
@@ -73,6 +74,14 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         raise PlanError(f"--best-by {options.best_by!r}; allowed are {', '.join(LOWER_IS_BETTER)}")
     if options.eval_data and options.eval_fraction:
         raise PlanError("--eval-data and --eval-fraction: rows are held out by one of them")
+    both = {path.resolve() for path in options.data} & {path.resolve() for path in options.eval_data or ()}
+    if both:
+        raise PlanError(
+            f"--eval-data {both.pop()}: it is trained on; give other files, or of a folder of `datasets` with several "
+            "splits the split's own: FOLDER/test"
+        )
+    if options.split != "train" and not any((path / SPLITS).is_file() for path in options.data):
+        raise PlanError(f"--split {options.split}: no --data is a folder that `datasets` saved with several splits")
     named = options.named_model()
     named.check_sequence(options.sequence)
     codec = Codec.of_directory(named.directory)
@@ -89,7 +98,9 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     _require_fitting(options, named, codec, read.kind)
     rows, held_out = read.rows.split(options.eval_fraction, options.seed)
     if options.eval_data:
-        held_out = _held_out(options, codec, named, read.classes)
+        held_out = _held_out(options, codec, named, read.classes, screen)
+    if options.eval_fraction and not len(held_out):
+        raise PlanError(f"--eval-fraction {options.eval_fraction} of {len(rows)} rows is none; give a larger one")
     if not len(rows):
         raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
     steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
@@ -108,14 +119,18 @@ def _prepare_stream(
     if options.eval_fraction:
         raise PlanError("--streaming --eval-fraction: rows are not known beforehand; hold out files: --eval-data")
     _require_fitting(options, named, codec, stream.kind)
-    held_out = _held_out(options, codec, named, []) if options.eval_data else None
+    for sentence in stream.said:
+        screen.print(sentence, soft_wrap=True)
+    held_out = _held_out(options, codec, named, [], screen) if options.eval_data else None
     screen.print(f"rows of {stream.kind} read while training; {options.max_steps} steps of {options.batch} rows")
     return TrainingTask(named, codec, stream.kind, None, held_out, options.max_steps, stream)
 
 
-def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str]) -> Rows:
+def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str], screen: Console) -> Rows:
     assert options.eval_data is not None
     read = read_rows(options.data_spec(options.eval_data), codec, named.head, named.skipped_positions)
+    for sentence in read.said:
+        screen.print(f"held out: {sentence}", soft_wrap=True)
     unknown = [name for name in read.classes if name not in classes]
     if unknown:
         raise PlanError(f"--eval-data has the label {unknown[0]!r}, which no row to train on has")
