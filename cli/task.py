@@ -21,6 +21,7 @@ from ..data.read import read_rows
 from ..data.rows import Rows
 from ..data.streamed import StreamedRows
 from ..ir.errors import PlanError
+from ..ir.machine.hardware import Hardware
 from .best import LOWER_IS_BETTER
 from .options import TrainOptions
 from .schedule import schedule
@@ -61,9 +62,12 @@ class TrainingTask:
 
 
 def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
-    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit."""
+    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit; what
+    needs no data is looked at first."""
     if not options.data:
         raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet or a folder")
+    schedule(options.schedule, 0)
+    options.optimizer_partial()
     if options.merge and options.adapter is None:
         raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
     if options.eval_every and not (options.eval_data or options.eval_fraction):
@@ -185,7 +189,7 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
     return found
 
 
-def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
+def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) -> Job:
     """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values or
     learns from pairs; one without gets new weights."""
     named = task.named
@@ -198,7 +202,7 @@ def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
     with rare_collections():
         return options.compile_model(
             model,
-            options.machine(),
+            hardware,
             example,
             weights,
             lr_scheduler=schedule(options.schedule, task.steps, _warmup(options, task.steps)),

@@ -76,9 +76,10 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
     with ExitStack() as pages:
         listeners = _listeners(options, screen, pages) if is_main else []
+        hardware = options.machine()
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
-            job = compile_task(options, task)
+            job = compile_task(options, task, hardware)
         screen.print(
             f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..ir.errors import PlanError
 SPLITS = "dataset_dict.json"
 SAVED = ("state.json", SPLITS)  # what `save_to_disk` leaves
 PIECE = 1 << 22
+HALF = re.compile("[\ud800-\udfff]")  # of a character; no tokenizer takes it
 UTF8 = "utf-8-sig"  # editors on Windows begin a file with a mark
 
 
@@ -96,6 +98,8 @@ def _record(where: str, line: str) -> Record:
         raise PlanError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise PlanError(f"{where}: found {line[:60]!r}, allowed: an object with a key for each column")
+    if "\\ud" in line.lower() and HALF.search(json.dumps(row, ensure_ascii=False)):
+        raise PlanError(f"{where}: holds one half of a character that is written in two, such as \\ud83d")
     return Record(where, row)
 
 

@@ -178,7 +178,6 @@ def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
         ({"model": GPT.replace("vocab_size=256", "vocab_size=128")}, "the tokenizer has 256 tokens"),
         ({"eval_fraction": 0.001, "eval_every": 1}, "--eval-fraction 0.001 of 165 rows is none"),
         ({"split": "test"}, "--split test: no --data is a folder"),
-        ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
         ({"sequence": 128}, "allowed are 1 to 64"),
         ({"eval_fraction": 0.9, "sequence": 60, "batch": 1, "data_text": TEXT[:70]}, "leaves no row"),
     ],
@@ -198,6 +197,19 @@ def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"--out .*file/out: cannot be written, as .*file is no directory"):
         run(options(tmp_path / "absent.txt", tmp_path / "file" / "out"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hardware": ["abacus"], "set": None}, "abacus"),
+        ({"optimizer": "adamx"}, "no class of torch.optim"),
+        ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
+    ],
+)
+def test_what_needs_no_data_is_told_first(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PenstockError, match=said):
+        run(options(tmp_path / "absent.txt", tmp_path / "out", **changes))
 
 
 def test_one_label_is_no_task(tmp_path: Path) -> None:

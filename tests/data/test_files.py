@@ -83,6 +83,7 @@ def test_plain_text_is_one_record(tmp_path: Path) -> None:
     [
         ("a.csv", "x", r"ends in one of \.txt, \.md, \.jsonl"),
         ("a.jsonl", '{"text": "x"}\nnot json', "line 2: not JSON"),
+        ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}', "line 2: holds one half of a character"),
         ("a.jsonl", "[1]", "line 1: .* an object with a key for each column"),
         ("a.json", '{"text": 1}', "found no list of objects"),
         ("a.json", "{", "not JSON.*one object a line is for files that end in .jsonl"),
