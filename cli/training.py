@@ -295,14 +295,14 @@ class _Run:
         if self.options.merge:
             directory = self.write_model("model", merge=True)
         what = "adapter" if is_adapter and not self.options.merge else "model"
-        self.screen.print(f"{what} in {directory}, checkpoint in {self.checkpoint}, programs in {out / 'programs'}")
+        places = f"{what} in {directory}, checkpoint in {self.checkpoint}, programs in {out / 'programs'}"
+        self.screen.print(places, soft_wrap=True)
 
     def say_how_to_resume(self) -> None:
         if find_latest(self.checkpoint) is not None:
-            self.screen.print(
-                f"the last checkpoint is in {self.checkpoint}; the same command with --resume goes on from it"
-            )
-        else:
+            said = f"the last checkpoint is in {self.checkpoint}; the same command with --resume goes on from it"
+            self.screen.print(said, soft_wrap=True)
+        elif self.result.losses:
             self.screen.print("nothing was saved yet; --save-every STEPS makes checkpoints to resume from")
 
 
