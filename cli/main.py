@@ -204,7 +204,7 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="a YAML file with sections of these options")] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file, and do nothing")] = False,
 ) -> None:
-    """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it behind the step under way.
+    """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it after the step under way.
 
     An option that is given counts more than the file.
     """

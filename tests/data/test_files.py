@@ -63,6 +63,16 @@ def test_a_split_by_name(tmp_path: Path) -> None:
         list(read_records([tmp_path / "both"], "dev"))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "txt"])
+def test_files_from_windows(kind: str, tmp_path: Path) -> None:
+    """They begin with a mark and end their lines with two characters."""
+    path = tmp_path / f"rows.{kind}"
+    text = "one\ntwo" if kind == "txt" else written(tmp_path, kind).read_text()
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    wanted = [{"text": text}] if kind == "txt" else ROWS
+    assert [record.values for record in read_records([path])] == wanted
+
+
 def test_plain_text_is_one_record(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert [record.values for record in read_records([tmp_path / "a.txt"])] == [{"text": "some text"}]
@@ -73,6 +83,7 @@ def test_plain_text_is_one_record(tmp_path: Path) -> None:
     [
         ("a.csv", "x", r"ends in one of \.txt, \.md, \.jsonl"),
         ("a.jsonl", '{"text": "x"}\nnot json', "line 2: not JSON"),
+        ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}', "line 2: holds one half of a character"),
         ("a.jsonl", "[1]", "line 1: .* an object with a key for each column"),
         ("a.json", '{"text": 1}', "found no list of objects"),
         ("a.json", "{", "not JSON.*one object a line is for files that end in .jsonl"),

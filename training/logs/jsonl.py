@@ -16,7 +16,7 @@ FILE = "log.jsonl"
 
 
 class JsonLog(QueuedListener):
-    """Adds to DIRECTORY/log.jsonl; a resumed run goes on behind its earlier lines. A figure that is not finite is
+    """Adds to DIRECTORY/log.jsonl; a resumed run goes on after its earlier lines. A figure that is not finite is
     null."""
 
     name = "jsonl"
@@ -27,9 +27,9 @@ class JsonLog(QueuedListener):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (by line)
+            self._write("begin", _fields_of(run))
         except OSError as error:
             raise PlanError(f"the log {path} cannot be written: {error.strerror}") from error
-        self._write("begin", _fields_of(run))
 
     def write_step(self, record: StepRecord) -> None:
         self._write("step", {**_fields_of(record), "tokens_per_s": record.tokens_per_s})
