@@ -1,4 +1,4 @@
-"""Ctrl-C in a run: the first ends it behind the step under way, the second at once."""
+"""Ctrl-C in a run: the first ends it after the step under way, the second at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def interruptible(screen: Console) -> Iterator[threading.Event]:
     def say() -> None:
         stop.wait()
         if not is_over:
-            screen.print("stopping behind this step; once more stops at once")
+            screen.print("stopping after this step; once more stops at once")
 
     teller = threading.Thread(target=say, name="penstock-stop", daemon=True)  # printing is not safe in a handler
     teller.start()

@@ -47,7 +47,7 @@ def plan(
     options: JobOptions,
     out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
     dump_passes: Annotated[
-        bool, typer.Option("--dump-passes", help="also the programs behind each pass: in OUT/passes, or printed")
+        bool, typer.Option("--dump-passes", help="also the programs after each pass: in OUT/passes, or printed")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
     tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None,
@@ -204,7 +204,7 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="a YAML file with sections of these options")] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="print the whole file, and do nothing")] = False,
 ) -> None:
-    """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it behind the step under way.
+    """Fine-tune a causal language model, an encoder-decoder or a classifier. Ctrl-C stops it after the step under way.
 
     An option that is given counts more than the file.
     """
@@ -312,7 +312,7 @@ class Dump:
         parts = [f"# device {p.device}\n{print_program(p, comments=True)}" for p in draft.programs]
         text = "\n\n".join(parts) if parts else f"# {len(draft.blocks)} blocks, {len(draft.stages)} stages; no programs"
         if self.folder is None:
-            print(f"# behind {name}\n{text}\n")
+            print(f"# after {name}\n{text}\n")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.count:02d}-{name}.txt").write_text(text + "\n")

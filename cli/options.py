@@ -318,9 +318,9 @@ class TrainOptions(JobOptions):
 
     def data_spec(self, paths: list[Path]) -> DataSpec:
         """What to read of these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
-        from ..data.spec import DataSpec, Kind, LongRows
+        from ..data.spec import DataKind, DataSpec, LongRows
 
-        wishes = (("kind", self.kind, get_args(Kind)), ("long-rows", self.long_rows, get_args(LongRows)))
+        wishes = (("kind", self.kind, get_args(DataKind)), ("long-rows", self.long_rows, get_args(LongRows)))
         for option, value, allowed in wishes:
             if value not in allowed:
                 near = difflib.get_close_matches(value, allowed, 1, 0.0)[0]
