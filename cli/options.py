@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,10 +339,18 @@ def natural_precision(hardware: Hardware) -> str:
 
 
 def _size(option: str, text: str) -> str:
-    """An amount of bytes as text. Raises `PlanError` for one without a unit."""
-    if text.strip().replace(".", "", 1).isdigit():
+    """An amount of bytes with its unit as `parse_bytes` takes it: "64gb" and "64 G" are "64GB". Raises `PlanError` for
+    one without a unit, and for what is no amount."""
+    from ..ir.units import BYTES
+
+    units = {unit.lower(): unit for unit in BYTES.units}
+    units |= {short.removesuffix("b"): unit for short, unit in units.items() if short != "b"}
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in {"", *units}:
+        raise PlanError(f"--{option} {text!r}: allowed is an amount with its unit, such as 64GB, 64GiB or 2TB")
+    if not found[2]:
         raise PlanError(f"--{option} {text}: without a unit that is {text} bytes; say --{option} {text}GB or {text}GiB")
-    return text.strip()
+    return found[1] + units[found[2]]
 
 
 def with_ssds(hardware: Hardware, text: str) -> Hardware:
