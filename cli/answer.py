@@ -6,27 +6,38 @@ Alternatives are planned with the chosen pipeline of passes alone, or in seconds
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from ..compiler.job.job import Job
+from ..compiler.models.named import NamedModel
 from ..compiler.report.explain import device_name
 from ..compiler.report.tiers import activations_tier, states_tier, weights_tier
 from ..compiler.report.wear import wear_of
-from ..ir.errors import PenstockError, PlanError
+from ..ir import ops
+from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.units import format_bytes, format_seconds
-from .compare import price
-from .options import JobOptions, natural_precision
-from .tables import short_tier
+from ..ir.units import format_bytes, format_seconds, spell_bytes
+from .compare import figure, price
+from .options import JobOptions, natural_precision, with_ssds
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+Tell = Callable[[str], None]
 LABEL = 12  # characters before a line's text
 MORE_DRAM = 2
-SHORT_SEARCH_S = 3.0  # of computation, for what other passes may suit better
-SECONDS_AN_HOUR = 3600.0
+MOST_DEVICES = 4  # that are named
+LORA, SSD = "lora:r=16", "2TB"
+# A short search, in seconds of computation, for what other passes may suit better.
+ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": None}
+FASTER = 1.02  # times; less is no advice
+SECONDS_AN_HOUR, MINUTES_AN_HOUR, HOURS_A_DAY = 3600.0, 60, 24
+WEIGHTS = {"DRAM, fetched for each use": "in DRAM", "SSD, read and fetched for each use": "on SSD"}
+BUSY = {  # a device's stream -> what it does while it is busy
+    ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
+    ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
+}  # fmt: skip
 
 
 def parse_tokens(text: str) -> float:
@@ -42,76 +53,138 @@ def parse_tokens(text: str) -> float:
     return found
 
 
+def require_tokens(options: JobOptions) -> None:
+    """Raise `PlanError` for a model that takes no tokens."""
+    _, item = options.named_model().items(options.batch, options.sequence)
+    if item != "token":
+        raise PlanError(f"--tokens: {options.model} takes {item}s; leave it out")
+
+
 @dataclass(frozen=True)
 class Alternative:
-    """Another wish for the same model: its tokens a second, or why it does not work."""
+    """Another wish for the same model: the options that say it, and its items a second, or why it does not work."""
 
-    name: str
-    tokens_per_s: float | None
+    options: str
+    items_per_s: float | None
     reason: str = ""
 
 
-def tokens_per_s(job: Job, options: JobOptions) -> float:
-    return options.batch * options.sequence / job.simulate().step_s
+def items_per_s(job: Job, named: NamedModel, options: JobOptions) -> float:
+    """Tokens a second, or images where the model takes these."""
+    return named.items(options.batch, options.sequence)[0] / job.simulate().step_s
 
 
-def alternatives(options: JobOptions, job: Job, hardware: Hardware) -> Iterator[Alternative]:
-    """What people try next, one after the other."""
-    plan = job.plan
+@dataclass(frozen=True)
+class _Wish:
+    """Other options for the same model. `least`: items a second that the plan at hand makes there, too."""
+
+    text: str
+    changes: dict[str, object]
+    hardware: Hardware
+    least: float = 0.0
+
+
+def alternatives(options: JobOptions, job: Job, tell: Tell) -> list[Alternative]:
+    """What people try next. `tell` hears of each before it is planned."""
+    plan, hardware, named = job.plan, job.hardware, options.named_model()
     same = {"strategy": plan.passes, "micro_batches": plan.micro_batches, "plan": None}
-    wishes: list[tuple[str, dict[str, object], Hardware]] = []
-    usual = natural_precision(hardware)
-    if plan.precision == "fp32" != usual:
-        wishes.append((usual, {**same, "precision": usual}, hardware))
+    anew = {**ANEW, "micro_batches": plan.micro_batches}
+    wishes = _other_precision(same, options, hardware)
     larger = {**same, "batch": 2 * options.batch, "micro_batches": 2 * plan.micro_batches}
-    wishes.append((f"a batch of {2 * options.batch}", larger, hardware))
+    wishes.append(_Wish(f"--batch {2 * options.batch}", larger, hardware))
     dram = MORE_DRAM * max(host.dram_bytes for host in hardware.hosts)
-    anew = {"strategy": "auto", "search_seconds": SHORT_SEARCH_S, "micro_batches": plan.micro_batches, "plan": None}
-    wishes.append((f"{format_bytes(dram)} of DRAM", anew, hardware.with_(dram=dram)))
-    if options.adapter is None and options.named_model().head == "causal-lm":
-        wishes.append(("LoRA, r=16", {**anew, "adapter": "lora:r=16"}, hardware))
-    for name, changes, machine in wishes:
+    more = hardware.with_(dram=dram)
+    wishes.append(_Wish(f"--dram {spell_bytes(dram)}", anew, more, items_per_s(job, named, options)))
+    return _planned([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
+
+
+def what_fits(options: JobOptions, tell: Tell) -> list[Alternative]:
+    """What may make a model fit that does not, besides more memory."""
+    named, hardware = options.named_model(), options.machine()
+    wishes = _other_precision(ANEW, options, hardware)
+    if not all(host.ssds for host in hardware.hosts):
+        wishes.append(_Wish(f"--ssd {SSD}", ANEW, with_ssds(hardware, SSD)))
+    return _planned([*wishes, *_adapter(ANEW, options, named, hardware)], options, named, tell)
+
+
+def _other_precision(changes: dict[str, object], options: JobOptions, hardware: Hardware) -> list[_Wish]:
+    usual = natural_precision(hardware)
+    if options.precision_on(hardware) != "fp32" or usual == "fp32":
+        return []
+    return [_Wish(f"--precision {usual}", {**changes, "precision": usual}, hardware)]
+
+
+def _adapter(changes: dict[str, object], options: JobOptions, named: NamedModel, hardware: Hardware) -> list[_Wish]:
+    if options.adapter is not None or named.head != "causal-lm":
+        return []
+    return [_Wish(f"--adapter {LORA}", {**changes, "adapter": LORA}, hardware)]
+
+
+def _planned(wishes: Iterable[_Wish], options: JobOptions, named: NamedModel, tell: Tell) -> list[Alternative]:
+    found = []
+    for wish in wishes:
+        tell(f"with {wish.text}")
+        chosen = dataclasses.replace(options, **wish.changes)  # type: ignore[arg-type]
         try:
-            wish = dataclasses.replace(options, **changes)  # type: ignore[arg-type]
-            found = tokens_per_s(wish.compile(hardware=machine), wish)
-            # The plan at hand is also one for a machine with more DRAM.
-            yield Alternative(name, found if machine is hardware else max(found, tokens_per_s(job, options)))
+            rate = items_per_s(chosen.compile(hardware=wish.hardware), named, chosen)
+            found.append(Alternative(wish.text, max(rate, wish.least)))
+        except DoesNotFit:
+            found.append(Alternative(wish.text, None, "does not fit"))
         except PenstockError as error:
-            yield Alternative(name, None, " ".join(str(error).split())[:60])
+            found.append(Alternative(wish.text, None, " ".join(str(error).split())))
+    return found
+
+
+def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative]) -> DoesNotFit:
+    """The same error, which also names the alternatives that fit."""
+    _, item = options.named_model().items(options.batch, options.sequence)
+    known = [f"{o.options} ({figure(o.items_per_s)} {item}s a second)" for o in others if o.items_per_s is not None]
+    said = f" It also fits with {', or with '.join(known)}." if known else ""
+    return DoesNotFit(f"{miss}{said}", memory=miss.memory, missing_bytes=miss.missing_bytes, nearest=miss.nearest)
 
 
 def answer(
     options: JobOptions, job: Job, tokens: float | None, price_per_hour: float | None, others: list[Alternative]
 ) -> list[str]:
     """The answer, a line each."""
-    plan, hardware = job.plan, job.hardware
+    plan, hardware, named = job.plan, job.hardware, options.named_model()
     predicted = plan.predicted
     assert predicted is not None
-    rate = tokens_per_s(job, options)
+    count, item = named.items(options.batch, options.sequence)
+    rate = items_per_s(job, named, options)
+    rows = _many(count, item)
+    if item == "token":
+        rows = f"{_many(options.batch, 'row')} of {_many(options.sequence, item)}"
     lines = [
-        f"{options.model} on {hardware.name}: {options.batch} rows of {options.sequence} tokens, {plan.precision}, "
-        f"plan {plan.hash}",
+        f"{options.model} on {hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
         _line("fits", "yes: " + "; ".join(_peaks(job))),
-        _line("speed", f"{_figure(rate)} tokens a second, a step of {format_seconds(predicted.step_s)}"),
-        _line("bound by", f"{predicted.bottleneck}; {_gain(job)}"),
+        _line("speed", f"{figure(rate)} {item}s a second, a step of {format_seconds(predicted.step_s)}"),
+        _line("bound by", f"{_busiest(job)}; {_gain(job)}"),
         _line("plan", _stages(job)),
     ]
     if tokens is not None:
         lines.append(_line(f"{_short(tokens)} tokens", _duration(job, rate, tokens)))
-    lines.append(_line("cost", _cost(hardware, rate, tokens, price_per_hour)))
-    ordered = sorted(others, key=lambda other: -(other.tokens_per_s or 0.0))
-    for number, other in enumerate(ordered):
-        text = (
-            f"{other.name:18} {other.reason}"
-            if other.tokens_per_s is None
-            else f"{other.name:18} {_figure(other.tokens_per_s)} tokens a second, {other.tokens_per_s / rate:.2f} times"
-        )
-        lines.append(_line("instead" if number == 0 else "", text))
+    lines.append(_line("cost", _cost(hardware, rate, item, tokens, price_per_hour)))
+    lines += _instead(rate, item, others)
     return [*lines, _line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
 
 
+def _instead(rate: float, item: str, others: list[Alternative]) -> Iterator[str]:
+    """What is faster, the fastest first; then, in one line, what is not."""
+    speeds = {other.options: other.items_per_s for other in others if other.items_per_s is not None}
+    faster = sorted((text for text in speeds if speeds[text] >= FASTER * rate), key=lambda text: -speeds[text])
+    width = max(map(len, faster), default=0)
+    for number, text in enumerate(faster):
+        said = f"{text:{width}}  {figure(speeds[text])} {item}s a second, {speeds[text] / rate:.2f} times as many"
+        yield _line("instead" if number == 0 else "", said)
+    rest = [text for text in speeds if text not in faster]
+    rest += [f"{other.options} ({other.reason})" for other in others if other.reason]
+    if rest:
+        yield _line("no faster", "; ".join(rest))
+
+
 def _line(label: str, text: str) -> str:
-    return f"{label:{LABEL}}{text}"
+    return f"{label:{LABEL - 1}} {text}"
 
 
 def _peaks(job: Job) -> Iterator[str]:
@@ -119,11 +192,24 @@ def _peaks(job: Job) -> Iterator[str]:
     predicted = job.plan.predicted
     assert predicted is not None
     alike: dict[str, list[str]] = {}
-    for memory, peak in predicted.peak_bytes.items():
+    for memory, peak in ((name, num) for name, num in predicted.peak_bytes.items() if num):
         budget = predicted.budget_bytes[memory]
         alike.setdefault(f"{format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})", []).append(memory)
     for text, names in alike.items():
         yield f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} {text}"
+
+
+def _busiest(job: Job) -> str:
+    """The stream or link that is busiest, in words and by the name that tables give it."""
+    timeline = job.simulate()
+    name, share = timeline.bottleneck()
+    if name in timeline.link_busy:
+        link = job.hardware.links()[name]
+        text = f"the link {name} from {link.tail} to {link.head}"
+    else:
+        device, _, stream = name.partition(" ")
+        text = f"{BUSY[stream]} {device}" if stream in BUSY else f"the stream {name}"
+    return f"{text}, busy {share:.0%} of a step"
 
 
 def _gain(job: Job) -> str:
@@ -132,7 +218,7 @@ def _gain(job: Job) -> str:
     if not predicted.bound_s:
         return "no bound is known"
     left = max(0.0, 1 - predicted.bound_s / (predicted.from_rest_s or predicted.step_s))
-    return f"at most {left:.0%} could still be gained on this machine"
+    return f"no plan for this machine could save more than {left:.0%} of it"
 
 
 def _stages(job: Job) -> str:
@@ -140,12 +226,14 @@ def _stages(job: Job) -> str:
     decisions = job.plan.decisions
     mesh, names = decisions.mesh, list(job.folder.interface.stages)
     devices = dict.fromkeys(device_name(job.hardware, device, mesh) for device in decisions.devices)
-    where = " ".join(devices) if len(devices) <= 4 else f"{next(iter(devices))} and {len(devices) - 1} more"
+    where = (" and " if len(devices) == 2 else ", ").join(devices)
+    if len(devices) > MOST_DEVICES:
+        where = f"{next(iter(devices))} and {len(devices) - 1} more"
     lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
-    parts = [f"{lanes}{len(names)} stages on {where}, {job.plan.micro_batches} micro-batches"]
+    parts = [f"{lanes}{_many(len(names), 'stage')} on {where}, {_many(job.plan.micro_batches, 'micro-batch', 'es')}"]
     for what, tier in (
-        ("weights", lambda name: short_tier(weights_tier(decisions, name))),
-        ("states", lambda name: states_tier(decisions, name) or "none"),
+        ("weights", lambda name: WEIGHTS.get(found := weights_tier(decisions, name), found)),
+        ("optimizer states", lambda name: states_tier(decisions, name) or "none"),
         ("activations", lambda name: activations_tier(decisions, name).partition(" but ")[0]),
     ):
         tiers = dict.fromkeys(tier(name) for name in names)
@@ -157,15 +245,23 @@ def _duration(job: Job, rate: float, tokens: float) -> str:
     predicted = job.plan.predicted
     assert predicted is not None
     seconds = tokens / rate
-    parts = [f"{seconds / SECONDS_AN_HOUR:,.1f} hours" if seconds >= 360 else format_seconds(seconds)]
+    parts = [time_text(seconds)]
     for wear in wear_of(predicted, job.hardware):
         written = wear.written_bytes * seconds / wear.step_s
-        life = f", {written / wear.endurance_bytes:.1%} of their life" if wear.endurance_bytes else ""
-        parts.append(f"{written / 1e12:,.1f} TB written to {wear.memory}{life}")
+        life = f", {written / wear.endurance_bytes:.1%} of its life" if wear.endurance_bytes else ""
+        parts.append(f"{figure(written / 1e12)} TB written to {wear.memory}{life}")
     return "; ".join(parts)
 
 
-def _cost(hardware: Hardware, rate: float, tokens: float | None, per_hour: float | None) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds in the unit that people take: "35 s", "17 minutes", "18.0 hours", "75.0 hours (3.1 days)"."""
+    hours = seconds / SECONDS_AN_HOUR
+    if hours < 2:
+        return f"{hours * MINUTES_AN_HOUR:,.0f} minutes" if seconds >= 120 else format_seconds(seconds)
+    return f"{hours:,.1f} hours" + (f" ({hours / HOURS_A_DAY:,.1f} days)" if hours >= 2 * HOURS_A_DAY else "")
+
+
+def _cost(hardware: Hardware, rate: float, item: str, tokens: float | None, per_hour: float | None) -> str:
     buy, rent = price(hardware)
     rent = per_hour if per_hour is not None else rent
     if rent is None and buy is None:
@@ -174,11 +270,11 @@ def _cost(hardware: Hardware, rate: float, tokens: float | None, per_hour: float
         return f"{buy:,.0f} $ to buy"
     each = rent / SECONDS_AN_HOUR / rate
     total = f", {each * tokens:,.2f} $ for {_short(tokens)} tokens" if tokens is not None else ""
-    return f"{rent:g} $ an hour, {each * 1e6:.3g} $ a million tokens{total}"
+    return f"{rent:g} $ an hour, {each * 1e6:.3g} $ a million {item}s{total}"
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _many(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def _short(tokens: float) -> str:

@@ -57,16 +57,18 @@ def compare_machines(options: JobOptions) -> list[tuple[MachineRow, Job | None]]
     for hardware in options.machines():
         try:
             job = options.compile(hardware=hardware)
-            found.append((fitting_row(hardware, job.plan, options.batch * options.sequence), job))
+            count, item = options.named_model().items(options.batch, options.sequence)
+            found.append((fitting_row(hardware, job.plan, count if item == "token" else None), job))
         except (DoesNotFit, HardwareError) as error:  # `HardwareError` if a GPU lacks the precision
             found.append((failing_row(hardware, error), None))
     return found
 
 
-def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> MachineRow:
-    """The row of a machine that the model fits. `tokens` is their number in one step, that is in the global batch."""
+def fitting_row(hardware: Hardware, plan: Plan, tokens: int | None) -> MachineRow:
+    """The row of a machine that the model fits. `tokens` is their number in one step, that is in the global batch; None
+    for a model that takes none."""
     assert plan.predicted is not None
-    rate = tokens / plan.predicted.step_s
+    rate = None if tokens is None else tokens / plan.predicted.step_s
     buy, rent = price(hardware)
     return MachineRow(
         machine=hardware.name,
@@ -78,8 +80,8 @@ def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> MachineRow:
         tokens_per_s=rate,
         price_dollars=buy,
         price_dollars_per_hour=rent,
-        tokens_per_s_per_1000_dollars=rate / buy * PRICE_UNIT_DOLLARS if buy else None,
-        tokens_per_dollar_of_rent=rate * SECONDS_AN_HOUR / rent if rent else None,
+        tokens_per_s_per_1000_dollars=rate / buy * PRICE_UNIT_DOLLARS if rate and buy else None,
+        tokens_per_dollar_of_rent=rate * SECONDS_AN_HOUR / rent if rate and rent else None,
         bottleneck=plan.predicted.bottleneck,
         peak_bytes=plan.predicted.peak_bytes,
         budget_bytes=plan.predicted.budget_bytes,
@@ -134,20 +136,17 @@ def _cells(row: MachineRow) -> tuple[str, ...]:
         cost = "" if row.price_dollars_per_hour is None else f"{row.price_dollars_per_hour:.2f} $ an hour"
     if not row.fits or row.step_s is None:
         return (row.machine, "no", "", "", cost, "", "")
-    figures = (row.tokens_per_s, row.tokens_per_s_per_1000_dollars, row.tokens_per_dollar_of_rent)
-    return (
-        row.machine,
-        "yes",
-        format_seconds(row.step_s),
-        *map(_figure, figures[:1]),
-        cost,
-        *map(_figure, figures[1:]),
-    )
+    figures = (row.tokens_per_s_per_1000_dollars, row.tokens_per_dollar_of_rent)
+    return (row.machine, "yes", format_seconds(row.step_s), _known(row.tokens_per_s), cost, *map(_known, figures))
 
 
-def _figure(value: float | None) -> str:
+def _known(value: float | None) -> str:
+    return "" if value is None else figure(value)
+
+
+def figure(value: float) -> str:
     """A number with at least three digits, and commas between thousands."""
-    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _plan_text(row: MachineRow) -> str:

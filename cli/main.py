@@ -47,7 +47,7 @@ def plan(
     options: JobOptions,
     out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
     dump_passes: Annotated[
-        bool, typer.Option("--dump-passes", help="also the programs behind each pass: in OUT/passes, or printed")
+        bool, typer.Option("--dump-passes", help="also the programs after each pass: in OUT/passes, or printed")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
     tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None,
@@ -62,7 +62,8 @@ def plan(
 
     With several --hardware: what each of them makes of the model, and for how much money.
     """
-    from .answer import parse_tokens
+    from .answer import alternatives as other_plans
+    from .answer import answer, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
 
     count = None if tokens is None else parse_tokens(tokens)
     several = len(options.hardware or ()) > 1
@@ -70,6 +71,8 @@ def plan(
         raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
     if (several or as_json) and (count is not None or price is not None):
         raise PlanError("--tokens and --price are for the answer in words about one machine; leave them out")
+    if count is not None:
+        require_tokens(options)
     if html is not None:
         from ..compiler.report.page.write import require_writable
 
@@ -78,14 +81,12 @@ def plan(
         if several:
             compare(options, as_json, html)
             return
-        job = options.compile(Dump(out) if dump_passes else None)
-        others = []
-        if alternatives and not as_json and options.plan is None:
-            from .answer import alternatives as other_plans
-
-            for other in other_plans(options, job, job.hardware):
-                others.append(other)
-                tell(f"planned {other.name}")
+        looks = alternatives and not as_json and options.plan is None
+        try:
+            job = options.compile(Dump(out) if dump_passes else None)
+        except DoesNotFit as miss:
+            raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
+        others = other_plans(options, job, tell) if looks else []
     if out is not None:
         job.write(out)
         options.remember(out)
@@ -94,7 +95,6 @@ def plan(
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
-    from .answer import answer, print_answer
     from .tables import console, plan_tables
 
     screen = console()
@@ -312,7 +312,7 @@ class Dump:
         parts = [f"# device {p.device}\n{print_program(p, comments=True)}" for p in draft.programs]
         text = "\n\n".join(parts) if parts else f"# {len(draft.blocks)} blocks, {len(draft.stages)} stages; no programs"
         if self.folder is None:
-            print(f"# behind {name}\n{text}\n")
+            print(f"# after {name}\n{text}\n")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.count:02d}-{name}.txt").write_text(text + "\n")

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,9 +319,9 @@ class TrainOptions(JobOptions):
 
     def data_spec(self, paths: list[Path]) -> DataSpec:
         """What to read of these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
-        from ..data.spec import DataSpec, Kind, LongRows
+        from ..data.spec import DataKind, DataSpec, LongRows
 
-        wishes = (("kind", self.kind, get_args(Kind)), ("long-rows", self.long_rows, get_args(LongRows)))
+        wishes = (("kind", self.kind, get_args(DataKind)), ("long-rows", self.long_rows, get_args(LongRows)))
         for option, value, allowed in wishes:
             if value not in allowed:
                 near = difflib.get_close_matches(value, allowed, 1, 0.0)[0]
@@ -338,10 +339,18 @@ def natural_precision(hardware: Hardware) -> str:
 
 
 def _size(option: str, text: str) -> str:
-    """An amount of bytes as text. Raises `PlanError` for one without a unit."""
-    if text.strip().replace(".", "", 1).isdigit():
+    """An amount of bytes with its unit as `parse_bytes` takes it: "64gb" and "64 G" are "64GB". Raises `PlanError` for
+    one without a unit, and for what is no amount."""
+    from ..ir.units import BYTES
+
+    units = {unit.lower(): unit for unit in BYTES.units}
+    units |= {short.removesuffix("b"): unit for short, unit in units.items() if short != "b"}
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in {"", *units}:
+        raise PlanError(f"--{option} {text!r}: allowed is an amount with its unit, such as 64GB, 64GiB or 2TB")
+    if not found[2]:
         raise PlanError(f"--{option} {text}: without a unit that is {text} bytes; say --{option} {text}GB or {text}GiB")
-    return text.strip()
+    return found[1] + units[found[2]]
 
 
 def with_ssds(hardware: Hardware, text: str) -> Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,7 +31,8 @@ def working() -> Iterator[Callable[[str], None]]:
         return
     logger = logging.getLogger(SEARCH)
     level = logger.level
-    with screen.status("planning") as status:
+    with screen.status("planning") as status, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries about themselves, in the middle of the line
         line = _Line(lambda text: status.update(f"planning: {text}"))
         logger.addHandler(line)
         logger.setLevel(logging.INFO)

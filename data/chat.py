@@ -6,19 +6,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
 from .codec import Codec
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # of ShareGPT's files
 KNOWN = ("system", "developer", "user", "assistant", "tool")
-IGNORED = -100
 MARK = re.compile(r"\{%-?\s*generation\b")
 REFUSED = (KeyError, TypeError, IndexError, ValueError)  # how a template fails on messages that it does not expect
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
-def messages_of(value: Any, where: str) -> list[Message]:
+def messages_of(value: Any, where: str) -> list[ChatMessage]:
     """The messages of a record. Raises `PlanError` for one that has no role and content, or an unknown role."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise PlanError(f"{where}: found {str(value)[:60]!r}, allowed: a list of messages")
@@ -52,7 +52,7 @@ def require_template(codec: Codec) -> None:
         )
 
 
-def encode_chat(messages: list[Message], codec: Codec, where: str) -> dict[str, list[int]]:
+def encode_chat(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
     """Token ids, and labels that are -100 but on the assistant's turns.
 
     Which tokens are the assistant's the template says by `{% generation %}`, or else the difference that a turn makes.
@@ -70,7 +70,7 @@ def encode_chat(messages: list[Message], codec: Codec, where: str) -> dict[str, 
     return {"input_ids": ids, "labels": _masked(ids, mask)}
 
 
-def _marked(messages: list[Message], codec: Codec, where: str) -> dict[str, list[int]]:
+def _marked(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
     """As `encode_chat`, by the template's marks. The tokenizer's own mask ends at the end of a chat where a marked text
     ends in a space, hence tokens are found by their places here."""
     from jinja2 import TemplateError
@@ -90,14 +90,14 @@ def _marked(messages: list[Message], codec: Codec, where: str) -> dict[str, list
     return {"input_ids": found["input_ids"], "labels": _masked(found["input_ids"], mask)}
 
 
-def encode_reply(prompt: list[Message], reply: list[Message], codec: Codec, where: str) -> dict[str, list[int]]:
+def encode_reply(prompt: list[ChatMessage], reply: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
     """As `encode_chat`, with the loss on the reply alone."""
     ids = _apply(codec, [*prompt, *reply], where)["input_ids"]
     first = len(_prefix(codec, prompt, ids, where, add_generation_prompt=True)) if prompt else 0
     return {"input_ids": ids, "labels": [IGNORED] * first + ids[first:]}
 
 
-def _prefix(codec: Codec, messages: list[Message], whole: list[int], where: str, **options: Any) -> list[int]:
+def _prefix(codec: Codec, messages: list[ChatMessage], whole: list[int], where: str, **options: Any) -> list[int]:
     found: list[int] = _apply(codec, messages, where, **options)["input_ids"] if messages else []
     if whole[: len(found)] != found:
         raise PlanError(
@@ -107,7 +107,7 @@ def _prefix(codec: Codec, messages: list[Message], whole: list[int], where: str,
     return found
 
 
-def _apply(codec: Codec, messages: list[Message], where: str, **options: Any) -> dict[str, list[int]]:
+def _apply(codec: Codec, messages: list[ChatMessage], where: str, **options: Any) -> dict[str, list[int]]:
     from jinja2 import TemplateError
 
     try:

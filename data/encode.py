@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
-from .chat import IGNORED, encode_chat, encode_reply, messages_of, require_template
+from .chat import encode_chat, encode_reply, messages_of, require_template
 from .codec import Codec
 from .files import Record
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.packing.documents import pack_documents
+from ..compiler.packing.documents import IGNORED, pack_documents
 from ..ir.errors import PlanError
-from .chat import IGNORED
 from .codec import Codec
 from .encode import Example
 from .rows import Rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..compiler.packing.documents import IGNORED
 from ..ir.errors import PlanError
-from .chat import IGNORED
 from .encode import Example
 from .spec import LongRows
 

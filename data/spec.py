@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Kind = Literal["auto", "text", "classification", "chat", "completion", "preference", "seq2seq"]
+DataKind = Literal["auto", "text", "classification", "chat", "completion", "preference", "seq2seq"]
 LongRows = Literal["truncate", "drop", "error"]
 
 
@@ -18,7 +18,7 @@ class DataSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     paths: tuple[Path, ...]
-    kind: Kind = "auto"
+    kind: DataKind = "auto"
     columns: dict[str, str] = Field(default_factory=dict)
     sequence: int = Field(512, ge=1)
     targets: int | None = Field(None, ge=1)

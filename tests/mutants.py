@@ -31,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("ir", "runtime", "passes")
+OTHER_ROOMS = ("codegen", "compiler", "data", "training", "integrations", "cli", "papers")
 OTHER = {
     "and": "or", "or": "and", "not": "", "True": "False", "False": "True", "0": "1", "1": "0", "<": "<=", "<=": "<",
     ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "+=": "-=", "-=": "+=", "min": "max",
@@ -152,7 +153,7 @@ def imported(root: Path, file: str) -> set[str]:
 def importers(root: Path) -> dict[str, set[str]]:
     """For each file, the files that import it."""
     found: dict[str, set[str]] = {}
-    for file in product_files(root, (*ROOMS, "codegen", "compiler", "cli", "papers", "tests")):
+    for file in product_files(root, (*ROOMS, *OTHER_ROOMS, "tests")):
         for other in imported(root, file):
             found.setdefault(other, set()).add(file)
     return found

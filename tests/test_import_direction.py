@@ -39,6 +39,8 @@ ORDER = {
         "packing", "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job",
         "dynamic_shapes", "any_rows", "preference", "arguments", "load", "check", "api",
     ),
+    "training": ("listener", "plain", "records", "broadcast", "logs", "live"),
+    "integrations": ("transformers", "trl"),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder
 # `Hardware.detect` is where a user looks for it; it imports the measuring when it is called.

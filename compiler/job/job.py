@@ -435,7 +435,7 @@ class Job:
     @one_call
     def of_all_ranks(self, value: Any) -> list[Any]:
         """The plain `value` of each rank of torchrun, in their order; elsewhere just this one. All ranks must call it,
-        behind the same step, for whose end it does not wait."""
+        after the same step, for whose end it does not wait."""
         return self._running().gather(value)
 
     @property

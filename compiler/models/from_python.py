@@ -1,6 +1,7 @@
 """Models that Python code makes: "file.py:function", "package.module:function", "package.module.Class".
 
-Naming code on the command line runs it, as `python file.py` does.
+Naming code on the command line runs it, as `python file.py` does; a file may import its neighbours, and packages may
+lie in the working directory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +33,9 @@ def is_python(name: str) -> bool:
 
 
 def _top_exists(dotted: str) -> bool:
+    top = dotted.partition(".")[0]
     try:
-        return importlib.util.find_spec(dotted.partition(".")[0]) is not None
+        return bool(importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))
     except (ImportError, ValueError):
         return False
 
@@ -49,16 +52,16 @@ def python_maker(name: str) -> Callable[[], nn.Module]:
         module = _module(first, name)
     found = getattr(module, attribute, None) if attribute else None
     if not callable(found):
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        there = [key for key, value in vars(module).items() if _is_own(value, module) and not key.startswith("_")]
         near = difflib.get_close_matches(attribute, there, 3, 0.4) or there[:6]
         hint = f"; there are {', '.join(near)}" if near else ""
-        what = f"no function or class {attribute!r}" if attribute else "no function named: file.py:function"
-        raise PlanError(f"model {name!r}: {what} in {first}{hint}")
+        what = f"no function or class {attribute!r} in {first}" if attribute else f"say which function: {first}:NAME"
+        raise PlanError(f"model {name!r}: {what}{hint}")
 
     def make() -> nn.Module:
         try:
             made: Any = found()
-        except Exception as error:  # whatever that code raises
+        except (Exception, SystemExit) as error:  # whatever that code raises
             raise PlanError(f"model {name!r}: cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(made, nn.Module):
             raise PlanError(f"model {name!r} gives a {type(made).__name__}; allowed is a torch.nn.Module")
@@ -70,6 +73,7 @@ def python_maker(name: str) -> Callable[[], nn.Module]:
 def _module_of_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
         raise PlanError(f"model {name!r}: there is no file {path}")
+    _import_from(path.parent)
     key = f"penstock_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(key, path)
     assert spec is not None and spec.loader is not None
@@ -77,13 +81,25 @@ def _module_of_file(path: Path, name: str) -> ModuleType:
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever that code raises
+    except (Exception, SystemExit) as error:  # whatever that code raises
         raise PlanError(f"model {name!r}: {path} cannot be run: {type(error).__name__}: {error}") from error
     return module
 
 
 def _module(dotted: str, name: str) -> ModuleType:
+    _import_from(Path.cwd())
     try:
         return importlib.import_module(dotted)
     except ImportError as error:
         raise PlanError(f"model {name!r}: cannot be imported: {error}; its file.py:function may do") from error
+
+
+def _import_from(folder: Path) -> None:
+    place = str(folder.resolve())
+    if place not in sys.path:
+        sys.path.insert(0, place)
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    """Whether the module itself defines this function or class."""
+    return callable(value) and getattr(value, "__module__", None) == module.__name__

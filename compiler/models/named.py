@@ -113,6 +113,10 @@ class NamedModel:
         )
         return {"input_ids": tokens, "attention_mask": tokens, "labels": labels}
 
+    def items(self, batch: int, sequence: int) -> tuple[int, str]:
+        """What a batch is made of: how many, and the word for one of them. Tokens of labels do not count."""
+        return (batch, "image") if self.head == "image-classification" else (batch * sequence, "token")
+
     def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
         """Random tokens, or images; the last row ends in padding, so that masks are not all ones."""
         self.check_sequence(sequence)
@@ -185,7 +189,9 @@ def find_model(
     if base is not None:
         require_base(base, choice is not None)
     if is_python(name):
-        return python_model(name, head, choice, base or "")
+        if not dropout:
+            raise PlanError(f"model {name!r}: its code says how much dropout it has; change it there")
+        return python_model(name, head, num_labels, choice, base or "")
     first, _, changes = name.partition(":")
     fields, directory = _fields(first, download)
     plain = _configuration(fields, first)
@@ -200,8 +206,11 @@ def find_model(
     return NamedModel(name, config, head or natural_head(config), directory, choice, base or "")
 
 
-def python_model(name: str, head: str | None, adapter: LoraChoice | None, base: str) -> NamedModel:
-    """The model that a function or class of Python makes. Raises `PlanError` where it is none of transformers."""
+def python_model(
+    name: str, head: str | None, num_labels: int | None, adapter: LoraChoice | None, base: str
+) -> NamedModel:
+    """The model that a function or class of Python makes. Raises `PlanError` where it is none of transformers, or has
+    another number of labels."""
     make = python_maker(name)
     with torch.device("meta"):
         config = getattr(make(), "config", None)
@@ -210,6 +219,8 @@ def python_model(name: str, head: str | None, adapter: LoraChoice | None, base: 
             f"model {name!r}: what it makes has no `config` of transformers, so that its inputs are not known here; "
             "call penstock.compile(model, hardware, example_inputs=...) from Python"
         )
+    if num_labels not in (None, config.num_labels):
+        raise PlanError(f"model {name!r}: its code makes {config.num_labels} labels, and {num_labels} are needed")
     config.use_cache = False
     return NamedModel(name, config, head or natural_head(config), None, adapter, base, make)
 

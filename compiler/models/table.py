@@ -25,7 +25,7 @@ def known_models() -> dict[str, ModelRow]:
 def alias_of(name: str) -> str:
     """The short name of a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b", and so for variants of the
     same dimensions, such as "Llama-3.1-8B-Instruct"."""
-    short = re.sub(r"(-(instruct|chat|hf|it|uncased|cased|v0\.\d))+$", "", name.rpartition("/")[2].lower())
+    short = re.sub(r"(-(instruct|chat|hf|it|uncased|cased|v0\.1))+$", "", name.rpartition("/")[2].lower())
     short = re.sub(r"(?<=\db)-base$", "", short)
     short = re.sub(r"^(meta-)?llama-?3(\.[1-3])?-", "llama-", short)
     return {

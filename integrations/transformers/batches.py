@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...compiler.packing.documents import IGNORED
 from ...ir.errors import BatchError
 
-IGNORED = -100  # a label that the loss leaves out
 TOKENS = "input_ids"
 AS_LONG_AS = {"decoder_input_ids": "labels", "decoder_attention_mask": "labels"}  # where the collator makes them
 PADDED_WITH_0 = ("attention_mask", "token_type_ids", "decoder_attention_mask")

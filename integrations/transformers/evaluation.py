@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...compiler.job.job import Job
-from .batches import IGNORED, BatchForm, count_rows
+from ...compiler.packing.documents import IGNORED
+from .batches import BatchForm, count_rows
 
 
 def shifts_labels(model: Any) -> bool:

@@ -313,7 +313,7 @@ class StepsByJob(Host):
         super().save_model(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.job is not None, "checkpoints are saved behind steps"
+        assert self.job is not None, "checkpoints are saved after steps"
         self.job.save(Path(output_dir) / FOLDER)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")

@@ -10,9 +10,9 @@ import torch
 from datasets import IterableDataset
 from torch import Tensor
 
+from ...compiler.packing.documents import IGNORED
 from ...ir.errors import BatchError
 
-IGNORED = -100
 NUM_TOKENS = "num_tokens"  # in a batch: how many of its tokens are no padding
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
+from ...compiler.packing.documents import IGNORED
 from ..transformers.steps import StepsByJob
 from .arguments import default_folder, refuse_images, refuse_sft, with_plan_defaults
-from .packed import IGNORED, NUM_TOKENS, PackedCollator, longest_row
+from .packed import NUM_TOKENS, PackedCollator, longest_row
 
 
 class PenstockSFTTrainer(StepsByJob, SFTTrainer):

@@ -341,6 +341,12 @@ def preset_names() -> list[str]:
     return [*topologies, *_PAPERS, *clusters, *cards, *servers, *_COMMON]
 
 
+def is_of_a_part(name: str) -> bool:
+    """Whether a preset's name is a part and a count."""
+    match = _FAMILY.fullmatch(name)
+    return match is not None and match["part"] in PARTS
+
+
 def preset_document(name: str) -> Document | None:
     """The document of a preset, None when no preset has that name."""
     if name in _COMMON:

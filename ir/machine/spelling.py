@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 
 from ..errors import HardwareError
-from .presets import PARTS, preset_document, preset_names
+from .presets import PARTS, is_of_a_part, preset_document, preset_names
 from .validation import close_names
 
 _BEFORE = re.compile(r"(?P<count>\d+)\s*[x*×]\s*(?P<rest>.+)")
 _AFTER = re.compile(r"(?P<rest>.+?)\s*[x*×]\s*(?P<count>\d+)(?P<more>(-[12]rc)?(-pcie[345])?)")
-NVIDIA = ("nvidia", "geforce", "amd", "radeon", "instinct", "tesla")
+_MEMORY = re.compile(r"(?P<rest>.+?)[\s-]+(?P<gib>\d+)\s*gi?b")
+# Words that makers and drivers put around the name of a GPU.
+_AROUND = re.compile(r"nvidia|geforce|amd|radeon|instinct|tesla|\bsxm\d?\b|\bhbm\d\w?\b")
 
 
 def preset_of(name: str) -> str:
     """The name of the preset that is meant. Raises `HardwareError`, with what it may be, for none or several."""
     if preset_document(name) is not None:
         return name
-    text = name.strip().lower()
-    for word in NVIDIA:
-        text = text.replace(word, "")
-    text = text.strip()
+    text = _AROUND.sub("", name.lower()).strip()
+    machines = [known for known in preset_names() if not is_of_a_part(known)]
+    begun = [known for known in machines if known.startswith(f"{text}-")]
+    if len(begun) == 1:
+        return begun[0]
     readings = [(text, "1", "")]
     if match := _BEFORE.fullmatch(text):
         readings.append((match["rest"], match["count"], ""))
@@ -33,22 +36,33 @@ def preset_of(name: str) -> str:
             raise HardwareError(f"hardware {name!r} may be {several}; say which")
         if parts and preset_document(f"{parts[0]}x{count}{more}") is not None:
             return f"{parts[0]}x{count}{more}"
+    near = close_names(name, [*PARTS, *machines])
     raise HardwareError(
-        f"no hardware preset {name!r}{close_names(name, preset_names())} A part and a number will do, such as 4090x2, "
-        "and so will a YAML document, or 'auto' for this machine"
+        f"no hardware preset {name!r}{near}{'' if near.endswith('?') else '.'} A part and a number will do, such as "
+        "4090x2, and so will a YAML document, or 'auto' for this machine"
     )
 
 
 def parts_like(text: str) -> list[str]:
-    """The GPUs that these words may mean: one of that name, else those whose name ends or begins with it."""
+    """The GPUs that these words may mean: one of that name, else those whose name ends with it, or has it elsewhere.
+    A number counts whole: "a10" is no a100."""
     wanted = _plain(text)
     plain = {_plain(part): part for part in PARTS}
     if wanted in plain:
         return [plain[wanted]]
+    if match := _MEMORY.fullmatch(text.strip()):
+        return [part for part in parts_like(match["rest"]) if _has_memory(part, int(match["gib"]))]
     if len(wanted) < 3:
         return []
-    ends = [part for key, part in plain.items() if key.endswith(wanted)]
-    return ends or [part for key, part in plain.items() if key.startswith(wanted) or wanted in key]
+    found = re.compile(r"(?<!\d)" + "-?".join(wanted) + r"(?!\d)")
+    inside = [part for part in PARTS if found.search(part)]
+    return [part for part in inside if _plain(part).endswith(wanted)] or inside
+
+
+def _has_memory(part: str, gib: int) -> bool:
+    """Whether a GPU has that much memory, which makers count in GiB or GB."""
+    num_bytes = PARTS[part].gib * 2**30
+    return gib in (round(num_bytes / 2**30), round(num_bytes / 1e9))
 
 
 def _plain(text: str) -> str:

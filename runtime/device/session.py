@@ -42,7 +42,7 @@ from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
 from .setup import DeviceSetup
 from .state import LASTING, DeviceState
-from .streams import CudaStream, Fault, StepRecord, Stream
+from .streams import CudaStream, Fault, Stream, StreamRecord
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Run:
     runtime: DeviceRuntime
     results: dict[str, list[Handle]]
     begun_s: float
-    records: dict[Stream, StepRecord]
+    records: dict[Stream, StreamRecord]
 
     def wait(self) -> None:
         """Wait until all ops are over, or skipped after one that failed. Any thread may call it."""

@@ -116,7 +116,7 @@ Event = HostEvent | CudaEvent
 
 
 @dataclass(eq=False)
-class StepRecord:
+class StreamRecord:
     """The tasks of one step on one stream: label, start and end in seconds of `time.perf_counter`."""
 
     step: int = 0
@@ -131,7 +131,7 @@ class Stream:
 
     def __init__(self, name: str):
         self.name = name
-        self.record = StepRecord()
+        self.record = StreamRecord()
 
     @property
     def spans(self) -> list[tuple[Any, float, float]]:
@@ -139,7 +139,7 @@ class Stream:
 
     def begin(self, step: int = 0) -> None:
         """What is issued from here on belongs to the step of this number."""
-        self.record = StepRecord(step)
+        self.record = StreamRecord(step)
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         """Run `task` once all that was issued before it and all of `waits` are over; do not wait for it here."""
@@ -243,7 +243,7 @@ class ThreadStream(Stream):
             event.set()
             del event, waits
 
-    def _wait_for(self, waits: Iterable[Event], label: Label, record: StepRecord) -> bool:
+    def _wait_for(self, waits: Iterable[Event], label: Label, record: StreamRecord) -> bool:
         try:
             for other in waits:
                 other.wait()
@@ -254,7 +254,7 @@ class ThreadStream(Stream):
             return False
         return True
 
-    def _execute(self, task: StreamTask, label: Label, record: StepRecord) -> bool:
+    def _execute(self, task: StreamTask, label: Label, record: StreamRecord) -> bool:
         self.board[self.slot] = label.line
         start_s = time.perf_counter()
         try:
@@ -360,7 +360,7 @@ class CudaStep:
     """One step's tasks on a CUDA stream. `origin` was recorded before the first of them, at `origin_s`; if the stream
     was still at work on the step `before`, only the GPU knows how much later that was."""
 
-    record: StepRecord
+    record: StreamRecord
     origin: GpuEvent
     origin_s: float = 0.0
     before: CudaStep | None = None

@@ -23,7 +23,7 @@ COPIED = object()  # in place of the value of a state that is a large tensor
 
 
 @dataclass
-class Snapshot:
+class OptimizerSnapshot:
     """`copies`: parameter name to state name to its copy, MASTER for the parameter; empty without tensors.
 
     `rows`: per parameter that had states, state name to value, or to COPIED for the large ones, whose tensors are among
@@ -59,9 +59,9 @@ def make_room(spec: OptimizerSpec, params: Mapping[str, Tensor], buffer: Tensor)
     return copies
 
 
-def keep(optimizer: StageOptimizer, tensors: bool, into: Snapshot | Tensor | None) -> Snapshot:
+def keep(optimizer: StageOptimizer, tensors: bool, into: OptimizerSnapshot | Tensor | None) -> OptimizerSnapshot:
     """See `StageOptimizer.snapshot`."""
-    found = into if isinstance(into, Snapshot) else Snapshot()
+    found = into if isinstance(into, OptimizerSnapshot) else OptimizerSnapshot()
     found.rows, found.groups, found.scheduler, found.tensors = {}, [], None, tensors
     if optimizer.optimizer is None:
         return found
@@ -91,7 +91,7 @@ def keep(optimizer: StageOptimizer, tensors: bool, into: Snapshot | Tensor | Non
     return found
 
 
-def put_back(optimizer: StageOptimizer, found: Snapshot) -> None:
+def put_back(optimizer: StageOptimizer, found: OptimizerSnapshot) -> None:
     """See `StageOptimizer.restore`."""
     if optimizer.optimizer is None:
         return

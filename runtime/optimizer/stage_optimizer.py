@@ -26,12 +26,12 @@ from .leaves import leaves_of, rebuilt, row_leaves
 from .probe import Traits
 from .rounding import Rounding
 from .saving import load_groups, load_schedule, saved_groups, saved_parts, saved_schedule
-from .snapshot import Snapshot, keep, put_back, room_bytes
+from .snapshot import OptimizerSnapshot, keep, put_back, room_bytes
 from .spec import OptimizerSpec
 from .state_shapes import StateRow
 from .tiles import CLASSES, InTiles, Tiled, tile_elements
 
-__all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
+__all__ = ["OptimizerSnapshot", "OptimizerSpec", "Places", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name, as in `state_shapes`, to tensor
 
@@ -397,7 +397,7 @@ class StageOptimizer:
         """What `snapshot` copies of parameters and states; numbers are not counted."""
         return room_bytes(self.spec, self.params)
 
-    def snapshot(self, tensors: bool = True, into: Snapshot | Tensor | None = None) -> Snapshot:
+    def snapshot(self, tensors: bool = True, into: OptimizerSnapshot | Tensor | None = None) -> OptimizerSnapshot:
         """Everything that a step changes, as it is now.
 
         tensors: includes parameters and the states that `OptimizerSpec.state_shapes` names; otherwise the caller brings
@@ -406,7 +406,7 @@ class StageOptimizer:
         """
         return keep(self, tensors, into)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: OptimizerSnapshot) -> None:
         """Back to the snapshot, bit for bit; states that did not exist then are gone."""
         put_back(self, snapshot)
 

@@ -14,7 +14,7 @@ from ...ir.errors import CheckpointError
 from ...ir.program import Interface, StageHome, StageSpec
 from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
-from ..optimizer.stage_optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
+from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
 from .arena import allocate, masters_layout, pages, staying_layout, weights_layout
 from .file import Staged, StageFile
@@ -100,7 +100,7 @@ class StageStore:
             rounding = rounding_of(spec, firsts) if interface.rounds else None
             self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace, rounding)
         self._bound = None if staged is None else staged.flat.data_ptr()
-        self._before: Snapshot | None = None  # before a speculative step
+        self._before: OptimizerSnapshot | None = None  # before a speculative step
         self._flat_before: Tensor | None = None
         self.copied_bytes = 0  # for steps that may be undone, since the last step of the job began
         self._draw: tuple[int, ...] = ()

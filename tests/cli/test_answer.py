@@ -7,9 +7,20 @@ import re
 import pytest
 from rich.console import Console
 
-from penstock.cli.answer import alternatives, answer, parse_tokens, print_answer
+from penstock.cli.answer import (
+    Alternative,
+    alternatives,
+    answer,
+    or_what_fits,
+    parse_tokens,
+    print_answer,
+    require_tokens,
+    time_text,
+    what_fits,
+)
 from penstock.cli.options import JobOptions, natural_precision
-from penstock.ir.errors import PlanError
+from penstock.compiler.job.job import Job
+from penstock.ir.errors import DoesNotFit, PlanError
 from penstock.ir.machine.hardware import Hardware
 
 SMALL = "gpt2:n_layer=2,n_embd=128,n_head=4,vocab_size=512"
@@ -18,6 +29,11 @@ SMALL = "gpt2:n_layer=2,n_embd=128,n_head=4,vocab_size=512"
 def options(**changes: object) -> JobOptions:
     given: dict[str, object] = {"model": SMALL, "hardware": ["4090"], "batch": 4, "sequence": 64, "search_seconds": 1.0}
     return JobOptions(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return options().compile()
 
 
 def printed(lines: list[str]) -> list[str]:
@@ -29,12 +45,16 @@ def printed(lines: list[str]) -> list[str]:
 def test_it_answers_on_one_screen() -> None:
     chosen = options()
     job = chosen.compile()
-    others = list(alternatives(chosen, job, job.hardware))
+    tried: list[str] = []
+    others = alternatives(chosen, job, tried.append)
+    assert tried == ["with --batch 8", "with --dram 128GB", "with --adapter lora:r=16"]
     lines = printed(answer(chosen, job, parse_tokens("100M"), 0.4, others))
     assert len(lines) <= 30 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
-    parts = ("fits        yes: gpu0", "tokens a second", "bound by", "stages on gpu0", "100M tokens", "0.4 $ an hour")
-    for part in (*parts, "$ for 100M tokens", "a batch of 8", "of DRAM", "LoRA, r=16", "--full"):
+    parts: tuple[str, ...]
+    parts = ("fits        yes: gpu0", "tokens a second", "computation on gpu0", "1 stage on gpu0, 1 micro-batch;")
+    parts += ("100M tokens", "0.4 $ an hour", "$ for 100M tokens", "--full", *(other.options for other in others))
+    for part in parts:
         assert part in text, part
     rate = float(re.search(r"speed +([\d,]+) tokens", text)[1].replace(",", ""))  # type: ignore[index]
     assert rate == pytest.approx(4 * 64 / job.simulate().step_s, rel=1e-3)
@@ -45,22 +65,77 @@ def test_it_answers_on_one_screen() -> None:
 def test_bf16_is_offered_where_it_was_left_out() -> None:
     chosen = options(precision="fp32")
     job = chosen.compile()
-    names = [other.name for other in alternatives(chosen, job, job.hardware)]
-    assert names[0] == "bf16-mixed"
+    assert alternatives(chosen, job, print)[0].options == "--precision bf16-mixed"
 
 
 @pytest.mark.slow
 def test_more_dram_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options()
     job = chosen.compile()
-    monkeypatch.setattr("penstock.cli.answer.tokens_per_s", lambda found, wish: 100.0 if found is job else 95.0)
-    rates = {other.name: other.tokens_per_s for other in alternatives(chosen, job, job.hardware)}
-    assert [rate for name, rate in rates.items() if "of DRAM" in name] == [100.0]
-    assert rates["LoRA, r=16"] == 95.0
+    monkeypatch.setattr("penstock.cli.answer.items_per_s", lambda found, named, wish: 100.0 if found is job else 95.0)
+    rates = {other.options: other.items_per_s for other in alternatives(chosen, job, print)}
+    assert rates == {"--batch 8": 95.0, "--dram 128GB": 100.0, "--adapter lora:r=16": 95.0}
 
 
-def test_without_a_price_it_asks_for_one() -> None:
-    job = options().compile()
+def test_only_what_is_faster_is_advice(job: Job) -> None:
+    rate = 4 * 64 / job.simulate().step_s
+    others = [
+        Alternative("--batch 8", 1.5 * rate),
+        Alternative("--dram 128GB", rate),
+        Alternative("--adapter lora:r=16", 3 * rate),
+        Alternative("--precision bf16-true", 0.9 * rate),
+        Alternative("--batch 16", None, "does not fit"),
+    ]
+    lines = answer(options(), job, None, None, others)[-4:-1]
+    assert re.sub(r"[\d,]+ tokens", "N tokens", "\n".join(lines)) == (
+        "instead     --adapter lora:r=16  N tokens a second, 3.00 times as many\n"
+        "            --batch 8            N tokens a second, 1.50 times as many\n"
+        "no faster   --dram 128GB; --precision bf16-true; --batch 16 (does not fit)"
+    )
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_answered_with_what_would() -> None:
+    model = "gpt2:n_layer=4,n_embd=1024,n_head=8,vocab_size=512"
+    large = options(model=model, dram="300MB", ssd="0", set=["memory=400MB"])
+    with pytest.raises(DoesNotFit) as miss:
+        large.compile()
+    tried: list[str] = []
+    others = what_fits(large, tried.append)
+    assert tried == ["with --ssd 2TB", "with --adapter lora:r=16"]
+    said = str(or_what_fits(miss.value, large, others))
+    assert said.startswith(str(miss.value))
+    for other in others:
+        assert other.items_per_s is not None
+        assert f"{other.options} ({other.items_per_s:,.0f} tokens a second)" in said
+    assert or_what_fits(miss.value, large, []).nearest == miss.value.nearest
+
+
+def test_images_are_not_counted_in_tokens() -> None:
+    images = options(model="vit-base:num_hidden_layers=2", batch=8)
+    job = images.compile()
+    lines = answer(images, job, None, 1.0, [])
+    assert lines[0].startswith("vit-base:num_hidden_layers=2 on rtx4090x1: 8 images, ")
+    assert f"speed       {8 / job.simulate().step_s:,.0f} images a second" in lines[2]
+    assert "$ a million images" in "\n".join(lines)
+    with pytest.raises(PlanError, match=r"--tokens: vit-base.* takes images; leave it out"):
+        require_tokens(images)
+    require_tokens(options())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(35, "35.0 s"), (1051, "18 minutes"), (64800, "18.0 hours"), (270000, "75.0 hours (3.1 days)")],
+)
+def test_times_are_said_in_units_that_people_take(seconds: float, said: str) -> None:
+    assert time_text(seconds) == said
+
+
+def test_a_long_label_keeps_its_distance(job: Job) -> None:
+    assert re.search(r"^12\.5M tokens \d", "\n".join(answer(options(), job, 12.5e6, None, [])), re.MULTILINE)
+
+
+def test_without_a_price_it_asks_for_one(job: Job) -> None:
     assert "--price DOLLARS_AN_HOUR" in "\n".join(answer(options(), job, None, None, []))
 
 
@@ -82,6 +157,13 @@ def test_the_precision_is_that_of_the_parts() -> None:
     assert options(precision="fp16-mixed").precision_on(Hardware.from_any("4090")) == "fp16-mixed"
 
 
+@pytest.mark.parametrize(("typed", "num_bytes"), [
+    ("48gb", 48 * 10**9), ("48G", 48 * 10**9), ("48 GB", 48 * 10**9), ("48gib", 48 * 2**30), ("0.5tb", 5 * 10**11),
+])  # fmt: skip
+def test_amounts_as_people_type_them(typed: str, num_bytes: int) -> None:
+    assert options(dram=typed).machine().hosts[0].dram_bytes == num_bytes
+
+
 def test_dram_and_ssds_by_option() -> None:
     found = options(dram="48GB", ssd="2x1TB").machine()
     assert found.hosts[0].dram_bytes == 48 * 10**9
@@ -93,6 +175,9 @@ def test_dram_and_ssds_by_option() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"dram": "a lot"}, "--dram 'a lot': allowed is an amount with its unit, such as 64GB"),
+        ({"dram": "-5GB"}, "--dram '-5GB': allowed is an amount"),
+        ({"dram": "64GBB"}, "--dram '64GBB': allowed is an amount"),
         ({"dram": "64"}, "--dram 64: without a unit that is 64 bytes; say --dram 64GB"),
         ({"ssd": "2"}, "--ssd 2: without a unit"),
         ({"ssd": "twox1TB"}, "--ssd 'twox1TB': allowed are a size"),

@@ -110,7 +110,7 @@ def test_written_passes(written: Path) -> None:
 
 def test_dumped_passes_are_printed(run: Run) -> None:
     _, out, _ = run("plan", "--model", GPT, *CPU, "--dump-passes", "--no-alternatives")
-    assert out.index("# behind coarsen") < out.index("# behind insert-optimizer") < out.index("tokens a second")
+    assert out.index("# after coarsen") < out.index("# after insert-optimizer") < out.index("tokens a second")
 
 
 def test_simulate_a_written_directory(run: Run, written: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
     whole, _ = run(options(text, tmp_path / "whole", schedule="cosine"))
 
     class Stopped(Exception):
-        """Stands for a power cut behind step 4."""
+        """Stands for a power cut after step 4."""
 
     saves = Job.save
     try:
@@ -219,7 +219,7 @@ def test_one_label_is_no_task(tmp_path: Path) -> None:
         run(options(data, tmp_path / "out", model=BERT))
 
 
-def test_ctrl_c_ends_behind_the_step_and_says_how_to_go_on(
+def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Job.step

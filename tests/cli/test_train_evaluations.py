@@ -123,7 +123,7 @@ def test_a_run_with_warm_up_resumes(text: Path, tmp_path: Path) -> None:
 
 
 def _stopped(chosen: TrainOptions, step: int) -> tuple[TrainResult, str]:
-    """A run that Ctrl-C ends behind a step."""
+    """A run that Ctrl-C ends after a step."""
     own = Job.step
 
     def interrupted(job: Job, batch: Any) -> Any:

@@ -29,7 +29,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_and_its_resumption_are_one_log(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is stopped behind its second step."""
+    """The first is stopped after its second step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out, step = tmp_path / "out", Job.step

@@ -78,7 +78,7 @@ def test_two_ranks_begin_and_one_goes_on(strategy: str, text: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_ctrl_c_stops_all_ranks_behind_the_same_step(text: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_ranks_after_the_same_step(text: Path, tmp_path: Path) -> None:
     more = ("--strategy", "data-parallel", "--max-steps", "100000", "--save-every", "1", "--eval-fraction", "0.1")
     process = start(2, text, tmp_path / "out", *more)
     checkpoint, deadline_s = tmp_path / "out" / "checkpoint", time.monotonic() + 100

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
+from ..plain import finite
 from .state import Snapshot
 
 NAMED = ("plan", "hardware", "strategy")  # what is shown of a run's configuration
@@ -34,14 +33,6 @@ def facts(now: Snapshot) -> dict[str, Any]:
         "curve": now.curve,
         "evaluations": now.evaluations,
     }
-    plain = _finite(found)
+    plain = finite(found)
     assert isinstance(plain, dict)
     return plain
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

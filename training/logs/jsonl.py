@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import IO, Any
 
 from ...ir.errors import PlanError
 from ..listener import RunFacts, StepRecord
+from ..plain import finite
 from .queued import QueuedListener
 
 FILE = "log.jsonl"
@@ -43,16 +43,8 @@ class JsonLog(QueuedListener):
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
         row = {"event": event, "time_s": self.time_s, **values}
-        self._file.write(json.dumps(_finite(row), allow_nan=False, default=str) + "\n")
+        self._file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
 
 
 def _fields_of(row: RunFacts | StepRecord) -> dict[str, Any]:
     return {field.name: getattr(row, field.name) for field in fields(row)}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

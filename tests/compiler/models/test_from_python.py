@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch)
     ("name", "said"),
     [
         ("{file}:smal", "no function or class 'smal' .* there are small"),
-        ("{file}", "no function named: file.py:function"),
+        ("{file}", "say which function: .*my_models.py:NAME; there are small, Wide, plain, number, needs$"),
         ("{file}:number", "gives a int; allowed is a torch.nn.Module"),
         ("{file}:plain", "has no `config` of transformers"),
         ("{file}:needs", "cannot be made: TypeError: .*missing 1 required positional argument"),
@@ -78,9 +79,30 @@ def test_mistakes(file: Path, name: str, said: str) -> None:
 
 
 def test_a_file_that_fails(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("raise KeyError('x')")
-    with pytest.raises(PlanError, match="cannot be run: KeyError: 'x'"):
-        find_model(f"{tmp_path / 'broken.py'}:f")
+    for code, said in (("raise KeyError('x')", "KeyError: 'x'"), ("raise SystemExit('usage')", "SystemExit: usage")):
+        (tmp_path / "broken.py").write_text(code)
+        with pytest.raises(PlanError, match=f"cannot be run: {said}"):
+            find_model(f"{tmp_path / 'broken.py'}:f")
+
+
+def test_a_file_finds_its_neighbours_and_a_package_the_working_directory(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file.rename(file.with_name("beside_it.py"))
+    (file.parent / "models_here").mkdir()
+    (file.parent / "models_here" / "__init__.py").write_text("from beside_it import Wide")
+    file.write_text("from beside_it import small")
+    assert find_model(f"{file}:small").config.n_embd == 32
+    monkeypatch.chdir(file.parent)
+    assert find_model("models_here.Wide").config.n_embd == 64
+
+
+def test_what_the_code_decides_is_not_dropped_in_silence(file: Path) -> None:
+    with pytest.raises(PlanError, match="its code makes 2 labels, and 3 are needed"):
+        find_model(f"{file}:small", num_labels=3)
+    with pytest.raises(PlanError, match="its code says how much dropout it has"):
+        find_model(f"{file}:small", dropout=False)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +123,11 @@ def test_a_file_that_fails(tmp_path: Path) -> None:
 def test_names_of_the_hub(typed: str, known: str) -> None:
     assert alias_of(typed) == known
     assert known in known_models()
+
+
+def test_another_version_of_other_dimensions_is_not_taken_for_one_that_is_known() -> None:
+    with pytest.raises(PlanError, match=r"no model 'mistralai/Mistral-7B-v0\.3'; did you mean mistral-7b"):
+        find_model("mistralai/Mistral-7B-v0.3")  # its vocabulary has 32768 tokens
 
 
 def test_what_the_hubs_cache_has_is_taken_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_rewards_of_logged_steps(tmp_path):
 
 @pytest.mark.parametrize("models", slow_but([new_adapters], [frozen_copy, new_adapters]))
 def test_same_evaluation(models, tmp_path):
-    """Also of a last batch that is short, behind training, and of another data set."""
+    """Also of a last batch that is short, after training, and of another data set."""
     ours, plain = both(tmp_path, models, eval_strategy="steps", eval_steps=2)
     require_equal(ours, plain, "eval_loss", "eval_num_tokens", *(f"eval_{name}" for name in LOGGED))
     for data in ({}, {"eval_dataset": preferences(5, 2)}):

@@ -100,7 +100,7 @@ def test_resumes_in_the_middle(data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["assistant", "packed"])
 def test_same_evaluation(data, tmp_path):
-    """Also behind a last batch that is short, and the metrics that TRL computes beside the loss."""
+    """Also after a last batch that is short, and the metrics that TRL computes beside the loss."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     ours = trained(PenstockSFTTrainer, tmp_path / "a", DATA[data], **evaluating)
     plain = trained(SFTTrainer, tmp_path / "b", DATA[data], **evaluating)

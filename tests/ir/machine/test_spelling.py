@@ -28,6 +28,12 @@ from penstock.ir.machine.spelling import preset_of
         ("4060", "rtx4060-laptopx1"),
         ("7900 XTX", "rx7900xtxx1"),
         ("mobius-topo2+2", "mobius-topo2+2"),
+        ("laptop", "laptop-16gb"),
+        ("mi300", "mi300xx1"),
+        ("2xh100-80gb", "h100x2"),
+        ("h200-141gb", "h200x1"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gbx1"),
+        ("NVIDIA H100 80GB HBM3", "h100x1"),
     ],
 )
 def test_it_is_understood(typed: str, meant: str) -> None:
@@ -45,6 +51,9 @@ def test_it_is_understood(typed: str, meant: str) -> None:
         ("h100x16", "at most 8 GPUs"),
         ("laptop-16", "did you mean 'laptop-16gb'"),
         ("rtx9999", "no hardware preset 'rtx9999'"),
+        ("a10", r"no hardware preset 'a10'; did you mean 'h100' or 'a100-80gb' or 'a100-40gb'\? A part"),
+        ("rtx4090-48gb", "no hardware preset 'rtx4090-48gb'"),
+        ("t4", "known: rtx2080ti, .*, cpu-only. A part"),
         ("zzz", "a number will do, such as 4090x2"),
     ],
 )

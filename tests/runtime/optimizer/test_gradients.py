@@ -21,7 +21,7 @@ from penstock.runtime.optimizer.gradients import (
     must_redo,
     speculative_factor,
 )
-from penstock.runtime.optimizer.snapshot import Snapshot
+from penstock.runtime.optimizer.snapshot import OptimizerSnapshot
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 
 SHAPES = {"a": (5, 7), "b": (9,), "c": (3, 2), "s": ()}
@@ -46,7 +46,7 @@ class Trainer:
         self.parts = [StageOptimizer(spec, {name: self.masters[name] for name in part}) for part in PARTS]
         self.scale = LossScale(growth_steps=3) if precision == "fp16" else None
         self.max_norm, self.speculative = max_norm, speculative
-        self.kept: list[Snapshot | None] = [None] * len(PARTS)
+        self.kept: list[OptimizerSnapshot | None] = [None] * len(PARTS)
         self.verdicts: list[Verdict] = []
 
     def step(self, gradients: dict[str, Tensor]) -> None:
