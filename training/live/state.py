@@ -151,7 +151,7 @@ def _mean_shares(records: list[StepRecord]) -> dict[str, dict[str, float]]:
         for stream in streams:
             share = fmean(record.busy_share.get(device, {}).get(stream, 0.0) for record in records)
             kind = stream.split()[0]
-            kinds[kind] = max(share, kinds.get(kind, 0.0))
+            kinds[kind] = max(min(share, 1.0), kinds.get(kind, 0.0))  # two clocks may make it a little more
     return {device: dict(sorted(kinds.items(), key=_place)) for device, kinds in means.items()}
 
 
