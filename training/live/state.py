@@ -96,6 +96,8 @@ class RunState(Listener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
+            if self._evaluations and self._evaluations[-1][0] == step:  # such as at the end of a run
+                self._evaluations.pop()
             self._evaluations.append((step, dict(metrics)))
             self._version += 1
 
