@@ -91,7 +91,7 @@ def plan(
         job.write(out)
         options.remember(out)
     if html is not None:
-        job.report(html)
+        job.report(html, price_per_hour=price)
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
@@ -337,6 +337,8 @@ def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> Non
             screen.print(table)
         if note := unpriced(rows):
             screen.print(note)
+        if html is not None:
+            screen.print("no report: the model fits none" if job is None else f"report in {html}: open it in a browser")
     if not any(row.fits for row in rows):
         raise typer.Exit(ERROR)
 
