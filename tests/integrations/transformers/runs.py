@@ -79,6 +79,11 @@ def padding(rows):
     return {name: pad([each[name] for each in rows], batch_first=True, padding_value=fill[name]) for name in rows[0]}
 
 
+def as_tensors(rows):
+    """A collator of rows of lists."""
+    return padding([{name: torch.tensor(value) for name, value in row.items()} for row in rows])
+
+
 def arguments(folder, **changes):
     known = dict(
         output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5,

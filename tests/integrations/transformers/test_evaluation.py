@@ -53,6 +53,25 @@ def test_same_metrics_and_best_model(tmp_path):
     require_equal(ours, plain, tolerance=1e-4)  # at this learning rate a step of AdamW moves weights by 3e-2
 
 
+def test_same_run_of_labels_that_are_one_number_per_class(tmp_path):
+    """Rows of 8 to 14 tokens, with 3 labels each, in lists."""
+
+    def many_classes():
+        model, _ = classifier()
+        model.config.problem_type = "multi_label_classification"
+        ids = [each["input_ids"].tolist() for each in llama()[1]]
+        return model, [{"input_ids": i, "attention_mask": [1] * len(i), "labels": [0.0, 1.0, 0.5]} for i in ids[:28]]
+
+    def collate(rows):
+        plain = [{name: torch.tensor(row[name]) for name in ("input_ids", "attention_mask")} for row in rows]
+        return {**padding(plain), "labels": torch.tensor([row["labels"] for row in rows])}
+
+    alike = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    ours, plain = both(many_classes, tmp_path, {"data_collator": collate}, **alike, **EVALUATING)
+    require_equal(ours, plain)
+    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_predictions_after_training(tmp_path):
     ours, plain = both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
