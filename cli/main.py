@@ -6,8 +6,10 @@ stderr and gives exit code 2; with --debug it also prints its traceback.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -224,6 +226,8 @@ def train(
         result = run(options, console())
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    finally:  # one more Ctrl-C has nothing left to end but the interpreter, which would print a traceback
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -121,6 +121,8 @@ class _Run:
         self.best = BestSoFar(options.best_by, options.patience)
         self.result = TrainResult()
         self.saved_step = 0
+        self.said_no_room = False
+        self.looked_step, self.looked = 0, dict[str, float]()
 
     def run(self) -> TrainResult:
         result = self.result
@@ -134,7 +136,8 @@ class _Run:
                 if result.interrupted:
                     self.broadcast.end(interrupted=True)
                 else:
-                    result.after = self.evaluate(f"after {self.job.step_count} steps")
+                    known = self.looked_step == self.job.step_count
+                    result.after = self.looked if known else self.evaluate(f"after {self.job.step_count} steps")
                     self.save_model()
         except (PenstockError, KeyboardInterrupt):
             self.say_how_to_resume()
@@ -231,7 +234,8 @@ class _Run:
 
     def look(self) -> None:
         """Evaluate, and keep the model if it is the best so far."""
-        found = self.evaluate(f"step {self.job.step_count}")
+        self.looked_step, self.looked = self.job.step_count, self.evaluate(f"step {self.job.step_count}")
+        found = self.looked
         if self.best.is_better(found, self.job.step_count):
             self.write_model("best")
 
@@ -274,7 +278,9 @@ class _Run:
         try:
             save = job.save(self.checkpoint, data=data, wait=False)
         except NoRoomForCopy as error:
-            self.screen.print(f"training waits for this save: {error}", soft_wrap=True)
+            if not self.said_no_room:
+                self.screen.print(f"training waits for its saves: {error}", soft_wrap=True)
+            self.said_no_room = True
             job.save(self.checkpoint, data=data)
             return
         if self.is_over:

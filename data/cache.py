@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from filelock import FileLock
 
 from ..ir.errors import PlanError
+from ..ir.units import format_bytes
 
 SETTING = "PENSTOCK_CACHE"  # the directory of caches
 
@@ -47,16 +49,24 @@ def cached(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             path = directory / f"{key}.pt"
             found = _read(path)
             if found is None:
-                made = make()
-                part = path.with_suffix(".part")
-                torch.save(made, part)
-                os.replace(part, path)
-                found = made
+                found = make()
+                _write(path, found)
         return found
     except OSError as error:
         raise PlanError(
             f"the cache of tokens {directory} cannot be written: {error}; {SETTING}=DIRECTORY names another place"
         ) from error
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    try:
+        torch.save(found, part)
+    except RuntimeError as error:  # as torch tells of a full disk
+        part.unlink(missing_ok=True)
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        raise OSError(f"its disk is full, or broken: {free} are free") from error
+    os.replace(part, path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from ..ir.errors import PlanError
 
 SPLITS = "dataset_dict.json"
 SAVED = ("state.json", SPLITS)  # what `save_to_disk` leaves
+PAGE = "README.md"
 PIECE = 1 << 22
 HALF = re.compile("[\ud800-\udfff]")  # of a character; no tokenizer takes it
 UTF8 = "utf-8-sig"  # editors on Windows begin a file with a mark
@@ -44,16 +45,18 @@ def read_records(paths: Iterable[Path], split: str = "train") -> Iterator[Record
 
 
 def files_of(path: Path) -> list[Path]:
-    """The data files of a path: itself, or all of a folder. Raises `PlanError` where there is none."""
+    """The data files of a path: itself, or all of a folder, but for hidden ones, and the page about the others that the
+    hub has. Raises `PlanError` where there is none."""
     kinds = ", ".join(READERS)
     if not path.is_dir():
         if path.suffix not in READERS:
             raise PlanError(f"{path}: a data file ends in one of {kinds}")
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
         raise PlanError(f"{path}: a folder with no data file in it; they end in {kinds}")
-    return found
+    return [file for file in found if file.name != PAGE] or found
 
 
 def hash_of(paths: Iterable[Path]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from io import StringIO
@@ -254,6 +256,19 @@ def test_the_second_ctrl_c_does_not_wait() -> None:
     with interruptible(screen):
         pass  # says nothing
     assert screen.file.getvalue() == "stopping after this step; once more stops at once\n"  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_while_python_ends_changes_nothing() -> None:
+    code = (
+        "import atexit, os, signal, sys, types\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "def train(*_): raise KeyboardInterrupt\n"
+        "sys.modules['penstock.cli.training'] = types.SimpleNamespace(train=train)\n"
+        "from penstock.cli.main import main\n"
+        "main(['train'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 130 and not ended.stderr
 
 
 def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ def test_same_records(kind: str, tmp_path: Path) -> None:
     assert [record.values for record in read_records([written(tmp_path, kind)])] == ROWS
 
 
+def test_pages_and_hidden_files_of_a_folder_are_not_data(tmp_path: Path) -> None:
+    """As a data set from the hub has them."""
+    folder = written(tmp_path, "folder")
+    (folder / "README.md").write_text("# About these rows")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x.json").write_text("{}")
+    assert [record.values for record in read_records([folder])] == ROWS
+    for file in folder.glob("*.jsonl"):
+        file.unlink()
+    assert [record.values for record in read_records([folder])] == [{"text": "# About these rows"}]
+
+
 def test_the_arrow_files_of_datasets_are_streams(tmp_path: Path) -> None:
     (file,) = written(tmp_path, "saved").glob("*.arrow")
     assert [record.values for record in read_records([file])] == ROWS
