@@ -42,6 +42,7 @@ def printed(lines: list[str]) -> list[str]:
     return screen.export_text().splitlines()
 
 
+@pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")  # of alternatives that nobody asked for
 def test_it_answers_on_one_screen() -> None:
     chosen = options()
     job = chosen.compile()
