@@ -15,7 +15,7 @@ from rich.console import Console
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
 from ..compiler.report.explain import device_name
-from ..compiler.report.tiers import activations_tier, states_tier, weights_tier
+from ..compiler.report.tiers import AGAIN, states_tier, weights_tier
 from ..compiler.report.wear import wear_of
 from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
@@ -195,7 +195,7 @@ def _instead(rate: float, item: str, others: list[Alternative]) -> Iterator[str]
     rest = [text for text in speeds if text not in faster]
     rest += [f"{other.options} ({other.reason})" for other in others if other.reason]
     if rest:
-        yield _line("no faster", "; ".join(rest))
+        yield _line("no faster", f"{'; '.join(rest)}; as far as short searches tell")
 
 
 def _line(label: str, text: str) -> str:
@@ -249,7 +249,7 @@ def _stages(job: Job) -> str:
     for what, tier in (
         ("weights", lambda name: WEIGHTS.get(found := weights_tier(decisions, name), found)),
         ("optimizer states", lambda name: states_tier(decisions, name) or "none"),
-        ("activations", lambda name: activations_tier(decisions, name).partition(" but ")[0]),
+        ("activations", lambda name: AGAIN if name in decisions.rematerialise else "kept"),
     ):
         tiers = dict.fromkeys(tier(name) for name in names)
         parts.append(f"{what} {' or '.join(tiers)}")
