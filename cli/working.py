@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,21 +22,26 @@ class _Line(logging.Handler):
 
 @contextmanager
 def working() -> Iterator[Callable[[str], None]]:
-    """While the body plans, what the search says, and what the body tells, stands on the terminal; elsewhere nothing
+    """While the body plans, what it tells, and then what the search says, stands on the terminal; elsewhere nothing
     does."""
     screen = Console(stderr=True)
     if not screen.is_terminal:
         yield lambda text: None
         return
-    logger = logging.getLogger(SEARCH)
+    logger, told = logging.getLogger(SEARCH), "planning"
     level = logger.level
-    with screen.status("planning") as status, warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of libraries about themselves, in the middle of the line
-        line = _Line(lambda text: status.update(f"planning: {text}"))
+    with screen.status(told) as status:
+
+        def tell(text: str) -> None:
+            nonlocal told
+            told = f"planning {text}"
+            status.update(told)
+
+        line = _Line(lambda text: status.update(f"{told}: {text}"))
         logger.addHandler(line)
         logger.setLevel(logging.INFO)
         try:
-            yield lambda text: status.update(f"planning: {text}")
+            yield tell
         finally:
             logger.removeHandler(line)
             logger.setLevel(level)

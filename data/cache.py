@@ -9,16 +9,19 @@ import hashlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 
+from ..compiler.packing import documents
 from ..ir.errors import PlanError
 from ..ir.units import format_bytes
 
+MAKERS = (Path(__file__).parent, Path(documents.__file__).parent)  # the code that makes rows
 SETTING = "PENSTOCK_CACHE"  # the directory of caches
 
 
@@ -31,8 +34,9 @@ def cache_directory() -> Path:
 def key_of(*parts: str) -> str:
     """A hash of the parts, and of the code that makes rows of them."""
     found = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(file.read_bytes())
+    for folder in MAKERS:
+        for file in sorted(folder.glob("*.py")):
+            found.update(file.read_bytes())
     for part in parts:
         found.update(part.encode() + b"\0")
     return found.hexdigest()[:32]
@@ -42,16 +46,26 @@ def cached(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `make` gives, tensors and plain values, made once for each key. Raises what `make` raises, and `PlanError`
     where the directory cannot be written."""
     directory = cache_directory()
-    try:
+    path = directory / f"{key}.pt"
+    lock = FileLock(directory / f"{key}.lock")
+    with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / f"{key}.lock")
-        with lock:
-            path = directory / f"{key}.pt"
-            found = _read(path)
-            if found is None:
-                found = make()
+        lock.acquire()
+    try:
+        found = _read(path)
+        if found is None:
+            found = make()
+            with _writing(directory):
                 _write(path, found)
         return found
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise PlanError(
             f"the cache of tokens {directory} cannot be written: {error}; {SETTING}=DIRECTORY names another place"

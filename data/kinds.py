@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ..ir.errors import PlanError
 from .files import Record
@@ -40,8 +40,9 @@ def kind_of(record: Record, wished: str, head: str, columns: Mapping[str, str]) 
     for kind in allowed:  # with a null in one of its columns, as `columns_of` will say
         if all(any(each in record.values for each in usual) for usual in COLUMNS[kind].values()):
             return kind
-    nearest = max(allowed, key=lambda kind: sum(bool(_find(record.values, *c, columns)) for c in COLUMNS[kind].items()))
-    return nearest if len(allowed) == 1 else _refuse_columns(record, allowed)
+    if len(allowed) == 1:
+        return allowed[0]  # `columns_of` says which of its columns is missing
+    _refuse_columns(record, allowed)
 
 
 def columns_of(record: Record, kind: str, columns: Mapping[str, str]) -> dict[str, str]:
@@ -70,7 +71,7 @@ def _find(values: Mapping[str, Any], name: str, usual: tuple[str, ...], columns:
     return next((each for each in names if values.get(each) is not None), None)
 
 
-def _refuse_columns(record: Record, allowed: tuple[str, ...]) -> str:
+def _refuse_columns(record: Record, allowed: tuple[str, ...]) -> NoReturn:
     needs = "; ".join(f"{kind}: {', '.join(COLUMNS[kind])}" for kind in allowed)
     there = ", ".join(record.values) or "none"
     wanted = [name for kind in allowed for names in COLUMNS[kind].values() for name in names]

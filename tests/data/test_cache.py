@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.compiler.packing.documents import pack_documents
 from penstock.data import cache, read
 from penstock.data.codec import Codec
 from penstock.data.spec import DataSpec
@@ -78,6 +80,26 @@ def test_a_full_disk(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"its disk is full.* are free; PENSTOCK_CACHE=DIRECTORY"):
         read.read_rows(spec, BYTES, "causal-lm")
     assert not list(cache.cache_directory().glob("*.p*"))
+
+
+def test_an_error_of_what_makes_the_rows_is_not_one_of_the_cache() -> None:
+    def make() -> dict[str, Any]:
+        raise TimeoutError("the disk with the data is gone")
+
+    for _ in range(2):  # the lock is free again
+        with pytest.raises(TimeoutError, match="the disk with the data is gone"):
+            cache.cached("key", make)
+
+
+def test_other_code_makes_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by = {Path(inspect.getfile(function)).parent for function in (pack_documents, read.read_rows)}
+    assert made_by == set(cache.MAKERS)
+    monkeypatch.setattr(cache, "MAKERS", (tmp_path,))
+    keys = set()
+    for code in ("a = 1", "a = 2"):
+        (tmp_path / "makes.py").write_text(code)
+        keys.add(cache.key_of("part"))
+    assert len(keys) == 2
 
 
 def _slowly(folder: str, count: Any) -> None:
