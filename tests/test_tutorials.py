@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import penstock
 from penstock.tests.alike import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +35,12 @@ def pages_of(nav: Any) -> list[str]:
 def test_every_page_is_on_the_site_once() -> None:
     named = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (DOCS / "api.md").read_text("utf-8")
+    shown = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)}
+    assert [name for name in penstock.__all__ if name not in shown] == []
 
 
 @pytest.mark.filterwarnings("ignore")
