@@ -144,6 +144,8 @@ def test_a_line_lights_its_span_and_arrows_come_from_what_it_reads(
     assert first < page.evaluate("spans[chosen].start") < last  # zoomed in to what is chosen
     page.keyboard.press("0")
     page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur()")
+    page.wait_for_timeout(500)  # until what was pointed at is told no more
     screenshot(page.locator("#timeline"), "report-timeline")
 
 

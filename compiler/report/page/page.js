@@ -35,7 +35,7 @@ const axis = more => ({
 });
 const tip = more => ({
   backgroundColor: colour("--raised"), borderColor: colour("--line"), textStyle: {color: colour("--ink"), fontSize: 12},
-  confine: true, extraCssText: "max-width: 46rem; white-space: normal", ...more,
+  confine: true, transitionDuration: 0, extraCssText: "max-width: 46rem; white-space: normal", ...more,
 });
 
 const clock = value => {  // for axes, whose marks are round
