@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from transformers.trainer_callback import ProgressCallback
 
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
-from ...ir.errors import BatchError, PlanError
+from ...ir.errors import BatchError, PlanError, WorkerError
+from ...runtime.processes.interrupt import finishing
 from ...training.broadcast import Broadcast, facts_of, telling
 from ...training.listener import Listener
 from ...training.live.server import PageServer
@@ -86,7 +87,13 @@ class StepsByJob(Host):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with ExitStack() as self._run:
-                return super()._inner_training_loop(*args, **kwargs)
+                try:
+                    return super()._inner_training_loop(*args, **kwargs)
+                except KeyboardInterrupt:
+                    if self.args.world_size == 1:  # one rank of several may be alone here
+                        with suppress(WorkerError):  # a second one broke a step off
+                            self._sync()
+                    raise
         finally:
             self.job = self._form = self._broadcast = None
 
@@ -100,6 +107,7 @@ class StepsByJob(Host):
         self.create_optimizer()
         self.create_scheduler(max_steps)
         self._total_steps, self._checkpoint, self._waiting = max_steps, resume_from_checkpoint, []
+        self._synced_step = -1
         if resume_from_checkpoint is not None:
             if not (Path(resume_from_checkpoint) / FOLDER).exists():
                 raise PlanError(
@@ -274,9 +282,16 @@ class StepsByJob(Host):
             assert self._broadcast is not None
             self._broadcast.evaluated({k: v for k, v in found.metrics.items() if isinstance(v, (int, float))})
             return found
+        with self._on_device():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """With the trained model on the one device that a Trainer computes on."""
+        self._sync()
         self.model.to(self.args.device)
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            yield
         finally:
             self.model.to("cpu")
 
@@ -324,18 +339,19 @@ class StepsByJob(Host):
 
     def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
         logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)
-        self._sync()
-        self.model.to(self.args.device)
-        try:
+        with self._on_device():
             return super().prediction_step(model, inputs, loss_only, ignore_keys)
-        finally:
-            self.model.to("cpu")
 
     # --- what reads the weights
 
     def _sync(self) -> None:
-        if self.job is not None:
+        if self.job is not None and self._synced_step != self.job.step_count:
             self.job.sync()
+            self._synced_step = self.job.step_count
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with finishing("save"):
+            super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._sync()

@@ -7,9 +7,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 
-from penstock.integrations.transformers import PenstockTrainer
+from penstock.integrations.transformers import PenstockSeq2SeqTrainer, PenstockTrainer
 from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
@@ -93,3 +93,26 @@ def test_labels_that_always_count_are_evaluated_by_the_model(tmp_path, caplog):
     plain = trained(Trainer, regression, tmp_path / "b", **changes)
     assert "evaluated by the model" in caplog.text
     torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def generated(found):
+    return {"tokens": float(found.predictions.sum()), "rows": len(found.predictions)}
+
+
+@pytest.mark.parametrize("generates", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_same_generated_texts(generates, tmp_path):
+    """With beams, also between two steps; without `predict_with_generate` evaluations go through the job."""
+    changes = {**EVALUATING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+    changes |= {"predict_with_generate": generates, "generation_max_length": 8, "generation_num_beams": 2}
+    given = {"data_collator": padding, "compute_metrics": generated if generates else None}
+    runs = []
+    for kind in (PenstockSeq2SeqTrainer, Seq2SeqTrainer):
+        runs.append(trained(kind, seq2seq, tmp_path / kind.__name__, trainer=given, **changes))
+    ours, plain = runs
+    require_equal(ours, plain, tolerance=1e-4)
+    for name in ("eval_loss", *(("eval_tokens", "eval_rows") if generates else ())):
+        assert len(told(plain, name)) == 3
+        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=TOLERANCE, atol=TOLERANCE)
+    found, expected = (run.predict(run.eval_dataset, max_length=6).predictions for run in runs)
+    if generates:
+        np.testing.assert_array_equal(found, expected)

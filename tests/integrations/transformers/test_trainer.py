@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from penstock.integrations.transformers import PenstockTrainer
 from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     FAST,
+    TOLERANCE,
     as_tensors,
     both,
     causal,
@@ -190,6 +193,36 @@ def test_listeners_hear_of_steps_and_evaluations(tmp_path):
     assert events.count("step") == 5
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [2, 4, 5]
     assert (events[0], events[-1]) == ("begin", "end")
+
+
+def test_an_interrupt_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    class Interrupted(PenstockTrainer):
+        def _save_rng_state(self, output_dir):
+            os.kill(os.getpid(), signal.SIGINT)
+            super()._save_rng_state(output_dir)
+
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    found = made(Interrupted, *causal(), tmp_path, **saving)
+    with pytest.raises(KeyboardInterrupt):
+        found.train()
+    assert found.state.global_step == 3 and found.job is None
+    again = trained(PenstockTrainer, causal, tmp_path, True, **saving)
+    require_equal(again, trained(Trainer, causal, tmp_path / "b"))
+
+
+def test_an_interrupt_between_steps_leaves_the_trained_weights(tmp_path):
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    fixed = {"lr_scheduler_type": "constant"}
+    found = made(PenstockTrainer, *causal(), tmp_path, {"callbacks": [Interrupts()]}, **fixed)
+    with pytest.raises(KeyboardInterrupt):
+        found.train()
+    plain = trained(Trainer, causal, tmp_path, max_steps=3, **fixed)
+    for ours, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_an_error_ends_the_run(tmp_path):
