@@ -1,4 +1,5 @@
-"""What lies in which memory when: values from the op that makes them to the last that reads them."""
+"""What lies in which memory when: values from the op that makes them to the last that reads them, the workspace of the
+op that runs, and what lasts, arenas included."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import fx
 from ....ir import ops
 from ....ir.calls import op_of
 from ....ir.machine.hardware import Hardware
-from ....ir.program import Program, persistent_bytes, values_of
+from ....ir.program import Program, donated, persistent_bytes, places_of, values_of, work_of
+from ....ir.program.memory import plan_arenas
 from ....runtime.simulate import Span, Timeline
 from ...plan import Prediction
 
@@ -66,13 +68,20 @@ def _values(
         nodes = [node for node in programs[roles[device]].ops() if op_of(node).streams]
         span_of: dict[fx.Node, Span] = dict(zip(nodes, own))
         for node, span in span_of.items():
+            work = work_of(programs[roles[device]], node)
+            if work.workspace_bytes and not op_of(node).workspace_in_arena:
+                name = _memory_name(hardware, device, work.workspace_memory)
+                text = f"workspace of {op_of(node).name}, for {node.name}"
+                found.setdefault(name, []).append((text, work.workspace_bytes, span.start_s, span.end_s))
             for value in values_of(node):
                 kind = value.meta["type"]
                 if kind.owned and kind.bytes:
-                    readers = [span_of[user].end_s for user in value.users if user in span_of]
-                    end_s = max(readers, default=timeline.from_rest_s)
+                    users = [user for user in value.users if user in span_of]
+                    ends = [span_of[user].start_s if value in donated(user) else span_of[user].end_s for user in users]
+                    end_s = max(ends, default=timeline.from_rest_s)
                     name = _memory_name(hardware, device, kind.memory)
-                    found.setdefault(name, []).append((f"{value.name} ({kind.kind})", kind.bytes, span.start_s, end_s))
+                    text = f"{value.name} ({kind.kind}{', in the arena' if places_of(value) else ''})"
+                    found.setdefault(name, []).append((text, kind.bytes, span.start_s, end_s))
     return found
 
 
@@ -80,9 +89,10 @@ def _lasting(programs: Sequence[Program], roles: Sequence[int], hardware: Hardwa
     """Memory -> what lasts from step to step -> bytes, over all devices that use it."""
     found: dict[str, dict[str, int]] = {}
     for device, role in enumerate(roles):
-        persistent = persistent_bytes(programs[role])
+        persistent, arenas = persistent_bytes(programs[role]), plan_arenas(programs[role])
         for memory in ops.MEMORIES:
             into = found.setdefault(_memory_name(hardware, device, memory), {})
             for what, num in persistent.parts(memory).items():
                 into[what] = into.get(what, 0) + num
+            into["arena"] = into.get("arena", 0) + arenas[memory].bytes
     return found

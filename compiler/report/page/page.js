@@ -400,7 +400,7 @@ function memory() {
   const peak = points.reduce((most, point) => Math.max(most, point[1]), 0), step = bytesStep(1.05 * (m.budget && m.budget < 3 * peak ? Math.max(peak, m.budget) : peak));
   const at_ = time => {
     const now = Math.round(time / facts.unit_s), held = m.values.filter(([, , from, to]) => from <= now && now <= to).sort((a, b) => b[1] - a[1]);
-    const lasting = Object.entries(m.lasting).filter(([, num]) => num).map(([what, num]) => [what + " (lasting)", num]);
+    const lasting = Object.entries(m.lasting).filter(([, num]) => num).map(([what, num]) => [what === "arena" ? "arena, of values that come and go" : what + " (lasting)", num]);
     const rows = [...lasting, ...held.slice(0, 12).map(([text, num]) => [text, num])];
     const more = held.length > 12 ? `<br>and ${held.length - 12} more` : "";
     return rows.map(([text, num]) => `${escaped(text)}: ${bytes(num)}`).join("<br>") + more;

@@ -23,6 +23,7 @@ from penstock.compiler.report.page.spent import KINDS, spent_seconds
 from penstock.ir.errors import PlanError
 from penstock.ir.ops.table import ALL
 from penstock.runtime.simulate import Span, Timeline
+from penstock.tests.browser.report_pages import job_of
 
 CHARTS = Path(write.__file__).parent / "charts"
 BUILT = "e22c5b8148bea03b82c42428292a33d51ff1afc52383d0d52849162f8b7f36c9"  # by `make charts`
@@ -67,6 +68,20 @@ def test_what_an_op_reads_is_made_before_it(job: penstock.Job, tmp_path: Path) -
     for line, before in facts["producers"].items():
         for other in before:
             assert end[other] <= start[int(line)] + 2, (line, other)  # units, to which times are rounded
+
+
+def test_what_lies_in_a_memory_adds_up_to_its_bytes(tmp_path: Path) -> None:
+    job, _ = job_of(width=64, memory="1MB")
+    memory = facts_in(job.report(tmp_path / "report.html", what_if=False))["memory"]
+    assert any(each["lasting"]["arena"] for each in memory)
+    for each in memory:
+        for (begin, num), (end, _) in zip(each["points"], each["points"][1:]):
+            if end - begin > 1000:  # units: between changes, which at one time come one after another
+                now = (begin + end) / 2
+                held = sum(
+                    value for text, value, first, last in each["values"] if first <= now <= last and "arena" not in text
+                )
+                assert held + sum(each["lasting"].values()) == num, (each["name"], now)
 
 
 def test_the_parts_of_a_step_add_up_to_it(job: penstock.Job, tmp_path: Path) -> None:
