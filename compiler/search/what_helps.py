@@ -82,7 +82,7 @@ def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan:
         step_s = attempts.result().best.step_s
     except PenstockError as error:
         return Help(change, None, why_not(error))
-    return Help(change, step_s if more_devices else min(step_s, plan.predicted.step_s))  # else the old plan runs there
+    return Help(change, min(step_s, plan.predicted.step_s))  # the old plan runs there, too, if need be on fewer devices
 
 
 def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]:
