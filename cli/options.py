@@ -78,7 +78,7 @@ class JobOptions:
     plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="time one block of each kind on this machine; else: by the hardware's rates"),
+        typer.Option(help="time one block of each kind on this machine; else: by the hardware's rates"),
     ] = False
     profile_cache: Annotated[
         Path | None, typer.Option(help="directory for what --profile measured; default ~/.cache/penstock/profiles")
@@ -97,13 +97,9 @@ class JobOptions:
         list[Path] | None,
         typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
     ] = None
-    ssd_verify: Annotated[bool, typer.Option("--ssd-verify", help="check all that is read from SSD")] = False
-    compile_stages: Annotated[bool, typer.Option("--compile-stages", help="run repeated blocks by torch.compile")] = (
-        False
-    )
-    cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="run stages that stay on their GPU from CUDA graphs")
-    ] = False
+    ssd_verify: Annotated[bool, typer.Option(help="check all that is read from SSD")] = False
+    compile_stages: Annotated[bool, typer.Option(help="run repeated blocks by torch.compile")] = False
+    cuda_graphs: Annotated[bool, typer.Option(help="run stages that stay on their GPU from CUDA graphs")] = False
     timeout: Annotated[
         float, typer.Option(min=1.0, help="seconds until a device or rank of which nothing is heard counts as lost")
     ] = 600.0
@@ -122,7 +118,7 @@ class JobOptions:
     ] = None
     dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
     seed: Annotated[int, typer.Option(help="of dropout, new weights and the order of the data")] = 0
-    download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
+    download: Annotated[bool, typer.Option(help="get an unknown model from the Hugging Face hub")] = False
 
     def machine(self) -> Hardware:
         """The only machine. Raises `PlanError` if several are named."""
@@ -265,11 +261,11 @@ class TrainOptions(JobOptions):
     ] = None
     pack: Annotated[
         bool,
-        typer.Option("--pack", help="pack texts or chats whole into rows, none of which attends to another"),
+        typer.Option(help="pack texts or chats whole into rows, none of which attends to another"),
     ] = False
-    streaming: Annotated[
-        bool, typer.Option("--streaming", help="read and tokenise while training, for data larger than memory")
-    ] = False
+    streaming: Annotated[bool, typer.Option(help="read and tokenise while training, for data larger than memory")] = (
+        False
+    )
     beta: Annotated[
         float | None, typer.Option(help="of preference pairs: how near to the reference DPO stays; without it 0.1")
     ] = None
@@ -290,13 +286,13 @@ class TrainOptions(JobOptions):
     patience: Annotated[
         int, typer.Option(min=0, help="stop after so many evaluations without a better one; 0: never")
     ] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in OUT")] = False
+    resume: Annotated[bool, typer.Option(help="go on from the checkpoint in OUT")] = False
     elastic: Annotated[
         bool,
-        typer.Option("--elastic", help="go on from the checkpoint in OUT if there is one, else begin anew"),
+        typer.Option(help="go on from the checkpoint in OUT if there is one, else begin anew"),
     ] = False
     merge: Annotated[
-        bool, typer.Option("--merge", help="with --adapter: at the end also the model with the adapter merged in")
+        bool, typer.Option(help="with --adapter: at the end also the model with the adapter merged in")
     ] = False
     log: Annotated[
         list[str] | None,

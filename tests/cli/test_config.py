@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from penstock.cli.config import SECTIONS, config_text, read_config
+from penstock.cli.main import main
 from penstock.cli.options import TrainOptions
 from penstock.ir.errors import PlanError
 
@@ -70,6 +71,16 @@ def test_what_is_printed_is_read_back(options: TrainOptions, tmp_path: Path) -> 
 def test_the_example_is_a_run() -> None:
     found = TrainOptions(**read_config(EXAMPLE))
     assert found.model is not None and found.data
+
+
+def test_options_count_more_than_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also flags, which the file sets and the line takes back."""
+    path = written(tmp_path, "data: {pack: true, data: [a, b]}\noptimizer: {lr: 1e-3}\nsaving: {resume: true}\n")
+    line = [str(path), "--no-pack", "--no-resume", "--lr", "0.5", "--data", "c"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", *line, "--print-config"])
+    found = read_config(written(tmp_path, capsys.readouterr().out))
+    assert (found["pack"], found["resume"], found["lr"], found["data"]) == (False, False, 0.5, [Path("c")])
 
 
 @pytest.mark.parametrize(

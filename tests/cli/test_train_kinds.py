@@ -104,6 +104,16 @@ def test_streamed_rows_resume_where_they_were(tmp_path: Path) -> None:
     assert [*first.losses, *rest.losses] == whole.losses
 
 
+def test_what_was_cut_of_streamed_and_of_held_out_rows_is_said(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(json.dumps({**row, "id": 1}) for row in ANSWERS[:5]))
+    chosen = options(tmp_path, ANSWERS, streaming=True, sequence=5, eval_data=[held])
+    _, said = run(chosen)
+    assert "\n5 of 12 rows have more than 5 tokens and were cut" in said
+    assert "held out: 2 of 5 rows have more than 5 tokens and were cut" in said
+    assert "held out: columns that are not read: id" in said
+
+
 def test_held_out_files(tmp_path: Path) -> None:
     held = tmp_path / "held.jsonl"
     held.write_text("\n".join(json.dumps(row) for row in ANSWERS[:5]))
