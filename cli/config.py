@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import textwrap
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..ir.documents import Unreadable, read_yaml
 from ..ir.errors import PlanError
@@ -44,26 +45,45 @@ LineNumbers = Mapping[tuple[str, ...], int]  # a section, or a section and a key
 WIDTH = 118
 
 
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """What an option says of itself. `least` and `most`: of its value, where it has such bounds."""
+
+    kind: Any
+    default: Any
+    help: str
+    least: float | None
+    most: float | None
+
+    @property
+    def allowed(self) -> str:
+        bounds = [f"{word} {bound:g}" for word, bound in (("at least", self.least), ("at most", self.most))
+                  if bound is not None]  # fmt: skip
+        kind = getattr(self.kind, "__name__", str(self.kind)).replace("pathlib.", "").replace("None", "null")
+        return f"{', '.join([kind, *bounds])} ({self.help})"
+
+
 @cache
-def _fields() -> dict[str, tuple[Any, Any, str]]:
-    """For each option its type, default and help."""
+def _keys() -> dict[str, _Key]:
+    """For each option what it says of itself."""
     hints = get_type_hints(TrainOptions, include_extras=True)
     found = {}
     for field in dataclasses.fields(TrainOptions):
-        hint = hints[field.name]
-        kind, help_ = (get_args(hint)[0], get_args(hint)[1].help) if get_origin(hint) is Annotated else (hint, "")
-        found[field.name] = (kind, field.default, help_)
+        kind, option = get_args(hints[field.name])
+        found[field.name] = _Key(kind, field.default, option.help, option.min, option.max)
     return found
 
 
 @cache
 def _models() -> dict[str, type[BaseModel]]:
     """For each section the model of its keys."""
-    fields = _fields()
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)  # `ssd: 0` and `hardware: 4090` are texts
     found = {}
-    for section, keys in SECTIONS.items():
-        given: dict[str, Any] = {key: (fields[key][0], fields[key][1]) for key in keys}
-        found[section] = create_model(section, __config__=ConfigDict(extra="forbid"), **given)
+    for section, names in SECTIONS.items():
+        keys = {name: _keys()[name] for name in names}
+        given: dict[str, Any] = {name: (key.kind, Field(key.default, ge=key.least, le=key.most))
+                                 for name, key in keys.items()}  # fmt: skip
+        found[section] = create_model(section, __config__=config, **given)
     return found
 
 
@@ -95,25 +115,28 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _checked(path: Path, section: str, values: Mapping[str, Any], lines: LineNumbers) -> dict[str, Any]:
     try:
-        model = _models()[section].model_validate(_listed(section, values))
+        model = _models()[section].model_validate(_listed(values))
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
-        kind, _, help_ = _fields()[key]
-        wanted = getattr(kind, "__name__", str(kind)).replace("pathlib.", "")
-        raise PlanError(
-            f"{path}{_at(lines, section, key)}: {section}.{key} is {values[key]!r}, allowed: {wanted} ({help_})"
-        ) from error
-    return {key: getattr(model, key) for key in values}
+        where = f"{path}{_at(lines, section, key)}"
+        raise PlanError(f"{where}: {section}.{key} is {values[key]!r}, allowed: {_keys()[key].allowed}") from error
+    return {key: _at_home(getattr(model, key)) for key in values}
 
 
-def _listed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
     """One value where an option may be repeated is a list of one."""
-    fields = _fields()
     return {
-        key: [value] if "list[" in str(fields[key][0]) and isinstance(value, (str, Path)) else value
+        key: [value] if "list[" in str(_keys()[key].kind) and isinstance(value, (str, int, float)) else value
         for key, value in values.items()
     }
+
+
+def _at_home(value: Any) -> Any:
+    """The value, with its paths' ~ replaced, as a shell does on the command line."""
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return type(value)(os.path.expanduser(value)) if isinstance(value, (str, Path)) else value
 
 
 def _unknown(section: str, key: str) -> str:
@@ -154,12 +177,11 @@ def _at(lines: LineNumbers, *keys: Any) -> str:
 
 def config_text(options: TrainOptions) -> str:
     """The whole file of these options, with what each key means; `read_config` gives the same options."""
-    fields = _fields()
     parts = []
     for section, keys in SECTIONS.items():
         parts.append(f"{section}:")
         for key in keys:
-            parts += textwrap.wrap(fields[key][2], WIDTH, initial_indent="  # ", subsequent_indent="  # ")
+            parts += textwrap.wrap(_keys()[key].help, WIDTH, initial_indent="  # ", subsequent_indent="  # ")
             parts.append(f"  {key}: {_value(getattr(options, key))}")
         parts.append("")
     return "\n".join(parts)

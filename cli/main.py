@@ -6,8 +6,10 @@ stderr and gives exit code 2; with --debug it also prints its traceback.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -91,7 +93,7 @@ def plan(
         job.write(out)
         options.remember(out)
     if html is not None:
-        job.report(html)
+        job.report(html, price_per_hour=price)
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
@@ -224,6 +226,8 @@ def train(
         result = run(options, console())
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    finally:  # one more Ctrl-C has nothing left to end but the interpreter, which would print a traceback
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -337,6 +341,8 @@ def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> Non
             screen.print(table)
         if note := unpriced(rows):
             screen.print(note)
+        if html is not None:
+            screen.print("no report: the model fits none" if job is None else f"report in {html}: open it in a browser")
     if not any(row.fits for row in rows):
         raise typer.Exit(ERROR)
 

@@ -16,10 +16,12 @@ from ..compiler.models.named import NamedModel, find_model
 from ..compiler.models.table import alias_of
 from ..compiler.preference import DPO
 from ..data.codec import Codec
+from ..data.files import SPLITS
 from ..data.read import read_rows
 from ..data.rows import Rows
 from ..data.streamed import StreamedRows
 from ..ir.errors import PlanError
+from ..ir.machine.hardware import Hardware
 from .best import LOWER_IS_BETTER
 from .options import TrainOptions
 from .schedule import schedule
@@ -60,9 +62,12 @@ class TrainingTask:
 
 
 def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
-    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit."""
+    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit; what
+    needs no data is looked at first."""
     if not options.data:
         raise PlanError("name the data to train on: --data FILE.txt, FILE.jsonl, FILE.parquet or a folder")
+    schedule(options.schedule, 0)
+    options.optimizer_partial()
     if options.merge and options.adapter is None:
         raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
     if options.eval_every and not (options.eval_data or options.eval_fraction):
@@ -73,6 +78,14 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         raise PlanError(f"--best-by {options.best_by!r}; allowed are {', '.join(LOWER_IS_BETTER)}")
     if options.eval_data and options.eval_fraction:
         raise PlanError("--eval-data and --eval-fraction: rows are held out by one of them")
+    both = {path.resolve() for path in options.data} & {path.resolve() for path in options.eval_data or ()}
+    if both:
+        raise PlanError(
+            f"--eval-data {both.pop()}: it is trained on; give other files, or of a folder of `datasets` with several "
+            "splits the split's own: FOLDER/test"
+        )
+    if options.split != "train" and not any((path / SPLITS).is_file() for path in options.data):
+        raise PlanError(f"--split {options.split}: no --data is a folder that `datasets` saved with several splits")
     named = options.named_model()
     named.check_sequence(options.sequence)
     codec = Codec.of_directory(named.directory)
@@ -89,7 +102,9 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     _require_fitting(options, named, codec, read.kind)
     rows, held_out = read.rows.split(options.eval_fraction, options.seed)
     if options.eval_data:
-        held_out = _held_out(options, codec, named, read.classes)
+        held_out = _held_out(options, codec, named, read.classes, screen)
+    if options.eval_fraction and not len(held_out):
+        raise PlanError(f"--eval-fraction {options.eval_fraction} of {len(rows)} rows is none; give a larger one")
     if not len(rows):
         raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
     steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
@@ -108,14 +123,18 @@ def _prepare_stream(
     if options.eval_fraction:
         raise PlanError("--streaming --eval-fraction: rows are not known beforehand; hold out files: --eval-data")
     _require_fitting(options, named, codec, stream.kind)
-    held_out = _held_out(options, codec, named, []) if options.eval_data else None
+    for sentence in stream.said:
+        screen.print(sentence, soft_wrap=True)
+    held_out = _held_out(options, codec, named, [], screen) if options.eval_data else None
     screen.print(f"rows of {stream.kind} read while training; {options.max_steps} steps of {options.batch} rows")
     return TrainingTask(named, codec, stream.kind, None, held_out, options.max_steps, stream)
 
 
-def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str]) -> Rows:
+def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: list[str], screen: Console) -> Rows:
     assert options.eval_data is not None
     read = read_rows(options.data_spec(options.eval_data), codec, named.head, named.skipped_positions)
+    for sentence in read.said:
+        screen.print(f"held out: {sentence}", soft_wrap=True)
     unknown = [name for name in read.classes if name not in classes]
     if unknown:
         raise PlanError(f"--eval-data has the label {unknown[0]!r}, which no row to train on has")
@@ -170,7 +189,7 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
     return found
 
 
-def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
+def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) -> Job:
     """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values or
     learns from pairs; one without gets new weights."""
     named = task.named
@@ -183,7 +202,7 @@ def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
     with rare_collections():
         return options.compile_model(
             model,
-            options.machine(),
+            hardware,
             example,
             weights,
             lr_scheduler=schedule(options.schedule, task.steps, _warmup(options, task.steps)),

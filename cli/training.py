@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import threading
 import time
 import warnings
@@ -65,6 +66,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     is_main = own_device() == 0
     if not is_main:
         screen = Console(quiet=True)
+    _require_writable(options.out)
     last = find_latest(options.out / "checkpoint")
     if options.elastic:
         options = dataclasses.replace(options, resume=last is not None)
@@ -74,9 +76,10 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
     with ExitStack() as pages:
         listeners = _listeners(options, screen, pages) if is_main else []
+        hardware = options.machine()
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
-            job = compile_task(options, task)
+            job = compile_task(options, task, hardware)
         screen.print(
             f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
         )
@@ -85,6 +88,14 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
             options.remember(options.out / "programs")
             (options.out / FILE).write_text(config_text(options), encoding="utf-8")
         return _Run(options, task, job, screen, listeners).run()
+
+
+def _require_writable(out: Path) -> None:
+    """Raise `PlanError` where nothing can be written into the directory, before the time for data and plan is spent."""
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "is not writable" if place.is_dir() else "is no directory"
+        raise PlanError(f"--out {out}: cannot be written, as {place} {why}; name another directory")
 
 
 def _listeners(options: TrainOptions, screen: Console, pages: ExitStack) -> list[Listener]:
@@ -110,6 +121,8 @@ class _Run:
         self.best = BestSoFar(options.best_by, options.patience)
         self.result = TrainResult()
         self.saved_step = 0
+        self.said_no_room = False
+        self.looked_step, self.looked = 0, dict[str, float]()
 
     def run(self) -> TrainResult:
         result = self.result
@@ -123,7 +136,8 @@ class _Run:
                 if result.interrupted:
                     self.broadcast.end(interrupted=True)
                 else:
-                    result.after = self.evaluate(f"after {self.job.step_count} steps")
+                    known = self.looked_step == self.job.step_count
+                    result.after = self.looked if known else self.evaluate(f"after {self.job.step_count} steps")
                     self.save_model()
         except (PenstockError, KeyboardInterrupt):
             self.say_how_to_resume()
@@ -198,6 +212,8 @@ class _Run:
             self.save()
         elapsed_s = time.perf_counter() - began_s
         self.broadcast.flush()
+        for sentence in self.task.stream.lengths.describe() if self.task.stream is not None else ():
+            self.screen.print(sentence, soft_wrap=True)
         if best.is_over:
             why = f"no better {best.by} in {best.misses} evaluations"
             self.screen.print(f"{why}: ended at step {job.step_count} of {self.task.steps}")
@@ -218,7 +234,8 @@ class _Run:
 
     def look(self) -> None:
         """Evaluate, and keep the model if it is the best so far."""
-        found = self.evaluate(f"step {self.job.step_count}")
+        self.looked_step, self.looked = self.job.step_count, self.evaluate(f"step {self.job.step_count}")
+        found = self.looked
         if self.best.is_better(found, self.job.step_count):
             self.write_model("best")
 
@@ -261,7 +278,9 @@ class _Run:
         try:
             save = job.save(self.checkpoint, data=data, wait=False)
         except NoRoomForCopy as error:
-            self.screen.print(f"training waits for this save: {error}", soft_wrap=True)
+            if not self.said_no_room:
+                self.screen.print(f"training waits for its saves: {error}", soft_wrap=True)
+            self.said_no_room = True
             job.save(self.checkpoint, data=data)
             return
         if self.is_over:
@@ -282,14 +301,14 @@ class _Run:
         if self.options.merge:
             directory = self.write_model("model", merge=True)
         what = "adapter" if is_adapter and not self.options.merge else "model"
-        self.screen.print(f"{what} in {directory}, checkpoint in {self.checkpoint}, programs in {out / 'programs'}")
+        places = f"{what} in {directory}, checkpoint in {self.checkpoint}, programs in {out / 'programs'}"
+        self.screen.print(places, soft_wrap=True)
 
     def say_how_to_resume(self) -> None:
         if find_latest(self.checkpoint) is not None:
-            self.screen.print(
-                f"the last checkpoint is in {self.checkpoint}; the same command with --resume goes on from it"
-            )
-        else:
+            said = f"the last checkpoint is in {self.checkpoint}; the same command with --resume goes on from it"
+            self.screen.print(said, soft_wrap=True)
+        elif self.result.losses:
             self.screen.print("nothing was saved yet; --save-every STEPS makes checkpoints to resume from")
 
 

@@ -478,4 +478,4 @@ def _model_name(model: nn.Module) -> str:
     name = getattr(config, "model_type", None) or type(model).__name__
     params = sum(p.numel() for p in model.parameters())
     params += sum(layer.more_params for _, layer in quantised_layers(model))
-    return f"{name}, {params / 1e6:.1f} M parameters"
+    return f"{name}, {params / 1e9:.4g} B parameters" if params >= 1e9 else f"{name}, {params / 1e6:.1f} M parameters"

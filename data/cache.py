@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from filelock import FileLock
 
 from ..compiler.packing import documents
 from ..ir.errors import PlanError
+from ..ir.units import format_bytes
 
 MAKERS = (Path(__file__).parent, Path(documents.__file__).parent)  # the code that makes rows
 SETTING = "PENSTOCK_CACHE"  # the directory of caches
@@ -54,9 +56,7 @@ def cached(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if found is None:
             found = make()
             with _writing(directory):
-                part = path.with_suffix(".part")
-                torch.save(found, part)
-                os.replace(part, path)
+                _write(path, found)
         return found
     finally:
         lock.release()
@@ -70,6 +70,17 @@ def _writing(directory: Path) -> Iterator[None]:
         raise PlanError(
             f"the cache of tokens {directory} cannot be written: {error}; {SETTING}=DIRECTORY names another place"
         ) from error
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    try:
+        torch.save(found, part)
+    except RuntimeError as error:  # as torch tells of a full disk
+        part.unlink(missing_ok=True)
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        raise OSError(f"its disk is full, or broken: {free} are free") from error
+    os.replace(part, path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -40,7 +40,8 @@ class Codec:
     @staticmethod
     def of_directory(directory: Path | None) -> Codec:
         """The tokenizer in a model's directory, or plain bytes if there is none. Never downloads."""
-        if directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        names = (*TOKENIZER_FILES, SETTINGS[0])  # tokenizers of bytes have settings only
+        if directory is None or not any((directory / name).is_file() for name in names):
             return Codec(_bytes, _bytes, end_id=10, pad_id=0, vocab_size=NUM_BYTES, is_bytes=True)
         from transformers import AutoTokenizer
 

@@ -57,7 +57,7 @@ def encode_pair(record: Record, columns: Mapping[str, str], codec: Codec) -> Exa
     for side in ("chosen", "rejected"):
         before, column = prompt, columns[side]
         if prompt is None:
-            before = _shared(record.values[columns["chosen"]], record.values[columns["rejected"]])
+            before = _shared(record.values[columns["chosen"]], record.values[columns["rejected"]], record.where)
             values = {**record.values, column: record.values[column][len(before) :]}
             given = _answered(Record(record.where, values), before, column, codec)
         else:
@@ -66,8 +66,11 @@ def encode_pair(record: Record, columns: Mapping[str, str], codec: Codec) -> Exa
     return found
 
 
-def _shared(chosen: Any, rejected: Any) -> Any:
-    """What two answers have in common at their beginning."""
+def _shared(chosen: Any, rejected: Any, where: str) -> Any:
+    """What two answers have in common at their beginning. Raises `PlanError` unless both are texts, or both lists."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, (str, list)):
+        found = f"{str(chosen)[:30]!r} and {str(rejected)[:30]!r}"
+        raise PlanError(f"{where}: found {found}, allowed: two texts, or two lists of messages")
     count = 0
     while count < min(len(chosen), len(rejected)) - 1 and chosen[count] == rejected[count]:
         count += 1
@@ -75,6 +78,9 @@ def _shared(chosen: Any, rejected: Any) -> Any:
 
 
 def _answered(record: Record, prompt: Any, column: str, codec: Codec) -> Example:
+    for value in (prompt, record.values[column]):
+        if not isinstance(value, (str, list)):
+            raise PlanError(f"{record.where}: found {str(value)[:60]!r}, allowed: a text or a list of messages")
     if isinstance(prompt, str) and isinstance(record.values[column], str):
         before = [*codec.begin_ids, *codec.encode(prompt)]
         after = [*codec.encode(record.values[column]), *codec.end_ids]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,12 @@ from typing import Any
 
 from ..ir.errors import PlanError
 
-SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves
+SPLITS = "dataset_dict.json"
+SAVED = ("state.json", SPLITS)  # what `save_to_disk` leaves
+PAGE = "README.md"
 PIECE = 1 << 22
+HALF = re.compile("[\ud800-\udfff]")  # of a character; no tokenizer takes it
+UTF8 = "utf-8-sig"  # editors on Windows begin a file with a mark
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,18 @@ def read_records(paths: Iterable[Path], split: str = "train") -> Iterator[Record
 
 
 def files_of(path: Path) -> list[Path]:
-    """The data files of a path: itself, or all of a folder. Raises `PlanError` where there is none."""
+    """The data files of a path: itself, or all of a folder, but for hidden ones, and the page about the others that the
+    hub has. Raises `PlanError` where there is none."""
     kinds = ", ".join(READERS)
     if not path.is_dir():
         if path.suffix not in READERS:
             raise PlanError(f"{path}: a data file ends in one of {kinds}")
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
         raise PlanError(f"{path}: a folder with no data file in it; they end in {kinds}")
-    return found
+    return [file for file in found if file.name != PAGE] or found
 
 
 def hash_of(paths: Iterable[Path]) -> str:
@@ -79,7 +86,7 @@ def _text(path: Path) -> Iterator[Record]:
 
 def _lines(path: Path) -> Iterator[Record]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding=UTF8) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _record(f"{path}, line {number}", line)
@@ -94,6 +101,8 @@ def _record(where: str, line: str) -> Record:
         raise PlanError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise PlanError(f"{where}: found {line[:60]!r}, allowed: an object with a key for each column")
+    if "\\ud" in line.lower() and HALF.search(json.dumps(row, ensure_ascii=False)):
+        raise PlanError(f"{where}: holds one half of a character that is written in two, such as \\ud83d")
     return Record(where, row)
 
 
@@ -112,7 +121,7 @@ def _json(path: Path) -> Iterator[Record]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 

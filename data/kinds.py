@@ -37,6 +37,9 @@ def kind_of(record: Record, wished: str, head: str, columns: Mapping[str, str]) 
     for kind in allowed:
         if all(_find(record.values, name, usual, columns) for name, usual in COLUMNS[kind].items()):
             return kind
+    for kind in allowed:  # with a null in one of its columns, as `columns_of` will say
+        if all(any(each in record.values for each in usual) for usual in COLUMNS[kind].values()):
+            return kind
     if len(allowed) == 1:
         return allowed[0]  # `columns_of` says which of its columns is missing
     _refuse_columns(record, allowed)
@@ -52,6 +55,9 @@ def columns_of(record: Record, kind: str, columns: Mapping[str, str]) -> dict[st
         column = _find(record.values, name, usual, columns)
         if column is None:
             wanted = columns.get(name, name)
+            empty = [each for each in ((wanted,) if name in columns else usual) if each in record.values]
+            if empty:
+                raise PlanError(f'{record.where}: "{empty[0]}" is null, allowed: what {kind} learns from; leave it out')
             there = ", ".join(record.values) or "none"
             near = difflib.get_close_matches(wanted, record.values, 1, 0.4)
             hint = f"; the nearest is {near[0]!r}: --column {name}={near[0]}" if near else f"; --column {name}=NAME"

@@ -61,4 +61,4 @@ def padded_rows(examples: Sequence[Example], codec: Codec, lengths: dict[str, in
 
 def classes_of(labels: Sequence[str]) -> list[str]:
     """The labels in use, sorted; whole numbers by value."""
-    return sorted(set(labels), key=lambda name: (0, int(name), "") if name.isdigit() else (1, 0, name))
+    return sorted(set(labels), key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))

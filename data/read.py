@@ -13,7 +13,7 @@ from ..ir.errors import PlanError
 from .cache import cached, key_of
 from .codec import Codec
 from .encode import ENCODERS, Example, label_of
-from .files import Record, hash_of, read_records
+from .files import hash_of, read_records
 from .kinds import columns_of, kind_of
 from .layout import classes_of, packed_rows, padded_rows, stream_rows
 from .lengths import Lengths
@@ -36,13 +36,11 @@ def read_rows(spec: DataSpec, codec: Codec, head: str, first_position: int = 0) 
 
     first_position: as `pack_documents` takes it. Raises `PlanError` naming the file and row at fault.
     """
-    first = next(read_records(spec.paths, spec.split), None)
-    if first is None:
-        raise PlanError(f"{', '.join(map(str, spec.paths))} holds no rows")
+    _, said = look(spec, head)
     wishes = spec.model_dump_json(exclude={"paths"})
     key = key_of(hash_of(spec.paths), codec.fingerprint, wishes, head, str(first_position))
     found = cached(key, lambda: _plain(_made(spec, codec, head, first_position)))
-    return DataRows(found["kind"], Rows(found["columns"]), found["said"], found["classes"])
+    return DataRows(found["kind"], Rows(found["columns"]), [*said, *found["said"]], found["classes"])
 
 
 def _plain(made: DataRows) -> dict[str, Any]:
@@ -61,20 +59,17 @@ def examples_of(spec: DataSpec, codec: Codec, head: str, lengths: Lengths) -> It
         label = label_of(record, columns) if kind == "classification" else None
         example = ENCODERS[kind](record, {**spec.columns, **columns}, codec)
         lengths.keep_last = kind in ("classification", "seq2seq") and not codec.is_bytes
-        kept = example if kind == "text" else _fit(lengths, example, record, spec)
+        is_cut_later = lengths.wish == "truncate" if spec.pack else kind == "text"  # into pieces, or as one stream
+        kept = example if is_cut_later else lengths.fit(example, record.where)
         if kept is not None:
             yield kind, kept, label
-
-
-def _fit(lengths: Lengths, example: Example, record: Record, spec: DataSpec) -> Example | None:
-    if spec.pack and lengths.wish == "truncate" and "labels" in example:
-        return example  # packing cuts it into pieces
-    return lengths.fit(example, record.where)
 
 
 def _require_room(spec: DataSpec, kind: str) -> None:
     if spec.pack and kind in ("classification", "seq2seq", "preference"):
         raise PlanError(f"--pack: {kind} has one row for each record; packing is for causal language models")
+    if spec.long_rows != "truncate" and kind == "text" and not spec.pack:
+        raise PlanError(f"--long-rows {spec.long_rows}: texts are one stream, so that none is too long; give --pack")
     if spec.targets is not None and kind != "seq2seq":
         raise PlanError(f"--targets {spec.targets}: {kind} has no labels of a length of their own; leave it out")
 
@@ -108,8 +103,13 @@ def _length(name: str, examples: list[Example], spec: DataSpec, kind: str) -> in
     return spec.sequence
 
 
-def kind_in(spec: DataSpec, head: str) -> str:
-    """The kind of data that these files hold, by their first record."""
+def look(spec: DataSpec, head: str) -> tuple[str, list[str]]:
+    """By their first record the kind of data that these files hold; and in words, which columns are not read."""
     for record in itertools.islice(read_records(spec.paths, spec.split), 1):
-        return kind_of(record, spec.kind, head, spec.columns)
+        kind = kind_of(record, spec.kind, head, spec.columns)
+        used = {**spec.columns, **columns_of(record, kind, spec.columns)}
+        if kind == "preference":
+            used.setdefault("prompt", "prompt")
+        others = [name for name, value in record.values.items() if value is not None and name not in used.values()]
+        return kind, [f"columns that are not read: {', '.join(others)}"] if others else []
     raise PlanError(f"{', '.join(map(str, spec.paths))} holds no rows")

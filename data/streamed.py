@@ -14,7 +14,7 @@ from .codec import Codec
 from .encode import Example
 from .layout import padded_rows
 from .lengths import Lengths
-from .read import examples_of, kind_in
+from .read import examples_of, look
 from .spec import DataSpec
 
 Batch = dict[str, Tensor]
@@ -27,7 +27,7 @@ class StreamedRows:
     """
 
     def __init__(self, spec: DataSpec, codec: Codec, head: str):
-        self.kind = kind_in(spec, head)
+        self.kind, self.said = look(spec, head)
         if spec.pack:
             raise PlanError("--streaming --pack: packing looks at all rows; leave one of them out")
         if self.kind == "classification":
@@ -35,7 +35,7 @@ class StreamedRows:
         if self.kind == "seq2seq" and spec.targets is None:
             raise PlanError("--streaming: how long the longest target is, is known after the last row; give --targets")
         self.spec, self.codec, self.head = spec, codec, head
-        self.lengths = Lengths(spec.sequence, spec.long_rows, spec.targets)  # what happened to long rows so far
+        self.lengths = self._no_lengths()  # what happened to long rows in the first pass, so far
 
     def batches(self, size: int, start: int = 0) -> Iterator[Batch]:
         """Batches without end, from row `start` on."""
@@ -48,29 +48,35 @@ class StreamedRows:
         own = {"labels": self.spec.targets} if self.spec.targets is not None else {}
         return {name: own.get(name, self.spec.sequence) for name in examples[0]}
 
+    def _no_lengths(self) -> Lengths:
+        return Lengths(self.spec.sequence, self.spec.long_rows, self.spec.targets)
+
     def _rows(self) -> Iterator[Example]:
+        self.lengths = lengths = self._no_lengths()
         while True:
             count = 0
-            for example in self._cut() if self.kind == "text" else self._examples():
+            for example in self._cut(lengths) if self.kind == "text" else self._examples(lengths):
                 count += 1
                 yield example
             if not count:
-                raise PlanError(f"{', '.join(map(str, self.spec.paths))}: no whole row of {self.spec.sequence} tokens")
+                why = "; ".join(lengths.describe()) or f"no whole row of {self.spec.sequence} tokens"
+                raise PlanError(f"{', '.join(map(str, self.spec.paths))}: no row is left to train on; {why}")
+            lengths = self._no_lengths()
 
-    def _examples(self) -> Iterator[Example]:
-        for _, example, _ in examples_of(self.spec, self.codec, self.head, self.lengths):
+    def _examples(self, lengths: Lengths) -> Iterator[Example]:
+        for _, example, _ in examples_of(self.spec, self.codec, self.head, lengths):
             yield example
-            self._require_short()
-        self._require_short()
+            self._require_short(lengths)
+        self._require_short(lengths)
 
-    def _require_short(self) -> None:
+    def _require_short(self, lengths: Lengths) -> None:
         if self.spec.long_rows == "error":
-            self.lengths.describe()
+            lengths.describe()
 
-    def _cut(self) -> Iterator[Example]:
+    def _cut(self, lengths: Lengths) -> Iterator[Example]:
         """One stream of tokens, a row of them at a time."""
         tokens: list[int] = []
-        for number, example in enumerate(self._examples()):
+        for number, example in enumerate(self._examples(lengths)):
             tokens += ([] if number == 0 else self.codec.end_ids) + example["input_ids"]
             while len(tokens) >= self.spec.sequence:
                 row, tokens = tokens[: self.spec.sequence], tokens[self.spec.sequence :]

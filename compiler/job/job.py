@@ -179,12 +179,17 @@ class Job:
         return f"{page}\n\n{graphs_text(self.programs, self._ungraphed)}" if self._has_graphs else page
 
     def report(
-        self, path: str | Path, what_if: bool = True, machines: Sequence[Mapping[str, Any]] = ()
+        self,
+        path: str | Path,
+        what_if: bool = True,
+        machines: Sequence[Mapping[str, Any]] = (),
+        price_per_hour: float | None = None,
     ) -> Path:
         """Write the plan, and the last step beside it if there was one, as one self-contained page of HTML.
 
         what_if: plan for machines with more of one thing, which takes up to half a minute the first time. machines:
-        what other machines would do, a mapping with "machine", "step_s" and prices for each. Under torchrun all ranks
+        what other machines would do, a mapping with "machine", "step_s" and prices for each. price_per_hour: in
+        dollars, where the hardware document has no price. Under torchrun all ranks
         call it and the first one writes. Raises `PlanError` for a path that cannot be written, and then plans nothing.
         """
         is_main = self._feed.device in (None, 0)
@@ -192,10 +197,10 @@ class Job:
             require_writable(path)
         if what_if and self._helps is None and self._help_finder is not None:
             self._helps = self._help_finder()
-        page = self._page(machines)
+        page = self._page(machines, price_per_hour)
         return write_page(path, page) if is_main else Path(path)
 
-    def _page(self, machines: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _page(self, machines: Sequence[Mapping[str, Any]] = (), price_per_hour: float | None = None) -> str:
         ids = [shape for name, (shape, _) in self._feed.shape.leaves.items() if name.endswith("input_ids")]
         measured = self.timeline() if self._last is not None or self._unfinished is not None else None
         return page_of(
@@ -209,6 +214,7 @@ class Job:
                     self._helps or (),
                     sum(math.prod(shape) for shape in ids) or None,
                     machines,
+                    price_per_hour,
                 )
             )
         )

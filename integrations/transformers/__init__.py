@@ -1,5 +1,5 @@
-"""transformers' Trainer, whose steps a `Job` takes."""
+"""transformers' trainers, whose steps a `Job` takes."""
 
-from .trainer import PenstockTrainer
+from .trainer import PenstockSeq2SeqTrainer, PenstockTrainer
 
-__all__ = ["PenstockTrainer"]
+__all__ = ["PenstockSeq2SeqTrainer", "PenstockTrainer"]

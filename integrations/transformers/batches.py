@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...compiler.job.job import Job
 from ...compiler.packing.documents import IGNORED
 from ...ir.errors import BatchError
 
@@ -75,7 +76,7 @@ def form_of(
     longest = {} if max_length is not None else longest_rows(datasets)
     lengths = {}
     for name, value in batch.items():
-        if value.dim() == 2:
+        if value.dim() == 2 and not value.is_floating_point():  # else it is as wide as there are classes or features
             own = AS_LONG_AS.get(name, name)
             known = max_length or longest.get(own) or longest.get(TOKENS) or 0
             known = -(-known // multiple) * multiple
@@ -113,8 +114,8 @@ def count_rows(batch: Mapping[str, Tensor]) -> int:
     return len(next(iter(batch.values())))
 
 
-def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module) -> str:
-    """Why a short batch cannot be filled with rows that do not count; "" if it can."""
+def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module, job: Job | None = None) -> str:
+    """Why a short batch cannot be filled with rows that do not count; "" if it can, as far as is known."""
     labels = batch.get("labels")
     if labels is None:
         return "its batches have no 'labels'"
@@ -124,4 +125,9 @@ def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module) -> str:
         return "the model's BatchNorm mixes rows"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return "the model adds a loss of its routers over all rows"
+    settings = None if job is None else job.folder.settings
+    if settings is not None and not all(term.kind == "counted" for term in settings.loss):
+        return "its loss is a mean over rows, whatever their labels"
+    if settings is not None and not set(settings.counts.inputs) <= {"labels"}:
+        return f"its loss counts {', '.join(settings.counts.inputs)}, of rows without labels as well"
     return ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import Trainer
+
 from ...ir.errors import PlanError
 
 INSTEAD = {
@@ -26,8 +28,13 @@ INSTEAD = {
     "bf16_full_eval": "bf16=True",
     "fp16_full_eval": "fp16=True",
     "full_determinism": "seed",
+    "debug": "leave it out: a step whose loss is not finite raises NonFiniteLoss",
     "push_to_hub": "trainer.push_to_hub() after training",
 }
+LIBRARIES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "transformers.optimization")  # of `optim`
+LOSS = "the loss of the model itself: put yours into its forward"
+OPTIMIZER = "optim and lr_scheduler_type of TrainingArguments, or optimizer_cls_and_kwargs=(class, arguments)"
+PRECISIONS = {"no": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}  # those of accelerate
 SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that follow an evaluation
 
 
@@ -40,6 +47,10 @@ def refuse_arguments(args: Any) -> None:
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if kind in SCHEDULES:
         raise PlanError(f"TrainingArguments(lr_scheduler_type={kind!r}) depends on evaluations; use: 'linear'")
+    if args.mixed_precision not in PRECISIONS:
+        raise PlanError(
+            f"accelerate launch --mixed_precision {args.mixed_precision}: use one of {', '.join(PRECISIONS)}"
+        )
     if args.train_sampling_strategy == "group_by_length":
         raise PlanError("TrainingArguments(train_sampling_strategy='group_by_length'): use: 'random'")
     if args.world_size > 1 and not args.average_tokens_across_devices:
@@ -50,25 +61,30 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_trainer(trainer: Any, own_loss: Any) -> None:
-    """Raise `PlanError` for a trainer with a loss, an optimizer or a model of its own making."""
+    """Raise `PlanError` for a trainer with a loss, an optimizer or a model of its own making, or a launcher's."""
+    kind = type(trainer)
     found = {
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "compute_loss": type(trainer).compute_loss is not own_loss,
-        "optimizers": trainer.optimizer is not None or trainer.lr_scheduler is not None,
-        "model_init": trainer.model_init is not None,
+        "compute_loss_func": (trainer.compute_loss_func is not None, LOSS),
+        "compute_loss": (kind.compute_loss is not own_loss, LOSS),
+        "optimizers": (trainer.optimizer is not None or trainer.lr_scheduler is not None, OPTIMIZER),
+        "create_optimizer": (kind.create_optimizer is not Trainer.create_optimizer, OPTIMIZER),
+        "create_scheduler": (kind.create_scheduler is not Trainer.create_scheduler, OPTIMIZER),
+        "model_init": (trainer.model_init is not None, "model=model_init()"),
+        "accelerate launch --use_deepspeed": (trainer.is_deepspeed_enabled, "it without: the plan shards and offloads"),
+        "accelerate launch --use_fsdp": (trainer.is_fsdp_enabled, "it without: the plan shards"),
     }
-    for name, is_given in found.items():
+    for name, (is_given, instead) in found.items():
         if is_given:
-            raise PlanError(
-                f"{name}: a Job trains the loss of the model itself with the optimizer of TrainingArguments; put the "
-                "loss into the model's forward, and name optimizer and schedule by optim and lr_scheduler_type"
-            )
+            raise PlanError(f"{name} cannot be honoured by a Job; use: {instead}")
 
 
-def require_torch_optimizer(kind: type, name: str) -> None:
-    """Raise `PlanError` for an optimizer of another library than torch."""
-    if not kind.__module__.startswith("torch.optim"):
-        raise PlanError(f"TrainingArguments(optim={name!r}) is {kind.__module__}.{kind.__name__}; use: 'adamw_torch'")
+def require_known_optimizer(kind: Any, name: str) -> None:
+    """Raise `PlanError` for an optimizer of `optim` that wants more than gradients from its trainer."""
+    if not kind.__module__.startswith(LIBRARIES):
+        raise PlanError(
+            f"TrainingArguments(optim={name!r}) is {kind.__module__}.{kind.__name__}; use: 'adamw_torch', or an "
+            "optimizer of torch, torchao or bitsandbytes, or 'adafactor'"
+        )
 
 
 def require_whole_batches(args: Any, rows: int, whole: int, steps: int, reason: str) -> None:

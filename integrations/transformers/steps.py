@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.trainer_callback import ProgressCallback
 
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
-from ...ir.errors import PlanError
+from ...ir.errors import BatchError, PlanError, WorkerError
+from ...runtime.processes.interrupt import finishing
 from ...training.broadcast import Broadcast, facts_of, telling
 from ...training.listener import Listener
 from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from .batches import TOKENS, BatchForm, count_rows, form_of, joined, why_not_fillable
 from .evaluation import evaluate, shifts_labels
-from .refusals import refuse_arguments, refuse_trainer, require_torch_optimizer, require_whole_batches
+from .refusals import PRECISIONS, refuse_arguments, refuse_trainer, require_known_optimizer, require_whole_batches
 from .schedule import make_schedule
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ class StepsByJob(Host):
         self._form: BatchForm | None = None
         self._broadcast: Broadcast | None = None
         self._run = ExitStack()
-        self._taken_batches: list[Any] = []
         self._waiting: list[Any] = []
         self._checkpoint: str | None = None
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -87,20 +87,27 @@ class StepsByJob(Host):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with ExitStack() as self._run:
-                return super()._inner_training_loop(*args, **kwargs)
+                try:
+                    return super()._inner_training_loop(*args, **kwargs)
+                except KeyboardInterrupt:
+                    if self.args.world_size == 1:  # one rank of several may be alone here
+                        with suppress(WorkerError):  # a second one broke a step off
+                            self._sync()
+                    raise
         finally:
             self.job = self._form = self._broadcast = None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.optimizer, self.lr_scheduler = None, None
-        kind, self._optimizer_options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-            self.args, self.model
-        )
-        require_torch_optimizer(kind, str(getattr(self.args.optim, "value", self.args.optim)))
-        self._optimizer_class = kind
+        if self.optimizer_cls_and_kwargs is None:
+            self._optimizer_class, self._optimizer_options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            require_known_optimizer(self._optimizer_class, str(getattr(self.args.optim, "value", self.args.optim)))
+        else:
+            self._optimizer_class, self._optimizer_options = self.optimizer_cls_and_kwargs
         self.create_optimizer()
         self.create_scheduler(max_steps)
         self._total_steps, self._checkpoint, self._waiting = max_steps, resume_from_checkpoint, []
+        self._synced_step = -1
         if resume_from_checkpoint is not None:
             if not (Path(resume_from_checkpoint) / FOLDER).exists():
                 raise PlanError(
@@ -116,14 +123,15 @@ class StepsByJob(Host):
         return self.model, train_dataloader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._taken_batches, self._waiting = found[0], []
-        return found
+        if self._waiting:  # of a stream, of which a Trainer does not see the end
+            logger.warning("the last %d batches of an epoch make no whole step and are left out", len(self._waiting))
+            self._waiting = []
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Nothing until all parts of the global batch are there; then a step of the job, whose loss is that of all."""
         self._waiting.append(inputs)
-        if len(self._waiting) < len(self._taken_batches):
+        if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         if self._form is None:
@@ -134,9 +142,20 @@ class StepsByJob(Host):
         if self.job is None:
             self.job, self._broadcast = self._begun(batch)
         assert self._broadcast is not None
-        loss = self._stepped(self.job, self._form.filled(batch))
+        loss = self._stepped(self.job, self._filled(batch))
         self._broadcast.stepped(tokens)
         return loss.detach().to(self.args.device)
+
+    def _filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with as many rows as every step has."""
+        assert self._form is not None
+        missing = self._form.rows - count_rows(batch)
+        if missing and (reason := why_not_fillable(batch, self.model, self.job)):
+            raise BatchError(
+                f"a batch lacks {missing} of the {self._form.rows} rows that every step of a Job has, and none can be "
+                f"filled up, as {reason}; set max_steps to the number of whole batches"
+            )
+        return self._form.filled(batch)
 
     def _stepped(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
         return job.step(batch)
@@ -145,8 +164,11 @@ class StepsByJob(Host):
         rows = self.get_total_train_batch_size(self.args)
         multiple = getattr(self.data_collator, "pad_to_multiple_of", None) or 1
         pad_id = getattr(self.processing_class, "pad_token_id", None)
-        pad_id = getattr(self.model.config, "pad_token_id", None) if pad_id is None else pad_id
+        pad_id = getattr(self._config(), "pad_token_id", None) if pad_id is None else pad_id
         return form_of(batch, rows, self._datasets(), self.max_length, multiple, pad_id or 0)
+
+    def _config(self) -> Any:
+        return getattr(self.model, "config", None)
 
     def _datasets(self) -> Iterable[Any]:
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
@@ -162,18 +184,22 @@ class StepsByJob(Host):
     def _begun(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
-        rows = getattr(self.train_dataset, "__len__", None)
-        if rows is not None:
-            reason = why_not_fillable(batch, self.model)
-            require_whole_batches(self.args, rows(), self._form.rows, self._total_steps, reason)
+        self._require_whole_batches(why_not_fillable(batch, self.model))
         listeners = self._listeners()
-        job = self._run.enter_context(self._compiled(self._form.filled(batch)))
+        job = self._run.enter_context(self._compiled(self._filled(batch)))
+        self._require_whole_batches(why_not_fillable(batch, self.model, job))
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
         broadcast = self._run.enter_context(telling(Broadcast(job, listeners)))
         name = Path(self.args.output_dir).name
         broadcast.begin(facts_of(job, name, str(self.args.output_dir), self._total_steps, self._form.rows))
         return job, broadcast
+
+    def _require_whole_batches(self, reason: str) -> None:
+        assert self._form is not None
+        rows = getattr(self.train_dataset, "__len__", None)
+        if rows is not None:
+            require_whole_batches(self.args, rows(), self._form.rows, self._total_steps, reason)
 
     def _listeners(self) -> list[Listener]:
         """Those given, a page, and the view in the terminal, which takes the place of the Trainer's progress bar."""
@@ -200,14 +226,8 @@ class StepsByJob(Host):
         args = self.args
         self.model.train()
         options = {
-            "optimizer": partial(
-                self._optimizer_class, **{k: v for k, v in self._optimizer_options.items() if k != "fused"}
-            ),
-            "param_groups": [
-                {"params": group["params"], "weight_decay": group["weight_decay"]}
-                for group in self.optimizer.param_groups
-                if group["params"]
-            ],
+            "optimizer": self._optimizer(),
+            "param_groups": list(self._param_groups()),
             "lr_scheduler": partial(
                 make_schedule,
                 name=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
@@ -216,11 +236,28 @@ class StepsByJob(Host):
                 **(args.lr_scheduler_kwargs or {}),
             ),
             "max_grad_norm": args.max_grad_norm or None,
-            "precision": "bf16-mixed" if args.bf16 else "fp16-mixed" if args.fp16 else "fp32",
+            "precision": PRECISIONS[args.mixed_precision],
             "seed": args.seed,
             "steps": self._total_steps,
         }
         return compile_job(self._module(), self.hardware, example_inputs=batch, **{**options, **self.compile_options})
+
+    def _optimizer(self, **changes: Any) -> Any:
+        options = {**self._optimizer_options, **changes}
+        return partial(self._optimizer_class, **{k: v for k, v in options.items() if k != "fused"})
+
+    def _param_groups(self) -> Iterator[dict[str, Any]]:
+        """Those of the Trainer, which has states of 32 bits for embeddings where bitsandbytes' others have 8."""
+        embeddings = {
+            id(module.weight)
+            for module in self.model.modules()
+            if isinstance(module, nn.Embedding) and self._optimizer_options.get("optim_bits") == 8
+        }
+        for group in self.optimizer.param_groups:
+            for whole, own in ((False, {}), (True, {"optimizer": self._optimizer(optim_bits=32)})):
+                params = [param for param in group["params"] if (id(param) in embeddings) == whole]
+                if params:
+                    yield {"params": params, "weight_decay": group["weight_decay"], **own}
 
     def _clip_grad_norm(self, model: Any) -> None:
         """The job clips."""
@@ -245,9 +282,16 @@ class StepsByJob(Host):
             assert self._broadcast is not None
             self._broadcast.evaluated({k: v for k, v in found.metrics.items() if isinstance(v, (int, float))})
             return found
+        with self._on_device():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """With the trained model on the one device that a Trainer computes on."""
+        self._sync()
         self.model.to(self.args.device)
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            yield
         finally:
             self.model.to("cpu")
 
@@ -262,7 +306,7 @@ class StepsByJob(Host):
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
         if count_rows(batch) % self._form.rows:
-            reason = reason or why_not_fillable(batch, self.model)
+            reason = reason or why_not_fillable(batch, self.model, self.job)
         if reason:
             return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
         loss, outputs = self._evaluated(batch, not prediction_loss_only)
@@ -271,7 +315,7 @@ class StepsByJob(Host):
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:
-            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignore_keys = getattr(self._config(), "keys_to_ignore_at_inference", ["past_key_values"])
         first, missing = self.args.process_index * count_rows(own), count_rows(whole) - count_rows(batch)
         logits = tuple(
             _lengthened(value, missing)[first : first + count_rows(own)].to(self.args.device)
@@ -295,18 +339,19 @@ class StepsByJob(Host):
 
     def _prediction_of_model(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any, reason: str) -> Any:
         logger.warning("evaluated by the model on %s, not by the job: %s", self.args.device, reason)
-        self._sync()
-        self.model.to(self.args.device)
-        try:
+        with self._on_device():
             return super().prediction_step(model, inputs, loss_only, ignore_keys)
-        finally:
-            self.model.to("cpu")
 
     # --- what reads the weights
 
     def _sync(self) -> None:
-        if self.job is not None:
+        if self.job is not None and self._synced_step != self.job.step_count:
             self.job.sync()
+            self._synced_step = self.job.step_count
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with finishing("save"):
+            super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._sync()

@@ -52,15 +52,14 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """With the model and its reference on the one device that TRL computes on."""
-        models = [model for model in (self.model, self.ref_model) if model is not None]
-        for model in models:
-            model.to(self.args.device)
-        try:
-            yield
-        finally:
-            for model in models:
-                model.to("cpu")
+        """With the reference there as well."""
+        reference: Any = nn.Module() if self.ref_model is None else self.ref_model
+        with super()._on_device():
+            reference.to(self.args.device)
+            try:
+                yield
+            finally:
+                reference.to("cpu")
 
     # --- training
 
@@ -96,12 +95,6 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
 
     # --- evaluation
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self.job is not None:
-            return super().evaluation_loop(*args, **kwargs)
-        with self._on_device():
-            return super().evaluation_loop(*args, **kwargs)
-
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
@@ -109,8 +102,7 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         reason = self.job.folder.settings.evaluation
         if reason is not None:
-            with self._on_device():
-                return self._prediction_of_model(model, inputs, True, ignore_keys, reason)
+            return self._prediction_of_model(model, inputs, True, ignore_keys, reason)
         assert self._form is not None
         batch = self._each_once(self._gathered([self._form.padded(self._pairs(inputs))]))
         found = []

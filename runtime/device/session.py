@@ -337,7 +337,9 @@ class DeviceSession:
         with self._breaking(run.runtime, number):
             self.streams.wait_end(run.records)
             run.runtime.end()
-        end_s = time.perf_counter()
+        # by the last op, not by this moment: the next step may have been issued, and run, before it
+        ends_s = [end_s for record in run.records.values() for _, _, end_s in record.spans]
+        end_s = max(ends_s, default=time.perf_counter())
         seconds, self._ended_s = end_s - max(run.begun_s, self._ended_s), end_s
         report = self._report(run, seconds)
         if run.function == "step":
@@ -399,7 +401,7 @@ class DeviceSession:
             for issue, start_s, end_s in record.spans:
                 self.spans.append(Span(self.index, stream.name.split()[0], issue.op, issue.text, start_s, end_s))
                 busy_s += end_s - start_s
-            busy_share[stream.name] = busy_s / seconds
+            busy_share[stream.name] = min(1.0, busy_s / seconds)  # it may begin before the step before has ended
         norm, skipped = self._gradient_norm(run.runtime)
         plan, accounts = self.plans[run.function], self.state.memory.accounts
         assert plan.counted is not None

@@ -52,9 +52,9 @@ def opened(browser: Any) -> Iterator[Open]:
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report after three steps, with what would help."""
+    """A report after three steps, with what would help, of a model that two devices cannot hold."""
     path = tmp_path_factory.mktemp("report") / "report.html"
-    job, batch = job_of()
+    job, batch = job_of(layers=6, rows=8, width=192, sequence=64, memory="24MB")
     with job:
         for _ in range(3):
             job.step(batch)

@@ -14,16 +14,22 @@ MANY = 10_000
 
 
 def job_of(
-    layers: int = 4, rows: int = 4, micro_batches: int = 2, **more: object
+    layers: int = 4,
+    rows: int = 4,
+    micro_batches: int = 2,
+    width: int = 32,
+    sequence: int = 16,
+    memory: str = "100MB",
+    **more: object,
 ) -> tuple[penstock.Job, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=layers, n_embd=32, n_head=4, vocab_size=256, n_positions=32, attn_pdrop=0.0, embd_pdrop=0.0,
+        n_layer=layers, n_embd=width, n_head=4, vocab_size=256, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0,
         resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    ids = torch.randint(0, 256, (rows, 16))
+    ids = torch.randint(0, 256, (rows, sequence))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    hardware = penstock.Hardware.cpu(num_devices=2, memory="100MB", dram="1GB")
+    hardware = penstock.Hardware.cpu(num_devices=2, memory=memory, dram="1GB")
     options = {"strategy": "mobius", "micro_batches": micro_batches, **more}
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     model = GPT2LMHeadModel(config)

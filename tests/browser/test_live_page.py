@@ -45,8 +45,8 @@ def test_it_shows_the_run_and_its_end(tab: Any, monkeypatch: pytest.MonkeyPatch)
     tab.wait_for_selector("#held td")
     shown = tab.inner_text("body")
     for part in (
-        "chat", "plan 58afcb", "68,267", "50.0 ms (predicted 48.0 ms)", "5e-5", "31.0 %", "steps 1 to 120",
-        "Slowest device: gpu0, whose compute stream is busy 80 % of a step", "18.0 GiB of 22.0 GiB, 82 %", "0.9100",
+        "chat", "plan 58afcb", "68,267", "50.0 ms (predicted 48.0 ms)", "5e-5", "31.0%", "steps 1 to 120",
+        "Slowest device: gpu0, whose compute stream is busy 80% of a step", "18.0 GiB of 22.0 GiB, 82%", "0.9100",
     ):  # fmt: skip
         assert part.lower() in shown.lower(), part
     assert tab.locator("#busy tr.slowest th").inner_text() == "gpu0"
@@ -60,7 +60,7 @@ def test_it_shows_the_run_and_its_end(tab: Any, monkeypatch: pytest.MonkeyPatch)
 
     server.step(record(121, loss=float("nan")))
     wait_for(phase, "training: step 121 of 200, ")
-    assert tab.title() == "61 % chat"
+    assert tab.title() == "61% chat"
     server.end()
     wait_for(phase, "ended: step 121 of 200")
 

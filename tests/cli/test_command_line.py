@@ -94,7 +94,8 @@ def test_a_plan_can_be_carried_out_again(run: Run, written: Path, tmp_path: Path
 @pytest.mark.slow
 def test_encoder_decoders_are_planned_over_many_devices(run: Run) -> None:
     code, out, err = run(
-        "plan", "--model", "t5-small:num_layers=2", "--hardware", "mobius-topo2+2", "--batch", "4", "--sequence", "16"
+        "plan", "--model", "t5-small:num_layers=2", "--hardware", "mobius-topo2+2", "--batch", "4", "--sequence", "16",
+        "--full",
     )
     assert (code, err) == (0, "")
     assert "decoder" in out

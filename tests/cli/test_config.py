@@ -31,6 +31,23 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert read_config(path) == {"model": "gpt2", "data": [Path("a.txt")], "lr": 5e-5}
 
 
+def test_numbers_are_texts_where_a_text_is_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "hardware: {hardware: 4090, ssd: 0, set: [a=1, 2]}\n")
+    assert read_config(path) == {"hardware": ["4090"], "ssd": "0", "set": ["a=1", "2"]}
+
+
+def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = written(tmp_path, "model: {model: ~/gpt}\ndata: {data: [~/a.txt, b~.txt]}\nsaving: {out: ~/out}\n")
+    found = read_config(path)
+    assert found["model"] == "/home/me/gpt" and found["out"] == Path("/home/me/out")
+    assert found["data"] == [Path("/home/me/a.txt"), Path("b~.txt")]
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert read_config(written(tmp_path, "# nothing\n")) == {}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,11 +80,15 @@ def test_the_example_is_a_run() -> None:
         ("training:\n  lr: 4\n", "line 2: 'lr' belongs to the section optimizer, not to training"),
         ("trainin:\n  batch: 4\n", "line 1: no section 'trainin'; the nearest is training"),
         ("batch: 4\n", "line 1: no section 'batch'; 'batch' is a key of the section training"),
-        ("training:\n  batch: many\n", r"line 2: training.batch is 'many', allowed: int \(rows of the global batch\)"),
+        ("training:\n  batch: many\n", r"line 2: training.batch is 'many', allowed: int, at least 1 \(rows of the"),
         ("training:\n  - batch\n", "line 1: training is .* allowed: keys with values below it"),
         ("- a\n", "found a list, allowed: the sections model, data"),
         ("training:\n  batch: [\n", "config.yaml: .*line"),
         ("optimizer:\n  lr: [1, 2]\n", "optimizer.lr is"),
+        ("training:\n  batch: 0\n", r"line 2: training.batch is 0, allowed: int, at least 1 \(rows of"),
+        ("training:\n  max_steps: -1\n", r"line 2: training.max_steps is -1, allowed: int | null, at least 1"),
+        ("data:\n  eval_fraction: 1.5\n", "line 2: data.eval_fraction is 1.5, allowed: float, at least 0, at most 0.9"),
+        ("data:\n  pack: true\n  pack: false\n", "line 3, column 3: the key 'pack' stands here again"),
     ],
 )
 def test_mistakes_are_told_with_their_line(text: str, said: str, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from io import StringIO
@@ -176,7 +178,8 @@ def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
         ({"streaming": True, "max_steps": None}, "--streaming: .*give --max-steps"),
         ({"eval_data": ["x"], "eval_fraction": 0.1}, "--eval-data and --eval-fraction"),
         ({"model": GPT.replace("vocab_size=256", "vocab_size=128")}, "the tokenizer has 256 tokens"),
-        ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
+        ({"eval_fraction": 0.001, "eval_every": 1}, "--eval-fraction 0.001 of 165 rows is none"),
+        ({"split": "test"}, "--split test: no --data is a folder"),
         ({"sequence": 128}, "allowed are 1 to 64"),
         ({"eval_fraction": 0.9, "sequence": 60, "batch": 1, "data_text": TEXT[:70]}, "leaves no row"),
     ],
@@ -185,6 +188,30 @@ def test_mistakes(text: Path, tmp_path: Path, changes: dict[str, Any], said: str
     text.write_text(changes.pop("data_text", TEXT))
     with pytest.raises(PlanError, match=said):
         run(options(**{"data": text, "out": tmp_path / "out", **changes}))
+
+
+def test_rows_to_train_on_are_not_held_out(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"it is trained on; .*FOLDER/test"):
+        run(options(text, tmp_path / "out", eval_data=[tmp_path / "x" / ".." / text.name]))
+
+
+def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"--out .*file/out: cannot be written, as .*file is no directory"):
+        run(options(tmp_path / "absent.txt", tmp_path / "file" / "out"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hardware": ["abacus"], "set": None}, "abacus"),
+        ({"optimizer": "adamx"}, "no class of torch.optim"),
+        ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
+    ],
+)
+def test_what_needs_no_data_is_told_first(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PenstockError, match=said):
+        run(options(tmp_path / "absent.txt", tmp_path / "out", **changes))
 
 
 def test_one_label_is_no_task(tmp_path: Path) -> None:
@@ -229,6 +256,19 @@ def test_the_second_ctrl_c_does_not_wait() -> None:
     with interruptible(screen):
         pass  # says nothing
     assert screen.file.getvalue() == "stopping after this step; once more stops at once\n"  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_while_python_ends_changes_nothing() -> None:
+    code = (
+        "import atexit, os, signal, sys, types\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "def train(*_): raise KeyboardInterrupt\n"
+        "sys.modules['penstock.cli.training'] = types.SimpleNamespace(train=train)\n"
+        "from penstock.cli.main import main\n"
+        "main(['train'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 130 and not ended.stderr
 
 
 def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Path) -> None:

@@ -84,6 +84,14 @@ def test_a_run_ends_for_want_of_better_ones(text: Path, tmp_path: Path, monkeypa
     assert again.steps == 3 and not again.losses
 
 
+@pytest.mark.parametrize(("steps", "count"), [(4, 3), (3, 3)])
+def test_the_last_evaluation_is_made_once(steps: int, count: int, text: Path, tmp_path: Path) -> None:
+    result, said = run(options(text, tmp_path / "out", max_steps=steps, eval_every=2))
+    assert said.count("held-out rows") == count
+    last = [line for line in said.splitlines() if "held-out rows" in line][-1]
+    assert f"loss {result.after['loss']:.4f} on" in last
+
+
 def test_what_was_best_is_remembered() -> None:
     best = BestSoFar("accuracy", 2)
     found = [best.is_better({"accuracy": value}, step) for step, value in enumerate((0.5, 0.4, 0.6))]

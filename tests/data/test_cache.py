@@ -69,6 +69,19 @@ def test_a_directory_that_cannot_be_written(spec: DataSpec, tmp_path: Path, monk
         read.read_rows(spec, BYTES, "causal-lm")
 
 
+def test_a_full_disk(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been written is removed: it would keep the disk full."""
+
+    def full(found: Any, path: Path) -> None:
+        path.write_bytes(b"x")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1152 vs 1046")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(PlanError, match=r"its disk is full.* are free; PENSTOCK_CACHE=DIRECTORY"):
+        read.read_rows(spec, BYTES, "causal-lm")
+    assert not list(cache.cache_directory().glob("*.p*"))
+
+
 def test_an_error_of_what_makes_the_rows_is_not_one_of_the_cache() -> None:
     def make() -> dict[str, Any]:
         raise TimeoutError("the disk with the data is gone")

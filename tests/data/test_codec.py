@@ -25,6 +25,14 @@ def test_the_tokenizer_of_a_directory() -> None:
     assert codec.begin_ids == (101,)
 
 
+def test_a_tokenizer_of_bytes_has_marks_before_them(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    codec = Codec.of_directory(tmp_path)
+    assert not codec.is_bytes and codec.special("a") == [3 + 97, 1]
+
+
 def test_the_fingerprint_is_of_the_files(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((MINILM / name).read_bytes())

@@ -49,6 +49,18 @@ def test_same_records(kind: str, tmp_path: Path) -> None:
     assert [record.values for record in read_records([written(tmp_path, kind)])] == ROWS
 
 
+def test_pages_and_hidden_files_of_a_folder_are_not_data(tmp_path: Path) -> None:
+    """As a data set from the hub has them."""
+    folder = written(tmp_path, "folder")
+    (folder / "README.md").write_text("# About these rows")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x.json").write_text("{}")
+    assert [record.values for record in read_records([folder])] == ROWS
+    for file in folder.glob("*.jsonl"):
+        file.unlink()
+    assert [record.values for record in read_records([folder])] == [{"text": "# About these rows"}]
+
+
 def test_the_arrow_files_of_datasets_are_streams(tmp_path: Path) -> None:
     (file,) = written(tmp_path, "saved").glob("*.arrow")
     assert [record.values for record in read_records([file])] == ROWS
@@ -63,6 +75,16 @@ def test_a_split_by_name(tmp_path: Path) -> None:
         list(read_records([tmp_path / "both"], "dev"))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "txt"])
+def test_files_from_windows(kind: str, tmp_path: Path) -> None:
+    """They begin with a mark and end their lines with two characters."""
+    path = tmp_path / f"rows.{kind}"
+    text = "one\ntwo" if kind == "txt" else written(tmp_path, kind).read_text()
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    wanted = [{"text": text}] if kind == "txt" else ROWS
+    assert [record.values for record in read_records([path])] == wanted
+
+
 def test_plain_text_is_one_record(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert [record.values for record in read_records([tmp_path / "a.txt"])] == [{"text": "some text"}]
@@ -73,6 +95,7 @@ def test_plain_text_is_one_record(tmp_path: Path) -> None:
     [
         ("a.csv", "x", r"ends in one of \.txt, \.md, \.jsonl"),
         ("a.jsonl", '{"text": "x"}\nnot json', "line 2: not JSON"),
+        ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}', "line 2: holds one half of a character"),
         ("a.jsonl", "[1]", "line 1: .* an object with a key for each column"),
         ("a.json", '{"text": 1}', "found no list of objects"),
         ("a.json", "{", "not JSON.*one object a line is for files that end in .jsonl"),

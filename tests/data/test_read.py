@@ -150,6 +150,20 @@ def test_long_rows(tmp_path: Path) -> None:
         read(tmp_path, given, long_rows="error")
 
 
+def test_long_texts_that_are_packed(tmp_path: Path) -> None:
+    given = [{"text": "abcdefghijkl"}, {"text": "abc"}]
+    assert "1 documents in 1 rows" in read(tmp_path, given, pack=True, long_rows="drop").said[0]
+    assert "2 documents (3 pieces)" in read(tmp_path, given, pack=True).said[0]
+    with pytest.raises(PlanError, match="1 of 2 rows have more than 8 tokens"):
+        read(tmp_path, given, pack=True, long_rows="error")
+
+
+def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
+    found = read(tmp_path, [{"instruction": "ab", "input": "e", "id": 3, "note": None, "output": "cd"}])
+    assert found.said == ["columns that are not read: input, id"]
+    assert not read(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}]).said
+
+
 @pytest.mark.parametrize(
     ("rows", "wishes", "said"),
     [
@@ -158,6 +172,12 @@ def test_long_rows(tmp_path: Path) -> None:
         ([{"text": "x"}, {"words": "x"}], {}, r'line 2: no column "text"'),
         ([{"message": TALK}], {"kind": "chat"}, "the nearest is 'message': --column messages=message"),
         ([{"messages": TALK}], {}, "comes with no tokenizer"),
+        ([{"text": None}], {}, 'line 1: "text" is null, allowed: what text learns from'),
+        ([{"text": "x"}, {"text": None}], {}, 'line 2: "text" is null'),
+        ([{"chosen": "a", "rejected": None}], {}, 'line 1: "rejected" is null'),
+        ([{"chosen": 1, "rejected": 2}], {}, "line 1: found '1' and '2', allowed: two texts, or two lists"),
+        ([{"prompt": 1, "completion": "x"}], {}, "line 1: found '1', allowed: a text or a list of messages"),
+        ([{"text": "x"}], {"long_rows": "drop"}, "--long-rows drop: texts are one stream"),
         ([{"text": 3}], {}, '"text" is \'3\', allowed: a text'),
         ([{"text": "x"}], {"columns": {"words": "text"}}, "--column words=.*text has the columns text"),
         ([{"text": "x", "label": 0.5}], {"head": "classification"}, "line 1: found the label 0.5"),

@@ -47,6 +47,15 @@ def test_begins_again_and_goes_on_anywhere(tmp_path: Path) -> None:
     torch.testing.assert_close(first[3]["input_ids"], first[0]["input_ids"], rtol=0, atol=0)  # 12 rows are two epochs
 
 
+def test_long_rows_of_the_first_pass_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b" * 20}, {"prompt": "a", "completion": "b"}]
+    stream = StreamedRows(spec_of(tmp_path, rows), BYTES, "causal-lm")
+    next(stream.batches(2))  # as an example of a batch
+    list(itertools.islice(stream.batches(2), 3))
+    (said,) = stream.lengths.describe()
+    assert said.startswith("1 of 2 rows have more than 8 tokens and were cut, by 14 tokens")
+
+
 @pytest.mark.parametrize(
     ("head", "wishes", "said"),
     [
@@ -55,6 +64,7 @@ def test_begins_again_and_goes_on_anywhere(tmp_path: Path) -> None:
         ("seq2seq", {}, "give --targets"),
         ("causal-lm", {"sequence": 999, "kind": "text"}, "no whole row of 999 tokens"),
         ("causal-lm", {"sequence": 8, "long_rows": "error", "kind": "completion"}, "give --sequence"),
+        ("causal-lm", {"long_rows": "drop", "kind": "completion"}, "no row is left to train on; 1 of 1 rows have more"),
     ],
 )
 def test_mistakes(head: str, wishes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def picture(now: Snapshot, width: int, height: int) -> Text:
     room = max(2, height - others - (LEAST_PLOT + 2 if now.curve else 0))
     num_devices = min(len(now.busy_share), max(1, room // 2, room - len(memories)))
     num_memories = min(len(memories), max(1, room - num_devices))
-    lines = [_progress(now, width), _figures(now)]
+    lines = [_progress(now, width), _figures(now, width)]
     if now.curve:
         spare = max(0, room - num_devices - num_memories)
         lines += [Text(), *_plot(now, width, min(MOST_PLOT, LEAST_PLOT + spare))]
@@ -55,20 +55,26 @@ def _progress(now: Snapshot, width: int) -> Text:
     return Text.assemble((head, NUMBER), ("━" * filled, BAR), ("─" * (room - filled), FAINT), (tail, NUMBER))
 
 
-def _figures(now: Snapshot) -> Text:
+def _figures(now: Snapshot, width: int) -> Text:
+    """The figures for which there is room, each whole."""
     if now.last is None or now.loss is None or now.step_s is None or now.tokens_per_s is None:
         return Text("" if now.phase == PREPARING else "no step has ended yet", FAINT)
-    step = format_seconds(now.step_s)
+    parts = [("loss", f"{now.loss:.4f}"), ("tokens/s", f"{now.tokens_per_s:,.0f}")]
+    parts.append(("step", format_seconds(now.step_s)))
     if now.predicted_s is not None:
-        step += f" (predicted {format_seconds(now.predicted_s)})"
-    parts = [("loss", f"{now.loss:.4f}"), ("tokens/s", f"{now.tokens_per_s:,.0f}"), ("step", step)]
+        parts.append(("predicted", format_seconds(now.predicted_s)))
     if now.last.learning_rates:
         parts.append(("lr", f"{now.last.learning_rates[0]:.3g}"))
     if now.last.gradient_norm is not None:
         parts.append(("norm", f"{now.last.gradient_norm:.3g}"))
     if now.last.model_flops_utilisation is not None:
         parts.append(("MFU", f"{now.last.model_flops_utilisation:.1%}"))
-    return Text("   ").join(Text.assemble((f"{name} ", FAINT), (value, NUMBER)) for name, value in parts)
+    shown = Text()
+    for name, value in parts:
+        part = Text.assemble("   " if shown else "", (f"{name} ", FAINT), (value, NUMBER))
+        if len(shown) + len(part) <= width or not shown:
+            shown.append_text(part)
+    return shown
 
 
 def _plot(now: Snapshot, width: int, height: int) -> Iterator[Text]:
@@ -98,12 +104,16 @@ def _busy(now: Snapshot, width: int, count: int) -> Iterator[Text]:
             share = shares[device].get(stream, 0.0)
             row.append(_bar(share, CELL - 6), BAR).append(f"{share:>5.0%} ")
         yield row
-    hidden = "" if count >= len(shares) else f"{len(shares) - count} more devices; "
+    left = len(shares) - count
+    hidden = "" if left <= 0 else f"{left} more device{'s' * (left > 1)}; "
     what = "slowest device" if len(shares) > 1 else "busiest"
     if slowest is not None:
         device, stream, share = slowest
+        head = f"{hidden}{what}: "
         why = f"{device}, whose {stream} stream is busy {share:.0%} of a step"
-        yield Text.assemble((f"{hidden}{what}: ", FAINT), why)
+        if len(head) + len(why) > width:
+            why = f"{device}, {stream} {share:.0%}"
+        yield Text.assemble((head, FAINT), why)
 
 
 def _filled(now: Snapshot, memories: Sequence[str], width: int, count: int) -> Iterator[Text]:

@@ -104,10 +104,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SOCKET_S
 
     def do_GET(self) -> None:
-        token, _, what = self.path.lstrip("/").partition("/")
+        token, slash, what = self.path.partition("?")[0].lstrip("/").partition("/")
         host = re.sub(r":\d*$", "", self.headers.get("Host", ""))  # any port: that of a tunnel is another
         if not (host in self.server.hosts and secrets.compare_digest(token.encode(), self.server.token.encode())):
             self._answer(HTTPStatus.FORBIDDEN, "the address that the run has printed is needed, with its token\n")
+        elif not slash:  # what the page asks for lies below it
+            self._head(HTTPStatus.PERMANENT_REDIRECT, "text/plain", {"Location": f"/{token}/", "Content-Length": "0"})
         elif what == "":
             page = PAGE.read_text(encoding="utf-8").replace("<!--SHARED-->", shared_script())
             self._answer(HTTPStatus.OK, page, "text/html")

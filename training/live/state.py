@@ -96,6 +96,8 @@ class RunState(Listener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
+            if self._evaluations and self._evaluations[-1][0] == step:  # such as at the end of a run
+                self._evaluations.pop()
             self._evaluations.append((step, dict(metrics)))
             self._version += 1
 
@@ -151,7 +153,7 @@ def _mean_shares(records: list[StepRecord]) -> dict[str, dict[str, float]]:
         for stream in streams:
             share = fmean(record.busy_share.get(device, {}).get(stream, 0.0) for record in records)
             kind = stream.split()[0]
-            kinds[kind] = max(share, kinds.get(kind, 0.0))
+            kinds[kind] = max(min(share, 1.0), kinds.get(kind, 0.0))  # two clocks may make it a little more
     return {device: dict(sorted(kinds.items(), key=_place)) for device, kinds in means.items()}
 
 

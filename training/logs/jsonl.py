@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import IO, Any
 
 from ...ir.errors import PlanError
@@ -27,9 +29,11 @@ class JsonLog(QueuedListener):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (by line)
+            if _is_torn(path):
+                self._file.write("\n")
+            self._write("begin", _fields_of(run))
         except OSError as error:
             raise PlanError(f"the log {path} cannot be written: {error.strerror}") from error
-        self._write("begin", _fields_of(run))
 
     def write_step(self, record: StepRecord) -> None:
         self._write("step", {**_fields_of(record), "tokens_per_s": record.tokens_per_s})
@@ -44,6 +48,15 @@ class JsonLog(QueuedListener):
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
         row = {"event": event, "time_s": self.time_s, **values}
         self._file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line has no end, as a full disk may leave it."""
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _fields_of(row: RunFacts | StepRecord) -> dict[str, Any]:

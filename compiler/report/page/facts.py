@@ -38,6 +38,7 @@ class ReportInputs:
     helps: Sequence[Help] = ()
     tokens: int | None = None
     machines: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    price_per_hour: float | None = None  # in dollars, where the hardware has none
 
 
 def report_facts(given: ReportInputs) -> dict[str, Any]:
@@ -85,6 +86,7 @@ def _verdict(given: ReportInputs, timeline: Timeline, measured: Timeline | None)
     busy = {name: share * timeline.step_s for name, share in timeline.link_busy.items()}
     link = max(busy, key=lambda name: busy[name], default="")
     prices = [host.price_dollars_per_hour for host in given.hardware.hosts]
+    known = [price for price in prices if price is not None]
     return {
         "model": plan.model,
         "hardware": plan.hardware,
@@ -111,7 +113,7 @@ def _verdict(given: ReportInputs, timeline: Timeline, measured: Timeline | None)
         "wear": [{**dataclasses.asdict(wear), "days": wear.days} for wear in wear_of(predicted, given.hardware)]
         if predicted
         else [],
-        "price_per_hour": None if None in prices else sum(price for price in prices if price is not None),
+        "price_per_hour": sum(known) if len(known) == len(prices) else given.price_per_hour,
     }
 
 

@@ -11,13 +11,17 @@ from ...plan import Prediction
 
 
 def machine_facts(hardware: Hardware, timeline: Timeline, predicted: Prediction | None) -> dict[str, Any]:
-    """Nodes and links of the first host; how many more there are."""
+    """Nodes and links of the first host; how many more there are. Of its SSDs either all as one array or the single
+    ones, whichever the step uses."""
     shown = {0} if len(hardware.hosts) > 1 else set(range(len(hardware.hosts)))
     peaks: Mapping[str, int] = {} if predicted is None else predicted.peak_bytes
     budgets: Mapping[str, int] = {} if predicted is None else predicted.budget_bytes
     nodes: dict[str, dict[str, Any]] = {}
     links = []
+    unused = _unused_disks(hardware, timeline)
     for link in hardware.links().values():
+        if {link.tail, link.head} & unused:
+            continue
         if not {_host_of(hardware, link.tail), _host_of(hardware, link.head)} <= {*shown, None}:
             continue
         for name in (link.tail, link.head):
@@ -36,6 +40,21 @@ def machine_facts(hardware: Hardware, timeline: Timeline, predicted: Prediction 
             }
         )
     return {"nodes": list(nodes.values()), "links": links, "more_hosts": len(hardware.hosts) - len(shown)}
+
+
+def _unused_disks(hardware: Hardware, timeline: Timeline) -> set[str]:
+    """The SSDs that stand for the same disks as others that the step uses, or else the single ones."""
+    used = {
+        name
+        for link in hardware.links().values()
+        if timeline.moved_bytes.get(link.name)
+        for name in (link.tail, link.head)
+    }
+    found = set()
+    for index, host in enumerate(hardware.hosts):
+        single = {f"ssd{index}.{number}" for number in range(len(host.ssds))}
+        found |= {f"ssd{index}"} if single & used else single
+    return found
 
 
 def _host_of(hardware: Hardware, name: str) -> int | None:

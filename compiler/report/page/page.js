@@ -8,7 +8,9 @@ const KINDS = {
   "from the device": "#d55e00", "SSD": "#f0e442", "messages": "#cc79a7", "other": "#999999",
 };
 
-let facts, spans, lineText, spansOf, chosen = -1;
+let facts, spans, wholeEnd, lineText, spansOf, chosen = -1, following = false;
+let view = [0, 100];  // per cent of the step
+const LEAST = 0.001;  // of it, to be in view
 const drawn = {};  // element -> chart
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -22,7 +24,7 @@ function chart(id, option) {
   if (drawn[id]) drawn[id].dispose();
   drawn[id] = charts.init(at(id), null, {renderer: "canvas"});
   drawn[id].setOption({
-    animation: false, textStyle: {color: colour("--ink"), fontFamily: "system-ui, sans-serif"}, aria: {enabled: true},
+    animation: false, textStyle: {color: colour("--ink"), fontFamily: "system-ui, sans-serif"},
     ...option,
   });
   return drawn[id];
@@ -33,8 +35,16 @@ const axis = more => ({
 });
 const tip = more => ({
   backgroundColor: colour("--raised"), borderColor: colour("--line"), textStyle: {color: colour("--ink"), fontSize: 12},
-  confine: true, extraCssText: "max-width: 46rem; white-space: normal", ...more,
+  confine: true, transitionDuration: 0, extraCssText: "max-width: 46rem; white-space: normal", ...more,
 });
+
+const clock = value => {  // for axes, whose marks are round
+  const [factor, unit] = value === 0 || value >= 1 ? [1, "s"] : value >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  return Number((value * factor).toPrecision(7)) + " " + unit;
+};
+const timeAxis = more => axis({type: "value", axisLabel: {color: colour("--faint"), formatter: clock, hideOverlap: true}, ...more});
+// A round step of an axis of bytes with three to six marks.
+const bytesStep = most => 2 ** Math.ceil(Math.log2(Math.max(1, most / 6)));
 
 function table(id, heads, rows) {
   const found = at(id);
@@ -52,6 +62,7 @@ function verdict() {
   const gain = v.bound_s ? 1 - v.bound_s / v.from_rest_s : 0;
   at("sentence").textContent = `It fits. A step takes ${seconds(v.step_s)}` +
     (rate ? `, ${three(rate)} tokens a second` : "") + `; bound by ${v.bottleneck}.` +
+    (known(v.measured_s) ? ` The last step took ${seconds(v.measured_s)} from rest, where ${seconds(v.from_rest_s)} were predicted.` : "") +
     (v.bound_s ? ` No plan for this machine is faster than ${seconds(v.bound_s)} (${v.bound_by}): at most ${percent(Math.max(0, gain))} could be gained.` : "");
   const rows = [
     ["predicted step", seconds(v.step_s)], ["measured step", known(v.measured_s) ? seconds(v.measured_s) : "none yet"],
@@ -81,34 +92,69 @@ function stages() {
 
 // --- machine
 
-function machine() {
-  const m = facts.machine, depth = {ssd: 0, ssdbus: 1, dram: 2, rc: 3, device: 4, nvlink: 5, network: 3, nic: 3};
-  at("machine-note").textContent = m.more_hosts > 0 ? `The first host; ${m.more_hosts} more are like it.` : "";
-  const columns = {};
-  m.nodes.forEach(node => (columns[depth[node.kind] ?? 3] ||= []).push(node));
-  const used = Object.keys(columns).map(Number).sort((a, b) => a - b);
-  const most = Math.max(...used.map(column => columns[column].length));
-  const nodes = m.nodes.map(node => {
-    const column = depth[node.kind] ?? 3, peers = columns[column], share = known(node.peak) && node.budget ? node.peak / node.budget : null;
-    const label = known(share) ? `${node.name}\n${bytes(node.peak)} of ${bytes(node.budget)}` : node.name;
-    return {
-      name: node.name, x: used.indexOf(column) * 260, y: (peers.indexOf(node) + 0.5) * (most / peers.length) * 90,
-      symbol: "roundRect", symbolSize: known(share) ? [150, 46] : [90, 28],
-      itemStyle: {color: colour("--raised"), borderColor: node.kind === "device" ? "#0072b2" : known(share) ? "#009e73" : colour("--faint"), borderWidth: known(share) ? 2 + 3 * share : 1},
-      label: {show: true, formatter: label, color: colour("--ink"), fontSize: 11, lineHeight: 16},
-    };
-  });
-  const edges = m.links.map(link => ({
-    source: link.from, target: link.to, value: link.busy, link,
-    lineStyle: {width: 1 + 8 * link.busy, color: link.busy > 0.5 ? "#d55e00" : link.busy > 0.1 ? "#e69f00" : colour("--faint"), curveness: 0.12, opacity: link.bytes ? 0.9 : 0.35},
-    label: {show: link.busy > 0.05 && m.links.length < 40, formatter: percent(link.busy), color: colour("--ink"), fontSize: 10},
+const COLUMNS = [["ssd", "network"], ["ssdbus"], ["dram"], ["rc"], ["device"], ["nvlink"]];  // kinds of nodes, from left to right
+const TITLES = {ssdbus: "bus of SSDs", rc: "root complex", nvlink: "device to device"};
+const ROW = 58, MEMORY = [150, 42], SWITCH = [120, 32];  // pixels
+
+// Where each node lies: a root complex at the middle of its devices, all else at the middle of the picture.
+function placed(m, width) {
+  const columns = COLUMNS.map(kinds => m.nodes.filter(node => kinds.includes(node.kind))).filter(nodes => nodes.length);
+  const height = ROW * Math.max(...columns.map(nodes => nodes.length)) + 16, left = MEMORY[0] / 2 + 4;
+  const places = {};
+  columns.forEach((nodes, column) => nodes.forEach((node, i) => {
+    const [w, h] = known(node.budget) ? MEMORY : SWITCH;
+    places[node.name] = {node, w, h, x: left + column * (width - 2 * left) / Math.max(1, columns.length - 1), y: height / 2 + (i - (nodes.length - 1) / 2) * ROW};
   }));
-  at("machine-chart").style.height = Math.max(200, Math.min(760, 70 * most + 90)) + "px";
+  m.nodes.filter(node => node.kind === "rc").forEach(node => {
+    const own = m.links.filter(link => link.from === node.name && places[link.to]?.node.kind === "device").map(link => places[link.to].y);
+    if (own.length) places[node.name].y = own.reduce((sum, y) => sum + y, 0) / own.length;
+  });
+  return [places, height];
+}
+
+function machine() {
+  const m = facts.machine, [places, height] = placed(m, at("machine-chart").clientWidth), nodes = Object.values(places);
+  at("machine-note").textContent = (m.more_hosts > 0 ? `The first of ${m.more_hosts + 1} hosts. ` : "") + "Boxes are filled as far as the peak fills their memory; a link has the share of the step in which it is busy.";
+  at("machine-chart").style.height = height + "px";
+  const links = m.links.filter(link => link.from !== link.to && places[link.from] && places[link.to]);
+  const both = name => m.links.find(link => link.from === name && link.to === name);  // what two directions share
+  const ink = colour("--ink"), faint = colour("--faint"), raised = colour("--raised"), filled = colour("--filled");
+  const text = (words, x, y, size, fill, align = "center") => ({type: "text", silent: true, style: {text: words, x, y, fill, align, verticalAlign: "middle", fontSize: size}});
+  const drawLink = params => {
+    const link = links[params.dataIndex], from = places[link.from], to = places[link.to], way = from.x < to.x ? 1 : -1;
+    const x1 = from.x + way * from.w / 2, x2 = to.x - way * to.w / 2, y1 = from.y - 6 * way, y2 = to.y - 6 * way, bend = (x2 - x1) / 2;
+    const stroke = link.busy > 0.5 ? "#d55e00" : link.busy > 0.1 ? "#e69f00" : faint, opacity = link.bytes ? 1 : 0.4;
+    const rightHasMore = nodes.filter(node => node.x === Math.max(from.x, to.x)).length >= nodes.filter(node => node.x === Math.min(from.x, to.x)).length;
+    const near = rightHasMore === (way > 0) ? 0.75 : 0.25, at_ = y1 + (y2 - y1) * near * near * (3 - 2 * near);  // of the curve, where the links of a fan are apart
+    return {type: "group", children: [
+      {type: "bezierCurve", shape: {x1, y1, x2: x2 - 7 * way, y2, cpx1: x1 + bend, cpy1: y1, cpx2: x2 - bend, cpy2: y2}, style: {stroke, fill: "none", lineWidth: 1 + 5 * link.busy, opacity}},
+      {type: "polygon", shape: {points: [[x2, y2], [x2 - 9 * way, y2 - 4], [x2 - 9 * way, y2 + 4]]}, style: {fill: stroke, opacity}},
+      ...(link.bytes ? [text(percent(link.busy), x1 + (x2 - x1) * near, at_ - 9 * way, 10, ink)] : []),
+    ]};
+  };
+  const drawNode = params => {
+    const {node, x, y, w, h} = nodes[params.dataIndex], shape = {x: x - w / 2, y: y - h / 2, width: w, height: h, r: 5}, shared = both(node.name);
+    const title = TITLES[node.kind] ? `${TITLES[node.kind]} ${node.kind === "rc" ? node.name.slice(2) : ""}` : node.name;
+    const second = known(node.budget) ? `${bytes(node.peak)} of ${bytes(node.budget)}` : shared && shared.bytes ? `both ways ${percent(shared.busy)}` : "";
+    const share = known(node.budget) && node.budget ? Math.min(1, node.peak / node.budget) : 0;
+    return {type: "group", children: [
+      {type: "rect", shape, style: {fill: raised}},
+      {type: "rect", silent: true, shape: {...shape, width: w * share}, style: {fill: filled}},
+      {type: "rect", silent: true, shape, style: {fill: "none", stroke: node.kind === "device" ? "#0072b2" : known(node.budget) ? "#009e73" : faint, lineWidth: known(node.budget) ? 2 : 1}},
+      text(title, x, second ? y - 8 : y, 12, ink),
+      ...(second ? [text(second, x, y + 9, 11, ink)] : []),
+    ]};
+  };
+  const hidden = {type: "value", show: false, min: 0};
   chart("machine-chart", {
-    tooltip: tip({formatter: item => item.dataType === "edge"
-      ? `<b>${escaped(item.data.link.name)}</b><br>${bytes(item.data.link.bytes)} a step, busy ${percent(item.data.link.busy)} of it<br>${bytes(item.data.link.bandwidth)}/s`
-      : escaped(item.name)}),
-    series: [{type: "graph", layout: "none", roam: false, data: nodes, edges, edgeSymbol: ["none", "arrow"], edgeSymbolSize: 6, left: 90, right: 90, top: 40, bottom: 40}],
+    grid: {left: 0, right: 0, top: 0, bottom: 0}, xAxis: {...hidden, max: 1}, yAxis: {...hidden, max: 1},
+    tooltip: tip({formatter: item => item.seriesIndex === 0
+      ? `<b>${escaped(links[item.dataIndex].name)}</b><br>${bytes(links[item.dataIndex].bytes)} a step, busy ${percent(links[item.dataIndex].busy)} of it<br>${bytes(links[item.dataIndex].bandwidth)}/s`
+      : escaped(nodes[item.dataIndex].node.name)}),
+    series: [
+      {type: "custom", data: links.map(() => [0, 0]), renderItem: drawLink},
+      {type: "custom", data: nodes.map(() => [0, 0]), renderItem: drawNode},
+    ],
   });
   table("links", ["link", "from", "to", "busy", "bytes a step", "bandwidth"],
     m.links.map(l => [l.name, l.from, l.to, percent(l.busy), bytes(l.bytes), bytes(l.bandwidth) + "/s"]));
@@ -122,23 +168,24 @@ function gather() {
   spans = [];
   const add = (packed, isMeasured) => packed && packed.line.forEach((line, i) => {
     const stream = packed.stream[i], [op, kind] = facts.ops[line];
-    spans.push({stream, start: packed.start[i], end: packed.start[i] + packed.length[i], line, op, kind, measured: isMeasured, device: facts.streams[stream][0]});
+    const start = packed.start[i] * facts.unit_s;
+    spans.push({stream, start, end: start + packed.length[i] * facts.unit_s, line, op, kind, measured: isMeasured, device: facts.streams[stream][0]});
   });
   add(facts.predicted, false);
   add(facts.measured, true);
   spans.sort((a, b) => a.measured - b.measured || a.stream - b.stream || a.start - b.start);
   spans.forEach((span, i) => { span.index = i; });
+  const last = spans.reduce((most, span) => Math.max(most, span.end), facts.unit_s), digit = 10 ** (Math.floor(Math.log10(last)) - 2);
+  wholeEnd = Math.ceil(last / digit) * digit;
   spansOf = new Map();
   spans.forEach(span => { if (!spansOf.has(span.line)) spansOf.set(span.line, []); spansOf.get(span.line).push(span); });
 }
 
 const name = span => `${facts.device_names[span.device]} ${facts.streams[span.stream][1]}`;
-const wholeEnd = () => Math.max(...spans.map(span => span.end), 1);
-const zoomOf = part => { const z = part.getOption().dataZoom[0]; return [z.start, z.end]; };
 
 function describe(span) {
   return `<b>${escaped(name(span))}</b> ${span.measured ? "measured" : "predicted"}<br>` +
-    `from ${seconds(span.start * facts.unit_s)}, ${seconds((span.end - span.start) * facts.unit_s)} long<br>` +
+    `from ${seconds(span.start)}, ${seconds(span.end - span.start)} long<br>` +
     `<code>${escaped(lineText[span.line].trim())}</code>`;
 }
 
@@ -153,11 +200,8 @@ function producersOf(span) {
   return found;
 }
 
-function arrows(list) {
-  const found = [];
-  list.forEach(span => producersOf(span).forEach(other => found.push([other.end, span.start, other.stream, span.stream, other.measured ? 1 : 0])));
-  return found;
-}
+const arrow = (from, to) => [from.end, to.start, from.stream, to.stream, to.measured ? 1 : 0];
+const arrows = list => list.flatMap(span => producersOf(span).map(other => arrow(other, span)));
 
 function consumersOf(span) {
   const found = [];
@@ -178,8 +222,9 @@ function band(api, row, isMeasured) {
 function timeline() {
   const rows = facts.streams.map(([device, stream]) => `${facts.device_names[device]} ${stream}`);
   const part = {};
-  at("timeline-chart").style.height = Math.max(260, Math.min(900, 34 * rows.length + 110)) + "px";
-  at("code").style.height = at("timeline-chart").style.height;
+  const height = Math.max(260, Math.min(34 * rows.length, Math.max(790, 14 * rows.length)) + 110);
+  at("timeline-chart").style.height = height + "px";
+  at("code").style.height = Math.min(900, height) + "px";
   at("timeline-note").textContent = facts.measured ? "In each row predicted above measured." : "Predicted; a measured step will stand below it.";
   const used = new Set(spans.map(span => span.kind));
   at("legend").replaceChildren(...Object.keys(KINDS).filter(kind => used.has(kind)).map(kind => {
@@ -193,25 +238,26 @@ function timeline() {
   const drawn = chart("timeline-chart", {
     grid: {left: 110, right: 16, top: 8, bottom: 64},
     tooltip: tip({trigger: "item", formatter: item => item.seriesIndex === 0 ? describe(spans[item.value[3]]) : ""}),
-    xAxis: axis({type: "value", min: 0, max: wholeEnd(), axisLabel: {color: colour("--faint"), formatter: value => seconds(value * facts.unit_s), hideOverlap: true}}),
-    yAxis: axis({type: "category", inverse: true, data: rows, splitLine: {show: true, lineStyle: {color: colour("--line")}}}),
+    xAxis: timeAxis({min: 0, max: wholeEnd}),
+    yAxis: axis({type: "category", inverse: true, data: rows, axisLabel: {color: colour("--faint"), interval: 0}, splitLine: {show: true, lineStyle: {color: colour("--line")}}}),
     dataZoom: [
-      {type: "inside", filterMode: "weakFilter", zoomOnMouseWheel: true, moveOnMouseMove: true, minSpan: 0.001},
-      {type: "slider", filterMode: "weakFilter", height: 18, bottom: 8, brushSelect: false, showDetail: false, textStyle: {color: colour("--faint")}},
+      {type: "inside", filterMode: "weakFilter", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: "shift", minSpan: LEAST, start: view[0], end: view[1]},
+      {type: "slider", filterMode: "weakFilter", start: view[0], end: view[1], height: 18, bottom: 8, brushSelect: false, showDetail: false, textStyle: {color: colour("--faint")}},
     ],
     series: [
       {
-        type: "custom", encode: {x: [0, 1], y: 2}, clip: true,
+        type: "custom", encode: {x: [0, 1], y: 2}, clip: true, progressive: 0,
         data: spans.map(span => [span.start, span.end, span.stream, span.index]),
         renderItem: (params, api) => {
-          const span = spans[api.value(3)], x = api.coord([span.start, 0])[0], end = api.coord([span.end, 0])[0];
+          const span = spans[api.value(3)], [from, to] = [span.start, span.end].map(time => Math.round(api.coord([time, 0])[0]));
+          const isNarrow = to - from < 2, x = isNarrow ? from - from % 2 : from, end = isNarrow ? x + 2 : to;
           const row = span.stream + (span.measured ? 1e6 : 0);
           if (params.dataIndexInside === 0 || row !== lastRow) { lastRow = row; lastPixel = -1e9; }
-          if (end - lastPixel < 0.5 && span.index !== chosen) return null;  // it would cover no pixel that is not drawn
+          if (end <= lastPixel && span.index !== chosen) return null;  // it would cover no pixel that is not drawn
           lastPixel = end;
-          const [y, height] = band(api, span.stream, span.measured), width = Math.max(end - x, 0.7);
+          const [y, height] = band(api, span.stream, span.measured), width = end - x;
           const rect = {
-            type: "rect", shape: {x, y, width, height},
+            type: "rect", shape: {x, y, width: width > 3 ? width - 1 : width, height},  // neighbours are told apart
             style: {fill: KINDS[span.kind], opacity: span.measured ? 0.75 : 1, stroke: span.index === chosen ? ink : undefined, lineWidth: span.index === chosen ? 3 : 0},
             emphasis: {style: {stroke: ink, lineWidth: 2}},
           };
@@ -226,7 +272,7 @@ function timeline() {
         type: "custom", id: "arrows", silent: true, clip: true, encode: {x: [0, 1]}, data: [], z: 5,
         renderItem: (params, api) => {
           const [from, to, row, other, measured] = [0, 1, 2, 3, 4].map(i => api.value(i));
-          const middle = stream => { const [y, height] = band(api, stream, measured); return y + height / 2; };
+          const middle = stream => { const [y, height] = band(api, stream, measured); return y + (row === other ? height - 3 : height / 2); };
           const x1 = api.coord([from, 0])[0], x2 = api.coord([to, 0])[0], y1 = middle(row), y2 = middle(other), bend = Math.max(14, Math.abs(x2 - x1) / 3);
           return {type: "group", children: [
             {type: "bezierCurve", shape: {x1, y1, x2, y2, cpx1: x1 + bend, cpy1: y1, cpx2: x2 - bend, cpy2: y2}, style: {stroke: strong, fill: "none", lineWidth: 1.4, opacity: 0.8}},
@@ -238,32 +284,44 @@ function timeline() {
   });
   drawn.on("click", event => { if (event.seriesIndex === 0) choose(event.value[3], true); });
   drawn.on("mouseover", event => { if (event.seriesIndex === 0) light(spans[event.value[3]], true); });
-  drawn.on("datazoom", () => {
-    const [start, end] = zoomOf(drawn);
-    if (window.memoryChart) window.memoryChart.dispatchAction({type: "dataZoom", start, end});
-    showArrows();
-  });
+  drawn.on("datazoom", event => zoomed(event, window.memoryChart));
   if (chosen >= 0) showArrows();
 }
 
-const FEW = 60;  // spans in view, of which all arrows are shown
+// One chart over time was zoomed: the other one follows.
+function zoomed(event, other) {
+  if (following) return;
+  const found = event.batch ? event.batch[0] : event;
+  view = [found.start, found.end];
+  following = true;
+  if (other) other.dispatchAction({type: "dataZoom", start: view[0], end: view[1]});
+  following = false;
+  showArrows();
+}
+
+const FEW = 30;  // spans in view, of which all arrows are shown where none is chosen
 
 function showArrows() {
-  const part = drawn["timeline-chart"], [start, end] = zoomOf(part).map(share => share / 100 * wholeEnd());
-  const seen = [];
-  for (const span of spans) {
-    if (span.end >= start && span.start <= end) seen.push(span);
-    if (seen.length > FEW) break;
+  let found = [];
+  if (chosen >= 0) {
+    const own = spans[chosen];
+    found = [...arrows([own]), ...consumersOf(own).map(other => arrow(own, other))];
+  } else {
+    const [start, end] = view.map(share => share / 100 * wholeEnd), seen = [];
+    for (const span of spans) {
+      if (span.end >= start && span.start <= end) seen.push(span);
+      if (seen.length > FEW) break;
+    }
+    if (seen.length <= FEW) found = arrows(seen);
   }
-  const own = chosen < 0 ? [] : [spans[chosen]];
-  const list = seen.length <= FEW ? seen : [...own, ...own.flatMap(consumersOf)];
-  const found = seen.length <= FEW ? arrows(list) : [...arrows(own), ...own.flatMap(consumersOf).map(other => [own[0].end, other.start, own[0].stream, other.stream, other.measured ? 1 : 0])];
-  part.setOption({series: [{}, {id: "arrows", data: found}]});
+  drawn["timeline-chart"].setOption({series: [{}, {id: "arrows", data: found}]});
 }
 
 function zoom(factor, shift) {
-  const part = drawn["timeline-chart"], [start, end] = zoomOf(part), middle = (start + end) / 2 + shift * (end - start);
-  const half = Math.min(50, Math.max(0.0005, (end - start) / 2 * factor));
+  const part = drawn["timeline-chart"], [start, end] = view;
+  const of = chosen < 0 ? -1 : 50 * (spans[chosen].start + spans[chosen].end) / wholeEnd, isAround = factor < 1 && of > start && of < end;
+  const middle = isAround ? of : (start + end) / 2 + shift * (end - start);  // what is chosen stays in view
+  const half = Math.min(50, Math.max(LEAST / 2, (end - start) / 2 * factor));
   const first = Math.min(Math.max(0, middle - half), 100 - 2 * half);
   part.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start: first, end: first + 2 * half});
 }
@@ -272,13 +330,25 @@ function choose(index, follow) {
   chosen = index;
   const span = spans[index];
   light(span, true);
-  at("chosen").textContent = `${name(span)}, ${span.measured ? "measured" : "predicted"}: ${lineText[span.line].trim()} — from ${seconds(span.start * facts.unit_s)}, ${seconds((span.end - span.start) * facts.unit_s)}`;
+  at("chosen").textContent = `${name(span)}, ${span.measured ? "measured" : "predicted"}: ${lineText[span.line].trim()} — from ${seconds(span.start)}, ${seconds(span.end - span.start)}`;
   if (follow) {
-    const [start, end] = zoomOf(drawn["timeline-chart"]), whole = wholeEnd(), middle = 50 * (span.start + span.end) / whole;
+    const [start, end] = view, middle = 50 * (span.start + span.end) / wholeEnd;
     if (middle < start || middle > end) zoom(1, (middle - (start + end) / 2) / (end - start));
   }
+  redrawSpans();
+}
+
+function redrawSpans() {
   drawn["timeline-chart"].setOption({series: [{data: spans.map(each => [each.start, each.end, each.stream, each.index])}]});
   showArrows();
+}
+
+function chooseNone() {
+  chosen = -1;
+  at("chosen").textContent = "";
+  at("code").querySelectorAll(".lit").forEach(line => line.classList.remove("lit"));
+  drawn["timeline-chart"].dispatchAction({type: "hideTip"});
+  redrawSpans();
 }
 
 function showProgram(device) {
@@ -325,9 +395,11 @@ function stepLine(step) {
 function memory() {
   const m = facts.memory[Number(at("which").value) || 0];
   if (!m) return;
-  const end = wholeEnd(), points = [...m.points, [end, (m.points.at(-1) || [0, 0])[1]]];
+  const points = m.points.map(([time, num]) => [time * facts.unit_s, num]);
+  points.push([wholeEnd, points.length ? points.at(-1)[1] : 0]);
+  const peak = points.reduce((most, point) => Math.max(most, point[1]), 0), step = bytesStep(1.05 * (m.budget && m.budget < 3 * peak ? Math.max(peak, m.budget) : peak));
   const at_ = time => {
-    const held = m.values.filter(([, , from, to]) => from <= time && time <= to).sort((a, b) => b[1] - a[1]);
+    const now = Math.round(time / facts.unit_s), held = m.values.filter(([, , from, to]) => from <= now && now <= to).sort((a, b) => b[1] - a[1]);
     const lasting = Object.entries(m.lasting).filter(([, num]) => num).map(([what, num]) => [what + " (lasting)", num]);
     const rows = [...lasting, ...held.slice(0, 12).map(([text, num]) => [text, num])];
     const more = held.length > 12 ? `<br>and ${held.length - 12} more` : "";
@@ -335,18 +407,17 @@ function memory() {
   };
   const part = chart("memory-chart", {
     grid: {left: 110, right: 16, top: 24, bottom: 40},
-    tooltip: tip({trigger: "axis", axisPointer: {type: "line"}, formatter: items => `<b>${escaped(m.name)}</b> at ${seconds(items[0].value[0] * facts.unit_s)}: ${bytes(items[0].value[1])}<br>${at_(items[0].value[0])}`}),
-    xAxis: axis({type: "value", min: 0, max: end, axisLabel: {color: colour("--faint"), formatter: value => seconds(value * facts.unit_s), hideOverlap: true}}),
-    yAxis: axis({type: "value", max: value => Math.max(value.max, m.budget && m.budget < 3 * value.max ? m.budget : 0) * 1.05, axisLabel: {color: colour("--faint"), formatter: bytes}}),
-    dataZoom: [{type: "inside", filterMode: "none"}],
+    tooltip: tip({trigger: "axis", axisPointer: {type: "line"}, formatter: items => `<b>${escaped(m.name)}</b> at ${seconds(items[0].value[0])}: ${bytes(items[0].value[1])}<br>${at_(items[0].value[0])}`}),
+    xAxis: timeAxis({min: 0, max: wholeEnd}),
+    yAxis: axis({type: "value", min: 0, interval: step, max: value => step * Math.max(1, Math.ceil(1.05 * Math.max(value.max, m.budget && m.budget < 3 * value.max ? m.budget : 0) / step)), axisLabel: {color: colour("--faint"), formatter: bytes}}),
+    dataZoom: [{type: "inside", filterMode: "none", minSpan: LEAST, zoomOnMouseWheel: "ctrl", moveOnMouseWheel: "shift", start: view[0], end: view[1]}],
     series: [{
       type: "line", step: "end", symbol: "none", data: points, lineStyle: {color: "#0072b2", width: 1.5}, areaStyle: {color: "#56b4e9", opacity: 0.35},
       markLine: m.budget ? {silent: true, symbol: "none", data: [{yAxis: m.budget}], lineStyle: {color: "#d55e00", type: "dashed", width: 2}, label: {formatter: `budget ${bytes(m.budget)}`, color: colour("--ink"), position: "insideEndTop"}} : undefined,
     }],
   });
   window.memoryChart = part;
-  const [start, stop] = zoomOf(drawn["timeline-chart"]);
-  part.dispatchAction({type: "dataZoom", start, end: stop});
+  part.on("datazoom", event => zoomed(event, drawn["timeline-chart"]));
 }
 
 // --- bars
@@ -359,10 +430,10 @@ function spent() {
   const line = (value, text) => ({xAxis: value, label: {formatter: text, color: colour("--ink"), position: "start"}});
   chart("spent-chart", {
     grid: {left: 110, right: 40, top: 56, bottom: 28}, legend: {top: 0, textStyle: {color: colour("--ink")}},
-    aria: {enabled: true, decal: {show: true}},
+    aria: {enabled: true, label: {enabled: false}, decal: {show: true}},
     tooltip: tip({trigger: "axis", axisPointer: {type: "shadow"}, valueFormatter: seconds}),
-    xAxis: axis({type: "value", axisLabel: {color: colour("--faint"), formatter: seconds, hideOverlap: true}}),
-    yAxis: axis({type: "category", inverse: true, data: rows.map(row => row.device)}),
+    xAxis: timeAxis(),
+    yAxis: axis({type: "category", inverse: true, data: rows.map(row => row.device), axisLabel: {color: colour("--faint"), interval: 0}}),
     series: Object.entries(SPENT).map(([kind, [fill]], i) => ({
       name: kind, type: "bar", stack: "step", data: rows.map(row => row[kind]), itemStyle: {color: fill}, barMaxWidth: 22,
       markLine: i || !v.bound_s ? undefined : {symbol: "none", precision: 15, silent: true, lineStyle: {color: "#d55e00", type: "dashed", width: 2}, data: [line(v.bound_s, `bound ${seconds(v.bound_s)}`)]},
@@ -372,12 +443,15 @@ function spent() {
 }
 
 function bars(id, rows, best) {
+  at(id).hidden = rows.length < 2;
+  if (at(id).hidden) return;
   at(id).style.height = Math.max(120, 24 * rows.length + 60) + "px";
+  const letters = rows.reduce((most, row) => Math.max(most, row.name.length), 0), room = Math.min(420, 6.5 * letters + 10, at(id).clientWidth * 0.45);
   chart(id, {
-    grid: {left: 440, right: 90, top: 8, bottom: 28},
+    grid: {left: room + 16, right: 70, top: 8, bottom: 28},
     tooltip: tip({trigger: "axis", axisPointer: {type: "shadow"}, formatter: items => `<b>${escaped(rows[items[0].dataIndex].name)}</b><br>${escaped(rows[items[0].dataIndex].reason || seconds(rows[items[0].dataIndex].step_s))}`}),
-    xAxis: axis({type: "value", axisLabel: {color: colour("--faint"), formatter: seconds, hideOverlap: true}}),
-    yAxis: axis({type: "category", inverse: true, data: rows.map(row => row.name), axisLabel: {color: colour("--ink"), width: 420, overflow: "truncate", fontSize: 11}}),
+    xAxis: timeAxis(),
+    yAxis: axis({type: "category", inverse: true, data: rows.map(row => row.name), axisLabel: {color: colour("--ink"), interval: 0, width: room, overflow: "truncate", fontSize: 11}}),
     series: [{
       type: "bar", barMaxWidth: 16, data: rows.map(row => ({value: row.step_s, itemStyle: {color: row.name === best ? "#009e73" : "#56b4e9"}})),
       label: {show: true, position: "right", formatter: item => seconds(item.value), color: colour("--ink"), fontSize: 11},
@@ -388,6 +462,8 @@ function bars(id, rows, best) {
 function rivals() {
   const own = {name: "this plan", step_s: facts.verdict.step_s, reason: ""};
   const timed = facts.rivals.filter(row => known(row.step_s)).slice(0, 14);
+  at("rivals-note").textContent = facts.rivals.length ? "Other plans that were simulated, the fastest first." : "Nothing else was simulated: the strategy or the plan was given.";
+  at("rivals-why").hidden = !facts.rivals.length;
   bars("rivals-chart", [own, ...timed], own.name);
   table("rivals-table", ["plan", "step", "why it lost"], facts.rivals.map(row => [row.name, seconds(row.step_s), row.reason]));
 }
@@ -395,7 +471,7 @@ function rivals() {
 function whatIf() {
   const own = {name: `this machine (${facts.verdict.hardware})`, step_s: facts.verdict.step_s, reason: ""};
   const rows = facts.helps.filter(row => known(row.step_s)).map(row => ({name: row.change, step_s: row.step_s, reason: row.reason}));
-  const others = facts.machines.filter(row => known(row.step_s)).map(row => ({name: row.machine, step_s: row.step_s, reason: ""}));
+  const others = facts.machines.filter(row => known(row.step_s) && row.machine !== facts.verdict.hardware).map(row => ({name: row.machine, step_s: row.step_s, reason: ""}));
   at("whatif-note").textContent = rows.length || others.length ? "The same model, planned anew for a machine with more of one thing, or for other machines." : "Nothing else was planned.";
   bars("whatif-chart", [own, ...rows, ...others].sort((a, b) => a.step_s - b.step_s), own.name);
   const money = row => known(row.price_dollars_per_hour) ? `${row.price_dollars_per_hour} $ an hour` : known(row.price_dollars) ? `${three(row.price_dollars)} $` : "not known";
@@ -413,29 +489,38 @@ function draw() {
 function setTheme(isDark) {
   document.documentElement.dataset.theme = isDark ? "dark" : "light";
   at("theme").textContent = isDark ? "Light" : "Dark";
-  at("theme").setAttribute("aria-pressed", String(isDark));
 }
 
 async function begin() {
   facts = await decoded();
   gather();
-  setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
+  const scheme = matchMedia("(prefers-color-scheme: dark)");
+  setTheme(scheme.matches);
+  scheme.onchange = () => { setTheme(scheme.matches); draw(); };
   verdict(); stages();
   facts.device_names.forEach((text, i) => { const option = make("option", text); option.value = i; at("device").append(option); });
   facts.memory.forEach((m, i) => { const option = make("option", m.name); option.value = i; at("which").append(option); });
   showProgram(0);
   draw();
   at("theme").onclick = () => { setTheme(document.documentElement.dataset.theme !== "dark"); draw(); };
+  // The wheel alone scrolls the page, also over a chart that it zooms together with a key.
+  ["timeline-chart", "memory-chart"].forEach(id => ["wheel", "mousewheel"].forEach(kind => at(id).addEventListener(
+    kind, event => { if (!event.ctrlKey && !event.shiftKey) event.stopPropagation(); }, {capture: true, passive: true})));
+  document.querySelector("nav").addEventListener("click", event => {  // in a notebook's frame an anchor would leave it
+    const link = event.target.closest("a");
+    if (link && location.protocol === "about:") { event.preventDefault(); document.querySelector(link.hash).scrollIntoView(); }
+  });
   at("device").onchange = event => showProgram(Number(event.target.value));
   at("which").onchange = memory;
   at("in").onclick = () => zoom(0.5, 0);
   at("out").onclick = () => zoom(2, 0);
   at("whole").onclick = () => zoom(1e9, 0);
-  const keys = {"+": () => zoom(0.5, 0), "=": () => zoom(0.5, 0), "-": () => zoom(2, 0), "0": () => zoom(1e9, 0), "ArrowLeft": () => zoom(1, -0.25), "ArrowRight": () => zoom(1, 0.25), "n": () => neighbour(1), "p": () => neighbour(-1)};
+  const keys = {"+": () => zoom(0.5, 0), "=": () => zoom(0.5, 0), "-": () => zoom(2, 0), "0": () => zoom(1e9, 0), "ArrowLeft": () => zoom(1, -0.25), "ArrowRight": () => zoom(1, 0.25), "n": () => neighbour(1), "p": () => neighbour(-1), "Escape": chooseNone};
   at("timeline-chart").addEventListener("keydown", event => { if (keys[event.key] && !event.ctrlKey && !event.metaKey) { event.preventDefault(); keys[event.key](); } });
   at("code").addEventListener("keydown", event => {
     const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
     if (step) { event.preventDefault(); stepLine(step); }
+    if (event.key === "Escape") chooseNone();
   });
   at("code").addEventListener("click", event => { const line = event.target.closest(".op"); if (line) chooseLine(Number(line.dataset.line)); });
   at("code").addEventListener("mouseover", event => {
@@ -447,7 +532,11 @@ async function begin() {
     part.dispatchAction({type: "highlight", seriesIndex: 0, dataIndex: own.map(span => span.index)});
     part.dispatchAction({type: "showTip", seriesIndex: 0, dataIndex: own[0].index});
   });
-  addEventListener("resize", () => Object.values(drawn).forEach(part => part.resize()));
+  let resized;
+  addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(draw, 100); });
+  let before;  // of printing, which is on white and as wide as paper
+  addEventListener("beforeprint", () => { before = document.documentElement.dataset.theme; document.documentElement.dataset.paper = "yes"; setTheme(false); draw(); });
+  addEventListener("afterprint", () => { delete document.documentElement.dataset.paper; setTheme(before === "dark"); draw(); });
   document.documentElement.dataset.ready = "yes";
 }
 begin();

@@ -8,7 +8,7 @@ const make = (tag, text, kind) => {
   return made;
 };
 const known = value => value !== null && value !== undefined;
-const percent = share => (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %";
+const percent = share => share > 0 && share < 5e-4 ? "<0.1%" : (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + "%";
 const seconds = s => !known(s) ? "" : s === 0 ? "0 s" : s >= 1 ? s.toPrecision(s >= 100 ? 4 : 3) + " s"
   : s >= 1e-3 ? (1e3 * s).toPrecision(3) + " ms" : (1e6 * s).toPrecision(3) + " µs";
 const bytes = count => {

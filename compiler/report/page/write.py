@@ -52,6 +52,9 @@ def require_writable(path: str | Path) -> None:
     path = Path(path)
     if path.is_dir():
         raise PlanError(f"report: {path} is a folder; name a file in it, such as {path / 'report.html'}")
+    if path.exists() and not path.is_file():
+        raise _unwritable(path, "it is no file")
+    path = path.resolve()
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise _unwritable(path, "there is no such folder" if not path.parent.is_dir() else "no permission")
 
@@ -60,10 +63,11 @@ def write_page(path: str | Path, page: str) -> Path:
     """Write it whole or not at all. Raises `PlanError` where that is not possible."""
     require_writable(path)
     path = Path(path)
-    part = path.with_name(f".{path.name}.part")
+    whole = path.resolve()  # where a link leads
+    part = whole.with_name(f".{whole.name}.part")
     try:
         part.write_text(page, encoding="utf-8")
-        os.replace(part, path)
+        os.replace(part, whole)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise _unwritable(path, error.strerror or str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +71,23 @@ def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: 
         assert report.gradient_norm is not None and report.gradient_norm > 0
         assert report.seconds > 0 and sum(report.moved_bytes.values()) > 0 and report.busy_share
     assert job.take_reports() == []
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
+def test_the_seconds_of_a_step_are_its_own(num_devices: int) -> None:
+    """Not those of the step in which its report is asked for, nor of what the script does in between."""
+    job, _, batch = compiled(num_devices)
+    began_s = time.perf_counter()
+    for step in range(STEPS):
+        job.step(batch)
+        if step == 2:
+            time.sleep(0.5)
+    job.close()
+    took_s, taken = time.perf_counter() - began_s, job.take_reports()
+    for report in taken:
+        shares = [share for row in report.busy_share.values() for share in row.values()]
+        assert 0.1 < max(shares) <= 1.0, (report.step, report.busy_share)
+    assert sum(report.seconds for report in taken) < took_s - 0.5
 
 
 def test_the_report_is_the_same_whether_the_next_step_or_last_asks_for_it() -> None:

@@ -18,13 +18,14 @@ import torch
 import penstock
 from penstock.compiler.report.page import write
 from penstock.compiler.report.page.kinds import KINDS as OP_KINDS
+from penstock.compiler.report.page.machine import machine_facts
 from penstock.compiler.report.page.spent import KINDS, spent_seconds
 from penstock.ir.errors import PlanError
 from penstock.ir.ops.table import ALL
-from penstock.runtime.simulate import Span
+from penstock.runtime.simulate import Span, Timeline
 
 CHARTS = Path(write.__file__).parent / "charts"
-BUILT = "06b50b9e37fdc717d3f737e5850cba5afcda4451466be50b77528e1e3ba4b937"  # by `make charts`
+BUILT = "e22c5b8148bea03b82c42428292a33d51ff1afc52383d0d52849162f8b7f36c9"  # by `make charts`
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +103,38 @@ def test_other_machines_stand_in_it(job: penstock.Job, tmp_path: Path) -> None:
     assert facts["machines"] == machines
 
 
+def test_a_price_is_told_where_the_hardware_has_none(job: penstock.Job, tmp_path: Path) -> None:
+    facts = facts_in(job.report(tmp_path / "report.html", what_if=False, price_per_hour=1.5))
+    assert facts["verdict"]["price_per_hour"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("used", "shown"), [("ssd0", ["ssd0"]), ("ssd0.1", ["ssd0.0", "ssd0.1"]), (None, ["ssd0"])]
+)
+def test_disks_stand_in_the_picture_once(used: str | None, shown: list[str]) -> None:
+    hardware = penstock.Hardware.preset("rtx4090x2").with_(ssds=2)
+    moved = {} if used is None else {f"{used}.read": 5}
+    timeline = Timeline([], ["gpu0", "gpu1"], moved_bytes=moved)
+    nodes = [node["name"] for node in machine_facts(hardware, timeline, None)["nodes"]]
+    assert [name for name in nodes if name.startswith("ssd")] == shown
+
+
 @pytest.mark.parametrize("name", ["", "missing/report.html", "file/report.html"])
 def test_a_path_that_cannot_be_written(job: penstock.Job, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"report: .* (is a folder|cannot be written)"):
         job.report(tmp_path / name)
+
+
+def test_what_is_no_file_is_left_alone(job: penstock.Job) -> None:
+    with pytest.raises(PlanError, match="/dev/null cannot be written: it is no file"):
+        job.report("/dev/null", what_if=False)
+
+
+def test_a_link_leads_to_the_page(job: penstock.Job, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to("page.html")
+    job.report(tmp_path / "link.html", what_if=False)
+    assert (tmp_path / "link.html").is_symlink() and facts_in(tmp_path / "page.html")
 
 
 def test_a_full_disk_leaves_the_old_page(

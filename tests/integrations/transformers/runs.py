@@ -10,6 +10,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -17,6 +19,7 @@ from transformers import (
 )
 
 from penstock.integrations.transformers import PenstockTrainer
+from penstock.integrations.transformers.steps import StepsByJob
 from penstock.ir.machine.hardware import Hardware
 
 TOLERANCE = 1e-5  # fp32 on one device and one thread, micro-batches summed in another order
@@ -79,20 +82,27 @@ def padding(rows):
     return {name: pad([each[name] for each in rows], batch_first=True, padding_value=fill[name]) for name in rows[0]}
 
 
-def arguments(folder, **changes):
+def as_tensors(rows):
+    """A collator of rows of lists."""
+    return padding([{name: torch.tensor(value) for name, value in row.items()} for row in rows])
+
+
+def arguments(folder, kind=TrainingArguments, **changes):
     known = dict(
         output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5,
         learning_rate=1e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, save_strategy="no",
         report_to="none", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    return TrainingArguments(**{**known, **changes})
+    return kind(**{**known, **changes})
 
 
 def made(kind, model, rows, folder, trainer=None, **changes):
     """A trainer of that kind; `trainer`: what else it is given."""
-    given = {} if kind is Trainer else {"hardware": Hardware.cpu(1, memory="8GB"), "compile_options": FAST}
-    given |= {"train_dataset": rows, "eval_dataset": rows[:7]} | (trainer or {})
-    return kind(model=model, args=arguments(folder, **changes), **given)
+    ours = {"hardware": Hardware.cpu(1, memory="8GB"), "compile_options": FAST}
+    given = {"train_dataset": rows, "eval_dataset": rows[:7]}
+    given |= (ours if issubclass(kind, StepsByJob) else {}) | (trainer or {})
+    of = Seq2SeqTrainingArguments if issubclass(kind, Seq2SeqTrainer) else TrainingArguments
+    return kind(model=model, args=arguments(folder, of, **changes), **given)
 
 
 def trained(kind, make, folder, resume=None, trainer=None, **changes):

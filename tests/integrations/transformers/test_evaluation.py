@@ -7,9 +7,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 
-from penstock.integrations.transformers import PenstockTrainer
+from penstock.integrations.transformers import PenstockSeq2SeqTrainer, PenstockTrainer
 from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
@@ -53,6 +53,25 @@ def test_same_metrics_and_best_model(tmp_path):
     require_equal(ours, plain, tolerance=1e-4)  # at this learning rate a step of AdamW moves weights by 3e-2
 
 
+def test_same_run_of_labels_that_are_one_number_per_class(tmp_path):
+    """Rows of 8 to 14 tokens, with 3 labels each, in lists."""
+
+    def many_classes():
+        model, _ = classifier()
+        model.config.problem_type = "multi_label_classification"
+        ids = [each["input_ids"].tolist() for each in llama()[1]]
+        return model, [{"input_ids": i, "attention_mask": [1] * len(i), "labels": [0.0, 1.0, 0.5]} for i in ids[:28]]
+
+    def collate(rows):
+        plain = [{name: torch.tensor(row[name]) for name in ("input_ids", "attention_mask")} for row in rows]
+        return {**padding(plain), "labels": torch.tensor([row["labels"] for row in rows])}
+
+    alike = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    ours, plain = both(many_classes, tmp_path, {"data_collator": collate}, **alike, **EVALUATING)
+    require_equal(ours, plain)
+    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_predictions_after_training(tmp_path):
     ours, plain = both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
@@ -74,3 +93,26 @@ def test_labels_that_always_count_are_evaluated_by_the_model(tmp_path, caplog):
     plain = trained(Trainer, regression, tmp_path / "b", **changes)
     assert "evaluated by the model" in caplog.text
     torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def generated(found):
+    return {"tokens": float(found.predictions.sum()), "rows": len(found.predictions)}
+
+
+@pytest.mark.parametrize("generates", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_same_generated_texts(generates, tmp_path):
+    """With beams, also between two steps; without `predict_with_generate` evaluations go through the job."""
+    changes = {**EVALUATING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+    changes |= {"predict_with_generate": generates, "generation_max_length": 8, "generation_num_beams": 2}
+    given = {"data_collator": padding, "compute_metrics": generated if generates else None}
+    runs = []
+    for kind in (PenstockSeq2SeqTrainer, Seq2SeqTrainer):
+        runs.append(trained(kind, seq2seq, tmp_path / kind.__name__, trainer=given, **changes))
+    ours, plain = runs
+    require_equal(ours, plain, tolerance=1e-4)
+    for name in ("eval_loss", *(("eval_tokens", "eval_rows") if generates else ())):
+        assert len(told(plain, name)) == 3
+        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=TOLERANCE, atol=TOLERANCE)
+    found, expected = (run.predict(run.eval_dataset, max_length=6).predictions for run in runs)
+    if generates:
+        np.testing.assert_array_equal(found, expected)

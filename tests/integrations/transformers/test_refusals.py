@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from transformers import default_data_collator
 
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.transformers import PenstockTrainer
-from penstock.integrations.transformers.refusals import INSTEAD
-from penstock.tests.integrations.transformers.runs import arguments, causal, classifier, llama, made, padding
+from penstock.integrations.transformers.refusals import INSTEAD, refuse_trainer, require_known_optimizer
+from penstock.tests.integrations.transformers.runs import (
+    TOLERANCE,
+    VOCABULARY,
+    arguments,
+    both,
+    causal,
+    classifier,
+    llama,
+    made,
+    padding,
+    require_equal,
+    row,
+    told,
+)
 
 VALUES = {
     "torch_empty_cache_steps": 2,
@@ -41,10 +56,37 @@ def test_refuses_an_optimizer_of_ones_own(tmp_path):
         made(PenstockTrainer, model, rows, tmp_path, {"optimizers": (torch.optim.SGD(model.parameters()), None)})
 
 
-def test_refuses_an_optimizer_of_another_library(tmp_path):
-    model, rows = causal()
-    with pytest.raises(PlanError, match="adafactor"):
-        made(PenstockTrainer, model, rows, tmp_path, optim="adafactor").train()
+def test_refuses_an_optimizer_that_wants_more_than_gradients():
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    with pytest.raises(PlanError, match=r"'galore_adamw_layerwise'.*adafactor"):
+        require_known_optimizer(LayerWiseDummyOptimizer, "galore_adamw_layerwise")
+
+
+@pytest.mark.parametrize("name", ["create_optimizer", "create_scheduler"])
+def test_refuses_an_override(name, tmp_path):
+    kind = type("Mine", (PenstockTrainer,), {name: lambda self, *given: None})
+    with pytest.raises(PlanError, match=f"{name}.*optimizer_cls_and_kwargs"):
+        made(kind, *causal(), tmp_path)
+
+
+def test_refuses_a_maker_of_models(tmp_path):
+    with pytest.raises(PlanError, match=r"model_init.*model=model_init\(\)"):
+        made(PenstockTrainer, None, causal()[1], tmp_path, {"model_init": lambda: causal()[0]})
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_refuses_what_accelerate_launch_adds(name, tmp_path):
+    trainer = made(PenstockTrainer, *causal(), tmp_path)
+    setattr(trainer, f"is_{name}_enabled", True)
+    with pytest.raises(PlanError, match=f"--use_{name}"):
+        refuse_trainer(trainer, PenstockTrainer.own_loss)
+
+
+def test_refuses_a_precision_of_accelerate_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(PlanError, match=r"--mixed_precision fp8.*bf16"):
+        made(PenstockTrainer, *causal(), tmp_path)
 
 
 def test_refuses_a_short_batch_that_cannot_be_filled(tmp_path):
@@ -53,6 +95,49 @@ def test_refuses_a_short_batch_that_cannot_be_filled(tmp_path):
     model.config.problem_type = "multi_label_classification"
     with pytest.raises(PlanError, match=r"labels are no classes.*give it 28"):
         made(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
+
+
+class CountsAllRows(nn.Module):
+    """A model with 2 classes whose loss takes any number as a class."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 1)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.tokens(input_ids).mean(1)).squeeze(-1)
+        return {"loss": nn.functional.binary_cross_entropy_with_logits(logits, labels.float()), "logits": logits}
+
+
+def counted_rows():
+    return CountsAllRows(), [{"input_ids": row(i)["input_ids"], "labels": torch.tensor(i % 2)} for i in range(32)]
+
+
+def test_refuses_to_fill_up_for_a_loss_that_counts_all_rows(tmp_path):
+    model, rows = counted_rows()
+    with pytest.raises(PlanError, match="a mean over rows, whatever their labels; give it 28"):
+        made(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
+
+
+def test_a_loss_that_counts_all_rows_is_evaluated_as_by_trainer(tmp_path):
+    """7 rows, fewer than two steps have."""
+    changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "steps"}
+    ours, plain = both(counted_rows, tmp_path, **changes, eval_steps=2)
+    require_equal(ours, plain)
+    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_refuses_to_fill_up_a_stream_of_numbers(tmp_path):
+    from datasets import Dataset
+
+    model, rows = classifier()
+    model.config.problem_type = "multi_label_classification"
+    rows = [{"input_ids": each["input_ids"].tolist(), "labels": [0.0, 1.0, 0.0]} for each in rows[:30]]
+    given = {"train_dataset": Dataset.from_list(rows).to_iterable_dataset(), "data_collator": default_data_collator}
+    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    with pytest.raises(BatchError, match=r"lacks 2 of the 4 rows.*labels are no classes"):
+        made(PenstockTrainer, model, rows, tmp_path, given, max_steps=9, **whole).train()
 
 
 def test_refuses_rows_longer_than_it_was_told(tmp_path):

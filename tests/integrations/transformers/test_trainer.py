@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from transformers import Trainer, TrainerCallback
 
 from penstock.errors import PlanError
 from penstock.integrations.transformers import PenstockTrainer
+from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     FAST,
+    TOLERANCE,
+    as_tensors,
     both,
     causal,
     classifier,
@@ -40,9 +45,13 @@ def test_same_run_of_rows_of_many_lengths_and_a_short_last_batch(tmp_path):
 def test_same_run_where_every_batch_has_its_own_length(tmp_path):
     options = {**FAST, "dynamic_shapes": Dim("sequence", min=2, max=14)}
     model, rows = llama()
-    ours = made(PenstockTrainer, model, rows[:28], tmp_path, {"data_collator": padding, "compile_options": options})
     lengths = []
-    ours.add_callback(Looks(lambda: lengths.append(ours._taken_batches[0]["input_ids"].shape[1])))
+
+    def collate(some):
+        lengths.append(max(len(row["input_ids"]) for row in some))
+        return padding(some)
+
+    ours = made(PenstockTrainer, model, rows[:28], tmp_path, {"data_collator": collate, "compile_options": options})
     ours.train()
     assert len(set(lengths)) > 1
     require_equal(ours, trained(Trainer, lambda: (llama()[0], rows[:28]), tmp_path, trainer={"data_collator": padding}))
@@ -55,6 +64,35 @@ def test_same_run_of_an_encoder_decoder(tmp_path):
 
 def test_same_run_of_a_classifier(tmp_path):
     require_equal(*both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1))
+
+
+def test_same_run_up_to_the_end_of_a_stream(tmp_path):
+    """15 batches of 2 rows, of which the last makes no whole step; `Trainer` adds it to the next epoch's first step."""
+    from datasets import Dataset
+
+    def streamed():
+        model, rows = llama()
+        return model, Dataset.from_list(
+            [{k: v.tolist() for k, v in each.items()} for each in rows]
+        ).to_iterable_dataset()
+
+    given = {"eval_dataset": llama()[1][:7], "processing_class": None, "data_collator": as_tensors}
+    ours, plain = both(streamed, tmp_path, given, max_steps=7)
+    require_equal(ours, plain)
+    longer = trained(PenstockTrainer, streamed, tmp_path, trainer=given, max_steps=8)
+    assert len(told(longer, "loss")) == longer.state.global_step == 8 and told(longer, "loss")[-1] < 5.0
+
+
+@pytest.mark.parametrize("name", slow_but(["adafactor"], ["adafactor", "adamw_bnb_8bit", "adamw_torch_8bit"]))
+def test_same_run_with_an_optimizer_of_another_library(name, tmp_path):
+    """Embeddings and head have 4800 elements, above 4096, below which all states of these libraries have 32 bits."""
+
+    def wide():
+        model, rows = llama()
+        model.resize_token_embeddings(150)
+        return model, rows
+
+    require_equal(*both(wide, tmp_path, {"data_collator": padding}, optim=name))
 
 
 @pytest.mark.slow
@@ -97,6 +135,15 @@ def test_half_precision_is_that_of_autocast(tmp_path):
     assert not torch.equal(told(ours, "loss"), told(trained(PenstockTrainer, causal, tmp_path), "loss"))
 
 
+def test_precision_of_accelerate_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found = trained(PenstockTrainer, causal, tmp_path, max_steps=2)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    assert torch.equal(
+        told(found, "loss"), told(trained(PenstockTrainer, causal, tmp_path, bf16=True, max_steps=2), "loss")
+    )
+
+
 def test_adapter_of_peft(tmp_path):
     from peft import LoraConfig, get_peft_model
 
@@ -108,16 +155,6 @@ def test_adapter_of_peft(tmp_path):
     ours, plain = both(adapted, tmp_path, save_strategy="steps", save_steps=5)
     require_equal(ours, plain)
     assert (tmp_path / "ours" / "checkpoint-5" / "adapter_model.safetensors").is_file()
-
-
-class Looks(TrainerCallback):
-    """Calls something before each step."""
-
-    def __init__(self, look):
-        self.look = look
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.look()
 
 
 class StopsAt3(TrainerCallback):
@@ -156,6 +193,36 @@ def test_listeners_hear_of_steps_and_evaluations(tmp_path):
     assert events.count("step") == 5
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [2, 4, 5]
     assert (events[0], events[-1]) == ("begin", "end")
+
+
+def test_an_interrupt_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    class Interrupted(PenstockTrainer):
+        def _save_rng_state(self, output_dir):
+            os.kill(os.getpid(), signal.SIGINT)
+            super()._save_rng_state(output_dir)
+
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    found = made(Interrupted, *causal(), tmp_path, **saving)
+    with pytest.raises(KeyboardInterrupt):
+        found.train()
+    assert found.state.global_step == 3 and found.job is None
+    again = trained(PenstockTrainer, causal, tmp_path, True, **saving)
+    require_equal(again, trained(Trainer, causal, tmp_path / "b"))
+
+
+def test_an_interrupt_between_steps_leaves_the_trained_weights(tmp_path):
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    fixed = {"lr_scheduler_type": "constant"}
+    found = made(PenstockTrainer, *causal(), tmp_path, {"callbacks": [Interrupts()]}, **fixed)
+    with pytest.raises(KeyboardInterrupt):
+        found.train()
+    plain = trained(Trainer, causal, tmp_path, max_steps=3, **fixed)
+    for ours, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_an_error_ends_the_run(tmp_path):

@@ -30,12 +30,13 @@ from penstock.tests.integrations.trl.case import (
     told,
 )
 
+COMPLETION = (completions, {})
 DATA = {
     "assistant": (chats, {"assistant_only_loss": True}),
     "packed": (texts, {"packing": True}),
 }
 MORE_DATA = {
-    "completion": (completions, {}),
+    "completion": COMPLETION,
     "whole_rows": (completions, {"completion_only_loss": False}),
     "chat": (chats, {}),
     "text": (texts, {}),
@@ -74,7 +75,7 @@ def test_same_adapters(tmp_path):
     runs = []
     for kind in (PenstockSFTTrainer, SFTTrainer):
         lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-        runs.append(trained(kind, tmp_path / kind.__name__, DATA["completion"], lora=lora))
+        runs.append(trained(kind, tmp_path / kind.__name__, COMPLETION, lora=lora))
     require_equal(*runs)
     runs[0].save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
@@ -112,8 +113,8 @@ def test_same_run_of_experts(tmp_path):
     """Without accumulation: with it, TRL's loss of the routers is the mean of the micro-batches' own."""
     whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}
     changes = {"eval_strategy": "steps", "eval_steps": 2, "model": experts, **whole}
-    ours = trained(PenstockSFTTrainer, tmp_path / "a", DATA["completion"], **changes)
-    plain = trained(SFTTrainer, tmp_path / "b", DATA["completion"], **changes)
+    ours = trained(PenstockSFTTrainer, tmp_path / "a", COMPLETION, **changes)
+    plain = trained(SFTTrainer, tmp_path / "b", COMPLETION, **changes)
     require_equal(ours, plain, "eval_loss", "eval_entropy")
 
 
@@ -126,7 +127,7 @@ def test_tells_callbacks(tmp_path):
             control.should_training_stop = state.global_step == 2
 
     heard = Heard()
-    ours = trained(PenstockSFTTrainer, tmp_path, DATA["completion"], more={"callbacks": [heard]})
+    ours = trained(PenstockSFTTrainer, tmp_path, COMPLETION, more={"callbacks": [heard]})
     assert (heard.steps, len(told(ours, "loss"))) == (2, 2)
 
 
@@ -157,12 +158,12 @@ def test_packed_rows_of_one_length():
 )
 def test_refuses_by_name(option, tmp_path):
     with pytest.raises(PlanError, match=next(iter(option))):
-        made(PenstockSFTTrainer, tmp_path, DATA["completion"], **option)
+        made(PenstockSFTTrainer, tmp_path, COMPLETION, **option)
 
 
 def test_refuses_a_loss_of_ones_own(tmp_path):
     with pytest.raises(PlanError, match="compute_loss_func"):
-        made(PenstockSFTTrainer, tmp_path, DATA["completion"], more={"compute_loss_func": lambda *a, **k: 0})
+        made(PenstockSFTTrainer, tmp_path, COMPLETION, more={"compute_loss_func": lambda *a, **k: 0})
 
 
 def test_refuses_images(tmp_path):

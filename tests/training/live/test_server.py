@@ -67,6 +67,9 @@ def test_without_the_token_nothing_is_told(page: PageServer) -> None:
         status, response = get(page, path)
         assert status == 403 and token not in response.read().decode(), path
     assert get(page, f"/{token}/elsewhere")[0] == 404
+    status, response = get(page, f"/{token}")
+    assert (status, response.headers["Location"]) == (308, f"/{token}/")
+    assert get(page, f"/{token}/?from=mail")[0] == 200
     with socket.create_connection(("127.0.0.1", urlsplit(page.address).port or 0), timeout=5) as connection:
         connection.sendall("GET /é/ HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.0 403 ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -29,6 +30,19 @@ def test_rates_are_of_the_time_between_steps_and_the_step_of_the_devices() -> No
     assert now.curve == [(step, record(step).loss) for step in range(41, 101)]
     state.end(interrupted=True)
     assert state.snapshot().phase == "interrupted" and state.snapshot().version > now.version
+
+
+def test_a_step_is_evaluated_once() -> None:
+    state = RunState()
+    for step, loss in ((10, 2.0), (20, 1.5), (20, 1.5)):  # the last step's own, and that after the run
+        state.evaluated(step, {"loss": loss})
+    assert state.snapshot().evaluations == [(10, {"loss": 2.0}), (20, {"loss": 1.5})]
+
+
+def test_no_stream_is_busy_for_more_than_a_step() -> None:
+    state = RunState()
+    state.step(dataclasses.replace(record(1), busy_share={"gpu0": {"compute": 1.01}}))
+    assert state.snapshot().busy_share == {"gpu0": {"compute": 1.0}}
 
 
 def test_the_slowest_device_is_busiest_by_itself() -> None:

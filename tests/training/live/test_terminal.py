@@ -61,6 +61,10 @@ def test_it_fits_any_screen(width: int, height: int, num_devices: int) -> None:
     lines = text.plain.split("\n")
     assert len(lines) <= height - 1 and all(len(line) <= width for line in lines)
     assert lines[0].startswith("step 29 of 200") and ("gpu0" in text.plain or height < 10)
+    whole = picture(view.state.snapshot(), 200, 30).plain.split("\n")[1]
+    assert width < 30 or set(lines[1].split("   ")) <= set(whole.split("   "))
+    if num_devices == 8:
+        assert "more devices; slowest device: gpu0, compute 80%" in text.plain, text.plain
     if num_devices == 32:
         assert "24 more devices; slowest device: gpu0" in text.plain, text.plain
 

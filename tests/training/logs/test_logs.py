@@ -98,6 +98,22 @@ def test_the_page_names_every_curve_and_its_loop_runs(tmp_path: Path, monkeypatc
     assert [row["event"] for row in lines(tmp_path / "out" / "logs")] == ["begin", *["step"] * 3, "end"]
 
 
+def test_a_torn_line_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    """As a full disk leaves it."""
+    (tmp_path / FILE).write_text('{"event": "begin"}\n{"event": "st')
+    log = JsonLog(tmp_path)
+    log.begin(FACTS)
+    log.end()
+    rows = (tmp_path / FILE).read_text().splitlines()
+    assert rows[1] == '{"event": "st' and [json.loads(row)["event"] for row in rows[2:]] == ["begin", "end"]
+
+
+def test_a_log_that_cannot_begin_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    with pytest.raises(PlanError, match=r"the log .*log\.jsonl cannot be written: No space left"):
+        JsonLog(tmp_path).begin(FACTS)
+
+
 def test_each_group_of_parameters_has_a_curve() -> None:
     found = scalars(StepRecord(1, 2.0, 0.5, 10, learning_rates=(0.25, 0.5)))
     assert found["train/learning_rate/group0"] == 0.25 and found["train/learning_rate/group1"] == 0.5

@@ -1,13 +1,13 @@
 // The parts of Apache ECharts that the report draws with.
 export { init, use } from "echarts/core";
 import { use } from "echarts/core";
-import { BarChart, CustomChart, GraphChart, LineChart } from "echarts/charts";
+import { BarChart, CustomChart, LineChart } from "echarts/charts";
 import {
   AriaComponent, DataZoomComponent, GridComponent, LegendComponent, MarkLineComponent, TooltipComponent,
 } from "echarts/components";
 import { CanvasRenderer } from "echarts/renderers";
 
 use([
-  BarChart, CustomChart, GraphChart, LineChart, AriaComponent, DataZoomComponent, GridComponent, LegendComponent,
+  BarChart, CustomChart, LineChart, AriaComponent, DataZoomComponent, GridComponent, LegendComponent,
   MarkLineComponent, TooltipComponent, CanvasRenderer,
 ]);
