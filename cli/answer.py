@@ -25,7 +25,6 @@ from .compare import figure, price
 from .options import JobOptions, natural_precision, with_ssds
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-Tell = Callable[[str], None]
 LABEL = 12  # characters before a line's text
 MORE_DRAM = 2
 MOST_DEVICES = 4  # that are named
@@ -87,7 +86,7 @@ class _Wish:
     otherwise: dict[str, object] | None = None
 
 
-def alternatives(options: JobOptions, job: Job, tell: Tell) -> list[Alternative]:
+def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> list[Alternative]:
     """What people try next. `tell` hears of each before it is planned."""
     plan, hardware, named = job.plan, job.hardware, options.named_model()
     same = {"strategy": plan.passes, "micro_batches": plan.micro_batches, "plan": None}
@@ -102,7 +101,7 @@ def alternatives(options: JobOptions, job: Job, tell: Tell) -> list[Alternative]
     return _planned([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
 
 
-def what_fits(options: JobOptions, tell: Tell) -> list[Alternative]:
+def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternative]:
     """What may make a model fit that does not, besides more memory."""
     named, hardware = options.named_model(), options.machine()
     wishes = _other_precision(ANEW, options, hardware)
@@ -124,7 +123,9 @@ def _adapter(changes: dict[str, object], options: JobOptions, named: NamedModel,
     return [_Wish(f"--adapter {LORA}", {**changes, "adapter": LORA}, hardware)]
 
 
-def _planned(wishes: Iterable[_Wish], options: JobOptions, named: NamedModel, tell: Tell) -> list[Alternative]:
+def _planned(
+    wishes: Iterable[_Wish], options: JobOptions, named: NamedModel, tell: Callable[[str], None]
+) -> list[Alternative]:
     found = []
     for wish in wishes:
         tell(f"with {wish.text}")

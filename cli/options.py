@@ -354,7 +354,7 @@ def with_ssds(hardware: Hardware, text: str) -> Hardware:
     from ..ir.machine.overrides import STOCK_SSD
 
     count, times, size = text.replace("X", "x").replace("*", "x").rpartition("x")
-    if (times and not count.strip().isdigit()) or text.strip() == "":
+    if (times and not count.strip().isdigit()) or size.strip() == "":
         raise PlanError(f"--ssd {text!r}: allowed are a size, such as 2TB, a number and a size, such as 4x2TB, and 0")
     if text.strip() == "0":
         return hardware.with_(ssds=0)
