@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
+import logging
 import signal
 import sys
 from importlib import metadata
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ..passes.draft import Draft
 
 DIFFERS, ERROR, INTERRUPTED = 1, 2, 130  # exit codes
+# Libraries that transformers imports whether or not they are used; without a GPU they warn of what they lack there.
+TALKATIVE = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 app = typer.Typer(
     help="Fine-tune models far bigger than your GPUs: plan, look, run.",
@@ -284,6 +287,8 @@ def show_hardware(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Exits with 0, with 1 if a check found a difference, or with 2 for an error."""
     given = sys.argv[1:] if arguments is None else arguments
+    for library in TALKATIVE:
+        logging.getLogger(library).setLevel(logging.ERROR)
     add_commands()
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="penstock")
