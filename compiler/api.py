@@ -56,7 +56,7 @@ from .coupling import coupled_miss, find_facts, scaled_loss
 from .dynamic_shapes import GraphAt, any_count, described, largest, read_dynamic_shapes
 from .folder import Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
-from .job.batch import BatchShape, micro_batch_spec
+from .job.batch import BatchShape, as_dicts, micro_batch_spec
 from .job.job import Job
 from .job.preflight import plain_directories
 from .job.together import planned_once
@@ -170,6 +170,7 @@ def compile(
     check_timeout(timeout_s)
     check_steps(steps)
     check_compile_stages(compile_stages)
+    example_inputs = as_dicts(example_inputs)
     refuse_item_count(example_inputs)
     require_positions(example_inputs)
     example_inputs, packed = with_unread(example_inputs), most_documents(example_inputs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import penstock
 
@@ -57,3 +58,17 @@ def test_the_loop_trains_as_plain_pytorch(name: str, monkeypatch: pytest.MonkeyP
     assert losses == pytest.approx(plain(eager, 2), abs=1e-5)
     for key, value in eager.state_dict().items():
         torch.testing.assert_close(trained.state_dict()[key], value, atol=2e-5, rtol=0)
+
+
+def test_a_loop_takes_the_batches_of_a_tokenizer() -> None:
+    """They are no dicts, but wrap one."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=32)).train()
+    ids = torch.randint(0, 32, (4, 8))
+    batch = BatchEncoding({"input_ids": ids, "labels": ids})
+    lengths = torch.export.Dim("sequence", min=2, max=8)
+    options: dict[str, Any] = {"strategy": "mobius", "micro_batches": 2, "dynamic_shapes": lengths}
+    with penstock.compile(model, penstock.Hardware.cpu(num_devices=1), example_inputs=batch, **options) as job:
+        found = [float(job.step(batch)), float(job.evaluate(batch).loss)]
+    with penstock.compile(model, penstock.Hardware.cpu(num_devices=1), example_inputs=dict(batch), **options) as job:
+        assert found == [float(job.step(dict(batch))), float(job.evaluate(dict(batch)).loss)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -153,6 +153,13 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
     if isinstance(example_inputs, (tuple, list)):
         return rebuilt(example_inputs, [micro_batch_spec(value, micro_batches) for value in example_inputs])
     return example_inputs
+
+
+def as_dicts(batch: Any) -> Any:
+    """A batch of a tokenizer, or a list of them, as the dict that it wraps: for pytree a `UserDict` is one leaf."""
+    if isinstance(batch, UserDict):
+        return dict(batch)
+    return [as_dicts(each) for each in batch] if type(batch) is list else batch
 
 
 def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -47,7 +47,7 @@ from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
 from .any_size import AnySizes
 from .background import BackgroundSave
-from .batch import BatchShape, number_of_rows
+from .batch import BatchShape, as_dicts, number_of_rows
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
 from .one_call import OneCall, one_call
@@ -414,7 +414,8 @@ class Job:
 
     def _given(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
         """What the devices load; a rank of torchrun starts its device first, and learns from the others."""
-        return self._inputs.of(function, batch, call or function, None if self._feed.device is None else self.driver)
+        driver = None if self._feed.device is None else self.driver
+        return self._inputs.of(function, as_dicts(batch), call or function, driver)
 
     def _counter(self) -> BatchCounts:
         """Counts batches, with the running devices' buffers (class weights). Under torchrun it asks other ranks."""

@@ -10,6 +10,7 @@ import torch
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 
 from penstock.integrations.transformers import PenstockSeq2SeqTrainer, PenstockTrainer
+from penstock.integrations.transformers.batches import longest_rows
 from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
@@ -116,3 +117,14 @@ def test_same_generated_texts(generates, tmp_path):
     found, expected = (run.predict(run.eval_dataset, max_length=6).predictions for run in runs)
     if generates:
         np.testing.assert_array_equal(found, expected)
+
+
+def test_longest_rows_of_tables_are_found_without_their_rows(monkeypatch):
+    from datasets import Dataset
+
+    rows = [{"input_ids": [1] * (i + 1), "labels": [1] * (9 - i), "label": i, "scores": [0.5] * 12} for i in range(9)]
+    table = Dataset.from_list(rows).select(range(7))
+    expected = {"input_ids": 7, "labels": 9}
+    assert longest_rows([rows[:7]]) == longest_rows([table.with_transform(lambda some: some)]) == expected
+    monkeypatch.setattr(Dataset, "__getitem__", None)
+    assert longest_rows([table, None, [{"input_ids": [1] * 8}]]) == {**expected, "input_ids": 8}
