@@ -43,6 +43,7 @@ def test_several_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "plan.html: open it in a browser" in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_no_page_where_none_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [machine(tmp_path / f"{name}.yaml", "20kB") for name in ("a", "b")]
     page = tmp_path / "plan.html"
