@@ -22,7 +22,7 @@ from penstock.compiler.job.job import Job
 from penstock.training.broadcast import Broadcast, facts_of
 from penstock.training.logs.find import find_logs
 
-STEPS = 20  # of a block
+STEPS = 100  # of a block; the wait for the logs at its end, which a run has once, is spread over them
 LOGS = (["jsonl"], ["tensorboard"], ["wandb"], ["jsonl", "tensorboard", "wandb"])
 
 
