@@ -15,7 +15,7 @@ from rich.console import Console
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
 from ..compiler.report.explain import device_name
-from ..compiler.report.tiers import AGAIN, states_tier, weights_tier
+from ..compiler.report.tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
 from ..compiler.report.wear import wear_of
 from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
@@ -33,7 +33,6 @@ LORA, SSD = "lora:r=16", "2TB"
 ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": None}
 FASTER = 1.05  # times; less is no advice
 SECONDS_AN_HOUR, MINUTES_AN_HOUR, HOURS_A_DAY = 3600.0, 60, 24
-WEIGHTS = {"DRAM, fetched for each use": "in DRAM", "SSD, read and fetched for each use": "on SSD"}
 BUSY = {  # a device's stream -> what it does while it is busy
     ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
     ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
@@ -247,14 +246,20 @@ def _stages(job: Job) -> str:
         where = f"{next(iter(devices))} and {len(devices) - 1} more"
     lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
     parts = [f"{lanes}{_many(len(names), 'stage')} on {where}, {_many(job.plan.micro_batches, 'micro-batch', 'es')}"]
+
+    def weights(name: str) -> str:
+        sharded = decisions.sharding is not None
+        return weights_tier(decisions, name) if sharded else PLACES[weights_home(decisions, name)]
+
     for what, tier in (
-        ("weights", lambda name: WEIGHTS.get(found := weights_tier(decisions, name), found)),
+        ("weights", weights),
         ("optimizer states", lambda name: states_tier(decisions, name) or "none"),
         ("activations", lambda name: AGAIN if name in decisions.rematerialise else "kept"),
     ):
         tiers = dict.fromkeys(tier(name) for name in names)
         parts.append(f"{what} {' or '.join(tiers)}")
-    return "; ".join(parts)
+    moved = [PLACES[memory] for memory in activations_homes(decisions)]
+    return "; ".join(parts) + (f", some wait {' and '.join(moved)}" if moved else "")
 
 
 def _duration(job: Job, rate: float, tokens: float) -> str:

@@ -17,11 +17,17 @@ def weights_tier(decisions: Decisions, stage: str) -> str:
         where = PLACES[ops.SSD if decisions.ssd.stages.get(stage) == "all" else decisions.sharding.tier]
         often = "once a step" if stage in decisions.sharding.held else "for each use"
         return f"shards {where}, gathered {often}"
+    home = weights_home(decisions, stage)
+    if home == ops.DEVICE:
+        return PLACES[home]
+    return "SSD, read and fetched for each use" if home == ops.SSD else "DRAM, fetched for each use"
+
+
+def weights_home(decisions: Decisions, stage: str) -> str:
+    """The memory in which the weights of a stage that is not sharded lie between their uses."""
     if stage not in decisions.fetch:
-        return "on the device"
-    if decisions.ssd.stages.get(stage) == "all":
-        return "SSD, read and fetched for each use"
-    return "DRAM, fetched for each use"
+        return ops.DEVICE
+    return ops.SSD if decisions.ssd.stages.get(stage) == "all" else ops.DRAM
 
 
 def weights_text(decisions: Decisions, spec: StageSpec) -> str:
@@ -46,3 +52,10 @@ def activations_tier(decisions: Decisions, stage: str) -> str:
     row = decisions.activations.get(stage, Activations())
     again = f"computed again but for {len(row.classes)} classes {PLACES[row.classes_to]}" if row.classes else AGAIN
     return again if row.inputs_to == ops.DEVICE else f"{again}, inputs {PLACES[row.inputs_to]}"
+
+
+def activations_homes(decisions: Decisions) -> list[str]:
+    """The memories to which activations of any stage move until its backward."""
+    rows = decisions.activations.values()
+    used = {row.inputs_to for row in rows} | {row.classes_to for row in rows if row.classes}
+    return [memory for memory in PLACES if memory in used and memory != ops.DEVICE]

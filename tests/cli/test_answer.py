@@ -189,3 +189,13 @@ def test_dram_and_ssds_by_option() -> None:
 def test_amounts_of_another_form(changes: dict[str, str], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         options(**changes).machine()
+
+
+def test_it_says_where_weights_and_activations_wait(job: Job) -> None:
+    small = options(strategy="fuyou", batch=256, set=["memory=100MB"])
+    plan = small.compile()
+    assert any(row.classes_to == "dram" for row in plan.plan.decisions.activations.values())
+    line = next(line for line in answer(small, plan, None, None, []) if line.startswith("plan "))
+    assert "; weights on SSD; optimizer states on SSD; activations" in line and line.endswith(", some wait in DRAM")
+    resident = next(line for line in answer(options(), job, None, None, []) if line.startswith("plan "))
+    assert "; weights on the device;" in resident and "wait" not in resident
