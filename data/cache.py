@@ -76,11 +76,12 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     try:
         torch.save(found, part)
+        os.replace(part, path)
     except RuntimeError as error:  # as torch tells of a full disk
-        part.unlink(missing_ok=True)
         free = format_bytes(shutil.disk_usage(path.parent).free)
         raise OSError(f"its disk is full, or broken: {free} are free") from error
-    os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -69,15 +69,22 @@ def test_a_directory_that_cannot_be_written(spec: DataSpec, tmp_path: Path, monk
         read.read_rows(spec, BYTES, "causal-lm")
 
 
-def test_a_full_disk(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1152 vs 1046"), "its disk is full"),
+        (OSError(28, "No space left on device"), "No space left"),
+    ],
+)
+def test_a_full_disk(error: Exception, said: str, spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been written is removed: it would keep the disk full."""
 
     def full(found: Any, path: Path) -> None:
         path.write_bytes(b"x")
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1152 vs 1046")
+        raise error
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(PlanError, match=r"its disk is full.* are free; PENSTOCK_CACHE=DIRECTORY"):
+    with pytest.raises(PlanError, match=rf"{said}.*; PENSTOCK_CACHE=DIRECTORY"):
         read.read_rows(spec, BYTES, "causal-lm")
     assert not list(cache.cache_directory().glob("*.p*"))
 
