@@ -111,7 +111,8 @@ def _arrow_lengths(dataset: Any) -> dict[str, int] | None:
     found: dict[str, int] = {}
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         for name, column in zip(table.column_names, table.columns, strict=True):
-            if types.is_list(column.type) and types.is_integer(column.type.value_type):
+            is_list = types.is_list(column.type) or types.is_large_list(column.type)
+            if is_list and types.is_integer(column.type.value_type):
                 longest = compute.max(compute.list_value_length(column)).as_py()
                 found[name] = max(found.get(name, 0), longest or 0)
     return found

@@ -120,11 +120,13 @@ def test_same_generated_texts(generates, tmp_path):
 
 
 def test_longest_rows_of_tables_are_found_without_their_rows(monkeypatch):
-    from datasets import Dataset
+    from datasets import Dataset, LargeList, Value
 
     rows = [{"input_ids": [1] * (i + 1), "labels": [1] * (9 - i), "label": i, "scores": [0.5] * 12} for i in range(9)]
     table = Dataset.from_list(rows).select(range(7))
     expected = {"input_ids": 7, "labels": 9}
     assert longest_rows([rows[:7]]) == longest_rows([table.with_transform(lambda some: some)]) == expected
+    large = table.cast_column("labels", LargeList(Value("int64")))
     monkeypatch.setattr(Dataset, "__getitem__", None)
+    assert longest_rows([large]) == expected
     assert longest_rows([table, None, [{"input_ids": [1] * 8}]]) == {**expected, "input_ids": 8}
