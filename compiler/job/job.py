@@ -189,8 +189,8 @@ class Job:
 
         what_if: plan for machines with more of one thing, which takes up to half a minute the first time. machines:
         what other machines would do, a mapping with "machine", "step_s" and prices for each. price_per_hour: in
-        dollars, where the hardware document has no price. Under torchrun all ranks
-        call it and the first one writes. Raises `PlanError` for a path that cannot be written, and then plans nothing.
+        dollars, where the hardware document has no price. Under torchrun all ranks call it and the first one writes.
+        Raises `PlanError` for a path that cannot be written, and then plans nothing.
         """
         is_main = self._feed.device in (None, 0)
         if is_main:

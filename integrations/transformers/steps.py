@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +91,10 @@ class StepsByJob(Host):
                     return super()._inner_training_loop(*args, **kwargs)
                 except KeyboardInterrupt:
                     if self.args.world_size == 1:  # one rank of several may be alone here
-                        with suppress(WorkerError):  # a second one broke a step off
+                        try:
                             self._sync()
+                        except WorkerError:
+                            logger.warning("a second Ctrl-C broke a step off: the model has older weights")
                     raise
         finally:
             self.job = self._form = self._broadcast = None
