@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ class Experiments:
     precision = "fp16"
     state_bytes = 8.0  # of the optimizer, per parameter
     sequence = 512
+    presets: Sequence[str] = ()  # the machines, without what an experiment changes of them
     unnamed: Mapping[str, ModelSource] = {}  # models that `compiler/models` does not name
 
     def __init__(self, lab: Lab | None = None):
@@ -33,6 +34,10 @@ class Experiments:
 
     def assumptions(self) -> dict[str, str]:
         """The assumptions of all figures, taken from the machines and the setup that are simulated."""
+        raise NotImplementedError
+
+    def small(self) -> Iterator[tuple[str, Workload, Hardware, str]]:
+        """Small steps that notice when passes or simulator give other figures: a name, and what a trial takes."""
         raise NotImplementedError
 
     def workload(

@@ -8,7 +8,7 @@ for many mini-batches, and their last stage recomputes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir.machine.hardware import Hardware
@@ -66,6 +66,7 @@ class FtPipe(Experiments):
     }
     task = "BoolQ"  # of the experiments with a single task
     preset = "ftpipe-2080ti"
+    presets = ("ftpipe-2080ti", "mobius-v100")
     stages: Sequence[int] = (8, 16, 24, 32)  # figure 9
     batches: Sequence[tuple[int, int]] = ((4, 1), (8, 1), (4, 2), (8, 2), (10, 2), (5, 4))  # of `large`: count, rows
     volume: tuple[int, Sequence[int]] = (4, (64, 320, 512))  # micro-batch and lengths for section 3.2's bytes
@@ -74,6 +75,12 @@ class FtPipe(Experiments):
     @property
     def machine(self) -> Hardware:
         return Hardware.preset(self.preset)
+
+    def small(self) -> Iterator[tuple[str, Workload, Hardware, str]]:
+        model = "t5-small:num_layers=2,num_decoder_layers=2,vocab_size=1024"
+        work = self.workload(model, 4, 4, 64, 8)
+        yield "synchronous", work, self.machine, f"{LAYERS}, partition-balanced{{stages=4}}, {REST}"
+        yield "asynchronous", work, self.machine, f"{LAYERS}, partition-mixed{{stages=8, asynchronous=true}}, {FREE}"
 
     def work(self, task: FineTuning, model: str = "") -> Workload:
         count = task.batch // task.micro_batch
@@ -366,4 +373,5 @@ def search(paper: FtPipe) -> Finding:
 
 
 EXPERIMENTS = FtPipe
+FITTED: Mapping[str, str] = {}  # a finding, or "finding: setting" -> what of the machine was fitted to it
 FINDINGS = (table2, table2_asynchronous, volume, granularity, fig9, large, search)

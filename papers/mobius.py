@@ -7,7 +7,7 @@ assumptions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_seconds
@@ -49,6 +49,7 @@ class Mobius(Experiments):
     models: Mapping[str, tuple[str, int]] = {
         "3B": ("mobius-3b", 2), "8B": ("mobius-8b", 2), "15B": ("mobius-15b", 1), "51B": ("mobius-51b", 1)
     }  # fmt: skip
+    presets = ("mobius-topo4", "mobius-topo2+2", "mobius-topo1+3", "mobius-topo4+4", "mobius-v100")
     billions: Mapping[str, float] = {"3B": 3, "8B": 8, "15B": 15, "51B": 51}  # parameters according to table 3
     partitioned: Sequence[str] = ("3B", "15B", "51B")  # of figure 9
     mapped: Sequence[str] = ("8B", "15B")  # of figure 10
@@ -57,6 +58,11 @@ class Mobius(Experiments):
     rented: Sequence[str] = ("8B", "15B")
     topologies: Sequence[str] = ("4", "2+2", "1+3")
     scaling: Sequence[str] = ("1+1", "2+1", "2+2", "3+2", "3+3", "4+3", "4+4")
+
+    def small(self) -> Iterator[tuple[str, Workload, Hardware, str]]:
+        work, hardware = self.workload("gpt2:n_layer=4,n_embd=1024,n_head=8,vocab_size=1024", 1, 4), topology("2+2")
+        yield "Mobius", work, hardware, mobius("partition-balanced{stages=6}")
+        yield "ZeRO-3", work, hardware, ZERO3
 
     def work(self, model: str, hardware: Hardware, micro_batch: int | None = None) -> Workload:
         name, usual = self.models[model]
@@ -471,4 +477,5 @@ def sensitivity(paper: Mobius) -> Finding:
 
 
 EXPERIMENTS = Mobius
+FITTED: Mapping[str, str] = {}  # a finding, or "finding: setting" -> what of the machine was fitted to it
 FINDINGS = (table3, fig5, fig6, fig7, fig8, fig9, fig10, fig12, fig14, fig15, sensitivity)

@@ -10,26 +10,28 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..ir.errors import PlanError
 from .figures import Chart, check_drawable, draw
-from .table import AGREES, DIFFERS, NEAR, NO_CLAIM, FigureRow
+from .table import DIFFERS, NEAR, FigureRow
+from .tally import Tally, marked, tally, without_finding
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from .experiments import Experiments
 
-__all__ = ["check_drawable", "reproduce", "tables", "to_json", "to_stderr", "write"]
+__all__ = ["PAPERS", "check_drawable", "markdown_table", "reproduce", "tables", "to_json", "to_stderr", "write"]
 PAPERS = ("mobius", "ftpipe", "fuyou", "mics")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One table or figure. `reason` says why our numbers differ, and is shown only if they do."""
+    """One table or figure. `reason` says what its rows that differ have in common, and is shown only if some do; each
+    such row has its own reason besides. `sizes`: the rows only say which models these are."""
 
     key: str
     title: str
@@ -38,6 +40,7 @@ class Finding:
     rows: Sequence[FigureRow]
     reason: str = ""
     charts: Sequence[Chart] = ()
+    sizes: bool = False
 
     @property
     def differs(self) -> bool:
@@ -55,6 +58,11 @@ class Report:
     assumptions: Mapping[str, str]
     findings: Sequence[Finding]
     left_out: Mapping[str, str] = field(default_factory=dict)  # figure -> why it is not simulated
+    made_from: Mapping[str, Any] = field(default_factory=dict)  # see `freshness`
+
+    @property
+    def tally(self) -> Tally:
+        return sum((tally(f.rows, f.sizes) for f in self.findings), Tally(0, 0, 0, 0, 0))
 
 
 class Paper(Protocol):
@@ -62,6 +70,7 @@ class Paper(Protocol):
 
     EXPERIMENTS: type[Experiments]
     FINDINGS: Sequence[Callable[[Any], Finding]]  # their names are the keys
+    FITTED: Mapping[str, str]  # "key" or "key: setting" -> what of the machine was fitted to these rows
 
 
 def paper_module(name: str) -> Paper:
@@ -81,6 +90,7 @@ def reproduce(
 
     Raises `PlanError` for an unknown paper or key.
     """
+    from .freshness import made_from
     from .lab import Lab
 
     paper = paper_module(name)
@@ -88,12 +98,16 @@ def reproduce(
     unknown = [key for key in only if key not in makers]
     if unknown:
         raise PlanError(f"--only {unknown[0]!r}: {name} has {', '.join(makers)}")
+    if odd := without_finding(paper.FITTED, makers):
+        raise PlanError(f"FITTED names {odd[0]!r}: {name} has {', '.join(makers)}")
     experiments = (setup or paper.EXPERIMENTS)(Lab(say))
     findings = []
     for key in only or makers:
         say(f"{key} ...")
-        findings.append(makers[key](experiments))
-    return Report(name, experiments.title, experiments.assumptions(), findings, experiments.left_out)
+        found = makers[key](experiments)
+        findings.append(replace(found, rows=marked(key, found.rows, paper.FITTED)))
+    made = made_from(name, experiments)
+    return Report(name, experiments.title, experiments.assumptions(), findings, experiments.left_out, made)
 
 
 def to_stderr(text: str) -> None:
@@ -114,7 +128,7 @@ def tables(report: Report) -> Iterator[Table]:
         rows = [row.cells for row in finding.rows]
         made = table(f"{finding.key}: {finding.title}", ("setting", "number", "paper", "ours", ""), rows)
         made.caption = f"The paper: {finding.claim}\nCounted: {finding.rule}"
-        made.caption += f"\nWhy ours differs: {finding.reason_given}" if finding.reason_given else ""
+        made.caption += "".join(f"\n{line}" for line in reasons(finding))
         made.caption_justify = "left"
         yield made
     if report.left_out:
@@ -130,6 +144,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "assumptions": report.assumptions,
         "findings": findings,
         "left_out": report.left_out,
+        "tally": asdict(report.tally),
+        "made_from": report.made_from,
     }
 
 
@@ -146,7 +162,7 @@ def write(report: Report, out: Path) -> list[Path]:
 
 def markdown(report: Report) -> str:
     """The report as a page that refers to the charts beside it."""
-    counted = [row.verdict for finding in report.findings for row in finding.rows]
+    counts = report.tally
     lines = [
         f"# {report.title}",
         "",
@@ -154,26 +170,41 @@ def markdown(report: Report) -> str:
         "and",
         "simulated on the papers' machines. Nothing ran on a GPU. A verdict is *agrees* where our number lies in the "
         "paper's",
-        f"range, or within {NEAR:.0%} of its single number; of {len(counted) - counted.count(NO_CLAIM)} rows that have "
-        f"one, {counted.count(AGREES)} agree. Where ours differs, the reason stands below the table.",
+        f"range, or within {NEAR:.0%} of its single number. Where ours differs, the reason stands below the table. A "
+        "claim in",
+        "brackets is judged in another row.",
+        "",
+        f"**{counts.said}**: those whose claim is a number or a range with two bounds. Not counted: {counts.fitted} "
+        "rows to",
+        f"which the machine was fitted, {counts.sizes} sizes of models, and claims with one bound or in words. All "
+        f"{counts.claimed} rows with",
+        "a claim have a verdict.",
         "",
         "## Assumptions, the same for every figure",
         "",
-        *_markdown_table(("what", "assumed"), [*report.assumptions.items()]),
+        *markdown_table(("what", "assumed"), [*report.assumptions.items()]),
     ]
     for finding in report.findings:
         rows = [row.cells for row in finding.rows]
         lines += ["", f"## {finding.key}: {finding.title}", "", f"*The paper:* {finding.claim}", ""]
         lines += [f"*Counted:* {finding.rule}", ""]
-        lines += _markdown_table(("setting", "number", "paper", "ours", "verdict"), rows)
-        lines += ["", f"*Why ours differs:* {finding.reason_given}"] if finding.reason_given else []
+        lines += markdown_table(("setting", "number", "paper", "ours", "verdict"), rows)
+        lines += ["", *reasons(finding, "- **{}:** {}")] if finding.differs else []
         for chart in finding.charts:
             lines += ["", f"![{chart.title}]({chart.name}.svg)"]
     if report.left_out:
-        lines += ["", "## Not simulated", "", *_markdown_table(("figure", "why"), [*report.left_out.items()])]
+        lines += ["", "## Not simulated", "", *markdown_table(("figure", "why"), [*report.left_out.items()])]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def reasons(finding: Finding, form: str = "{}: {}") -> list[str]:
+    """A line about what differs, and one for each row that does."""
+    shared = [form.format("Why ours differs", finding.reason_given)] if finding.reason_given else []
+    rows = [row for row in finding.rows if row.verdict == DIFFERS and row.why]
+    return shared + [form.format(f"{row.setting}, {row.quantity}", row.why) for row in rows]
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(['---'] * len(columns))}|"]
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]

@@ -7,10 +7,13 @@ that the paper gives for them, built from the same passes. The findings are in `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .capacity import fig4, table2, table4
 from .experiments import Fuyou
 from .speed import fig1, fig5, fig6, fig7, fig8
 from .tuning import fig9, fig10, sensitivity
 
 EXPERIMENTS = Fuyou
+FITTED: Mapping[str, str] = {}  # a finding, or "finding: setting" -> what of the machine was fitted to it
 FINDINGS = (table2, table4, fig1, fig4, fig5, fig6, fig7, fig8, fig9, fig10, sensitivity)

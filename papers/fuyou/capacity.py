@@ -24,7 +24,7 @@ TRAINABLE = {  # section 5.2: the largest models that its text names; 135B follo
 
 def table2(paper: Fuyou) -> Finding:
     """Table 2: the benefit of swapping each layer's output."""
-    work = paper.workload(paper.models[paper.small], 8, 1)
+    work = paper.workload(paper.models[paper.usual], 8, 1)
     calls = repeated_blocks(paper.blocks(work, machine("A100")))[0].cost.calls or ()
     names = ("Linear_qkv", "Linear_htoh", "Linear_hto4h", "Linear_4htoh")
     unit, least = calls[1].bytes, min(call.flops / call.bytes for call in calls)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...compiler.models.named import find_model
 from ...ir.machine.hardware import Hardware
 from ...ir.units import format_seconds
 from ..experiments import Experiments, said_memory, step_flops
-from ..lab import SimulatedStep
+from ..lab import SimulatedStep, Workload
 from .equations import Load, Swappable
 from .programs import (
     BLOCK_FLOPS,
@@ -34,7 +34,8 @@ class Fuyou(Experiments):
     }
     precision, sequence = PRECISION, 1024
     models: Mapping[str, str] = {f"{size}B": f"gpt3-{size}b" for size in (13, 33, 65, 135, 175, 276, 412, 805)}
-    small = "13B"  # of figures 5b to 9
+    presets = ("fuyou-a100", "fuyou-4090")
+    usual = "13B"  # of figures 5b to 9
     large = "175B"  # of figures 5a and 10
     larger: Sequence[str] = ("276B", "412B")  # of figure 6
     gpus: Sequence[str] = ("A100", "4090")
@@ -62,6 +63,11 @@ class Fuyou(Experiments):
     drams: Sequence[str] = ("128GB", "256GB", "384GB", "512GB", "640GB", "768GB")
     shares: Sequence[float] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
     ssds: Sequence[int] = (1, 3, 6, 9, 12)
+
+    def small(self) -> Iterator[tuple[str, Workload, Hardware, str]]:
+        work = self.workload("gpt2:n_layer=4,n_embd=1024,n_head=8,vocab_size=1024,n_positions=1024", 8, 1)
+        for name, line in (("Fuyou", FUYOU), ("ZeRO-Infinity", ZERO_INFINITY)):
+            yield name, work, machine("4090"), line
 
     def trial(self, model: str, batch: int, hardware: Hardware, line: str = FUYOU) -> SimulatedStep:
         """Simulate a step of the batch in one piece if the GPU holds it, else cut inside each stage into as few equal

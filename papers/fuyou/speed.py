@@ -48,9 +48,9 @@ WHY_FIG6 = (
 def fig1(paper: Fuyou) -> Finding:
     """Figure 1: what ZeRO-Infinity leaves idle."""
     table = FigureTable()
-    for batch in paper.batches[paper.small, "A100"]:
-        trial = paper.trial(paper.small, batch, machine("A100"), ZERO_INFINITY)
-        where = f"{paper.small}, A100, batch {batch}"
+    for batch in paper.batches[paper.usual, "A100"]:
+        trial = paper.trial(paper.usual, batch, machine("A100"), ZERO_INFINITY)
+        where = f"{paper.usual}, A100, batch {batch}"
         if trial.timeline is None:
             table.add(where, "step", None)
             continue
@@ -78,7 +78,7 @@ def fig5(paper: Fuyou) -> Finding:
     """Figure 5: throughput by batch."""
     table, charts = FigureTable(), []
     for (model, gpu), batches in paper.batches.items():
-        systems = [name for name in SYSTEMS if model == paper.small or name == "Fuyou"]
+        systems = [name for name in SYSTEMS if model == paper.usual or name == "Fuyou"]
         bars = {
             name: [paper.tflops(paper.trial(model, batch, machine(gpu), SYSTEMS[name])) for batch in batches]
             for name in systems
@@ -90,7 +90,7 @@ def fig5(paper: Fuyou) -> Finding:
         )
         charts.append(Bars(f"fig5-{model}-{gpu}", f"Throughput, {model} on {gpu}", "TFLOPS", list(map(str, batches)),
                            bars, xlabel="batch"))  # fmt: skip
-    if paper.small == "13B":
+    if paper.usual == "13B":
         _on_a_larger_model(table, paper)
     return Finding(
         "fig5",
@@ -144,9 +144,9 @@ def _on_a_larger_model(table: FigureTable, paper: Fuyou) -> None:
             trial = paper.trial(paper.large, 1, machine(gpu), SYSTEMS[name])
             fits = "fits" if trial.timeline else "does not fit"
             table.words(f"{paper.large}, {gpu}, batch 1", name, "does not fit", fits)
-    slow, fast = (paper.trial(paper.small, 8, machine("A100"), line).step_s for line in (ZERO_INFINITY, ZERO_OFFLOAD))
+    slow, fast = (paper.trial(paper.usual, 8, machine("A100"), line).step_s for line in (ZERO_INFINITY, ZERO_OFFLOAD))
     what = "ZeRO-Offload / ZeRO-Infinity, throughput"
-    table.ratio(f"{paper.small}, A100, batch 8", what, slow, fast, AT_LEAST_ONE, said="")
+    table.ratio(f"{paper.usual}, A100, batch 8", what, slow, fast, AT_LEAST_ONE, said="")
 
 
 def fig6(paper: Fuyou) -> Finding:
@@ -205,8 +205,8 @@ def fig8(paper: Fuyou) -> Finding:
     bars: dict[str, list[float | None]] = {"paper": [], "ours": []}
     for gpu, claims in paper.pipelined.items():
         for batch, claim in claims.items():
-            theirs, ours = (paper.trial(paper.small, batch, machine(gpu), line) for line in (ZERO_INFINITY, APART))
-            where, what = f"{paper.small}, {gpu}, batch {batch}", "ZeRO-Infinity / Fuyou without overlap"
+            theirs, ours = (paper.trial(paper.usual, batch, machine(gpu), line) for line in (ZERO_INFINITY, APART))
+            where, what = f"{paper.usual}, {gpu}, batch {batch}", "ZeRO-Infinity / Fuyou without overlap"
             groups.append(f"{gpu}\nx{batch}")
             bars["paper"].append(claim)
             bars["ours"].append(table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS))
@@ -214,7 +214,7 @@ def fig8(paper: Fuyou) -> Finding:
                 least = serial_s(rates(theirs.hardware), paper.load(theirs))
                 what = f"nothing overlapped ({least:.1f} s) / Fuyou w/o"
                 table.ratio(where, what, least, ours.step_s, said="")
-    title = f"Pipelined swap without optimizer overlap, {paper.small}"
+    title = f"Pipelined swap without optimizer overlap, {paper.usual}"
     chart = Bars("fig8", title, "times ZeRO-Infinity", groups, bars)
     return Finding(
         "fig8",

@@ -31,8 +31,8 @@ def fig9(paper: Fuyou) -> Finding:
     curves: dict[str, Sequence[tuple[float, float]]] = {}
     hardware = machine("A100")
     for batch, positive in paper.swapped.items():
-        where = f"{paper.small}, A100, batch {batch}"
-        chosen = paper.trial(paper.small, batch, hardware)
+        where = f"{paper.usual}, A100, batch {batch}"
+        chosen = paper.trial(paper.usual, batch, hardware)
         if chosen.step_s is None:
             table.add(where, "step", None)
             continue
@@ -51,7 +51,7 @@ def fig9(paper: Fuyou) -> Finding:
         curves[f"batch {batch}"] = points
         ends = [step(rates(hardware), load, load.swappable[:n]) for n in (0, len(load.swappable))]
         curves[f"paper: eq. 1 to 8, {batch}"] = [(end.coefficient, end.step_s) for end in (ends[0], found, ends[1])]
-    title, across = f"Step by swap coefficient, {paper.small} on A100", "share of classes that is not computed again"
+    title, across = f"Step by swap coefficient, {paper.usual} on A100", "share of classes that is not computed again"
     chart = Curves("fig9", title, across, "seconds", curves, points=True)
     return Finding(
         "fig9",
@@ -71,7 +71,7 @@ def _by_share(paper: Fuyou, batch: int, hardware: Hardware) -> list[tuple[float,
     """(coefficient, seconds of the step) for each fixed coefficient that fits."""
     found = []
     for share in paper.shares:
-        trial = paper.trial(paper.small, batch, hardware, pipeline(f"share={share}"))
+        trial = paper.trial(paper.usual, batch, hardware, pipeline(f"share={share}"))
         if trial.step_s is not None:
             found.append((swap_coefficient(trial), trial.step_s))
     return found
@@ -163,11 +163,11 @@ def sensitivity(paper: Fuyou) -> Finding:
         ("all SSDs behind one x16 uplink", base.with_(ssd_uplink_bandwidth=26e9)),
         ("GPU link at half its rate", base.with_(h2d_bandwidth=13e9, d2h_bandwidth=13e9)),
     ]
-    claims = paper.overlapped.get(paper.small, {})
-    batch = 32 if 32 in claims else max(paper.batches[paper.small, "4090"])
+    claims = paper.overlapped.get(paper.usual, {})
+    batch = 32 if 32 in claims else max(paper.batches[paper.usual, "4090"])
     for name, hardware in variants:
-        apart, ours = (paper.trial(paper.small, batch, hardware, line) for line in (APART, FUYOU))
-        where = f"{paper.small}, 4090, batch {batch}, {name}"
+        apart, ours = (paper.trial(paper.usual, batch, hardware, line) for line in (APART, FUYOU))
+        where = f"{paper.usual}, 4090, batch {batch}, {name}"
         table.add(where, "throughput", paper.tflops(ours), " TFLOPS", 0)
         if batch in claims:
             table.ratio(where, "gain of the overlap", apart.step_s, ours.step_s, claims[batch], said="")

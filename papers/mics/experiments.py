@@ -7,7 +7,7 @@ the step the time between the begins of the last two simulated ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...compiler.models.named import find_model
@@ -15,7 +15,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT, Program
 from ...runtime.simulate import Timeline, simulate
 from ..experiments import Experiments, step_flops
-from ..lab import Lab, SimulatedStep
+from ..lab import Lab, SimulatedStep, Workload
 from ..wide_resnet import NamedWideResNet
 from .programs import (
     A100,
@@ -100,7 +100,8 @@ class Mics(Experiments):
         "GPT2 20B": (2, 16),
     }
     fast: Mapping[str, Sequence[int]] = {"BERT 15B": (2, 4, 8), "BERT 20B": (2, 4, 8)}  # figure 10
-    small = "BERT 10B"  # of figures 2, 12, 14, 15
+    presets = ("mics-p3dn:2", "mics-p4d:2")
+    usual = "BERT 10B"  # of figures 2, 12, 14, 15
     two_hosts = "BERT 15B"  # of figure 13
     hosts: Sequence[int] = (2, 4, 8, 16)  # of figures 13 to 15
     groups: Sequence[int] = (8, 16, 32, 64)  # figure 12: shards over `grouped` hosts
@@ -116,6 +117,12 @@ class Mics(Experiments):
     def __init__(self, lab: Lab | None = None):
         super().__init__(lab)
         self.runs: dict[tuple[object, ...], FleetRun | None] = {}
+
+    def small(self) -> Iterator[tuple[str, Workload, Hardware, str]]:
+        machine = hardware(V100, FEW_HOSTS)
+        work = self.workload("bert-large:num_hidden_layers=3,vocab_size=1024", 8, FEW * machine.num_devices)
+        for form, shards in ((MICS, GPUS), (ZERO3_LATE, machine.num_devices)):
+            yield form.name, work, machine, form.line(shards)
 
     def run(
         self, model: str, form: Form, hosts: int, shards: int | None = None, kind: str = V100, each: int | None = None

@@ -65,7 +65,7 @@ def fig2(paper: Mics) -> Finding:
 def traffic(paper: Mics) -> Finding:
     """Section 3.3: the bytes between hosts."""
     table = FigureTable()
-    for model, hosts in ((paper.two_hosts, 4), (paper.small, paper.grouped)):
+    for model, hosts in ((paper.two_hosts, 4), (paper.usual, paper.grouped)):
         shards = paper.models[model].shards if model == paper.two_hosts else GPUS * paper.grouped
         moved = {}
         for form in (MICS, FLAT):
@@ -126,11 +126,11 @@ def fig11c(paper: Mics) -> Finding:
 
 def fig12(paper: Mics) -> Finding:
     """Figure 12: the size of the groups."""
-    table, where = FigureTable(), f"{paper.small}, {GPUS * paper.grouped} GPUs"
+    table, where = FigureTable(), f"{paper.usual}, {GPUS * paper.grouped} GPUs"
     bars: dict[str, list[float | None]] = {MICS.name: [], FLAT.name: []}
     for shards in paper.groups:
         for form in (MICS, FLAT):
-            run = paper.run(paper.small, form, paper.grouped, shards)
+            run = paper.run(paper.usual, form, paper.grouped, shards)
             bars[form.name].append(run.rows_s if run else None)
             table.add(f"{where}, groups of {shards}", f"{form.name}, rows/s", bars[form.name][-1], digits=1)
     first, last = (paper.groups.index(end(paper.groups)) for end in (min, max))
@@ -145,7 +145,7 @@ def fig12(paper: Mics) -> Finding:
         table,
         "gathers over 8 hosts are mostly hidden behind computation here; with hierarchical ones, which take an eighth "
         "of the rounds, more so. The paper's groups of 64 are held up by what figure 2 shows.",
-        [Bars("fig12", f"{paper.small} on {GPUS * paper.grouped} V100", "rows/s", [str(s) for s in paper.groups], bars,
+        [Bars("fig12", f"{paper.usual} on {GPUS * paper.grouped} V100", "rows/s", [str(s) for s in paper.groups], bars,
               xlabel="GPUs in a group")],
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def _add_parts_gain(
 def fig14(paper: Mics) -> Finding:
     """Figure 14: the gain of sums in two hops."""
     table = FigureTable()
-    _add_parts_gain(table, paper, paper.small, ONE_HOP, "gain of sums in two hops", (11.0, 24.9))
+    _add_parts_gain(table, paper, paper.usual, ONE_HOP, "gain of sums in two hops", (11.0, 24.9))
     return Finding(
         "fig14",
         "sums of gradients in two hops",
@@ -202,7 +202,7 @@ def fig14(paper: Mics) -> Finding:
 
 def fig15(paper: Mics) -> Finding:
     """Figure 15: ZeRO-3 as MiCS implements it."""
-    table, model = FigureTable(), paper.small
+    table, model = FigureTable(), paper.usual
     ahead, late = (paper.swept(model, form, paper.hosts, shards=0) for form in (ZERO3, ZERO3_LATE))
     for hosts, gain in gains(ahead, late).items():
         claim, what = 54.1 if hosts == max(paper.hosts) else None, "ZeRO-3 / ZeRO-3, nothing ahead"

@@ -28,6 +28,7 @@ from penstock.papers.report import (
     write,
 )
 from penstock.papers.table import AGREES, AT_LEAST_ONE, DIFFERS, FigureRow, FigureTable
+from penstock.papers.tally import Tally, marked, tally, without_finding
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.runtime.simulate import Span, Timeline
 
@@ -100,6 +101,21 @@ def test_verdicts() -> None:
     assert row(1.14, claim=1.0).verdict == AGREES
     assert row(0.84, claim=1.0).verdict == DIFFERS
     assert (row(None).ours, row(2.345, unit=" s").ours) == ("does not fit", "2.35 s")
+    beside = row(2.0, claim=1.0, beside=True, why="no matter")
+    assert (beside.paper, beside.verdict, beside.why) == ("(1)", "", "")
+    assert (row(2.0, claim=1.0, why="so").why, row(1.0, claim=1.0, why="so").why) == ("so", "")
+
+
+def test_only_what_is_bounded_twice_and_not_fitted_is_counted() -> None:
+    claims: list[Any] = [1.0, 2.0, (0.5, 1.5), (0, 2.0), AT_LEAST_ONE, None]
+    rows = [row(1.0, claim=claim) for claim in claims]
+    assert [r.two_sided for r in rows] == [True, True, True, False, False, False]
+    assert tally(rows) == Tally(5, 3, 2, 0, 0)
+    assert tally(rows, sizes=True) == Tally(5, 0, 0, 0, 3)
+    fitted = marked("fig1", rows, {"fig1": "its disks"})
+    assert tally(fitted) == Tally(5, 0, 0, 3, 0) and fitted[0].cells[-1] == "agrees (fitted)"
+    assert marked("fig1", rows, {"fig1: elsewhere": "its disks"}) == rows
+    assert without_finding({"fig1: here": "", "fig2": ""}, ["fig1"]) == ["fig2"]
 
 
 def test_a_ratio_names_both() -> None:

@@ -36,7 +36,7 @@ GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
 
 class Toy(Fuyou):
     models = {"toy": GPT}
-    small = large = "toy"
+    usual = large = "toy"
     larger = ("toy",)
     batches = {("toy", "A100"): (2,), ("toy", "4090"): (2,)}
     overlapped = {"toy": {2: 1.1}}
