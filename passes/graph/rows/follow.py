@@ -51,7 +51,7 @@ Powers = Sequence[Sequence[float | None]]  # per node and number: its growth wit
 
 def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind: str = "cpu") -> Trail:
     """Follow `rows` rows through the graph. Without `powers` the scale of what was multiplied by a number is unsure."""
-    follower = _Follower(graph, rows, powers)
+    follower = Follower(graph, rows, powers)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
         for i, node in enumerate(graph.nodes):
             if node.op != "output":
@@ -60,7 +60,7 @@ def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind:
 
 
 @dataclass(frozen=True)
-class _Effect:
+class Effect:
     """What a node does: the states of its tensors, how rows met in it, and the numbers that it multiplied by."""
 
     states: tuple[RowState, ...]
@@ -68,7 +68,9 @@ class _Effect:
     numbers: tuple[float, ...]
 
 
-class _Follower(TorchDispatchMode):
+class Follower(TorchDispatchMode):
+    """Follows what lies along one dimension of the inputs, here their rows, node by node (`node`)."""
+
     def __init__(self, graph: OpGraph, rows: int, powers: Powers | None):
         super().__init__()
         self.graph, self.rows, self.powers, self.is_clear = graph, rows, powers, True
@@ -76,7 +78,7 @@ class _Follower(TorchDispatchMode):
         self.origins: dict[int, frozenset[fx.Node]] = {}  # tensor's id -> nodes where the rows in it met
         self.alive: list[torch.Tensor] = []  # ids stay those of one tensor
         self.sharing: dict[int, list[torch.Tensor]] = {}  # storage -> its tensors of nodes
-        self.known: dict[Hashable, _Effect] = {}
+        self.known: dict[Hashable, Effect] = {}
         self.found: dict[fx.Node, list[Met]] = {}
         self.numbers: list[list[float]] = []
         self.now: tuple[list[Met], list[float]] = ([], [])
@@ -113,32 +115,36 @@ class _Follower(TorchDispatchMode):
         tensors = list(value_tensors(node.meta["val"]))
         self.now, self.own_powers = ([], []), self.powers[index] if self.powers is not None else None
         if node.op == "placeholder":
-            effect = _Effect(tuple(self._entering(str(node.target), t) for t in tensors), (), ())
+            effect = Effect(tuple(self.entering(str(node.target), t) for t in tensors), (), ())
         elif node.op == "get_attr" or is_mode_switch(node):
-            effect = _Effect(tuple(self.state(t) for t in tensors), (), ())
+            effect = Effect(tuple(self.state(t) for t in tensors), (), ())
         else:
             effect = self._called(node, tensors)
         self.numbers.append(list(effect.numbers))
         if effect.met:
             self.found[node] = list(effect.met)
-        self._note(node, tensors, effect)
+        self._note(node, tensors, self.settled(node, tensors, effect))
 
-    def _entering(self, name: str, tensor: torch.Tensor) -> RowState:
+    def settled(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
+        """The effect with which later nodes go on."""
+        return effect
+
+    def entering(self, name: str, tensor: torch.Tensor) -> RowState:
         """The state of an input: rows, or a number counted over the whole batch."""
         if name in self.counted:
             return Free(scale=Scale(int(self.counted[name])))  # a share of the whole batch's count grows with the rows
         return ByRow(dim=0) if tensor.dim() else Free()
 
-    def _called(self, node: fx.Node, tensors: list[torch.Tensor]) -> _Effect:
+    def _called(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
         if node.target in (torch.tensor, torch.as_tensor) and isinstance(node.args[0], (int, float)):
             state = Free(scale=self.scale(node.args[0]))  # no operator of torch shows the number
-            return _Effect((state,) * len(tensors), (), tuple(self.now[1]))
+            return Effect((state,) * len(tensors), (), tuple(self.now[1]))
         key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
         if key is not None and key in self.known:
             return self.known[key]
         before = next(self.orders)
         states = self._run(node, tensors)
-        effect = _Effect(states, tuple(dict.fromkeys(self.now[0])), tuple(self.now[1]))
+        effect = Effect(states, tuple(dict.fromkeys(self.now[0])), tuple(self.now[1]))
         if key is not None and next(self.orders) == before + 1:  # no permutation of its own
             self.known[key] = effect
         return effect
@@ -207,7 +213,7 @@ class _Follower(TorchDispatchMode):
             self.fakes[id(tensor)] = made
         return self.fakes[id(tensor)]
 
-    def _note(self, node: fx.Node, tensors: list[torch.Tensor], effect: _Effect) -> None:
+    def _note(self, node: fx.Node, tensors: list[torch.Tensor], effect: Effect) -> None:
         origins: frozenset[fx.Node] = frozenset({node} if effect.met else ())
         for arg in node.all_input_nodes:
             for tensor in value_tensors(arg.meta["val"]):
