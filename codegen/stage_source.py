@@ -15,7 +15,7 @@ from .layout import Line, block, signature, with_comment
 from .loops import Loop, find_loops
 from .members import Members, size, ties, used_members
 from .names import RESULT, assigned_names, usable
-from .paths import camel_case, is_under
+from .paths import camel_case, is_under, owners
 from .segments import BlockCall, CallOrNode, segments
 
 
@@ -117,12 +117,14 @@ class StageSource:
         names = used_members(loose)
         inside = used_members(n for c in calls for n in c.nodes)
         members = Members(self.module, dtypes=self.dtypes)
-        for group in _same_class(calls, self.library):
-            members.blocks(group, self.library.of_call[group[0]].name)
-        members.scopes |= {c.path for c in calls} | _scopes_of(inside, {c.path for c in calls})
         paths = {c.path for c in calls}
-        groups = [g for g in ties(self.module, [*names, *inside]) if not any(_all_under(p, g) for p in paths)]
-        members.add_all([n for n in names if n not in inside], groups)
+        groups = _same_class(calls, self.library)
+        for group in sorted(groups, key=lambda group: any(is_under(path, group[0].path) for path in paths)):
+            members.blocks(group, self.library.of_call[group[0]].name)  # a block before those inside of it
+            for call in group:
+                members.scopes |= {call.path} | _scopes_of(used_members(call.nodes), call.path)
+        tied = [g for g in ties(self.module, [*names, *inside]) if not any(_all_under(p, g) for p in paths)]
+        members.add_all([n for n in names if n not in inside], tied)
         return members.lines
 
 
@@ -134,15 +136,9 @@ def _same_class(calls: list[BlockCall], library: BlockLibrary) -> list[list[Bloc
     return [list(group.values()) for group in groups.values()]
 
 
-def _scopes_of(names: list[str], paths: set[str]) -> set[str]:
-    """Owners that the blocks' own constructors make."""
-    found = set()
-    for name in names:
-        owner = name.rpartition(".")[0]
-        while owner and any(is_under(path, owner) for path in paths):
-            found.add(owner)
-            owner = owner.rpartition(".")[0]
-    return found
+def _scopes_of(names: list[str], path: str) -> set[str]:
+    """Owners that the constructor of the block at this path makes."""
+    return {owner for name in names for owner in owners(name) if is_under(path, owner)}
 
 
 def _all_under(path: str, names: list[str]) -> bool:

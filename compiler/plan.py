@@ -88,6 +88,7 @@ class Decisions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     masks: dict[str, MaskForm] = {}  # place of an attention call -> the proven form of a mask that it goes without
     vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
+    experts: dict[str, list[int]] = {}  # layer -> 0, the first expert of each further part, the number of experts
     pointwise_again: bool = False  # whether backward computes pointwise results again
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     interleaved: bool = False  # whether independent forwards of one model run layer by layer
@@ -132,7 +133,7 @@ class Plan(BaseModel):
         """Six hexadecimal digits over the decisions."""
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
-        for name in ("vocabulary", "interleaved"):  # later than others: plans without them keep their hash
+        for name in ("vocabulary", "experts", "interleaved"):  # later than others: plans without them keep their hash
             if not getattr(self.decisions, name):
                 decided["decisions"].pop(name)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]

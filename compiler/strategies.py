@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..passes.base import Pass
 from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.experts.split_experts import SplitExperts
 from ..passes.graph.forwards.interleave_forwards import InterleaveForwards
 from ..passes.graph.loss.chunk_loss import ChunkLoss
 from ..passes.graph.masks.drop_masks import DropMasks
@@ -40,6 +41,7 @@ PASSES: dict[str, type[Pass]] = {
     for p in (
         DropMasks,
         SplitVocabulary,
+        SplitExperts,
         RecomputePointwise,
         ChunkLoss,
         InterleaveForwards,

@@ -107,6 +107,23 @@ def mixtral(dropout: float = 0.1, seed: int = 0, experts: str | None = None) -> 
     return model, batch
 
 
+def qwen3_moe(dropout: float = 0.1, seed: int = 0) -> Made:
+    """Eight small experts a layer, of which a token takes three."""
+    return _decoder(
+        "Qwen3Moe", seed, dropout, head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16,
+        norm_topk_prob=True,
+    )  # fmt: skip
+
+
+def deepseek_v3(dropout: float = 0.1, seed: int = 0) -> Made:
+    """A dense layer, then one with a shared expert beside eight, of which a token takes two from one of two groups."""
+    return _decoder(
+        "DeepseekV3", seed, dropout, num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+
+
 def bert(dropout: float = 0.1, seed: int = 0) -> Made:
     return _encoder("Bert", seed, dropout)
 

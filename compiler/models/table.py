@@ -16,8 +16,9 @@ ModelRow = tuple[str, dict[str, Any]]
 def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
-        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(), **_bart(), **_vit(),
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(),
         "mistral-7b": ("mistral", {"vocab_size": 32000, "sliding_window": 4096}),
+        "deepseek-v3": ("deepseek_v3", {}),  # the configuration's defaults are its figures
         "mixtral-8x7b": ("mixtral", {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}),
     }  # fmt: skip
 
@@ -95,6 +96,20 @@ def _qwen3() -> dict[str, ModelRow]:
             {**_decoder(*row, 8, 151936, 40960), **common, "tie_word_embeddings": row[0] <= 2560},
         )
         for name, row in sizes.items()
+    }
+
+
+def _qwen3_moe() -> dict[str, ModelRow]:
+    """Hidden size, feed-forward size of dense layers and of experts, layers, heads; 128 experts, 8 of them a token."""
+    sizes = {"30b-a3b": (2048, 6144, 768, 48, 32), "235b-a22b": (4096, 12288, 1536, 94, 64)}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "head_dim": 128, **rope}
+    return {
+        f"qwen3-{name}": (
+            "qwen3_moe",
+            {**_decoder(hidden, dense, layers, heads, 4, 151936, 40960), "moe_intermediate_size": expert, **experts},
+        )
+        for name, (hidden, dense, expert, layers, heads) in sizes.items()
     }
 
 

@@ -18,6 +18,7 @@ from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
 from ...ir.units import format_bytes, format_seconds, parse_bytes, short_bytes
 from ...passes.draft import Draft
+from ...passes.graph.experts.split_experts import SplitExperts
 from ...passes.graph.tables.split_vocabulary import SplitVocabulary
 from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
 from .candidates import micro_batch_counts
@@ -48,7 +49,7 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
     copy of the model takes of the memory that is short."""
     wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
     found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
-    whole = _whole_tables(trace, hardware, wishes) if tier_of(miss.memory) == ops.DEVICE else ""
+    whole = _what_stays_whole(trace, hardware, wishes) if tier_of(miss.memory) == ops.DEVICE else ""
     said = [str(miss).rstrip("."), whole, _own_copy(hardware, miss.memory), "" if found is None else str(found)]
     return DoesNotFit(
         ". ".join(part for part in said if part),
@@ -58,10 +59,11 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
     )
 
 
-def _whole_tables(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
-    """Why tables that are large for a device cannot be in parts."""
+def _what_stays_whole(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
+    """Why tables and layers of experts that are large for a device cannot be in parts."""
     first = wishes.micro_batches or micro_batch_counts(wishes.batch_size, hardware)[0][0]
-    return "; ".join(SplitVocabulary().look(Draft(trace(first), hardware, wishes.options))[1])
+    draft = Draft(trace(first), hardware, wishes.options)
+    return "; ".join(told for split in (SplitVocabulary(), SplitExperts()) for told in split.look(draft)[1])
 
 
 def _own_copy(hardware: Hardware, memory: str) -> str:

@@ -24,6 +24,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
 from ...passes.draft import Draft
+from ...passes.graph.experts.split_experts import SplitExperts
 from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.tables.split_vocabulary import SplitVocabulary
@@ -166,11 +167,13 @@ class Sweep(Attempts):
         return self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
 
     def with_parts(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates, and after them, where a table is large for a device, the same with its rows in parts."""
-        split = SplitVocabulary()
-        if not split.plan(Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)):
+        """The candidates, and after them, where a table or a layer of experts is large for a device, the same with its
+        rows in parts."""
+        draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
+        split = [p for p in (SplitVocabulary(), SplitExperts()) if p.look(draft)[0]]
+        if not split:
             return candidates
-        return [*candidates, *(candidate.over(*candidate.graph_passes, split) for candidate in candidates)]
+        return [*candidates, *(candidate.over(*candidate.graph_passes, *split) for candidate in candidates)]
 
     def scout(self) -> None:
         """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does."""

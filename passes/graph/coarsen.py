@@ -129,8 +129,10 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
 
 
 def _block_path(path: str) -> str:
-    """The path up to its first list index; without one, the whole path."""
+    """The path up to its first list index; without one, or in a part of a parameter, the whole path."""
     parts = path.split(".")
+    if parts[-1].endswith("]"):
+        return path
     for i, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: i + 1])

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .kernels.stand_ins import SHAPE_RULES
 from .opgraph import OpGraph, plain_meta, value_tensors
 
 
@@ -25,7 +26,7 @@ class GraphEdit:
             node = self.graph.graph.call_function(target, args, kwargs)
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self._autocast():
-            return self._annotate(node, target(*given, **named), view_of)
+            return self._annotate(node, SHAPE_RULES.get(target, target)(*given, **named), view_of)
 
     def parameter(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> fx.Node:
         """A read of a parameter in the dtype of the computation."""

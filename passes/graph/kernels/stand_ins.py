@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ....ir.machine.call_mix import Product
 from ....ir.program import aligned
-from ....runtime.functions import linear_8bit, packed_attention, window_attention
+from ....runtime.expert_parts import rows_after
+from ....runtime.functions import linear_8bit, packed_attention, part_product, window_attention
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
 from .outliers import cuda_linear_8bit
@@ -29,33 +30,41 @@ ROW_BYTES = 16  # rows of a product in groups begin at multiples of these
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiplies each group of rows of `a` by its own matrix of `b`; the groups end at `offsets`."""
+    """Multiplies each group of rows of `a` by its own matrix of `b`; the groups end at `offsets`. `groups`: the number
+    of groups of all rows, where `b` has some of them; then there are zeros for rows of others."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype | None, groups: int = 0) -> Tensor:
         ctx.save_for_backward(a, b, offsets)
+        ctx.groups = groups or b.shape[0]
         dtype = dtype or a.dtype
         rows, width = a.shape[0], b.shape[-1]
         pitch = aligned(width * dtype.itemsize, ROW_BYTES) // dtype.itemsize
         out = a.new_empty((rows, pitch), dtype=dtype)[:, :width]
-        count_call(_group_product(a, b), out)
+        if groups:
+            out.masked_fill_(rows_after(a, offsets), 0.0)
+        count_call(_group_product(a, b, ctx.groups), out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        a, b, _ = ctx.saved_tensors
+        a, b, offsets = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         for _ in range(wanted[0] + wanted[1]):
-            count_call(_group_product(a, b))
-        return torch.empty_like(a) if wanted[0] else None, torch.empty_like(b) if wanted[1] else None, None, None
+            count_call(_group_product(a, b, ctx.groups))
+        of_a, of_b = (torch.empty_like(t) if needed else None for t, needed in zip((a, b), wanted))
+        if of_a is not None and ctx.groups != b.shape[0]:
+            of_a.masked_fill_(rows_after(a, offsets), 0.0)
+        return of_a, of_b, None, None, None
 
 
-def _group_product(a: Tensor, b: Tensor) -> Product:
-    """The product of all groups, with the FLOPs that its rows have; each group's rows meet a matrix of their own."""
-    groups, rows = b.shape[0], a.shape[0]
+def _group_product(a: Tensor, b: Tensor, groups: int) -> Product:
+    """The product of the groups of `b`, with the FLOPs that their rows have where all `groups` have as many; each
+    group's rows meet a matrix of their own."""
+    own, rows = b.shape[0], a.shape[0]
     if rows % groups:
-        return Product(DTYPES.get(a.dtype, ""), rows, b.shape[-1], a.shape[1])
-    return Product(DTYPES.get(a.dtype, ""), rows // groups, b.shape[-1], a.shape[1], groups)
+        return Product(DTYPES.get(a.dtype, ""), -(-rows * own // groups), b.shape[-1], a.shape[1])
+    return Product(DTYPES.get(a.dtype, ""), rows // groups, b.shape[-1], a.shape[1], own)
 
 
 def grouped_product(
@@ -67,9 +76,20 @@ def grouped_product(
     return out
 
 
+def part_of_product(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> Tensor:
+    """`part_product`, whose rows are those of a part of the experts."""
+    out: Tensor = _GroupedProduct.apply(rows, weight, offsets, None, experts)
+    return out
+
+
 def grouped_shape(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     """The same product's shape and dtype on fake tensors: torch's own shape rule takes bf16 only."""
     return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
+
+
+def part_shape(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> Tensor:
+    """The shape and dtype of `part_product` on fake tensors."""
+    return grouped_shape(rows, weight, offs=offsets)
 
 
 def ctc_loss(
@@ -87,8 +107,16 @@ def ctc_loss(
 
 
 # Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
-SHAPE_RULES: dict[Any, Any] = {torch._grouped_mm: grouped_shape, torch.nn.functional.ctc_loss: ctc_loss}
-STAND_INS: dict[Any, Any] = {torch._grouped_mm: grouped_product, torch.nn.functional.ctc_loss: ctc_loss}
+SHAPE_RULES: dict[Any, Any] = {
+    torch._grouped_mm: grouped_shape,
+    part_product: part_shape,
+    torch.nn.functional.ctc_loss: ctc_loss,
+}
+STAND_INS: dict[Any, Any] = {
+    torch._grouped_mm: grouped_product,
+    part_product: part_of_product,
+    torch.nn.functional.ctc_loss: ctc_loss,
+}
 CUDA_STAND_INS: dict[Any, Any] = {
     **STAND_INS,
     torch.nn.functional.scaled_dot_product_attention: cuda_attention,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,26 @@ def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind:
             if node.op != "output":
                 follower.node(i, node)
     return follower.trail(graph.outputs["loss"])
+
+
+def keeps_rows(graph: OpGraph, nodes: Sequence[fx.Node], given: Set[fx.Node], rows: int) -> fx.Node | None:
+    """The first of `nodes` of which a row does not follow from the same row of what they read: `given` have a row for
+    each of `rows` along dimension 0, all other values that enter are the same for all rows. None where all do."""
+    follower = _Follower(graph, rows, None)
+    for node in given:
+        for tensor in value_tensors(node.meta["val"]):
+            follower.states[id(tensor)] = ByRow(dim=0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for i, node in enumerate(nodes):
+            follower.node(i, node)
+            states = (follower.state(tensor) for tensor in value_tensors(node.meta["val"]))
+            if node in follower.found or not all(map(_is_in_place, states)):
+                return node
+    return None
+
+
+def _is_in_place(state: RowState) -> bool:
+    return isinstance(state, ByRow) and (state.dim, state.inner, state.order) == (0, 1, None)
 
 
 @dataclass(frozen=True)

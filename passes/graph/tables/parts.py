@@ -27,7 +27,8 @@ from ....runtime.functions import (
 )
 from ..blocks import compute_dtype
 from ..edit import GraphEdit
-from ..opgraph import OpGraph, PartParam
+from ..opgraph import OpGraph
+from ..row_parts import add_part
 from .tables import Head, Lookup, TokenTable
 
 _LOSS = ("class_weight", "ignore_index", "label_smoothing")  # what parts and their sum both know of a loss
@@ -54,16 +55,7 @@ def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
 
 def _make_parts(graph: OpGraph, name: str, value: nn.Parameter, rows: Sequence[int]) -> list[str]:
     """The names of the new parts of a parameter."""
-    made = []
-    owner, _, leaf = name.rpartition(".")
-    for begin, end in pairwise(rows):
-        part = f"{owner}[{begin}:{end}].{leaf}"
-        tensor = nn.Parameter(value.detach()[begin:end], requires_grad=value.requires_grad)
-        graph.parts[part] = PartParam(RowPart(name, begin, end, rows[-1]), tensor)
-        if name in graph.hooks:
-            graph.hooks[part] = graph.hooks[name]
-        made.append(part)
-    return made
+    return [add_part(graph, name, value, begin, end) for begin, end in pairwise(rows)]
 
 
 def _drop_outputs(graph: OpGraph, logits: fx.Node) -> None:

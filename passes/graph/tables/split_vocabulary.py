@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 from ....ir.errors import PassError
@@ -19,11 +18,9 @@ from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..loss.chunk_loss import chunk_head, workspace_bytes
 from ..opgraph import OpGraph, value_tensors
+from ..row_parts import COPIES, SHARE, device_room, even_boundaries, refused_by_optimizer, wrong_boundaries
 from .parts import split_table
 from .tables import TokenTable, find_tables
-
-COPIES = 3  # of a trained table at once: the weights, their gradient, and the gradient that is added to it
-SHARE = 0.5  # of a device's memory that a table takes at most, so that another stage has room beside it
 
 Boundaries = dict[str, list[int]]  # table -> 0, the first row of each further part, the number of rows
 
@@ -51,8 +48,8 @@ class SplitVocabulary(GraphPass):
         found: Boundaries = {}
         refused = []
         for table in find_tables(draft.graph).values():
-            count = self.parts or parts_needed(table, _room(draft))
-            refusal = table.refusal or refused_by_optimizer(draft, table)
+            count = self.parts or parts_needed(table, device_room(draft))
+            refusal = table.refusal or refused_by_optimizer(draft, table.name, table.value)
             if count > 1 and (refusal or count > table.rows):
                 refused.append(f"{table.name} stays whole: {refusal or f'it has {table.rows} rows only'}")
             elif count > 1:
@@ -77,11 +74,6 @@ class SplitVocabulary(GraphPass):
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
 
 
-def _room(draft: Draft) -> int:
-    """The bytes of the smallest device."""
-    return min(device.budget_bytes for device in draft.machine.devices)
-
-
 def parts_needed(table: TokenTable, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device, with the values that it makes."""
     divided = table.bytes * (COPIES if table.value.requires_grad else 1)
@@ -92,32 +84,16 @@ def parts_needed(table: TokenTable, room_bytes: int) -> int:
     return math.ceil(divided / max(share - whole, share / 2))
 
 
-def even_boundaries(rows: int, count: int) -> list[int]:
-    """Parts of as equal size as may be."""
-    return [rows * i // count for i in range(count + 1)]
-
-
-def refused_by_optimizer(draft: Draft, table: TokenTable) -> str:
-    """Why the optimizer needs the whole table; empty where it does not."""
-    whole = draft.options.takes_whole
-    if whole is None or not table.value.requires_grad or not whole(table.name):
-        return ""
-    return "its optimizer looks at whole parameters, not at each element; torch.optim.AdamW would do"
-
-
 def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequence[int]) -> None:
     """Raise `PassError` for a decision, perhaps edited, that is none about this model."""
     if name not in tables:
         known = ", ".join(tables) or "none"
         raise PassError(f"split-vocabulary: {name!r} is no table of this model; there are {known}")
     table = tables[name]
-    ends = [0, table.rows]
-    if len(rows) < 3 or [rows[0], rows[-1]] != ends or any(a >= b for a, b in pairwise(rows)):
-        raise PassError(
-            f"split-vocabulary: the parts of {name} begin at rows {list(rows)}; the first must begin at 0, each "
-            f"further one at a later row, and {table.rows} must end the list, so that no parts overlap or leave a gap"
-        )
-    refusal = table.refusal or refused_by_optimizer(draft, table)
+    wrong = wrong_boundaries(rows, table.rows)
+    if wrong:
+        raise PassError(f"split-vocabulary: the parts of {name} begin at rows {list(rows)}; {wrong}")
+    refusal = table.refusal or refused_by_optimizer(draft, table.name, table.value)
     if refusal:
         raise PassError(f"split-vocabulary: {name} ({format_bytes(table.bytes)}) cannot be split: {refusal}")
 

@@ -1,0 +1,99 @@
+"""Experts in parts: each part multiplies the rows of its own experts, and all parts together give every row.
+
+Rows (a token for one of its experts) are sorted by expert; `offsets` has the place after the last row of each expert,
+int32. How many rows a part has is known on the device only, so a part works on tensors of all rows with its own first:
+shapes do not depend on the routing, and the host waits for nothing. Rows of other parts cost no product, are zeros in
+its results, and give no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def part_rows(rows: Tensor, offsets: Tensor, begin: int) -> Tensor:
+    """The same rows, those of expert `begin` first and those before it last."""
+    if begin == 0:
+        return rows
+    found: Tensor = _Turned.apply(rows, offsets[begin - 1])
+    return found
+
+
+def part_offsets(offsets: Tensor, begin: int, end: int) -> Tensor:
+    """Where the rows of the experts from `begin` to before `end` end, after `part_rows`."""
+    own = offsets[begin:end]
+    return own if begin == 0 else own - offsets[begin - 1]
+
+
+def part_product(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> Tensor:
+    """Each expert's rows times its matrix of `weight` [experts of the part, in, out]: [rows, out], with zeros after the
+    part's rows. `experts`: the number of all experts, of which a plan counts each with as many rows."""
+    found: Tensor = _PartProduct.apply(rows, weight, offsets)
+    return found
+
+
+def join_part(found: Tensor | None, part: Tensor, offsets: Tensor, begin: int, end: int) -> Tensor:
+    """`found` with a part's results in the places of the rows of experts from `begin` to before `end`."""
+    place = _places(part, offsets)
+    is_own = place < offsets[end - 1]
+    if begin:
+        start = offsets[begin - 1]
+        part, is_own = _Turned.apply(part, -start), is_own & (place >= start)
+    is_own = is_own.view(-1, *[1] * (part.dim() - 1))
+    return torch.where(is_own, part, 0.0 if found is None else found)
+
+
+def _places(rows: Tensor, offsets: Tensor) -> Tensor:
+    return torch.arange(rows.shape[0], dtype=offsets.dtype, device=offsets.device)
+
+
+def rows_after(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Which rows come after the last expert's, as a column."""
+    return (_places(rows, offsets) >= offsets[-1]).unsqueeze(-1)
+
+
+class _Turned(torch.autograd.Function):
+    """Row i of the result is row i + start, counted around."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, start: Tensor) -> Tensor:
+        ctx.save_for_backward(start)
+        return _turn(rows, start)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (start,) = ctx.saved_tensors
+        return _turn(grads[0], -start), None
+
+
+def _turn(rows: Tensor, start: Tensor) -> Tensor:
+    return rows.index_select(0, (_places(rows, start) + start) % rows.shape[0])
+
+
+class _PartProduct(torch.autograd.Function):
+    """A product in groups, with zeros where torch's leaves rows after the last group as memory was."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        return torch._grouped_mm(rows, weight, offs=offsets).masked_fill_(rows_after(rows, offsets), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, weight, offsets = ctx.saved_tensors
+        grad, of_rows, of_weight = grads[0].contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            of_rows = torch._grouped_mm(grad, weight.transpose(-2, -1), offs=offsets)
+            of_rows.masked_fill_(rows_after(rows, offsets), 0.0)
+        if ctx.needs_input_grad[1]:
+            if weight.stride(-1) == 1:
+                of_weight = torch._grouped_mm(rows.t(), grad, offs=offsets)
+            else:  # a transposed parameter, which its gradient is laid out like
+                of_weight = torch._grouped_mm(grad.t(), rows, offs=offsets).transpose(-2, -1)
+        return of_rows, of_weight, None
