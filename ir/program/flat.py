@@ -56,6 +56,15 @@ class Segment:
         first, last = index * self.length - start, (index + 1) * self.length - start
         return min(max(first, 0), numel), min(max(last, 0), numel)
 
+    def turning_points(self, count: int) -> set[int]:
+        """Of `count` members, those whose pieces may differ from the pieces of the member before: the first and the
+        last with a part of each parameter, and the members after them."""
+        found = {0}
+        for start, param in zip(self.starts, self.params):
+            first, last = start // self.length, max(start, start + param.numel - 1) // self.length
+            found |= {first, first + 1, last, last + 1}
+        return {index for index in found if index < count}
+
 
 def segments_of(params: Sequence[ParamSpec], count: int) -> tuple[Segment, ...]:
     """The segments of a stage for `count` members."""

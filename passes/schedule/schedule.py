@@ -111,6 +111,5 @@ def _by_stage(draft: Draft, bytes_of: Callable[[Sequence[ParamSpec]], int]) -> d
     specs = [stage.spec for stage in draft.stages]
     found = {spec.name: bytes_of(spec.params) for spec in specs}
     if shards > 1:
-        pieces = {s.name: [[p for p in s.pieces(shards, i) if p.numel] for i in range(shards)] for s in specs}
-        found |= {shard_key(name, shards): max(map(bytes_of, rows)) for name, rows in pieces.items()}
+        found |= {shard_key(s.name, shards): max(map(bytes_of, s.unlike_pieces(shards))) for s in specs}
     return found
