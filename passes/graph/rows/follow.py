@@ -62,7 +62,7 @@ def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind:
 def keeps_rows(graph: OpGraph, nodes: Sequence[fx.Node], given: Set[fx.Node], rows: int) -> fx.Node | None:
     """The first of `nodes` of which a row does not follow from the same row of what they read: `given` have a row for
     each of `rows` along dimension 0, all other values that enter are the same for all rows. None where all do."""
-    follower = _Follower(graph, rows, None)
+    follower = Follower(graph, rows, None)
     for node in given:
         for tensor in value_tensors(node.meta["val"]):
             follower.states[id(tensor)] = ByRow(dim=0)
