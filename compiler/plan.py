@@ -136,6 +136,8 @@ class Plan(BaseModel):
         for name in ("vocabulary", "experts", "interleaved"):  # later than others: plans without them keep their hash
             if not getattr(self.decisions, name):
                 decided["decisions"].pop(name)
+        if self.decisions.mesh is not None and self.decisions.mesh.team == 1:
+            decided["decisions"]["mesh"].pop("team")
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def _unusual(self) -> set[str]:

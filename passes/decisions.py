@@ -21,7 +21,8 @@ NEAREST = ("shards", "pipeline")  # which devices are neighbours: those that sha
 
 class Lanes(BaseModel):
     """Copies of the computation. `lanes`: per copy its devices, in the order of its pipeline; `shards`: the number of
-    lanes, one after the other, that share each stage's weights.
+    lanes, one after the other, that share each stage's weights; `team`: of those that run the same micro-batches
+    together.
 
     A document may instead give the number of `devices`, the `depth` of a lane and what is `nearest` (see the pass
     `mesh`); regular lanes are saved so.
@@ -30,25 +31,32 @@ class Lanes(BaseModel):
     model_config = ConfigDict(extra="forbid")
     lanes: list[list[int]]
     shards: Annotated[int, Field(ge=1)] = 1
+    team: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="before")
     @classmethod
     def _lanes(cls, document: Any) -> Any:
         if not isinstance(document, dict) or "lanes" in document or not {"devices", "depth"} <= document.keys():
             return document
-        short = {"shards": 1, "nearest": NEAREST[0], **document}
-        count, depth, shards, nearest = (short.pop(name) for name in ("devices", "depth", "shards", "nearest"))
-        numbers = (count, depth, shards)
-        if any(not isinstance(n, int) or n < 1 for n in numbers) or count % (depth * shards) or nearest not in NEAREST:
-            raise ValueError(f"devices are a multiple of depth times shards, nearest is one of {', '.join(NEAREST)}")
-        return {**short, "lanes": regular_lanes(count, shards, depth, nearest), "shards": shards}
+        short = {"shards": 1, "team": 1, "nearest": NEAREST[0], **document}
+        names = ("devices", "depth", "shards", "team", "nearest")
+        count, depth, shards, team, nearest = (short.pop(name) for name in names)
+        numbers = (count, depth, shards, team)
+        wrong = any(not isinstance(n, int) or n < 1 for n in numbers)
+        if wrong or count % (depth * max(shards, team)) or nearest not in NEAREST:
+            raise ValueError(
+                f"devices are a multiple of depth times shards and team, nearest is one of {', '.join(NEAREST)}"
+            )
+        lanes = regular_lanes(count, max(shards, team), depth, nearest)
+        return {**short, "lanes": lanes, "shards": shards, "team": team}
 
     @model_serializer(mode="wrap", when_used="json")
     def _short(self, plain: Callable[[Lanes], dict[str, Any]]) -> dict[str, Any]:
-        depth, count = len(self.lanes[0]), self.num_devices
-        for nearest in NEAREST if count % (depth * self.shards) == 0 else ():
-            if self.lanes == regular_lanes(count, self.shards, depth, nearest):
-                return {"devices": count, "depth": depth, "shards": self.shards, "nearest": nearest}
+        depth, count, beside = len(self.lanes[0]), self.num_devices, max(self.shards, self.team)
+        for nearest in NEAREST if count % (depth * beside) == 0 else ():
+            if self.lanes == regular_lanes(count, beside, depth, nearest):
+                team = {"team": self.team} if self.team > 1 else {}
+                return {"devices": count, "depth": depth, "shards": self.shards, **team, "nearest": nearest}
         return plain(self)
 
     @property
@@ -58,16 +66,19 @@ class Lanes(BaseModel):
 
     def describe(self) -> str:
         """In words: "512 devices: 64 replicas of 8 shards", "16 devices: 2 replicas of 2 shards of pipelines of 4"."""
-        depth = len(self.lanes[0])
-        replicas = self.num_devices // (self.shards * depth)
+        depth, beside = len(self.lanes[0]), max(self.shards, self.team)
+        replicas = self.num_devices // (beside * depth)
         parts = [f"{replicas} replicas"] if replicas > 1 else []
-        parts += [f"{self.shards} shards"] if self.shards > 1 else []
+        groups = {"shards": self.shards, "lanes that are a team": self.team}
+        for most, name in sorted(((count, name) for name, count in groups.items() if count > 1), reverse=True):
+            parts.append(f"{most} {name}")
         parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
         return f"{self.num_devices} devices: {' of '.join(parts)}"
 
 
 def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]) -> list[list[int]]:
-    """The lanes of `depth` devices that make up `count` devices; lanes that share stages come one after the other."""
+    """The lanes of `depth` devices that make up `count` devices; lanes that share stages or are a team, `shards` of
+    them, come one after the other."""
     if nearest == "shards":
         rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
     else:

@@ -151,11 +151,13 @@ def of_all_lanes(
     rows: Sequence[list[T] | None], interface: Interface, what: str = "what the loss counts"
 ) -> list[T]:
     """What is known of all micro-batches, of what every rank says of its lane. Raises `BatchError` where no rank of a
-    lane knows."""
+    lane, or of a team of lanes, knows."""
     found: list[T] = []
-    for lane in interface.lanes or (tuple(range(interface.num_devices)),):
-        given = next((rows[device] for device in lane if rows[device] is not None), None)
+    lanes = interface.lanes or (tuple(range(interface.num_devices)),)
+    for first in range(0, len(lanes), interface.team):
+        devices = [device for lane in lanes[first : first + interface.team] for device in lane]
+        given = next((rows[device] for device in devices if rows[device] is not None), None)
         if given is None:
-            raise BatchError(f"none of ranks {', '.join(map(str, lane))} was given {what}")
+            raise BatchError(f"none of ranks {', '.join(map(str, devices))} was given {what}")
         found += given
     return found

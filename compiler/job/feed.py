@@ -36,8 +36,8 @@ class Feed:
     ):
         self.any_sizes = any_sizes
         self.model, self.shape, self.interface, self.device = model, shape, interface, device
-        self.lanes = max(1, len(interface.lanes))
-        self.part_size = shape.size // self.lanes
+        self.teams = interface.teams
+        self.part_size = shape.size // self.teams
         self.sampler: RankSampler | None = None
         self._kinds: dict[str, str] = {}  # function of the job -> kind of its batches
         self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is yet to be made
@@ -45,11 +45,12 @@ class Feed:
     @cached_property
     def rows(self) -> range:
         """The rows of a global batch that are needed here."""
-        if self.device is None or self.lanes == 1:
+        if self.device is None or self.teams == 1:
             return range(self.shape.size)
         if self.device >= self.interface.world_size:
             raise PlanError(f"this is rank {self.device}, the plan has {self.interface.world_size} devices")
-        return lane_rows(self.shape.size, self.lanes, place_of(self.interface, self.device)[0])
+        lane = place_of(self.interface, self.device)[0]
+        return lane_rows(self.shape.size, self.teams, lane // self.interface.team)
 
     # --- batches
 
@@ -83,11 +84,11 @@ class Feed:
         is_part = rows <= self.part_size if self.any_sizes.sizes.rows else rows == self.part_size
         if is_listed(batch, self.shape):
             is_part = len(batch) == of_lane
-        kind = PART if self.device is not None and self.lanes > 1 and is_part else WHOLE
+        kind = PART if self.device is not None and self.teams > 1 and is_part else WHOLE
         if self.any_sizes.sizes.rows:  # a whole batch that is short looks like a part
             kind = self._kinds.get(function, kind)
         self._require_kind(function, kind, rows)
-        return self.any_sizes.cut(batch, of_lane * (1 if kind == PART else self.lanes), needed), kind
+        return self.any_sizes.cut(batch, of_lane * (1 if kind == PART else self.teams), needed), kind
 
     def _is_absent(self, batch: Any, needed: Collection[str]) -> bool:
         """Whether there is no batch, and none is needed. Raises `BatchError` where one is."""

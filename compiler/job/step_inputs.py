@@ -78,7 +78,7 @@ class StepInputs:
         leaves = self.feed.any_sizes.placed(parts)
         sizes = [[part.sizes[name] for name in self.interface.sizes] for part in parts]
         if kind == WHOLE and self.feed.device is not None:
-            first = place_of(self.interface, self.feed.device)[0] * self.interface.micro_batches
+            first = self.interface.first_micro_batch(place_of(self.interface, self.feed.device)[0])
             parts = parts[first : first + self.interface.micro_batches]
             sizes = sizes[first : first + self.interface.micro_batches]
         counts = None
@@ -151,7 +151,7 @@ class StepInputs:
         if kind != PART:
             return inputs
         assert self.feed.device is not None
-        first = place_of(self.interface, self.feed.device)[0] * self.interface.micro_batches
+        first = self.interface.first_micro_batch(place_of(self.interface, self.feed.device)[0])
         return {name: value[first : first + self.interface.micro_batches] for name, value in inputs.items()}
 
 

@@ -8,6 +8,7 @@ from .names import *
 from .record import Context, Op, Value, Work
 from .split import *
 from .table import ALL
+from .team import *
 from .transfers import *
 from .update import *
 from .versions import *

@@ -36,7 +36,7 @@ def _recv(ctx: Context, like: str, *, src: int, tag: str) -> Value:
     """`like` names the stage output whose shape and dtype arrive: the value itself, or its gradient."""
     _peer(ctx, src)
     stage, _, output = like.partition(".")
-    names = [o.name for o in ctx.stage(stage).outputs]
+    names = [o.name for o in ctx.stage(stage).made]
     if output not in names:
         raise ValueError(f"{stage} has no output {output!r}; it has {', '.join(names)}")
     return tensor(ctx.stage(stage).output(output))

@@ -6,8 +6,9 @@ from typing import Final
 
 __all__ = [
     "ASYNCHRONOUS", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "COMM", "COMPUTE", "CPU", "D2H", "DEVICE", "DRAM", "EVALUATE",
-    "EVALUATION", "EVERYWHERE", "FORWARD", "GROUP", "H2D", "HOST", "MEMORIES", "MESH_GROUPS", "PEER", "READ", "RECV",
-    "REPLICAS", "SEND", "SHARDS", "SSD", "STEP", "STREAMS", "TRAINING", "WRITE",
+    "EVALUATION", "EVERYWHERE", "FORWARD", "GROUP", "H2D", "HOST", "LANE_GROUPS", "MEMORIES", "MESH_GROUPS", "PAIRS",
+    "PEER", "READ", "RECV", "REPLICAS", "RING_STEP", "SEND", "SHARDS", "SSD", "STEP", "STREAMS", "TEAM", "TRAINING",
+    "WRITE",
 ]  # fmt: skip
 
 HOST, COMPUTE, H2D, D2H, SEND, RECV, COMM, CPU = "host", "compute", "h2d", "d2h", "send", "recv", "comm", "cpu"
@@ -21,6 +22,10 @@ MEMORIES = (DEVICE, DRAM, SSD)
 # Groups over lanes: the devices that hold the shards of one stage, and the devices that hold the same shard of it.
 SHARDS, REPLICAS = "shards", "replicas"
 MESH_GROUPS = (SHARDS, REPLICAS)
+TEAM = "team"  # the devices that run the same micro-batches together, each a part of the work inside a layer
+LANE_GROUPS = (*MESH_GROUPS, TEAM)
+# Who sends to whom in a collective that goes round no ring: each member to each other one, or to the next one alone.
+PAIRS, RING_STEP = "pairs", "ring step"
 # The functions of a file; an asynchronous step may hold more ops than another step.
 STEP, ASYNCHRONOUS, EVALUATE = "step", "asynchronous step", "evaluate"
 TRAINING, EVALUATION = (STEP, ASYNCHRONOUS), (EVALUATE,)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..machine.call_mix import NO_CALLS, CallMix
-from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, EVERYWHERE, MESH_GROUPS
+from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, EVERYWHERE, LANE_GROUPS
 
 if TYPE_CHECKING:
     from ..program import Interface, StageSpec, TensorSpec
@@ -57,7 +57,8 @@ class Work:
     and `peer` match a send with its receive. `group` is that of a collective, whose `moved_bytes` are those of the
     whole value; this goes round the ring of members `rounds` times, after each member has moved `traffic_bytes` inside
     its own memory. A `hierarchical` collective runs once between
-    hosts, among the members at the same place on each, and once inside each host (MiCS 3.3).
+    hosts, among the members at the same place on each, and once inside each host (MiCS 3.3). With a `pattern`, the
+    bytes are those of a member's value: PAIRS sends each member its equal part of it, RING_STEP all of it to the next.
     """
 
     stream: str
@@ -76,6 +77,7 @@ class Work:
     group: str = ""
     rounds: int = 0
     hierarchical: bool = False
+    pattern: str = ""
     seconds: tuple[tuple[str, float], ...] = ()  # of computation, by device, where it was measured
     mix: CallMix = NO_CALLS  # the calls at whose average rates `flops` and `traffic_bytes` run
 
@@ -94,7 +96,7 @@ class Context:
 
     def group(self, name: str) -> list[tuple[str, str]]:
         """This device's members of a group: (stage, parameter)."""
-        if self.interface.lanes and name in MESH_GROUPS:
+        if self.interface.lanes and name in LANE_GROUPS:
             return [("", "")]
         if name not in self.interface.groups:
             raise ValueError(f"no group {name!r}; there are {', '.join(self.interface.groups) or 'none'}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import compute, devices, split, transfers, update, versions
+from . import compute, devices, split, team, transfers, update, versions
 from .record import Op
 
 ALL: dict[str, Op] = {
     op.name: op
-    for module in (transfers, compute, split, devices, update, versions)
+    for module in (transfers, compute, split, devices, team, update, versions)
     for op in vars(module).values()
     if isinstance(op, Op)
 }

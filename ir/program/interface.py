@@ -38,7 +38,8 @@ class Interface:
     device.
     `lanes` has the machine's devices of each lane, in the order of the programs (see `lanes.py`); `num_devices` and
     `micro_batches` are then those of one lane. The groups `SHARDS` and `REPLICAS` join devices of different lanes and
-    have no rows. Every `shards` consecutive lanes share each stage's weights.
+    have no rows. Every `shards` consecutive lanes share each stage's weights; every `team` consecutive lanes, whose
+    devices in one place are the group `TEAM`, run the same micro-batches together.
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
     stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
     copies exist beside the weights.
@@ -66,6 +67,7 @@ class Interface:
     temporaries: dict[str, dict[str, int]] = field(default_factory=dict)
     cuda_graphs: bool = False
     sizes: dict[str, SizeRange] = field(default_factory=dict)
+    team: int = 1
 
     @property
     def replicas(self) -> int:
@@ -73,16 +75,36 @@ class Interface:
 
     @property
     def total_micro_batches(self) -> int:
-        """The micro-batches of all lanes together."""
-        return self.micro_batches * max(1, len(self.lanes))
+        """The different micro-batches of all lanes together."""
+        return self.micro_batches * self.teams
+
+    @property
+    def teams(self) -> int:
+        """The number of teams; without teams, of lanes."""
+        return max(1, len(self.lanes)) // self.team
+
+    def first_micro_batch(self, lane: int) -> int:
+        """The number of a lane's first micro-batch in the whole batch."""
+        return lane // self.team * self.micro_batches
 
     @property
     def world_size(self) -> int:
         """Devices of the machine that take part."""
         return self.num_devices * max(1, len(self.lanes))
 
+    def speaks(self, device: int) -> bool:
+        """Whether a device is the first of its team, whose members all return the same."""
+        return self.number_in_team(device) == 0
+
+    def number_in_team(self, device: int) -> int:
+        """A device's number among the members of its team, once groups have members; 0 without a team."""
+        teams = (self.members(name) for name in self.groups if name.startswith(f"{ops.TEAM}."))
+        return next((members.index(device) for members in teams if device in members), 0)
+
     def size(self, group: str) -> int:
         """The number of devices in a group."""
+        if self.lanes and group == ops.TEAM:
+            return self.team
         if self.lanes and group in ops.MESH_GROUPS:
             return self.shards if group == ops.SHARDS else self.replicas
         return len(self.members(group))
@@ -237,6 +259,7 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         "num_devices": interface.num_devices,
         "micro_batches": interface.micro_batches,
         "shards": interface.shards,
+        "team": interface.team,
     }
     yield from (f"{name} is {count}" for name, count in counts.items() if not 0 < count <= MOST)
     if len(interface.stages) > MOST:
@@ -247,7 +270,11 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
             yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
         rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
-        rows += [*spec.params, *spec.buffers]
+        rows += [*spec.params, *spec.buffers, *(exchange.result for exchange in spec.exchanges)]
+        known_ops = ("", *ops.team.__all__)
+        odd = next((e for e in spec.exchanges if e.op not in known_ops or e.back not in known_ops), None)
+        if odd is not None:
+            yield f"stage {name} exchanges {odd.source!r:.60} by {odd.op!r:.60} and {odd.back!r:.60}"
         yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
         yield from (f"stage {name}: {found}" for found in _wrong_sizes(interface, rows))
         numbers = (value for value in vars(spec).values() if isinstance(value, int | float))
@@ -279,6 +306,10 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         yield f"the lanes are not {len(lanes)} times {interface.num_devices} different devices"
     if max(1, len(lanes)) % interface.shards:
         yield f"{len(lanes)} lanes cannot be cut into groups of {interface.shards}"
+    if max(1, len(lanes)) % interface.team or max(interface.team, interface.shards) % min(
+        interface.team, interface.shards
+    ):
+        yield f"{len(lanes)} lanes in groups of {interface.shards} cannot be cut into teams of {interface.team}"
     known = {key for name in interface.stages for key in (name, shard_key(name, interface.shards))}
     if interface.states.keys() - known or (interface.states and interface.stages.keys() - interface.states.keys()):
         yield "it counts optimizer states of other stages than it has"

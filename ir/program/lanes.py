@@ -1,9 +1,10 @@
 """Lanes: several copies of one computation, each on devices of its own and on an equal share of the micro-batches.
 
 A plan for many devices is made, printed and verified for one lane: its programs name devices by their place in the
-lane, count micro-batches in it, and speak of devices in other lanes as groups only (`SHARDS`, `REPLICAS`). Lanes are
-all alike, so a ring of waits over several lanes would be a ring in one: what is proven of one holds for all. `bind`
-writes the programs out for every device of the machine; that is what runs.
+lane, count micro-batches in it, and speak of devices in other lanes as groups only (`SHARDS`, `REPLICAS`, `TEAM`).
+Lanes are all alike, so a ring of waits over several lanes would be a ring in one: what is proven of one holds for all.
+`bind` writes the programs out for every device of the machine; that is what runs. The lanes of a team run the same
+micro-batches together, each a part of the work inside a layer.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ def _bound(interface: Interface, lane: int, role: int, name: str, value: Any) ->
     if name in ("dst", "src"):
         return interface.lanes[lane][value]
     if name == "micro_batch":
-        return lane * interface.micro_batches + value
+        return interface.first_micro_batch(lane) + value
     return group_name(interface, lane, role, value) if name == "group" else value
 
 
 def group_name(interface: Interface, lane: int, role: int, group: str) -> str:
     """The name, among the groups of the whole machine, of a group in a lane's program."""
+    if group == ops.TEAM:
+        return f"{group}.{role}.{lane // interface.team}"
     replica, place = divmod(lane, interface.shards)
     if group == ops.SHARDS:
         return f"{group}.{role}.{replica}"
@@ -83,7 +86,7 @@ def bound_interface(interface: Interface) -> Interface:
     groups: dict[str, list[GroupRow]] = {}
     for lane, devices in enumerate(interface.lanes):
         for role in range(len(devices)):
-            for group in ops.MESH_GROUPS:
+            for group in ops.LANE_GROUPS:
                 name = group_name(interface, lane, role, group)
                 if name not in groups:
                     groups[name] = [(member, "", "") for member in members_of(interface, lane, role, group)]
@@ -97,15 +100,19 @@ def bound_interface(interface: Interface) -> Interface:
         groups={name: tuple(rows) for name, rows in groups.items()},
         lanes=(),
         shards=1,
+        team=1,
     )
 
 
 def members_of(interface: Interface, lane: int, role: int, group: str) -> list[int]:
-    """The devices of the machine that a group of `ops.MESH_GROUPS`, or `WORLD`, joins with a lane's device, in the
+    """The devices of the machine that a group of `ops.LANE_GROUPS`, or `WORLD`, joins with a lane's device, in the
     group's order."""
     first, place = lane - lane % interface.shards, lane % interface.shards
     if group == WORLD:
         return [device for other in interface.lanes[first : first + interface.shards] for device in other]
+    if group == ops.TEAM:
+        begin = lane - lane % interface.team
+        return [interface.lanes[other][role] for other in range(begin, begin + interface.team)]
     among = (
         range(first, first + interface.shards)
         if group == ops.SHARDS
@@ -117,12 +124,24 @@ def members_of(interface: Interface, lane: int, role: int, group: str) -> list[i
 def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
     """torch's view of the layout, as `device` of the machine sees it: dimensions "replica", "shard" and "pipeline". The
     members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `PeerLink` makes
-    those that the plan needs."""
+    those that the plan needs.
+
+    With teams there is a dimension "team", in place of "shard" where the same lanes share stages or none do; else the
+    larger groups are made of the smaller ones, and stand before them."""
     from torch.distributed.device_mesh import DeviceMesh  # imported here, because planning does not need it
 
     lanes = interface.lanes or (tuple(range(interface.num_devices)),)
-    rows = torch.tensor(lanes).view(interface.replicas, interface.shards, interface.num_devices)
-    return DeviceMesh(kind, rows, mesh_dim_names=DIMENSIONS, _init_backend=False, _rank=device)
+    rows, shards, team = torch.tensor(lanes), interface.shards, interface.team
+    names: tuple[str, ...] = DIMENSIONS
+    if team == 1:
+        rows = rows.view(-1, shards, interface.num_devices)
+    elif shards in (1, team):
+        rows, names = rows.view(-1, team, interface.num_devices), ("replica", "team", "pipeline")
+    else:
+        most, least = max(shards, team), min(shards, team)
+        rows = rows.view(-1, most // least, least, interface.num_devices)
+        names = ("replica", *(("shard", "team") if shards > team else ("team", "shard")), "pipeline")
+    return DeviceMesh(kind, rows, mesh_dim_names=names, _init_backend=False, _rank=device)
 
 
 def place_of(interface: Interface, device: int) -> tuple[int, int]:

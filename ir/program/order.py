@@ -133,7 +133,7 @@ def _create_tasks(programs: Sequence[Program], order: Order) -> None:
             elif work.group:
                 calls[work.group] = calls.get(work.group, 0) + 1
                 # Lanes are all alike, so the devices of other lanes are not late.
-                over_lanes = program.interface.lanes and work.group in ops.MESH_GROUPS
+                over_lanes = program.interface.lanes and work.group in ops.LANE_GROUPS
                 key = None if over_lanes else (work.group, calls[work.group])
             index = len(order.tasks) if key is None else meetings.setdefault(key, len(order.tasks))
             if index == len(order.tasks):

@@ -136,6 +136,20 @@ class SavedSpec:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What the members of a team make together of a value: `result` of the value `source`, by the op `op` of
+    `ir/ops/team.py` with the fields `fields`, and the gradient of `source` of that of `result` by `back` and
+    `back_fields`. Without an op the value, or its gradient, is the other one as it is."""
+
+    result: TensorSpec
+    source: str
+    op: str = ""
+    fields: tuple[tuple[str, int], ...] = ()
+    back: str = ""
+    back_fields: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class AgainSpec:
     """A rematerialisation that leaves out what backward needs nothing of, such as the forward of a reference.
 
@@ -190,6 +204,12 @@ class StageSpec:
     weight_share: float = 0.5  # the share of backward's work that only gradients of parameters need
     split_bytes: int = 0  # gradients that wait for that share if backward is split
     again: AgainSpec | None = None  # where rematerialisation is less than forward
+    exchanges: tuple[Exchange, ...] = ()  # of its outputs, after its forward, or of its inputs, before it
+
+    @property
+    def made(self) -> tuple[TensorSpec, ...]:
+        """What other stages may read once it has run: its outputs, and what its team makes of them or of inputs."""
+        return (*self.outputs, *(exchange.result for exchange in self.exchanges))
 
     @property
     def backward_inputs(self) -> tuple[TensorSpec | None, ...]:
@@ -329,7 +349,7 @@ class StageSpec:
         return {}
 
     def output(self, name: str) -> TensorSpec:
-        return next(o for o in (*self.outputs, *self.extra_outputs) if o.name == name)
+        return next(o for o in (*self.made, *self.extra_outputs) if o.name == name)
 
 
 def _working_bytes(param: ParamSpec, calls: tuple[HookCall, ...]) -> int:

@@ -96,32 +96,37 @@ def _check_rest(program: Program, node: fx.Node) -> None:
 
 def check_coverage(case: Case) -> None:
     """Each stage runs each micro-batch once: forward and backward in `step`, else evaluate. It runs all of them on one
-    device, or each on one of several devices that a group joins, which can add up its gradients."""
+    device, or each on one of several devices that a group joins, which can add up its gradients; members of a team run
+    all that their team runs."""
     interface = case.programs[0].interface
-    done: dict[tuple[str, str, int], tuple[Program, fx.Node]] = {}
+    numbers = {program.device: interface.number_in_team(program.device) for program in case.programs}
+    done: dict[tuple[str, str, int, int], tuple[Program, fx.Node]] = {}
     homes: dict[str, tuple[Program, fx.Node]] = {}
     for program in case.programs:
         for node in program.ops():
             op = op_of(node)
             if not op.parts:
                 continue
-            stage, micro_batch = str(node.args[0]), micro_batch_of(node)
+            stage, micro_batch, number = str(node.args[0]), micro_batch_of(node), numbers[program.device]
             home = homes.setdefault(stage, (program, node))[0]
             if home is not program and not _joined(interface, stage, home.device, program.device):
                 fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
-            if done.get((ops.FORWARD, stage, micro_batch), (program, node))[0] is not program:
+            if done.get((ops.FORWARD, stage, micro_batch, number), (program, node))[0] is not program:
                 fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
             for part in op.parts:
-                if (part, stage, micro_batch) in done:
-                    first = line_of(*done[part, stage, micro_batch])
+                if (part, stage, micro_batch, number) in done:
+                    first = line_of(*done[part, stage, micro_batch, number])
                     fail(program, node, f"{op.name} of {stage}, micro-batch {micro_batch} is done in line {first}")
-                done[part, stage, micro_batch] = (program, node)
+                done[part, stage, micro_batch, number] = (program, node)
     for stage, spec in interface.stages.items():
         program = homes.get(stage, (case.programs[0], case.programs[0].batch))[0]
         for part in _wanted(case.function, spec):
-            missing = [m for m in range(interface.micro_batches) if (part, stage, m) not in done]
+            every = sorted(set(numbers.values()))
+            missing = [
+                m for m in range(interface.micro_batches) if any((part, stage, m, n) not in done for n in every)
+            ]
             if missing:
-                whole = all((ops.BACKWARD_INPUT, stage, m) not in done for m in missing)
+                whole = all((ops.BACKWARD_INPUT, stage, m, every[0]) not in done for m in missing)
                 name = "backward" if whole and part.startswith("backward") else part
                 message = f"no {name} of {stage} for micro-batch {', '.join(map(str, missing))}"
                 fail(program, _last_op(program), message)
@@ -174,7 +179,8 @@ def check_micro_batches(case: Case) -> None:
     for node, program in owners.items():
         if not op_of(node).parts and node.target is not ops.add:
             continue
-        tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
+        kinds = [(value, value.meta["type"]) for value in operands(node)]
+        tensors = [value for value, kind in kinds if kind.kind == "tensor" and kind.owned]  # a number is of all
         if not tensors:  # an op on gradients, which are summed over micro-batches
             continue
         own = traced(tensors[0]) if node.target is ops.add else micro_batch_of(node)

@@ -4,7 +4,8 @@ In: the op graph. Out: `draft.blocks`, runs of consecutive nodes, so no cycle ca
 the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. A module that
 is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
 parameters join the run before them. The pass never separates a base from what writes it in place, a buffer's readers
-from its writers, or a value that is no tensor from its readers. With `level=operator` blocks are single operators
+from its writers, or a value that is no tensor from its readers. Where the members of a team exchange values, a block
+begins (`exchanges.py`). With `level=operator` blocks are single operators
 (`operators.py`); each still knows its layer, so that a stage with all operators of a layer prints it as one.
 """
 
@@ -22,6 +23,7 @@ from ...ir.errors import PassError, PlanError
 from ..base import Pass
 from ..draft import Draft
 from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
+from .exchanges import borders, is_exchange
 from .measured import measure_blocks
 from .operators import main_node, operator_groups, operator_name
 from .opgraph import OpGraph, is_mode_switch
@@ -74,6 +76,8 @@ def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:
     if level not in LEVELS:
         raise PassError(f"coarsen: level={level!r}; allowed are {', '.join(LEVELS)}")
     layers = _runs(graph)
+    if level != "layer" and graph.team > 1:
+        raise PassError(f"coarsen: level={level} knows no teams, and the work is divided among {graph.team} members")
     if level == "layer":
         return make_blocks(graph, layers)
     layer_of = {node: name for name, nodes in layers for node in nodes}
@@ -116,12 +120,17 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
     """Runs of nodes of one element of a module list, or of one other module with parameters, in recorded order."""
     shared = shared_nodes(graph)
     nodes = [
-        n for n in graph.nodes if n.op not in ("placeholder", "output") and n not in shared and not is_mode_switch(n)
+        n
+        for n in graph.nodes
+        if n.op not in ("placeholder", "output") and n not in shared and not is_mode_switch(n) and not is_exchange(n)
     ]
     runs: list[NamedNodes] = []
+    seen: set[fx.Node] = set()
     for node in nodes:
         key = _block_path(node.meta.get("module_path", ""))
-        if runs and (key == runs[-1][0] or not (in_list(key) or graph.node_parameters(node))):
+        met = borders(node) - seen
+        seen |= met
+        if runs and not met and (key == runs[-1][0] or not (in_list(key) or graph.node_parameters(node))):
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))

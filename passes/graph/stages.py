@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from ...ir.errors import PassError, PlanError
-from ...ir.program import ParamSpec, StageSpec, TensorSpec
+from ...ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ...runtime.document_borders import document_borders
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .boundaries import cast, narrowed
+from .exchanges import exchange, exchanges_of, is_exchange, source_of
 from .forwards.first_only import left_out
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
@@ -89,7 +90,25 @@ class _Cut:
         self.leaves_out = True
         self.live = live_nodes(graph)
         self.narrow = narrowed(graph)
+        self.exchanged = self._exchanged()
         self.checks = self._shared_checks()
+
+    def _exchanged(self) -> dict[fx.Node, int]:
+        """For each exchange the stage after whose forward it is made; of what is exchanged already, before whose."""
+        found: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if not is_exchange(node):
+                continue
+            source = source_of(node)
+            readers = (self.home[user] for user in source.users if user in self.home)
+            found[node] = self.home[source] if source in self.home else min(readers)
+            for reader in (self.home[user] for user in node.users if user in self.home):
+                if reader <= found[node]:
+                    raise PassError(
+                        f"stage {reader} reads {node.name} ({node.meta.get('source', '')}), which the members of a "
+                        f"team make of what stage {found[node]} gives; that must be an earlier stage"
+                    )
+        return found
 
     def _shared_checks(self) -> list[list[fx.Node]]:
         """For each stage, the model's checks of the batch alone that run in it: the first stage that reads the same
@@ -187,10 +206,13 @@ class _Builder:
 
     def build(self) -> PlannedStage:
         own = self.cut.nodes[self.index]
-        results = {name: node for name, node in self.graph.outputs.items() if self._is_mine(node)}
+        given = {name: node for name, node in self.graph.outputs.items() if self._is_mine(node)}
+        results = {name: source_of(node) if is_exchange(node) else node for name, node in given.items()}
+        exchanges = [node for node, index in self.cut.exchanged.items() if index == self.index]
         read = [a for n in own for a in n.all_input_nodes]
         outside = self.cut.shared_closure([*read, *results.values(), *self.cut.checks[self.index]])
-        boundary = self._in_order({a for a in read if self.home.get(a, self.index) != self.index})
+        elsewhere = {a for a in read if self.home.get(a, self.index) != self.index or is_exchange(a)}
+        boundary = self._in_order(elsewhere | {source_of(n) for n in exchanges if is_exchange(source_of(n))})
         loaded = [n for n in outside if n.op == "placeholder"]
         body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
         if self.cut.leaves_out:
@@ -198,11 +220,13 @@ class _Builder:
             self.without = left_out(self.cut.blocks[self.index], set(body), shared)
         unneeded = [n for n in boundary if all(self.home.get(u) != self.index or u in self.without for u in n.users)]
         batch = self._with_sizes([n for n in boundary if n not in unneeded], loaded, [*own, *outside])
-        sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
+        leaving = {source_of(n) for n in exchanges if n not in given.values()}
+        sent = [n for n in own if n in leaving or any(self.home.get(u, self.index) > self.index for u in n.users)]
         loss = results.pop("loss", None)
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
         module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()], set(sent), unneeded)
         spec = self._spec(boundary, batch, outputs, results, loss, body)
+        spec = replace(spec, exchanges=tuple(self._exchange(n, given) for n in exchanges))
         if spec.again is not None:
             spec = replace(spec, again=replace(spec.again, inputs=tuple(n.name for n in unneeded)))
         return PlannedStage(spec, module, tuple(self.cut.partition[self.index]))
@@ -219,7 +243,15 @@ class _Builder:
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.cut.order.__getitem__)
 
+    def _exchange(self, node: fx.Node, given: dict[str, fx.Node]) -> Exchange:
+        """An exchange, with what it makes as its readers take it. `given`: the model's outputs here, by their names."""
+        result = replace(self._crossing(node, None if node in self.cut.live else False), order=())
+        extra = next((name for name, output in given.items() if output is node and name != "loss"), None)
+        return exchange(node, result) if extra is None else replace(exchange(node, result), source=extra)
+
     def _is_mine(self, node: fx.Node) -> bool:
+        if is_exchange(node):
+            return self.cut.exchanged[node] == self.index
         return self.home.get(node) == self.index or (node not in self.home and self.is_last)
 
     def _module(
@@ -333,8 +365,10 @@ class _Builder:
 
     def _is_live(self, node: fx.Node, inside: bool) -> bool:
         """Whether a gradient of the node comes from its readers inside, or outside, this stage."""
-        readers = [user for user in node.users if (self.home.get(user, self.index) == self.index) == inside]
-        return any(user in self.cut.live for user in readers)
+        if not inside and any(user in self.cut.live for user in exchanges_of(node)):
+            return True
+        here = {user for user in node.users if self.home.get(user, self.index) == self.index and not is_exchange(user)}
+        return any(user in self.cut.live for user in node.users if (user in here) == inside)
 
     def _owned(self, body: list[fx.Node]) -> tuple[list[ParamSpec], list[ParamSpec]]:
         """Parameters and buffers that the stage's nodes use, each object once, under its first name here."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from ...ir.errors import PassError
 from ..base import Pass
 from ..draft import Draft
+from ..graph.exchanges import cut_at_borders
 from ..graph.stages import build_stages
 
 StagesDecision = dict[str, Any]  # {"stages": list[list[str]], "planned_for": list[int]}
@@ -21,7 +22,7 @@ StagesDecision = dict[str, Any]  # {"stages": list[list[str]], "planned_for": li
 
 @dataclass(frozen=True)
 class Partition(Pass):
-    """Base of all partitioners: they differ in `plan`."""
+    """Base of all partitioners: they differ in `cut`. Where members of a team exchange values, stages are cut, too."""
 
     needs: ClassVar[tuple[str, ...]] = ("blocks",)
     gives: ClassVar[tuple[str, ...]] = ("stages",)
@@ -29,6 +30,14 @@ class Partition(Pass):
     fields: ClassVar[tuple[str, ...]] = ("stages", "planned_for")
 
     def plan(self, draft: Draft) -> StagesDecision:
+        found = self.cut(draft)
+        nodes = {block.name: block.nodes for block in draft.blocks}
+        pieces = [cut_at_borders((name, nodes[name]) for name in stage) for stage in found["stages"]]
+        planned_for = [device for device, cut in zip(found["planned_for"], pieces) for _ in cut]
+        return {**found, "stages": [piece for cut in pieces for piece in cut], "planned_for": planned_for}
+
+    def cut(self, draft: Draft) -> StagesDecision:
+        """The stages that divide the work best."""
         raise NotImplementedError
 
     def rewrite(self, draft: Draft, decision: StagesDecision | list[list[str]]) -> None:

@@ -31,7 +31,7 @@ BISECTIONS = 30
 class PartitionAcyclic(Partition):
     name: ClassVar[str] = "partition-acyclic"
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
         slices = Slices(draft)
         rounds = fewest_rounds(slices)

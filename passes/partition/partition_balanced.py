@@ -30,7 +30,7 @@ class PartitionBalanced(Partition):
     inputs_leave: bool = False
     asynchronous: bool = False
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         asked = asked_stages(draft, self.stages)
         order = device_order(self.order, draft.lane_hardware.num_devices, some=True)
         slices = Slices(draft, order, self.inputs_leave, self.asynchronous)

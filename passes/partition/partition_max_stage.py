@@ -22,6 +22,6 @@ class PartitionMaxStage(Partition):
     name: ClassVar[str] = "partition-max-stage"
     inputs_leave: bool = False
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
         return filled(draft, inputs_leave=self.inputs_leave)

@@ -25,7 +25,7 @@ SCALE = 10**6  # METIS takes integers: all weights of a kind add up to about thi
 class PartitionMetis(Partition):
     name: ClassVar[str] = "partition-metis"
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device, or a device cannot hold the inputs of all its
         stages."""
         loads = Loads(draft)

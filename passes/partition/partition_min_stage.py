@@ -21,6 +21,6 @@ class PartitionMinStage(Partition):
     name: ClassVar[str] = "partition-min-stage"
     inputs_leave: bool = False
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
         return filled(draft, most_blocks=1, inputs_leave=self.inputs_leave)

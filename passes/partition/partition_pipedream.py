@@ -34,7 +34,7 @@ class PartitionPipedream(Partition):
     name: ClassVar[str] = "partition-pipedream"
     stages: int = 0
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks."""
         count = draft.lane_hardware.num_devices
         asked = asked_stages(draft, self.stages)

@@ -16,6 +16,7 @@ from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
 from ..graph.blocks import Block, param_spec
+from ..graph.exchanges import is_exchange
 from ..graph.stage_costs import storages
 from ..stage_time import block_seconds
 
@@ -56,6 +57,7 @@ class Slices:
         self.again_s = [_sums(block.forward_s for block in row) for row in took]
         parameters = [gradient_and_weight_bytes(draft, block, states=asynchronous) for block in self.blocks]
         sent = {node for block in self.blocks for node in block.outputs}
+        sent |= {node for block in self.blocks for node in block.inputs if is_exchange(node)}
         ends = range(len(self.blocks) + 1)
         self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent) for end in ends]
 

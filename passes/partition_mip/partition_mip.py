@@ -55,7 +55,7 @@ class PartitionMip(Partition):
     order: str = ""
     swap: bool = False
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,
         `PlanError` for a block whose time is no positive number."""
         found = _Found.of(draft, self)

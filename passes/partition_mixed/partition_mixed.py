@@ -57,7 +57,7 @@ class PartitionMixed(Partition):
     stages: int = 0
     asynchronous: bool = False
 
-    def plan(self, draft: Draft) -> StagesDecision:
+    def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no attempt fits, naming a block that is larger than any device if there is one."""
         num_devices = draft.lane_hardware.num_devices
         asked = asked_stages(draft, self.stages)

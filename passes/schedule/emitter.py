@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import Program, StageSpec, TensorSpec, place_frees
+from ...ir.program import Exchange, Program, StageSpec, TensorSpec, place_frees
+from ..graph.exchanges import MEMBER
 from .flow import Action, Flow, Message, Placed, Turn
 
 
@@ -30,6 +31,7 @@ class Emitter:
         self.rests: dict[tuple[str, int], fx.Node] = {}  # what the first half of a backward leaves to the second
         self.grads: dict[str, fx.Node] = {}
         self.losses: list[fx.Node] = []
+        self.own_number: fx.Node | None = None
         sent = [(src, *row) for src, turn in order if isinstance(turn, Turn) for row in flow.sent_by(turn)]
         self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
 
@@ -59,6 +61,7 @@ class Emitter:
 
     def forward(self, spec: StageSpec, m: int) -> None:
         inputs = self.inputs(spec, m)
+        self.exchange(spec, spec.inputs, m)
         operands = (spec.name, self.weights_of_forward(spec, m), *inputs)
         names = [*(f"{o.name}_m{m}" for o in spec.outputs), f"kept{number_of(spec)}_m{m}"]
         fields = {} if spec.name in self.keeping else {"keep": False}
@@ -76,7 +79,9 @@ class Emitter:
             message = Message(i.name, m)
             if message in self.values:
                 continue
-            if i.name in self.flow.maker:
+            if i.name == MEMBER:
+                self.values[message] = self.member()
+            elif i.name in self.flow.maker:
                 self.values[message] = self.receive(self.flow.device_of[self.flow.maker[i.name]], message)
             else:
                 (self.values[message],) = self.program.emit(
@@ -84,12 +89,35 @@ class Emitter:
                 )
         return [self.values[Message(i.name, m)] for i in spec.inputs]
 
+    def member(self) -> fx.Node:
+        """The device's number in its team."""
+        if self.own_number is None:
+            (self.own_number,) = self.program.emit(ops.member, group=ops.TEAM, names=[MEMBER])
+        return self.own_number
+
     def outputs(self, spec: StageSpec, nodes: list[fx.Node], m: int) -> None:
         for out, node in zip(spec.outputs, nodes):
             self.values[Message(out.name, m)] = node
-            if out.name == spec.loss:
-                self.losses.append(node)
+        self.exchange(spec, spec.outputs, m)
+        if spec.loss is not None:
+            whole = next((e.result.name for e in spec.exchanges if e.source == spec.loss), spec.loss)
+            self.losses.append(self.values[Message(whole, m)])
         self.send(Turn(spec.name, m))
+
+    def exchange(self, spec: StageSpec, sources: Sequence[TensorSpec], m: int) -> None:
+        """Write what the team makes of these values of a stage."""
+        names = {source.name for source in sources}
+        for e in spec.exchanges:
+            if e.source in names:
+                given, made = self.values[Message(e.source, m)], Message(e.result.name, m)
+                self.values[made] = self.made_by(e.op, given, e.fields, made.name)
+
+    def made_by(self, op: str, value: fx.Node, fields: Sequence[tuple[str, int]], name: str) -> fx.Node:
+        """What a team makes of a value by an op; without one, the value itself."""
+        if not op:
+            return value
+        (node,) = self.program.emit(ops.ALL[op], value, group=ops.TEAM, **dict(fields), names=[name])
+        return node
 
     def send(self, turn: Turn) -> None:
         for dst, message in self.flow.sent_by(turn):
@@ -107,6 +135,9 @@ class Emitter:
 
     def backward(self, spec: StageSpec, m: int) -> None:
         """Write a whole backward, or the half that others wait for."""
+        for e in spec.exchanges:
+            if e.source not in {out.name for out in spec.outputs}:
+                self.exchange_gradient(spec, e, m)
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
         inputs = [None if i is None else self.values[Message(i.name, m)] for i in spec.backward_inputs]
         kept = self.kept.get((spec.name, m))
@@ -145,6 +176,9 @@ class Emitter:
             return None
         if out.name == spec.loss:
             return 1.0 / self.interface.total_micro_batches
+        for e in spec.exchanges:
+            if e.source == out.name:
+                self.exchange_gradient(spec, e, m)
         message = Message(out.name, m, is_gradient=True)
         total = self.values.get(message)
         for src in self.flow.reading_devices(out.name):
@@ -156,6 +190,13 @@ class Emitter:
             else:
                 (total,) = self.program.emit(ops.add, total, arrived, names=[f"{message.name}_sum"])
         return total
+
+    def exchange_gradient(self, spec: StageSpec, e: Exchange, m: int) -> None:
+        """Add to the gradient of an exchanged value what comes of that of its result."""
+        given = self.gradient(spec, e.result, m) if e.result.requires_grad else None
+        if isinstance(given, fx.Node):
+            name = f"d_{e.source}_m{m}_of_{e.result.name}"
+            self.contribute(Message(e.source, m, is_gradient=True), self.made_by(e.back, given, e.back_fields, name))
 
 
 def number_of(spec: StageSpec) -> str:

@@ -56,11 +56,15 @@ class EvaluationEmitter(Emitter):
         self.extras: dict[str, list[fx.Node]] = defaultdict(list)
 
     def forward(self, spec: StageSpec, m: int) -> None:
-        operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
+        inputs = self.inputs(spec, m)
+        self.exchange(spec, spec.inputs, m)
+        operands = (spec.name, self.weights[spec.name], *inputs)
         names = [f"{o.name}_m{m}" for o in (*spec.outputs, *spec.extra_outputs)]
         made = self.program.emit(ops.evaluate, *operands, micro_batch=m, names=names)
         self.outputs(spec, made[: len(spec.outputs)], m)
         for out, node in zip(spec.extra_outputs, made[len(spec.outputs) :]):
+            of = next((e for e in spec.exchanges if e.source == out.name), None)
+            node = node if of is None else self.made_by(of.op, node, of.fields, f"{of.result.name}_m{m}")
             self.extras[out.name] += self.program.emit(ops.offload, node, names=[f"{out.name}_m{m}_dram"])
 
     def results(self) -> dict[str, list[fx.Node]]:

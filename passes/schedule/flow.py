@@ -75,7 +75,7 @@ class Flow:
         self.specs: list[StageSpec] = list(interface.stages.values())
         self.place = {spec.name: i for i, spec in enumerate(self.specs)}
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
-        self.maker = {out.name: spec.name for spec in self.specs for out in spec.outputs}
+        self.maker = {out.name: spec.name for spec in self.specs for out in spec.made}
         self.readers: dict[str, list[str]] = defaultdict(list)
         self.learners: dict[str, list[str]] = defaultdict(list)  # readers that hand back a gradient
         for spec in self.specs:
@@ -116,7 +116,7 @@ class Flow:
         if turn.is_weight:
             return []
         if not turn.is_backward:
-            sent = [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
+            sent = [(dst, Message(o.name, m)) for o in spec.made for dst in self.reading_devices(o.name)]
             return sorted(sent, key=lambda row: self.place[self.first_reader(row[1].value, row[0])])
         gone = self.gradients_sent(spec, self.device_of[spec.name])
         back = [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
@@ -126,7 +126,7 @@ class Flow:
         """The turns of other stages that make what a turn reads, each with the value."""
         spec, m = self.interface.stages[turn.stage], turn.micro_batch
         if turn.is_backward:
-            return [(Turn(reader, m, True), out) for out in spec.outputs for reader in self.learners[out.name]]
+            return [(Turn(reader, m, True), out) for out in spec.made for reader in self.learners[out.name]]
         return [(Turn(self.maker[i.name], m), i) for i in spec.inputs if i.name in self.maker]
 
     def gradients_sent(self, spec: StageSpec, device: int) -> list[TensorSpec]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from ...ir.errors import PassError
 from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
 from ...ir.program import SIZES, Interface, ParamSpec, shard_key, sizes_spec
@@ -68,6 +69,11 @@ class Schedule(Pass):
 
 
 def interface_of(draft: Draft) -> Interface:
+    if draft.graph.team != draft.mesh.team:
+        raise PassError(
+            f"the work inside layers is divided among {draft.graph.team} members of a team, but no lanes are a team; "
+            f"put mesh{{team={draft.graph.team}}} behind coarsen"
+        )
     batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
     sizes = draft.graph.sizes
     if sizes:
@@ -86,6 +92,7 @@ def interface_of(draft: Draft) -> Interface:
         temporaries=_temporaries(draft),
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
+        team=draft.mesh.team,
         cuda_graphs=draft.options.cuda_graphs,
         sizes=sizes,
     )

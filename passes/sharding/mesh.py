@@ -3,11 +3,14 @@
 In: a machine and a number of micro-batches. Out: a draft whose `lane_hardware` is what one lane has of the machine and
 whose micro-batches are those of one lane, so that the passes after it plan one lane as they would plan a machine. A
 lane is `depth` devices that divide the stages; `shards` consecutive lanes share each stage's weights, gradients and
-optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas.
+optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas. `team`
+consecutive lanes run the same micro-batches together, each a part of the work inside a layer, which a pass over the op
+graph has divided.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,8 +25,9 @@ from .group_size import smallest_group
 @dataclass(frozen=True)
 class Mesh(Pass):
     """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one
-    pipeline; `nearest`: which of the two are neighbours in the machine's order, and so on one host as far as they fit.
-    The rest of the machine are replicas.
+    pipeline; `team`: lanes that run the same micro-batches together; auto: as many as the op graph's work inside layers
+    is divided among; `nearest`: which of the two, lanes or a pipeline, are neighbours in the machine's order, and so on
+    one host as far as they fit. The rest of the machine are replicas.
 
     Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
     buffer: the lanes' copies of that would drift apart.
@@ -34,32 +38,45 @@ class Mesh(Pass):
     needs: ClassVar[tuple[str, ...]] = ("blocks",)  # blocks have times for all the machine's devices
     gives: ClassVar[tuple[str, ...]] = ("mesh",)
     optional: ClassVar[bool] = True
-    automatic: ClassVar[tuple[str, ...]] = ("shards",)
+    automatic: ClassVar[tuple[str, ...]] = ("shards", "team")
     shards: int = 1
     depth: int = 1
     nearest: str = "shards"
+    team: int = 0
 
     def __post_init__(self) -> None:
         if self.nearest not in NEAREST:
             raise PassError(f"pass {self.name!r}: option nearest={self.nearest!r} is none of {', '.join(NEAREST)}")
-        for name, value, least in (("shards", self.shards, 0), ("depth", self.depth, 1)):
+        for name, value, least in (("shards", self.shards, 0), ("depth", self.depth, 1), ("team", self.team, 0)):
             if value < least:
                 raise PassError(f"pass {self.name!r}: option {name}={value}; it is at least 1")
+        most, least = max(self.shards, self.team), min(self.shards, self.team)
+        if least and most % least:
+            raise PassError(
+                f"pass {self.name!r}: shards={self.shards} and team={self.team}; one of the two is a multiple of the "
+                f"other, such as shards={self.team}, which spreads weights over the team"
+            )
 
     def plan(self, draft: Draft) -> Lanes:
-        shards = self.shards or smallest_group(draft, self.depth)
-        count, each = draft.machine.num_devices, shards * self.depth
+        shards, team = self.shards or smallest_group(draft, self.depth), self.team or draft.graph.team
+        if max(shards, team) % min(shards, team):
+            shards = shards if self.shards else math.lcm(shards, team)
+        count, beside = draft.machine.num_devices, max(shards, team)
+        each = beside * self.depth
         if count % each:
             near = [n for n in range(each, count + 1) if count % n == 0]
+            what = f"a team of {team}" if team > shards else f"{shards} shards"
             raise PassError(
-                f"{shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
-                f"the nearest number that can is {near[0]}"
+                f"{what} x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
+                f"the nearest number that can is {near[0] if near else count}"
             )
-        return Lanes(lanes=regular_lanes(count, shards, self.depth, self.nearest), shards=shards)
+        lanes = regular_lanes(count, beside, self.depth, self.nearest)
+        return Lanes(lanes=lanes, shards=shards, team=team)
 
     def rewrite(self, draft: Draft, decision: Lanes) -> None:
         lanes = decision.lanes
-        _check_lanes(lanes, decision.shards, draft.machine.num_devices)
+        _check_lanes(decision, draft.machine.num_devices)
+        _check_team(draft, decision.team)
         if draft.partition:
             raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
         if len(lanes) == 1:
@@ -70,26 +87,42 @@ class Mesh(Pass):
                 "looks at whole parameters, or at blocks of them. Use an optimizer such as torch.optim.AdamW, or "
                 'another strategy, such as "mobius"'
             )
-        _check_shares(draft.options.micro_batches, len(lanes))
+        teams = len(lanes) // decision.team
+        _check_shares(draft.options.micro_batches, teams, "teams" if decision.team > 1 else "lanes")
         _check_buffers(draft)
         draft.mesh, draft.lane_part = decision, slice_of(draft.machine, lanes)
-        draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // len(lanes))
+        draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // teams)
 
 
-def _check_lanes(lanes: list[list[int]], shards: int, count: int) -> None:
+def _check_lanes(decision: Lanes, count: int) -> None:
     """Raise `PassError` where a plan's lanes are not what every lane must be."""
+    lanes, shards, team = decision.lanes, decision.shards, decision.team
     used = sorted(device for lane in lanes for device in lane)
     if used != list(range(count)) or len({len(lane) for lane in lanes}) != 1:
         raise PassError(f"mesh: lanes are {lanes}; equally long, they hold each of the devices 0 to {count - 1} once")
     if shards < 1 or len(lanes) % shards:
         raise PassError(f"mesh: {shards} shards; the {len(lanes)} lanes cannot be divided by that")
+    if team < 1 or len(lanes) % team or max(shards, team) % min(shards, team):
+        raise PassError(
+            f"mesh: teams of {team}; the {len(lanes)} lanes, of which {shards} share stages, cannot be divided by that"
+        )
 
 
-def _check_shares(count: int, lanes: int) -> None:
+def _check_team(draft: Draft, team: int) -> None:
+    """Raise `PassError` where lanes are a team but nothing divides the work inside layers among them, or otherwise."""
+    if team != draft.graph.team:
+        divided = f"divided among {draft.graph.team} members" if draft.graph.team > 1 else "not divided"
+        raise PassError(
+            f"mesh: teams of {team}, but the work inside layers is {divided}; use mesh{{team={draft.graph.team}}}"
+            + ("" if draft.graph.team > 1 else ", or put the pass that divides it before coarsen")
+        )
+
+
+def _check_shares(count: int, lanes: int, what: str) -> None:
     if count % lanes:
         near = max(lanes, round(count / lanes) * lanes)
         raise PassError(
-            f"{count} micro-batches cannot be shared out equally among {lanes} lanes; the nearest micro_batches that "
+            f"{count} micro-batches cannot be shared out equally among {lanes} {what}; the nearest micro_batches that "
             f"can is {near}"
         )
 

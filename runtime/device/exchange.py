@@ -82,12 +82,48 @@ def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Se
 def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
     """Each member of the ring sends its block to every other member, in one batch on the current CUDA stream."""
     own = ring.index(index)
+    others = [(other, block) for other, block in zip(ring, blocks) if other != index]
+    given = [(other, mine) for other, _ in others for mine in blocks[own]]
+    _at_once(group, given, [(other, theirs) for other, block in others for theirs in block])
+
+
+def trade_rows(group: Any, index: int, rows: Tensor) -> Tensor:
+    """What each member has for this one. `rows` (members, n, ...) has what this member has for each."""
+    count, found = len(rows), torch.empty_like(rows)
+    found[index].copy_(rows[index])
+    if rows.is_cuda:
+        others = [other for other in range(count) if other != index]
+        _at_once(group, [(other, rows[other]) for other in others], [(other, found[other]) for other in others])
+        return found
+    for turn in range(1, count):
+        to, source = (index + turn) % count, (index - turn) % count
+        coming = group.recv([found[source]], source, 0)
+        group.send([rows[to]], to, 0).wait()
+        coming.wait()
+    return found
+
+
+def pass_on(group: Any, index: int, count: int, value: Tensor, back: bool) -> Tensor:
+    """The value of the member before this one, or after it; this member's own goes to the one on the other side."""
+    before, after = (index - 1) % count, (index + 1) % count
+    to, source = (before, after) if back else (after, before)
+    found = torch.empty_like(value)
+    if value.is_cuda:
+        _at_once(group, [(to, value)], [(source, found)])
+        return found
+    coming = group.recv([found], source, 0)
+    group.send([value], to, 0).wait()
+    coming.wait()
+    return found
+
+
+def _at_once(group: Any, given: Sequence[tuple[int, Tensor]], taken: Sequence[tuple[int, Tensor]]) -> None:
+    """Messages to and from other members, in one batch on the current CUDA stream."""
     group._start_coalescing()
-    for other, block in zip(ring, blocks):
-        if other != index:
-            for mine, theirs in zip(blocks[own], block):
-                group.send([mine], other, 0)
-                group.recv([theirs], other, 0)
+    for to, value in given:
+        group.send([value], to, 0)
+    for source, value in taken:
+        group.recv([value], source, 0)
     group._end_coalescing().wait()
 
 

@@ -1,4 +1,4 @@
-"""The ops of the device runtime between devices: messages and collectives."""
+"""The ops of the device runtime between devices: messages, collectives, and what a team makes of activations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from ...ir.errors import PlanError
 from ..optimizer.gradients import Grads
 from ..stage.shards import FlatStage
-from .issuing import Handle, Issuing
+from .issuing import Box, Handle, Issuing
 from .peers import PeerLink
 from .prepare import Issue
 from .reduce import reduce_grads, reduce_norms, reduce_whole
 
 
 class Messages(Issuing):
-    """The ops `send` to `reduce_scatter`. A file has its lane's devices and groups, an `Issue` the machine's."""
+    """The ops `send` to `reduce_scatter`, and those of `ir/ops/team.py`. A file has its lane's devices and groups, an
+    `Issue` the machine's."""
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")
@@ -123,6 +124,82 @@ class Messages(Issuing):
         over = [] if before is None else [before]
         return self._launch(issue, reads, self._together(issue, group, run), over)[0]
 
+    def member(self, *, group: str) -> Handle:
+        self._next("member")
+        return Handle(Box(None, self.state.member_in(group)))
+
+    def all_to_all(self, value: Handle, *, group: str, split_dim: int, concat_dim: int) -> Handle:
+        issue = self._next("all_to_all")
+
+        def made(given: Tensor) -> Tensor:
+            rows = self._link().exchange_rows(self._rows(given, issue.group, split_dim), issue.group)
+            return _after_each_other(rows, concat_dim)
+
+        return self._exchanged(issue, value, made)
+
+    def gather_parts(self, value: Handle, *, group: str, dim: int) -> Handle:
+        issue = self._next("gather_parts")
+
+        def made(given: Tensor) -> Tensor:
+            link = self._link()
+            members = link.groups[issue.group]
+            rows = given.new_empty((len(members), *given.shape))
+            rows[members.index(self.index)].copy_(given)
+            link.gather_rows(rows, issue.group)
+            return _after_each_other(rows, dim)
+
+        return self._exchanged(issue, value, made)
+
+    def scatter_sum(self, value: Handle, *, group: str, dim: int) -> Handle:
+        issue = self._next("scatter_sum")
+
+        def made(given: Tensor) -> Tensor:
+            rows = self._rows(given, issue.group, dim)
+            total = torch.empty_like(rows[0])
+            return self._link().sum_rows(rows, torch.empty_like(total), total, issue.group)
+
+        return self._exchanged(issue, value, made)
+
+    def sum_parts(self, value: Handle, *, group: str) -> Handle:
+        issue = self._next("sum_parts")
+
+        def made(given: Tensor) -> Tensor:
+            total = given.clone(memory_format=torch.contiguous_format)
+            self._link().sum(total, issue.group)
+            return total
+
+        return self._exchanged(issue, value, made)
+
+    def own_part(self, value: Handle, *, group: str, dim: int) -> Handle:
+        issue, box = self._next("own_part"), value.box
+        members = self.state.members_in(group)
+        count, own = len(members), members.index(self.index)
+        return self._launch(issue, [box], lambda: [box.value.detach().chunk(count, dim)[own].clone()])[0]
+
+    def pass_on(self, value: Handle, *, group: str, back: bool = False) -> Handle:
+        issue = self._next("pass_on")
+        return self._exchanged(issue, value, lambda given: self._link().pass_on(given.contiguous(), issue.group, back))
+
+    def _exchanged(self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor]) -> Handle:
+        """The result of what the members do with a value; with values on GPUs and a group that is not only of GPUs, on
+        copies in host memory."""
+        box, link = value.box, self._link()
+
+        def run() -> list[Tensor]:
+            given = box.value.detach()
+            if given.is_cuda and not link.on_device(issue.group):
+                return [made(given.cpu()).to(self.device)]
+            return [made(given)]
+
+        return self._launch(issue, [box], self._together(issue, issue.group, run))[0]
+
+    def _rows(self, given: Tensor, group: str, dim: int) -> Tensor:
+        """The parts of a value for each member, one after the other, in memory of their own."""
+        count = len(self._link().groups[group])
+        shape = (*given.shape[:dim], count, given.shape[dim] // count, *given.shape[dim + 1 :])
+        rows = given.reshape(shape).movedim(dim, 0)
+        return rows.clone(memory_format=torch.contiguous_format)
+
     def _flat(self, stage: str) -> FlatStage:
         flat = self.stores[stage].flat_stage
         assert flat is not None
@@ -162,3 +239,9 @@ class Messages(Issuing):
         if self.link is None:
             raise PlanError(f"device {self.index}: the program sends or receives, but no other device is connected")
         return self.link
+
+
+def _after_each_other(rows: Tensor, dim: int) -> Tensor:
+    """The rows as one value, one after the other along a dimension of each."""
+    found: Tensor = rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return found

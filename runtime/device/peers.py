@@ -23,7 +23,7 @@ from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import Program, work_of
 from ..accelerator import settle
-from .exchange import gather_rows, seats_of, sum_rows
+from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_rows
 
 LOOPBACK = "127.0.0.1"
 # NCCL would count from when a message is issued, and a receive may be issued a step early. Whoever runs the devices
@@ -180,6 +180,23 @@ class PeerLink:
             return rows[0] if into is None else into.copy_(rows[0])
         groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
         return sum_rows(groups[group], rows, spare, into, self._seats[group], hierarchical)
+
+    def exchange_rows(self, rows: Tensor, group: str) -> Tensor:
+        """Of every member, in the group's order, the row that it has for this device: `rows` (members, n, ...) has this
+        device's rows for the members."""
+        if group in self._single:
+            return rows
+        groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
+        return trade_rows(groups[group], self._seats[group].index, rows)
+
+    def pass_on(self, value: Tensor, group: str, back: bool = False) -> Tensor:
+        """The value (contiguous) of the member before this device in the group's ring; with `back`, of the one after
+        it. This device's own goes the same way."""
+        if group in self._single:
+            return value
+        groups = self._nccl_groups if value.is_cuda else self._gloo_groups
+        seats = self._seats[group]
+        return pass_on(groups[group], seats.index, len(seats.ring), value, back)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Overwrite `value` on all other devices with that of the device `source`, and return it. Host memory only."""

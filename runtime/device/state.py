@@ -147,6 +147,7 @@ class DeviceState:
         device: torch.device,
     ):
         self.index, self.interface, self.device = setup.index, interface, device
+        self._member: dict[str, Tensor] = {}  # this device's number in groups over lanes
         self.seed, self.step_count = setup.seed, 0
         self.evaluation_count = 0  # since the last step
         self.ungraphed: dict[str, str] = {}  # of stages that run as written though the plan has graphs, why
@@ -204,6 +205,17 @@ class DeviceState:
             return None
         members, segments = self.interface.members(group), self.interface.segments_of(stage, group)
         return FlatStage(self.interface.stages[stage], segments, members.index(self.index), len(members))
+
+    def members_in(self, group: str) -> list[int]:
+        """The devices that a group over lanes, as a lane's program names it, joins with this one."""
+        own = (name for name in self.interface.groups if name.startswith(f"{group}."))
+        return next(found for found in map(self.interface.members, own) if self.index in found)
+
+    def member_in(self, group: str) -> Tensor:
+        """This device's number among them, as a value of programs; made once, as copies to a GPU are waited for."""
+        if group not in self._member:
+            self._member[group] = torch.tensor([self.members_in(group).index(self.index)], device=self.device)
+        return self._member[group]
 
     # --- loading and saving, between steps
 

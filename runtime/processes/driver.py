@@ -107,7 +107,11 @@ class Driver:
         if any(function not in programs for programs in self.setup.roles):
             raise PlanError(f"the files have no `{function}`")
         self._check(function, batch)
-        return self._run_all(command, batch, args)
+        results = self._run_all(command, batch, args)
+        if self.setup.interface.team == 1:
+            return results
+        speaks = self.setup.whole.speaks
+        return [r if speaks(device) else StepResult({}, r.report) for device, r in enumerate(results)]
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         self.setup.whole.check_batch(batch, self.inputs[function])
@@ -129,11 +133,11 @@ class Driver:
     def part(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Tensor]:
         """The rows of a batch that a device takes: those of its lane, whose micro-batches are adjacent. A batch that
         holds only these rows stays as it is."""
-        lane, _ = place_of(self.setup.interface, device)
+        number = place_of(self.setup.interface, device)[0] // self.setup.interface.team
         found = {}
         for name, tensor in batch.items():
             rows = self._lane_rows(name)
-            found[name] = tensor[lane * rows : (lane + 1) * rows] if len(tensor) > rows else tensor
+            found[name] = tensor[number * rows : (number + 1) * rows] if len(tensor) > rows else tensor
         return found
 
     def _own(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

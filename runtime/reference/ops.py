@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -322,6 +323,36 @@ class ReferenceRuntime:
         for name, piece in pieces.items():
             total.tensors[name] += piece
         return total
+
+    def member(self, *, group: str) -> Tensor:
+        return torch.tensor([self.world.interface.members(group).index(self.device)])
+
+    def all_to_all(self, value: Tensor, *, group: str, split_dim: int, concat_dim: int) -> Tensor:
+        values, own = self._of_members(value, group)
+        return torch.cat([v.chunk(len(values), split_dim)[own] for v in values], concat_dim)
+
+    def gather_parts(self, value: Tensor, *, group: str, dim: int) -> Tensor:
+        return torch.cat(self._of_members(value, group)[0], dim)
+
+    def scatter_sum(self, value: Tensor, *, group: str, dim: int) -> Tensor:
+        values, own = self._of_members(value, group)
+        return functools.reduce(torch.add, [v.chunk(len(values), dim)[own] for v in values]).contiguous()
+
+    def sum_parts(self, value: Tensor, *, group: str) -> Tensor:
+        return functools.reduce(torch.add, self._of_members(value, group)[0])
+
+    def own_part(self, value: Tensor, *, group: str, dim: int) -> Tensor:
+        members = self.world.interface.members(group)
+        return value.chunk(len(members), dim)[members.index(self.device)].clone()
+
+    def pass_on(self, value: Tensor, *, group: str, back: bool = False) -> Tensor:
+        values, own = self._of_members(value, group)
+        return values[(own + (1 if back else -1)) % len(values)].clone()
+
+    def _of_members(self, value: Tensor, group: str) -> tuple[list[Tensor], int]:
+        """The values that the members of a group bring, in its order, and this device's number among them."""
+        arrived, members = self._meet(group, (value,)), self.world.interface.members(group)
+        return [arrived[device][0] for device in members], members.index(self.device)
 
     def _meet(self, group: str, values: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
         """The values that all devices of a group bring to its next collective, by device."""

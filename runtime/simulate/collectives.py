@@ -10,6 +10,8 @@
   places at the same time; then the members of each host gather these pieces, those of all hosts at once. Every piece
   arrives where it stays, so that nothing is put in order between the two. With k members per host, (p-k) M / p bytes go
   between hosts, not (p-1) M / p.
+- An all-to-all of M bytes per member sends M/n from each member to each other one, in n-1 rounds; a step of a ring
+  sends M to the next member, in one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...ir import ops
 from ...ir.machine.hardware import Hardware
 
 
@@ -38,16 +41,31 @@ def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
 
 
 def rounds_of(
-    devices: Sequence[int], hardware: Hardware, moved_bytes: float, times: int, hierarchical: bool = False
+    devices: Sequence[int],
+    hardware: Hardware,
+    moved_bytes: float,
+    times: int,
+    hierarchical: bool = False,
+    pattern: str = "",
 ) -> list[Rounds]:
     """The runs of rounds of a collective over a whole value of `moved_bytes`; `times` is 1 for a gather or a scatter, 2
     for an all-reduce. A hierarchical one over a single host, or hosts with one or unequal numbers of members, is a
     plain ring."""
+    if pattern:
+        return [_steps(list(devices), moved_bytes, pattern)]
     hosts = by_host(devices, hardware)
     sizes = {len(members) for members in hosts}
     if hierarchical and len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
         return _hierarchical(hosts, moved_bytes, times)
     return [_ring(hosts, hardware, moved_bytes, times)]
+
+
+def _steps(devices: Sequence[int], moved_bytes: float, pattern: str) -> Rounds:
+    """Messages of a team: from each member to each other one, or to the next one."""
+    count = len(devices)
+    if pattern == ops.PAIRS:
+        return Rounds({(a, b): moved_bytes / count for a in devices for b in devices if a != b}, count - 1)
+    return Rounds({(device, devices[(i + 1) % count]): moved_bytes for i, device in enumerate(devices)}, 1)
 
 
 def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> Rounds:

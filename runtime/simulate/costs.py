@@ -69,7 +69,7 @@ class CostModel:
 
     def cost(self, task: Task) -> Cost:
         device, node, work = task.parts[0]
-        if self.fleet is not None and work.group in (*ops.MESH_GROUPS, WORLD):
+        if self.fleet is not None and work.group in (*ops.LANE_GROUPS, WORLD):
             return self.over_lanes(device, work)
         if work.group:
             return self.collective([(d, w) for d, _, w in task.parts])
@@ -132,7 +132,8 @@ class CostModel:
         moved_bytes = max(work.moved_bytes for _, work in members)
         memories = {device: self.meeting_place(device, own) for device, own in members}
         cost: Cost | None = None
-        for rounds in reversed(rounds_of(list(memories), self.hardware, moved_bytes, work.rounds, work.hierarchical)):
+        how = (work.rounds, work.hierarchical, work.pattern)
+        for rounds in reversed(rounds_of(list(memories), self.hardware, moved_bytes, *how)):
             cost = self.rounds(rounds, memories, cost)
         assert cost is not None
         return replace(cost, fixed_s=cost.fixed_s + copied_s)

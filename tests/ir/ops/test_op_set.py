@@ -17,7 +17,15 @@ from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.reference.ops import ReferenceRuntime
 from penstock.runtime.simulate import simulate
 from penstock.tests.ir.program.handmade import pipeline
-from penstock.tests.ir.program.two_stages import evaluation, interface_of, models, spread, training, with_hooks
+from penstock.tests.ir.program.two_stages import (
+    evaluation,
+    interface_of,
+    models,
+    spread,
+    training,
+    with_hooks,
+    with_team_ops,
+)
 
 
 @pytest.mark.parametrize("op", ops.ALL.values(), ids=ops.ALL)
@@ -45,12 +53,13 @@ def test_operands_are_bound_as_python_binds_them(op: ops.Op, data: st.DataObject
 
 # Per trait, and value of it, the ops that have it; all others have the default.
 HOLDERS = {
-    ("streams", ()): "free resident",
+    ("streams", ()): "free member resident",
     ("allowed_in", ops.TRAINING): "add all_reduce backward backward_input backward_weight clip forward hook norm redo "
     "reduce_scatter step",
     ("allowed_in", ops.EVALUATION): "evaluate",
     ("allowed_in", (ops.ASYNCHRONOUS,)): "predict split stash",
-    ("allowed_in", ops.EVERYWHERE): "all_gather fetch free load offload read recv resident send write",
+    ("allowed_in", ops.EVERYWHERE): "all_gather all_to_all fetch free gather_parts load member offload own_part "
+    "pass_on read recv resident scatter_sum send sum_parts write",
     ("parts", ("forward",)): "forward",
     ("parts", ("evaluate",)): "evaluate",
     ("parts", ("backward_input", "backward_weight")): "backward",
@@ -59,11 +68,13 @@ HOLDERS = {
     ("takes_kept", True): "backward backward_input",
     ("gives_gradients", True): "backward backward_weight",
     ("is_backward", True): "backward backward_input backward_weight",
-    ("passes_on", True): "add fetch offload read recv write",
-    ("prepares", True): "all_gather all_reduce clip fetch hook load norm recv resident",
+    ("passes_on", True): "add all_to_all fetch gather_parts offload own_part pass_on read recv scatter_sum sum_parts "
+    "write",
+    ("prepares", True): "all_gather all_reduce all_to_all clip fetch gather_parts hook load member norm own_part "
+    "pass_on recv resident scatter_sum sum_parts",
     ("transfers", True): "fetch offload read send write",
     ("meets", ops.PEER): "recv send",
-    ("meets", ops.GROUP): "all_gather all_reduce reduce_scatter",
+    ("meets", ops.GROUP): "all_gather all_reduce all_to_all gather_parts pass_on reduce_scatter scatter_sum sum_parts",
     ("persists_in", ops.DEVICE): "resident",
     ("persists_in", ops.DRAM): "fetch",
     ("persists_in", ops.SSD): "read",
@@ -113,9 +124,10 @@ def test_the_simulator_times_every_op() -> None:
     *_, grads = versions[0].emit(ops.backward, "stage0", weights, None, loaded, [None], micro_batch=0)
     versions[0].emit(ops.split, "stage0", grads)
     place_frees(versions[0])
-    programs = (*swapped, *evaluated, *shared, *stored, *split, *versions)
+    team = [with_team_ops(interface)]
+    programs = (*swapped, *evaluated, *shared, *stored, *split, *versions, *team)
     assert {op_of(n).name for p in programs for n in p.ops()} == ops.ALL.keys()
     timed = set()
-    for programs in (swapped, evaluated, shared, stored, split, versions):
+    for programs in (swapped, evaluated, shared, stored, split, versions, team):
         timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2, ssd="1GB")).spans}
     assert timed == {name for name, op in ops.ALL.items() if op.streams}

@@ -243,6 +243,25 @@ def _gathered(program: Program, stage: str) -> fx.Node:
     return program.emit(ops.all_gather, shard, group="shards", names=[f"{stage}_whole"])[0]
 
 
+def with_team_ops(interface: Interface, team: int = 2) -> Program:
+    """What a lane does with one input, where `team` lanes of a device are a team: every op of `ir/ops/team.py`."""
+    lanes = tuple((device,) for device in range(team))
+    program = Program(0, replace(interface, lanes=lanes, team=team, num_devices=1, groups={}), function="evaluate")
+    (given,) = program.emit(ops.load, program.batch, "ids", micro_batch=0, names=["given"])
+    (number,) = program.emit(ops.member, group=ops.TEAM, names=["number"])
+    (part,) = program.emit(ops.own_part, given, group=ops.TEAM, dim=0, names=["part"])
+    made = [
+        *program.emit(ops.gather_parts, part, group=ops.TEAM, dim=0, names=["whole"]),
+        *program.emit(ops.all_to_all, given, group=ops.TEAM, split_dim=0, concat_dim=0, names=["traded"]),
+        *program.emit(ops.scatter_sum, given, group=ops.TEAM, dim=0, names=["part_of_sum"]),
+        *program.emit(ops.sum_parts, part, group=ops.TEAM, names=["total"]),
+        *program.emit(ops.pass_on, part, group=ops.TEAM, names=["passed"]),
+        *program.emit(ops.pass_on, part, group=ops.TEAM, back=True, names=["passed_back"]),
+    ]
+    program.returns({node.name: [node] for node in (part, number, *made)})
+    return _finished(program)
+
+
 def evaluation(interface: Interface) -> list[Program]:
     first, second = Program(0, interface, function="evaluate"), Program(1, interface, function="evaluate")
     (w0,), (w1,) = first.emit(ops.resident, "stage0.weights"), second.emit(ops.resident, "stage1.weights")

@@ -396,7 +396,7 @@ def test_evaluation_programs() -> None:
         with program.graph.inserting_before(program.graph.find_nodes(op="output")[0]):
             program.emit(ops.forward, "stage0", nodes["resident"], nodes["load"], micro_batch=0, keep=False)
 
-    refused(evaluation(forward_too), "`forward` is not allowed in `evaluate`; there are all_gather, evaluate, fetch")
+    refused(evaluation(forward_too), "`forward` is not allowed in `evaluate`; there are all_gather, all_to_all, evalu")
 
 
 def test_sets_of_programs_that_do_not_belong_together_are_refused() -> None:

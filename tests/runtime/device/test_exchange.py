@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.ir import ops
-from penstock.runtime.device.exchange import gather_rows, seats_of, sum_rows
+from penstock.runtime.device.exchange import gather_rows, pass_on, seats_of, sum_rows, trade_rows
 from penstock.runtime.device.peers import LOOPBACK, PeerLink
 
 
@@ -165,3 +165,43 @@ def test_gloo_gathers_and_adds_up() -> None:
         assert torch.equal(own_by_host, (rows[0] + rows[1] + (rows[2] + rows[3]))[index])
         assert torch.equal(sums[1], found[0][-1])
         torch.testing.assert_close(sums[0], total[0])
+
+
+TEAM = 4
+
+
+def test_a_teams_messages_are_as_many_bytes_as_theory_says() -> None:
+    """An all-to-all sends (N - 1) / N of a member's value, a step of a ring all of it; nothing else moves."""
+    post, values = Post(), torch.randn(TEAM, TEAM, 6)
+    for key in [(a, b, 0) for a in range(TEAM) for b in range(TEAM)]:
+        post.boxes[key]
+    traded: dict[int, Tensor] = {}
+    together(TEAM, lambda index: traded.update({index: trade_rows(post.of(index), index, values[index])}))
+    assert all(torch.equal(traded[index], values[:, index]) for index in range(TEAM))
+    for index in range(TEAM):
+        sent = {b: n for (a, b), n in post.sent_bytes.items() if a == index}
+        assert sent == {b: values[index].nbytes / TEAM for b in range(TEAM) if b != index}
+    for back in (False, True):
+        post.sent_bytes.clear()
+        passed: dict[int, Tensor] = {}
+        together(TEAM, lambda i: passed.update({i: pass_on(post.of(i), i, TEAM, values[i], back)}))  # noqa: B023
+        step = 1 if back else -1
+        assert all(torch.equal(passed[i], values[(i + step) % TEAM]) for i in range(TEAM))
+        assert post.sent_bytes == {(i, (i - step) % TEAM): values[i].nbytes for i in range(TEAM)}
+
+
+def test_gloo_trades_and_passes_on_within_a_team() -> None:
+    store, values, found = dist.HashStore(), torch.randn(TEAM, TEAM, 5), dict[int, list[Tensor]]()
+
+    def device(index: int) -> None:
+        link = PeerLink(
+            store, index, TEAM, {"team": [*range(TEAM)]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30
+        )
+        link.connect({}, {"team": ops.DEVICE})
+        own = values[index].clone()
+        found[index] = [link.exchange_rows(own, "team"), link.pass_on(own, "team"), link.pass_on(own, "team", True)]
+
+    together(TEAM, device)
+    for index in range(TEAM):
+        want = [values[:, index], values[index - 1], values[(index + 1) % TEAM]]
+        assert all(torch.equal(a, b) for a, b in zip(found[index], want, strict=True))

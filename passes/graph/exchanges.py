@@ -1,0 +1,132 @@
+"""Exchanges in an op graph: where the members of a team make one value of another, and stages are therefore cut.
+
+In: graph passes write calls of the functions below. Out: values of stages (`Exchange`), between which programs have ops
+of `ir/ops/team.py`. The nodes after such a call have the shapes of one member. A node that reads what is exchanged,
+before or after, begins a block, and a stage; the calls themselves are in no block.
+
+Each function stands for the team with `team` copies of the value at hand: only shapes, types and whether there is a
+gradient matter, as no stage holds the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...ir.program import Exchange, TensorSpec
+
+MEMBER = "team_member"  # the input that has a device's number in its team
+
+
+def all_to_all(value: Tensor, team: int, split_dim: int, concat_dim: int) -> Tensor:
+    """Each member's part along `split_dim`, of all members one after the other along `concat_dim`."""
+    return torch.cat([value.chunk(team, split_dim)[0]] * team, concat_dim)
+
+
+def gather_parts(value: Tensor, team: int, dim: int) -> Tensor:
+    """All members' parts, whose readers differ from member to member: gradients are added up."""
+    return torch.cat([value] * team, dim)
+
+
+def gather_alike(value: Tensor, team: int, dim: int) -> Tensor:
+    """All members' parts, where all members do the same with them: each has the gradient of its own part."""
+    return torch.cat([value] * team, dim)
+
+
+def scatter_sum(value: Tensor, team: int, dim: int) -> Tensor:
+    """A member's part of the sum over members."""
+    return value.chunk(team, dim)[0].clone()
+
+
+def sum_parts(value: Tensor, team: int) -> Tensor:
+    """The sum over members, with which all of them do the same."""
+    return value * 1
+
+
+def share(value: Tensor, team: int) -> Tensor:
+    """What all members have alike and each uses in its own way: the gradients of all of them are added up."""
+    return value * 1
+
+
+def own_part(value: Tensor, team: int, dim: int) -> Tensor:
+    """A member's part of what all of them have alike."""
+    return value.chunk(team, dim)[0].clone()
+
+
+def pass_on(value: Tensor, team: int) -> Tensor:
+    """The value of the member before, in a ring."""
+    return value * 1
+
+
+@dataclass(frozen=True)
+class ExchangeOps:
+    """The ops of a call and of its gradient; "" where the value is passed as it is. `dims`: the names of the call's
+    dimensions as fields of the op; `back_dims`: which of them are those of the op for gradients, in its order."""
+
+    op: str
+    back: str
+    dims: tuple[str, ...] = ()
+    back_dims: tuple[int, ...] = (0,)
+
+
+EXCHANGES: dict[Callable[..., Any], ExchangeOps] = {
+    all_to_all: ExchangeOps("all_to_all", "all_to_all", ("split_dim", "concat_dim"), (1, 0)),
+    gather_parts: ExchangeOps("gather_parts", "scatter_sum", ("dim",)),
+    gather_alike: ExchangeOps("gather_parts", "own_part", ("dim",)),
+    scatter_sum: ExchangeOps("scatter_sum", "gather_parts", ("dim",)),
+    sum_parts: ExchangeOps("sum_parts", ""),
+    share: ExchangeOps("", "sum_parts"),
+    own_part: ExchangeOps("own_part", "gather_parts", ("dim",)),
+    pass_on: ExchangeOps("pass_on", "pass_on"),
+}
+
+
+def is_exchange(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in EXCHANGES
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """The value of which an exchange is made."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def exchanges_of(value: fx.Node) -> list[fx.Node]:
+    """What is made of a value by exchange."""
+    return [user for user in value.users if is_exchange(user)]
+
+
+def borders(node: fx.Node) -> set[fx.Node]:
+    """The exchanged values, before or after their exchange, that a node reads."""
+    return {arg for arg in node.all_input_nodes if is_exchange(arg) or exchanges_of(arg)}
+
+
+def exchange(node: fx.Node, result: TensorSpec) -> Exchange:
+    """A call as programs know it. `result`: what it makes."""
+    kind = EXCHANGES[node.target]  # type: ignore[index]
+    dims = [int(dim) for dim in node.args[2:]]  # type: ignore[arg-type]
+    fields = tuple(zip(kind.dims, dims))
+    back_fields = tuple(zip(kind.dims, [dims[i] for i in kind.back_dims])) if kind.back and dims else ()
+    if kind.back == "pass_on":
+        back_fields = (("back", 1),)
+    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields)
+
+
+def cut_at_borders(blocks: Iterable[tuple[str, Iterable[fx.Node]]]) -> list[list[str]]:
+    """The runs of blocks (name, nodes) that may be one stage: none reads what a block of it, or what came before that,
+    exchanges with other members, but at its beginning."""
+    found: list[list[str]] = []
+    seen: set[fx.Node] = set()
+    for name, nodes in blocks:
+        read = set[fx.Node]().union(*map(borders, nodes))
+        if not found or read - seen:
+            found.append([])
+            seen = set()
+        found[-1].append(name)
+        seen |= read
+    return found
