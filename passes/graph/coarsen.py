@@ -5,7 +5,7 @@ the user's module lists ("transformer.h.3"); what lies between them is cut at mo
 is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
 parameters join the run before them. The pass never separates a base from what writes it in place, a buffer's readers
 from its writers, or a value that is no tensor from its readers. Where the members of a team exchange values, a block
-begins (`exchanges.py`). With `level=operator` blocks are single operators
+begins (`team/exchanges.py`). With `level=operator` blocks are single operators
 (`operators.py`); each still knows its layer, so that a stage with all operators of a layer prints it as one.
 """
 
@@ -23,10 +23,10 @@ from ...ir.errors import PassError, PlanError
 from ..base import Pass
 from ..draft import Draft
 from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
-from .exchanges import borders, is_exchange
 from .measured import measure_blocks
 from .operators import main_node, operator_groups, operator_name
 from .opgraph import OpGraph, is_mode_switch
+from .team.exchanges import borders, is_exchange
 
 NamedNodes = tuple[str, list[fx.Node]]
 LEVELS = ("layer", "operator")

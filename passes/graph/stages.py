@@ -20,13 +20,13 @@ from ...ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ...runtime.document_borders import document_borders
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .boundaries import cast, narrowed
-from .exchanges import exchange, exchanges_of, is_exchange, source_of
 from .forwards.first_only import left_out
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
 from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
 from .split_costs import split_costs
 from .stage_costs import cast_bytes, stage_costs
+from .team.exchanges import exchange, exchanges_of, is_exchange, source_of
 
 
 @dataclass

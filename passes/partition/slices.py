@@ -16,8 +16,8 @@ from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
 from ..graph.blocks import Block, param_spec
-from ..graph.exchanges import is_exchange
 from ..graph.stage_costs import storages
+from ..graph.team.exchanges import is_exchange
 from ..stage_time import block_seconds
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...ir import ops
 from ...ir.program import Exchange, Program, StageSpec, TensorSpec, place_frees
-from ..graph.exchanges import MEMBER
+from ..graph.team.exchanges import MEMBER
 from .flow import Action, Flow, Message, Placed, Turn
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir.program import Exchange, TensorSpec
+from ....ir.program import Exchange, TensorSpec
 
 MEMBER = "team_member"  # the input that has a device's number in its team
 
