@@ -90,6 +90,12 @@ class SimulatedStep:
         return self.timeline.step_s if self.timeline else None
 
     @property
+    def computed_s(self) -> float | None:
+        """Seconds from the step's begin to the end of its last backward: the step as Mobius's eq. 3 defines it, without
+        the optimizer."""
+        return max(s.end_s for s in self.timeline.spans if s.stream == ops.COMPUTE) if self.timeline else None
+
+    @property
     def model_bytes(self) -> int:
         """The bytes of all parameters in fp32, which Mobius's figures call the model size."""
         return 4 * self.params
@@ -160,7 +166,9 @@ class Lab:
             named = self.models.get(workload.model) or find_model(workload.model)
             precision = Precision.of(workload.precision)
             spec = named.batch_spec(workload.micro_batch, workload.sequence, workload.targets)
-            self.graphs[key] = trace_in(precision, named.on_meta(), spec, device_kind=kind)
+            graph = trace_in(precision, named.on_meta(), spec, device_kind=kind)
+            graph.boundary_dtype = precision.boundary_dtype()
+            self.graphs[key] = graph
         return self.graphs[key]
 
     def _try(self, workload: Workload, hardware: Hardware, passes: Sequence[Pass]) -> SimulatedStep:
@@ -216,18 +224,19 @@ def _laps(program: Program, work: ops.Work) -> float:
 
 
 def exposed_share(trial: SimulatedStep) -> float:
-    """The share of the step in which a device moves something and computes nothing, as the mean over devices.
+    """The share of the step without its optimizer in which a device moves something and computes nothing, as the mean
+    over devices.
 
     A device's transfers are its fetches, offloads, sends, receives and collectives.
     """
     assert trial.timeline is not None
-    shares = []
+    end_s, shares = trial.computed_s or 0.0, []
     for device in range(len(trial.timeline.device_names)):
-        own = [s for s in trial.timeline.spans if s.device == device]
-        moving = union((s.start_s, s.end_s) for s in own if s.stream in (*MOVES, ops.RECV))
+        own = [s for s in trial.timeline.spans if s.device == device and s.start_s < end_s]
+        moving = union((s.start_s, min(s.end_s, end_s)) for s in own if s.stream in (*MOVES, ops.RECV))
         computing = union((s.start_s, s.end_s) for s in own if s.stream == ops.COMPUTE)
         shares.append(length(moving) - overlap(moving, computing))
-    return sum(shares) / len(shares) / trial.timeline.step_s
+    return sum(shares) / len(shares) / end_s
 
 
 def share_of_bytes(trial: SimulatedStep, low: float, high: float = float("inf")) -> float:

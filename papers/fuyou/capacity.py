@@ -39,6 +39,7 @@ def table2(paper: Fuyou) -> Finding:
         "the costs of a traced block's calls, as the planner uses them; the paper prints h^3 where h^2 is meant.",
         table,
         "the traced block makes other matrix products than the paper's four.",
+        sizes=True,
     )
 
 
@@ -52,7 +53,7 @@ def table4(paper: Fuyou) -> Finding:
         "layers, heads and hidden sizes of GPT-3 from 13B to 805B.",
         "every parameter once, the output layer tied to the token embedding, vocabulary 50257, 2048 positions.",
         table,
-        "the paper's names are rounded.",
+        sizes=True,
     )
 
 
@@ -65,13 +66,16 @@ def fig4(paper: Fuyou) -> Finding:
             found = largest_models(paper, gpu, line)
             sizes[f"{system}, {gpu}"] = [billions(paper.models[name]) if name != NONE else None for name in found]
             for dram, name in zip(paper.drams, found):
-                claim = TRAINABLE.get((system, gpu, dram), "")
-                table.words(f"{gpu}, {dram}", f"largest model, {system}", claim, name)
+                claim, next_one = TRAINABLE.get((system, gpu, dram), ""), _next(paper, name)
+                trial = paper.trial(next_one, 1, machine(gpu, dram), line) if next_one else None
+                why = f"the next, {next_one}: {trial.misses}" if trial else "it is the largest of all"
+                table.words(f"{gpu}, {dram}", f"largest model, {system}", claim, name, why)
     if len(paper.gpus) == 2:
         pairs = zip(paper.drams, *(sizes[f"Fuyou, {gpu}"] for gpu in paper.gpus))
         more = [dram for dram, first, second in pairs if (first or 0) > (second or 0)]
         claim = "384GB, 512GB, 640GB, 768GB"
-        table.words("Fuyou", "A100 trains larger models than 4090 at", claim, ", ".join(more) or NONE)
+        why = "from 128 GB on DRAM holds the buffers of any model here, so that the GPU alone decides"
+        table.words("Fuyou", "A100 trains larger models than 4090 at", claim, ", ".join(more) or NONE, why)
     chart = Bars("fig4", "Largest trainable model", "B parameters", list(paper.drams), sizes, xlabel="DRAM")
     return Finding(
         "fig4",
@@ -91,6 +95,12 @@ def fig4(paper: Fuyou) -> Finding:
         "there is room; the paper's prefetch queue takes its share always.",
         [chart],
     )
+
+
+def _next(paper: Fuyou, name: str) -> str:
+    """The model after the largest that fits; empty after the last."""
+    names = [*paper.models, ""]
+    return names[names.index(name) + 1] if name != NONE else names[0]
 
 
 def largest_models(paper: Fuyou, gpu: str, line: str) -> list[str]:

@@ -138,13 +138,25 @@ def apart_s(rates: Rates, load: Load) -> float:
     return max(together.forward_s.values()) + backward_s + optimizer_s
 
 
-def serial_s(rates: Rates, load: Load) -> float:
-    """Seconds of a step in which nothing overlaps, as section 3.2 observes of ZeRO-Infinity. Weights come twice from
-    SSD and over the link, checkpoints go to DRAM and back, gradients to DRAM, SSD and back; last come the optimizer's
-    reads, update and writes."""
+@dataclass(frozen=True)
+class Serial:
+    """Seconds of a step in which nothing overlaps: transfers of forward and backward, computation, and the optimizer
+    stage."""
+
+    moved_s: float
+    computed_s: float
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.moved_s + self.computed_s + self.optimizer_s
+
+
+def serial(rates: Rates, load: Load) -> Serial:
+    """A step in which nothing overlaps, as section 3.2 observes of ZeRO-Infinity. Weights come twice from SSD and over
+    the link, checkpoints go to DRAM and back, gradients to DRAM and SSD; in the optimizer stage gradients and states
+    are read, updated and written."""
     weights = 2 * load.params
-    moved_s = (3 * weights + 2 * load.boundary_bytes) / rates.link + 2 * weights / rates.read
-    computed_s = 4 * load.forward_flops / rates.flops
-    update_s = load.params / rates.params_per_s
-    states_s = weights / rates.write + 7 * weights / rates.read + 7 * weights / rates.write
-    return moved_s + computed_s + states_s + update_s
+    moved_s = (3 * weights + 2 * load.boundary_bytes) / rates.link + 2 * weights / rates.read + weights / rates.write
+    states_s = 7 * weights / rates.read + 7 * weights / rates.write
+    return Serial(moved_s, 4 * load.forward_flops / rates.flops, states_s + load.params / rates.params_per_s)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..figures import Bars
+from ..lab import SimulatedStep
 from ..report import Finding
 from ..table import AT_LEAST_ONE, TENTHS, FigureTable
-from .equations import apart_s, best, serial_s, step
+from .equations import Load, Rates, Serial, apart_s, best, serial, step
 from .experiments import Fuyou
 from .programs import (
     APART,
@@ -26,51 +27,50 @@ GAINS = {  # Fuyou's highest throughput over that of each rival, 13B
     ("ZeRO-Offload", "4090"): 2.36, ("ZeRO-Infinity", "4090"): 3.47,
 }  # fmt: skip
 EXTREME = {"276B": 168.0, "412B": 163.0}
-WHY_FIG5 = (
-    "the count includes the recomputation of every block, which our plans mostly avoid: the link hides nearly all "
-    "outputs of matrix products on their way to DRAM. A step that computes everything again reaches at most a block's "
-    "own rate, 200 and 164 TFLOPS, of which the paper's highest numbers are 101%, 95%, 86% and 53%; ours is 196 for "
-    "13B at batch 80 on A100 where nothing is kept (figure 9, left end). Our steps lie within 4% of the paper's "
-    "equations but for 175B on the A100 at batch 32 and 64, where the plan keeps less than the equations do, which "
-    "know no GPU memory. For 175B on the 4090 the equations give twice the paper's throughput; it names GPU memory, "
-    "which leaves little to prefetch into, and ours cuts the batch inside a stage instead. The rivals are our "
-    "programs under their rules and do as well as those allow: full link rates, pinned memory, no time between calls, "
-    "no DRAM but what they use; Colossal-AI's checkpoints fit the 4090 at small batches."
-)
-WHY_FIG6 = (
-    "as in figure 5, the count includes recomputation that the plan avoids. Computing everything again at a block's "
-    "200 TFLOPS, without waiting for anything, would count as 200; the paper's 168 and 163 are 84% and 82% of that. "
-    "At batch 64 computation takes several times as long as any transfer, in our programs and in the paper's "
-    "equations, so that nearly everything that a forward computes can be kept in DRAM or on SSD."
-)
+
+
+def zero_infinity(paper: Fuyou, batch: int, gpu: str) -> tuple[SimulatedStep, Serial]:
+    """Our program under ZeRO-Infinity's rules, and the step in which nothing of it overlaps."""
+    trial = paper.trial(paper.usual, batch, machine(gpu), ZERO_INFINITY)
+    return trial, serial(rates(trial.hardware), paper.load(trial))
+
+
+def _parts(found: Serial) -> str:
+    return (
+        f"{found.step_s:.1f} s are {found.computed_s:.1f} s of computation, {found.moved_s:.1f} s of transfers and "
+        f"{found.optimizer_s:.1f} s of the optimizer"
+    )
+
+
+def _backward(speed: Rates, load: Load) -> str:
+    """A text with the seconds by resource of backward and optimizer, by equations 5 to 8."""
+    found = step(speed, load).backward_s
+    return "by eq. 5 to 8 backward and optimizer take " + ", ".join(f"{s:.1f} s of {name}" for name, s in found.items())
 
 
 def fig1(paper: Fuyou) -> Finding:
     """Figure 1: what ZeRO-Infinity leaves idle."""
     table = FigureTable()
     for batch in paper.batches[paper.usual, "A100"]:
-        trial = paper.trial(paper.usual, batch, machine("A100"), ZERO_INFINITY)
+        trial, found = zero_infinity(paper, batch, "A100")
         where = f"{paper.usual}, A100, batch {batch}"
-        if trial.timeline is None:
-            table.add(where, "step", None)
-            continue
-        share, busy = 100 * optimizer_share(trial), 100 * busy_share(trial)
         claim = (40, 70) if batch <= 32 else None  # figure 1 shows no larger batches
-        table.add(where, "share of the optimizer stage", share, "%", 0, claim)
-        table.add(where, "GPU busy", busy, "%", 0, 28 if batch == 32 else None)
-        if batch == 32:
-            implied_s = busy / 28 * (trial.step_s or 0)  # the same computation
-            table.ratio(where, "step that the paper's 28% imply / ours", implied_s, trial.step_s, said="")
+        share, busy = 100 * found.optimizer_s / found.step_s, 100 * found.computed_s / found.step_s
+        table.add(where, "share of the optimizer stage", share, "%", 0, claim, _parts(found))
+        table.add(where, "GPU busy", busy, "%", 0, 28 if batch == 32 else None, _parts(found))
+        if trial.timeline is not None:
+            table.add(where, "our program, optimizer stage", 100 * optimizer_share(trial), "%", 0)
+            table.add(where, "our program, GPU busy", 100 * busy_share(trial), "%", 0)
     return Finding(
         "fig1",
         "what ZeRO-Infinity leaves idle",
         "the optimizer stage takes 40% to 70% of a step; the GPU is busy 28% of it at batch 32.",
-        "our program under ZeRO-Infinity's rules; the optimizer stage is what comes behind the last computation.",
+        "a step in which nothing overlaps, by arithmetic, as section 3.2 observes ZeRO-Infinity's. Beside it our "
+        "program under its rules, which overlaps what they allow; the optimizer stage is what comes after the last "
+        "computation.",
         table,
-        "our program uses every link at its full rate, so that its step is less than half of the one that the paper's "
-        "28% imply at the same computation. 40% of that step for the optimizer would be a third of the 12 disks' rate. "
-        "Pageable memory at half the link's rate, which the paper names, would add half a second each way at batch 32: "
-        "the rest is no rule that a program could follow.",
+        "links and disks run at their full rates here; pageable memory, which the paper names, and time between "
+        "DeepSpeed's calls are missing.",
     )
 
 
@@ -79,15 +79,12 @@ def fig5(paper: Fuyou) -> Finding:
     table, charts = FigureTable(), []
     for (model, gpu), batches in paper.batches.items():
         systems = [name for name in SYSTEMS if model == paper.usual or name == "Fuyou"]
-        bars = {
-            name: [paper.tflops(paper.trial(model, batch, machine(gpu), SYSTEMS[name])) for batch in batches]
-            for name in systems
-        }
+        bars = {name: [_tflops(paper, name, model, gpu, batch) for batch in batches] for name in systems}
         for batch in batches:
             _own(table, paper, model, gpu, batch)
-        _highest(
-            table, model, gpu, {name: max((v for v in values if v), default=None) for name, values in bars.items()}
-        )
+        top = {name: max((v for v in values if v), default=None) for name, values in bars.items()}
+        best_batch = max(zip(bars["Fuyou"], batches), key=lambda row: row[0] or 0.0)[1]
+        _highest(table, paper, model, gpu, top, best_batch)
         charts.append(Bars(f"fig5-{model}-{gpu}", f"Throughput, {model} on {gpu}", "TFLOPS", list(map(str, batches)),
                            bars, xlabel="batch"))  # fmt: skip
     if paper.usual == "13B":
@@ -98,42 +95,69 @@ def fig5(paper: Fuyou) -> Finding:
         "13B: at most 202 TFLOPS on A100, 2.46x ZeRO-Offload, 3.42x ZeRO-Infinity, 6.73x Colossal-AI at their best; "
         "156 on 4090, 2.36x and 3.47x, where Colossal-AI fails. 175B: 173 on A100 and 86 on 4090, where the others "
         "fail; at batch 8 ZeRO-Offload is faster than ZeRO-Infinity.",
-        "96 b s l h^2 (1 + s/6h + V/16lh) FLOPs over the simulated step, which counts the recomputation of every block "
-        "whether it is done or not. The paper does not say how it counts; 156 TFLOPS of useful work alone on a 4090, "
-        "with every block computed again, would take 208 of its 165. 'eq. 1 to 8' beside it: the paper's own model "
-        "with the same rates.",
+        "what the GPU computes over the simulated step. Beside it 96 b s l h^2 (1 + s/6h + V/16lh), which counts the "
+        "recomputation of every block whether it is done or not, and three quarters of that, the useful work. 'eq. 1 "
+        "to 8': the paper's own model with the same rates.",
         table,
-        WHY_FIG5,
+        "the rivals do as well as their rules allow: full link rates, pinned memory, no time between calls, no DRAM "
+        "but what they use.",
         charts,
     )
+
+
+def _tflops(paper: Fuyou, name: str, model: str, gpu: str, batch: int) -> float | None:
+    if name != "ZeRO-Infinity":
+        return paper.tflops(paper.trial(model, batch, machine(gpu), SYSTEMS[name]))
+    trial, found = zero_infinity(paper, batch, gpu)
+    return 4 * paper.load(trial).forward_flops / found.step_s / 1e12 if trial.timeline else None
 
 
 def _own(
     table: FigureTable, paper: Fuyou, model: str, gpu: str, batch: int, claim: float | None = None
 ) -> float | None:
-    """Add and return the throughput of Fuyou; also add its step over that of the paper's equations."""
+    """Add and return the throughput of Fuyou; also add other ways to count it, and its step over the equations'."""
     trial = paper.trial(model, batch, machine(gpu))
     where, pieces = f"{model}, {gpu}, batch {batch}", trial.workload.micro_batches
     what, value = f"Fuyou, in {pieces} pieces" if pieces > 1 else "Fuyou", paper.tflops(trial)
-    table.add(where, what, value, " TFLOPS", 0, claim)
+    table.add(where, what, value, " TFLOPS", 0, claim, _why(paper, trial))
     if trial.step_s is not None:
+        formula = paper.formula_tflops(trial) or 0.0
+        table.add(where, "by the formula, every block computed again", formula, " TFLOPS", 0, claim, beside=True)
+        table.add(where, "useful work", 0.75 * formula, " TFLOPS", 0, claim, beside=True)
         found = best(rates(trial.hardware), paper.load(trial))
         what = f"its step / eq. 1 to 8, bound by {found.bound}"
         table.ratio(where, what, trial.step_s, found.step_s, said=TENTHS)
     return value
 
 
-def _highest(table: FigureTable, model: str, gpu: str, top: dict[str, float | None]) -> None:
+def _why(paper: Fuyou, trial: SimulatedStep) -> str:
+    if trial.step_s is None:
+        return ""
+    found = best(rates(trial.hardware), paper.load(trial))
+    return (
+        f"the GPU computes {busy_share(trial):.0%} of {trial.step_s:.1f} s; by the paper's own equations the step "
+        f"takes {found.step_s:.1f} s, bound by {found.bound}"
+    )
+
+
+def _highest(table: FigureTable, paper: Fuyou, model: str, gpu: str, top: dict[str, float | None], batch: int) -> None:
     own, where = top.pop("Fuyou"), f"{model}, {gpu}"
     if own and (model, gpu) in FASTEST:
-        table.add(where, "Fuyou, highest", own, " TFLOPS", 0, FASTEST[model, gpu])
+        why = f"at batch {batch} {_why(paper, paper.trial(model, batch, machine(gpu)))}"
+        table.add(where, "Fuyou, highest", own, " TFLOPS", 0, FASTEST[model, gpu], why)
     for name, value in top.items():
         gain = GAINS.get((name, gpu)) if model == "13B" else None
         if gain and own and value:
             what = f"Fuyou / {name} ({value:.0f} TFLOPS), highest of each"
-            table.ratio(where, what, own, value, gain, said="")
+            rate = machine(gpu).devices[0].achieved_flops(paper.precision) / 1e12
+            why = (
+                f"{name} computes {value / rate:.0%} of its time at its best batch here; the paper's number takes "
+                f"{own / gain / rate:.0%}"
+            )
+            table.ratio(where, what, own, value, gain, said="", why=why)
         elif gain is None and model == "13B":
-            table.words(where, name, "does not fit", "does not fit" if value is None else "fits")
+            why = "only the checkpoints of small batches lie on the GPU"
+            table.words(where, name, "does not fit", "does not fit" if value is None else "fits", why)
         else:
             table.add(where, f"{name}, highest", value, " TFLOPS", 0)
 
@@ -143,8 +167,10 @@ def _on_a_larger_model(table: FigureTable, paper: Fuyou) -> None:
         for name in ("ZeRO-Offload", "ZeRO-Infinity"):
             trial = paper.trial(paper.large, 1, machine(gpu), SYSTEMS[name])
             fits = "fits" if trial.timeline else "does not fit"
-            table.words(f"{paper.large}, {gpu}, batch 1", name, "does not fit", fits)
-    slow, fast = (paper.trial(paper.usual, 8, machine("A100"), line).step_s for line in (ZERO_INFINITY, ZERO_OFFLOAD))
+            why = "our program under its rules holds 2 bytes a parameter in DRAM and a few buffers, 350 GB of 768"
+            table.words(f"{paper.large}, {gpu}, batch 1", name, "does not fit", fits, why)
+    slow = zero_infinity(paper, 8, "A100")[1].step_s
+    fast = paper.trial(paper.usual, 8, machine("A100"), ZERO_OFFLOAD).step_s
     what = "ZeRO-Offload / ZeRO-Infinity, throughput"
     table.ratio(f"{paper.usual}, A100, batch 8", what, slow, fast, AT_LEAST_ONE, said="")
 
@@ -161,8 +187,7 @@ def fig6(paper: Fuyou) -> Finding:
         "168 TFLOPS for 276B and 163 for 412B at batch 64.",
         "as figure 5.",
         table,
-        WHY_FIG6,
-        [chart],
+        charts=[chart],
     )
 
 
@@ -176,10 +201,11 @@ def fig7(paper: Fuyou) -> Finding:
             where, what = f"{model}, 4090, batch {batch}", "step without / with overlap"
             groups.append(f"{model}\nx{batch}")
             bars["paper"].append(claim)
-            bars["ours"].append(table.ratio(where, what, apart.step_s, ours.step_s, claim, TENTHS))
             speed, load = rates(ours.hardware), paper.load(ours)
+            why = f"{_backward(speed, load)}; what overlaps saves the shorter of the two"
+            bars["ours"].append(table.ratio(where, what, apart.step_s, ours.step_s, claim, TENTHS, why=why))
             what = "the same by eq. 1 to 8, checkpoints alone swapped"
-            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, said="")
+            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, claim, "", beside=True)
     chart = Bars("fig7", "Gain of overlapping backward and optimizer, 4090", "times as fast", groups, bars)
     return Finding(
         "fig7",
@@ -189,13 +215,7 @@ def fig7(paper: Fuyou) -> Finding:
         "`overlap-optimizer{overlap=false}` steps every stage behind the last backward, gradients in DRAM until then; "
         "the paper's variant writes them to SSD and reads them again.",
         table,
-        "at small batches, and for 175B, the optimizer takes longer than the backward; hiding one under the other then "
-        "saves the backward, a third or more of the step, in our programs as in the paper's own equations with the "
-        "disks' datasheet rates. That the paper gains less means that its overlapped stage takes longer than equation "
-        "5 says. Disks that read and write at the same time are slower than by turns, which neither the equations nor "
-        "our simplex model know: 1.4 times the disk time under overlap alone would give about 1.1x and 1.3x at batch 8 "
-        "and 16, 1.2x for 175B at batch 8, and leave batches 32 and 64, where computation is the bound, as they are.",
-        [chart],
+        charts=[chart],
     )
 
 
@@ -205,27 +225,28 @@ def fig8(paper: Fuyou) -> Finding:
     bars: dict[str, list[float | None]] = {"paper": [], "ours": []}
     for gpu, claims in paper.pipelined.items():
         for batch, claim in claims.items():
-            theirs, ours = (paper.trial(paper.usual, batch, machine(gpu), line) for line in (ZERO_INFINITY, APART))
+            (theirs, found), ours = (
+                zero_infinity(paper, batch, gpu),
+                paper.trial(paper.usual, batch, machine(gpu), APART),
+            )
             where, what = f"{paper.usual}, {gpu}, batch {batch}", "ZeRO-Infinity / Fuyou without overlap"
             groups.append(f"{gpu}\nx{batch}")
             bars["paper"].append(claim)
-            bars["ours"].append(table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS))
-            if bars["ours"][-1] is not None:
-                least = serial_s(rates(theirs.hardware), paper.load(theirs))
-                what = f"nothing overlapped ({least:.1f} s) / Fuyou w/o"
-                table.ratio(where, what, least, ours.step_s, said="")
+            why = f"ZeRO-Infinity's {_parts(found)}"
+            bars["ours"].append(table.ratio(where, what, found.step_s, ours.step_s, claim, TENTHS, why=why))
+            what = "the same, our program under its rules"
+            table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS, beside=True)
     title = f"Pipelined swap without optimizer overlap, {paper.usual}"
     chart = Bars("fig8", title, "times ZeRO-Infinity", groups, bars)
     return Finding(
         "fig8",
         "pipelined swap, without overlap of the optimizer, against ZeRO-Infinity",
         "A100: 1.66x, 1.88x, 1.97x at batch 8, 16, 32; 4090: 1.85x, 1.92x, 2.28x.",
-        "both are programs of ours. ZeRO-Infinity's reads and fetches the weights of a block when the block is due, "
-        "keeps only checkpoints, in DRAM, and steps behind the backward. Below it a step in which nothing overlaps at "
-        "all, gradients over SSD included, by arithmetic.",
+        "ZeRO-Infinity as in figure 1: nothing overlaps, as section 3.2 observes. Beside it our program under its "
+        "rules, which reads and fetches the weights of a block when the block is due, keeps only checkpoints, in DRAM, "
+        "and steps after the backward.",
         table,
-        "DeepSpeed gives up more than its rules ask for: checkpoints through pageable memory, gradients to SSD and "
-        "back, and time between its calls. Our program under its rules still overlaps what goes from the GPU with what "
-        "comes to it, and pins its memory.",
+        "DeepSpeed gives up more than that nothing overlaps: checkpoints go through pageable memory, and there is time "
+        "between its calls.",
         [chart],
     )

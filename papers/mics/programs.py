@@ -38,11 +38,11 @@ class Form:
 MICS = Form("MiCS")
 FLAT = Form("MiCS, plain gathers", shard="tier=device, hold=false, hierarchical=false")
 ONE_HOP = Form("MiCS, sums with every micro-batch", sums="every=micro-batch")
-ZERO3 = Form("ZeRO-3", shard="tier=device, hold=false, hierarchical=false")
-ZERO3_LATE = Form("ZeRO-3, nothing ahead", shard="tier=device, hold=false, hierarchical=false, prefetch=0")
+ZERO3 = Form("MiCS (ZeRO-3)", shard="tier=device, hold=false, hierarchical=false")
+DEEPSPEED = Form("DeepSpeed", shard="tier=device, hold=false, hierarchical=false, prefetch=0")
 OURS = Form("ours", remat="", shard="tier=device, prefetch=8", sums="")
-RIVALS = ((MICS, None), (ZERO3, 0), (ZERO3_LATE, 0))  # with the number of shards: the model's own (None), all GPUs (0)
-NO_REMAT = replace(MICS, remat=""), replace(ZERO3, remat=""), replace(ZERO3_LATE, remat="")
+RIVALS = ((MICS, None), (DEEPSPEED, 0), (ZERO3, 0))  # with the number of shards: the model's own (None), all GPUs (0)
+NO_REMAT = replace(MICS, remat=""), replace(DEEPSPEED, remat=""), replace(ZERO3, remat="")
 
 
 def hardware(kind: str, hosts: int) -> Hardware:

@@ -15,7 +15,7 @@ from penstock.papers.fuyou.equations import (
     best,
     curve,
     most_swapped_bytes,
-    serial_s,
+    serial,
     step,
 )
 
@@ -70,7 +70,7 @@ def test_equation_11_bounds_the_swap() -> None:
 def test_nothing_overlaps() -> None:
     moved = (3 * 16 + 20) / 10 + 32 / 20
     states = 16 / 5 + 112 / 20 + 112 / 5
-    assert serial_s(RATES, LOAD) == pytest.approx(moved + 16 + 2 + states)
+    assert serial(RATES, LOAD).step_s == pytest.approx(moved + 16 + 2 + states)
 
 
 def test_rates_of_a_machine() -> None:

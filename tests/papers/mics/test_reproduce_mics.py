@@ -13,13 +13,13 @@ from penstock.papers.lab import num_params
 from penstock.papers.mics import FINDINGS, Mics
 from penstock.papers.mics.experiments import FleetRun, MicsModel
 from penstock.papers.mics.programs import (
+    DEEPSPEED,
     FLAT,
     MICS,
     ONE_HOP,
     OURS,
     V100,
     ZERO3,
-    ZERO3_LATE,
     Form,
     collective_s,
     effective,
@@ -123,7 +123,7 @@ def test_steps_of_many_micro_batches_are_those_of_few_made_longer(toy: Toy) -> N
 
 def test_forms_rank_as_the_paper_says(toy: Toy) -> None:
     """Small groups before one, gathers ahead before gathers that are due, and our own choice before all."""
-    mics, zero3, late = ran(toy), ran(toy, ZERO3, shards=0), ran(toy, ZERO3_LATE, shards=0)
+    mics, zero3, late = ran(toy), ran(toy, ZERO3, shards=0), ran(toy, DEEPSPEED, shards=0)
     assert mics.step_s < zero3.step_s <= late.step_s
     assert ran(toy, OURS).step_s <= mics.step_s <= ran(toy, ONE_HOP).step_s
 

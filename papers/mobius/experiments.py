@@ -1,0 +1,135 @@
+"""Mobius's setup, its pipelines and table 3.
+
+A step is counted as the paper defines it for its partition (eq. 3): from its begin to the end of the last backward.
+The whole step, with Adam on the CPU, stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...ir.machine.hardware import Hardware
+from ...ir.units import format_seconds
+from ...passes.graph.blocks import Block
+from ...passes.stage_time import block_seconds
+from ..experiments import Experiments, said_memory, said_traffic, sizes_table
+from ..lab import SimulatedStep, Workload
+from ..report import Finding
+
+FAST, HALF = 12e9, 6.6e9  # bytes/s: "more than 12 GB/s", and half of the 13.1 GB/s of a root complex
+SWAPPED = "schedule-pipeline, insert-remat{always=true}, insert-fetch{swap=true}, insert-optimizer"
+MIP = "partition-mip{deadline_s=4, swap=true}"
+ZERO3 = "zero3-offload"
+GPIPE = "gpipe"
+
+
+def mobius(partition: str = MIP, mapping: str = "map-cross") -> str:
+    """The pipeline of Mobius with this partition and mapping."""
+    return f"coarsen, {partition}, {mapping}, {SWAPPED}"
+
+
+def topology(name: str, ordered: bool = True) -> Hardware:
+    """A machine that orders its fetches as section 3.3 does, or shares links fairly."""
+    return Hardware.preset(f"mobius-topo{name}", ordered_fetches=ordered)
+
+
+def bound(step: SimulatedStep) -> str:
+    """A text that says what a step without its optimizer waits for."""
+    assert step.timeline is not None and step.computed_s is not None
+    rate, moved = step.hardware.hosts[0].root_complexes[0].bandwidth_down, step.timeline.moved_bytes
+    busiest = max(num_bytes for link, num_bytes in moved.items() if link.startswith("rc")) / rate
+    return (
+        f"{step.computed_s:.2f} s, in which the busiest GPU computes {max(step.compute_s()):.2f} s and the busiest "
+        f"root complex moves {busiest:.2f} s one way"
+    )
+
+
+class Mobius(Experiments):
+    """Mobius's setup. `models` maps the paper's names to (our name, the micro-batch of table 3)."""
+
+    title = "Mobius (ASPLOS 2023) in simulation"
+    left_out = {
+        "figure 13": "loss of GPT-2 on WikiText-2: a matter of values, not of time. A plan trains as one device does: "
+        "`penstock check` compares losses and weights with plain PyTorch.",
+        "figure 16": "the bandwidth of figure 15's transfers; its text gives no number.",
+    }
+    models: Mapping[str, tuple[str, int]] = {
+        "3B": ("mobius-3b", 2), "8B": ("mobius-8b", 2), "15B": ("mobius-15b", 1), "51B": ("mobius-51b", 1)
+    }  # fmt: skip
+    presets = ("mobius-topo4", "mobius-topo2+2", "mobius-topo1+3", "mobius-topo4+4", "mobius-v100")
+    billions: Mapping[str, float] = {"3B": 3, "8B": 8, "15B": 15, "51B": 51}  # parameters according to table 3
+    partitioned: Sequence[str] = ("3B", "15B", "51B")  # of figure 9
+    mapped: Sequence[str] = ("8B", "15B")  # of figure 10
+    micro_batches: Sequence[int] = (1, 2, 4)  # of figures 9 and 10
+    scaled = "15B"
+    rented: Sequence[str] = ("8B", "15B")
+    topologies: Sequence[str] = ("4", "2+2", "1+3")
+    scaling: Sequence[str] = ("1+1", "2+1", "2+2", "3+2", "3+3", "4+3", "4+4")
+
+    def small(self) -> Iterator[tuple[str, Workload, Hardware, str]]:
+        work, hardware = self.workload("gpt2:n_layer=4,n_embd=1024,n_head=8,vocab_size=1024", 1, 4), topology("2+2")
+        yield "Mobius", work, hardware, mobius("partition-balanced{stages=6}")
+        yield "ZeRO-3", work, hardware, ZERO3
+
+    def work(self, model: str, hardware: Hardware, micro_batch: int | None = None) -> Workload:
+        name, usual = self.models[model]
+        return self.workload(name, micro_batch or usual, hardware.num_devices)
+
+    def mobius(self, model: str, hardware: Hardware, micro_batch: int | None = None, **line: str) -> SimulatedStep:
+        return self.lab.trial(self.work(model, hardware, micro_batch), hardware, mobius(**line))
+
+    def zero3(self, model: str, hardware: Hardware, micro_batch: int | None = None) -> SimulatedStep:
+        return self.lab.trial(self.work(model, hardware, micro_batch), hardware, ZERO3)
+
+    def rivals(self, model: str, hardware: Hardware) -> tuple[SimulatedStep, SimulatedStep]:
+        return self.mobius(model, hardware), self.zero3(model, hardware)
+
+    def assumptions(self) -> dict[str, str]:
+        """The assumptions of all figures, taken from the preset and the workload that are simulated."""
+        hardware = topology("2+2")
+        device, host = hardware.devices[0], hardware.hosts[0]
+        blocks = self.blocks(self.work(self.scaled, hardware), hardware)
+        return {
+            "GPU memory": said_memory(device),
+            "GPU time": f"matrix products at {device.achieved_flops('fp16') / 1e12:.0f} TFLOPS (85% of 80), "
+            f"{said_traffic(device)}; together {_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of "
+            f"{self.scaled}",
+            "links": f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each root complex, "
+            f"shared fairly; {device.link_latency_s * 1e6:.0f} us to begin a transfer; no P2P: from GPU to GPU through "
+            "DRAM, both links at the same time",
+            "priority": "messages and collectives before weights and offloaded gradients; weights by the turn of their "
+            "stage (section 3.3); the rest in fair shares",
+            "optimizer": f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s for the whole "
+            f"host ({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9), once all gradients are "
+            "in DRAM and none has overflowed (fp16); the step ends when the last weight is updated",
+            "bytes of a parameter": "2 for its weight and 2 for its gradient in fp16 on the GPU; 2 + 4 + 8 in DRAM "
+            "(fp16, fp32 master, states)",
+            "step": "as eq. 3 defines it: until the last backward has ended. With Adam on the CPU beside it; the paper "
+            "does not say whether its steps hold the optimizer",
+            "batch": f"as many micro-batches as GPUs, of {self.sequence} tokens; every stage computed again in "
+            "backward",
+            "Mobius": f"`{mobius()}`; stages always come from DRAM, also where all would fit the GPUs",
+            "ZeRO-3": f"`{ZERO3}`: each GPU one micro-batch, weights gathered per block forward and backward, "
+            "gradients reduced to shards, shards updated on the CPU, with the same links, rates and accounting",
+        }
+
+
+def _achieved(blocks: Sequence[Block], hardware: Hardware) -> float:
+    """FLOP/s of one forward and backward of all blocks on one device."""
+    flops = sum(b.cost.forward_flops + b.cost.backward_flops for b in blocks)
+    return flops / sum(block_seconds(b, hardware.devices[0], "fp16").both_s for b in blocks)
+
+
+def table3(paper: Mobius) -> Finding:
+    """Table 3: the models."""
+    table = sizes_table({model: name for model, (name, _) in paper.models.items()}, paper.billions)
+    return Finding(
+        "table3",
+        "the models",
+        "3 B, 8 B, 15 B and 51 B parameters with 64, 40, 40 and 50 layers of 2048, 4096, 5120 and 9216.",
+        "every parameter once, the output layer tied to the token embedding, vocabulary 50257.",
+        table,
+        "the paper's 15B has 12.8 B parameters by its own dimensions (12 x 40 x 5120^2 and the embeddings). Its 80 "
+        "heads do not divide 9216; the 51B model here has 72.",
+        sizes=True,
+    )
