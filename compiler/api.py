@@ -54,7 +54,7 @@ from .capture.dynamic import DynamicDims
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
 from .dynamic_shapes import GraphAt, any_count, described, largest, read_dynamic_shapes
-from .folder import Folder, Settings, print_counts, print_files
+from .folder import Folder, Settings, print_counts, print_files, print_smaller
 from .garbage import rare_collections
 from .job.batch import BatchShape, as_dicts, micro_batch_spec
 from .job.job import Job
@@ -304,9 +304,15 @@ def compile(
 
 def _folder(model: nn.Module, best: CompiledCandidate, made: Plan, machine: Hardware, settings: Settings) -> Folder:
     interface, graph = best.draft.programs[0].interface, best.draft.graph
-    files = print_files(model, best.draft, best.evaluation, made)
     return Folder(
-        made, machine, interface, settings, files, print_counts(graph.loss), _values(graph.constants, interface)
+        made,
+        machine,
+        interface,
+        settings,
+        print_files(model, best.draft, best.evaluation, made),
+        print_smaller(best.draft, best.evaluation, made),
+        print_counts(graph.loss),
+        _values(graph.constants, interface),
     )
 
 

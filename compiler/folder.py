@@ -25,12 +25,12 @@ from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.program import Interface, Program, shown
+from ..ir.program import Interface, Program, first_micro_batches, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
-from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants
+from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants, share_file
 from ..runtime.state.tensor_file import write_tensors
 from .batch_sizes import BatchSizes
 from .plan import Plan, PrecisionName
@@ -79,13 +79,14 @@ class Folder:
     interface: Interface
     settings: Settings
     files: dict[int, str]
+    smaller: dict[str, str] = field(default_factory=dict)  # the files of lanes with fewer micro-batches, by name
     counts: str = ""  # the text of `COUNTS_FILE`
     constants: dict[str, Tensor] = field(default_factory=dict)  # none that are on meta
 
     def write(self, directory: str | Path) -> Path:
         """Write all files, and delete programs of an earlier job's other devices. Raises `OSError` where that fails."""
         folder = Path(directory)
-        own = {device_file_name(device) for device in self.files}
+        own = {device_file_name(device) for device in self.files} | self.smaller.keys()
         if (folder / INTERFACE_FILE).is_file():
             for path in folder.glob("device*.py"):
                 if path.name not in own:
@@ -94,6 +95,7 @@ class Folder:
             INTERFACE_FILE: self.interface.to_json() + "\n",
             "plan.json": self.plan.model_dump_json(indent=1) + "\n",
             "settings.json": self.settings.model_dump_json(indent=1) + "\n",
+            **self.smaller,
         }
         if self.counts:
             extras[COUNTS_FILE] = self.counts
@@ -115,12 +117,13 @@ class Folder:
         if missing:
             raise PlanError(f"{folder} lacks {', '.join(missing)}; it is not a directory that Job.write made")
         interface = _read_interface(folder / INTERFACE_FILE)
-        files = {}
+        files, smaller = {}, {}
         for device in range(interface.num_devices):
             path = folder / device_file_name(device)
-            if not path.is_file():
-                raise PlanError(f"{folder} lacks {path.name}, the program of device {device}")
-            files[device] = path.read_text(encoding="utf-8")
+            files[device] = _read_program(path, device)
+            for share in interface.smaller_shares:
+                other = share_file(path, interface, share)
+                smaller[other.name] = _read_program(other, device)
         try:
             settings = Settings.model_validate(read_json(folder / "settings.json"))
         except Unreadable as error:
@@ -129,7 +132,13 @@ class Folder:
             raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}") from error
         plan, hardware = Plan.load(folder / "plan.json"), Hardware.load(folder / "hardware.yaml")
         constants = read_constants(folder, interface.stages.values())
-        return Folder(plan, hardware, interface, settings, files, _read_counts(folder, settings), constants)
+        return Folder(plan, hardware, interface, settings, files, smaller, _read_counts(folder, settings), constants)
+
+
+def _read_program(path: Path, device: int) -> str:
+    if not path.is_file():
+        raise PlanError(f"{path.parent} lacks {path.name}, the program of device {device}")
+    return path.read_text(encoding="utf-8")
 
 
 def _read_counts(folder: Path, settings: Settings) -> str:
@@ -157,15 +166,30 @@ def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], p
     return files
 
 
+def print_smaller(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[str, str]:
+    """The text of the files of lanes that have fewer micro-batches than others, by name."""
+    interface, found = draft.programs[0].interface, {}
+    for share in interface.smaller_shares:
+        lane = interface.lane_micro_batches.index(share)
+        for program in draft.programs:
+            stages = {stage.spec.name: stage.graph for stage in draft.stages_on(program.device)}
+            predict = first_micro_batches(evaluation[program.device], share) if evaluation else None
+            path = share_file(Path(device_file_name(program.device)), interface, share)
+            header = _header(draft, program, plan, lane)
+            found[path.name] = write_file(first_micro_batches(program, share), predict, stages, header)
+    return found
+
+
 def print_counts(loss: LossRules) -> str:
     """The text of `COUNTS_FILE`; "" where nothing is counted."""
     graphs = {"counts": loss.counts, "divisors": loss.divisors}
     return write_counts({name: graph for name, graph in graphs.items() if graph is not None}) if loss.counts else ""
 
 
-def _header(draft: Draft, program: Program, plan: Plan) -> Header:
+def _header(draft: Draft, program: Program, plan: Plan, lane: int = 0) -> Header:
+    """`lane`: the first of those that run the file."""
     programs, hardware = shown(draft.programs, draft.machine)
-    first = draft.mesh.lanes[0][program.device] if len(programs) > len(draft.programs) else program.device
+    first = draft.mesh.lanes[lane][program.device] if len(programs) > len(draft.programs) else program.device
     device = hardware.devices[first]
     predicted = plan.predicted
     assert predicted is not None

@@ -49,7 +49,7 @@ def load(
     _check_model(model, folder)
     _check_loss_weight(loss_weight, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
-    trusted = OWN if trust else Trust.here([*folder.files.values(), folder.counts])
+    trusted = OWN if trust else Trust.here([*folder.files.values(), *folder.smaller.values(), folder.counts])
     read_optimizer(folder.settings.optimizer, f"{Path(directory, 'settings.json')}", trust)
     open_directory(directory, folder.interface, trusted)
     if folder.counts:

@@ -138,6 +138,8 @@ class Plan(BaseModel):
                 decided["decisions"].pop(name)
         if self.decisions.mesh is not None and self.decisions.mesh.team == 1:
             decided["decisions"]["mesh"].pop("team")
+        if self.decisions.mesh is not None and not self.decisions.mesh.micro_batches:
+            decided["decisions"]["mesh"].pop("micro_batches")
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def _unusual(self) -> set[str]:

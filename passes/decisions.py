@@ -22,7 +22,7 @@ NEAREST = ("shards", "pipeline")  # which devices are neighbours: those that sha
 class Lanes(BaseModel):
     """Copies of the computation. `lanes`: per copy its devices, in the order of its pipeline; `shards`: the number of
     lanes, one after the other, that share each stage's weights; `team`: of those that run the same micro-batches
-    together.
+    together; `micro_batches`: the number of each lane, where they are not the same.
 
     A document may instead give the number of `devices`, the `depth` of a lane and what is `nearest` (see the pass
     `mesh`); regular lanes are saved so.
@@ -32,6 +32,7 @@ class Lanes(BaseModel):
     lanes: list[list[int]]
     shards: Annotated[int, Field(ge=1)] = 1
     team: Annotated[int, Field(ge=1)] = 1
+    micro_batches: list[Annotated[int, Field(ge=1)]] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -53,11 +54,18 @@ class Lanes(BaseModel):
     @model_serializer(mode="wrap", when_used="json")
     def _short(self, plain: Callable[[Lanes], dict[str, Any]]) -> dict[str, Any]:
         depth, count, beside = len(self.lanes[0]), self.num_devices, max(self.shards, self.team)
+        found = plain(self)
+        unequal = {"micro_batches": found.pop("micro_batches")} if self.micro_batches else {}
         for nearest in NEAREST if count % (depth * beside) == 0 else ():
             if self.lanes == regular_lanes(count, beside, depth, nearest):
                 team = {"team": self.team} if self.team > 1 else {}
-                return {"devices": count, "depth": depth, "shards": self.shards, **team, "nearest": nearest}
-        return plain(self)
+                return {"devices": count, "depth": depth, "shards": self.shards, **team, "nearest": nearest, **unequal}
+        found.pop("micro_batches", None)
+        return {**found, **unequal}
+
+    def total_micro_batches(self, most: int) -> int:
+        """The different micro-batches of all lanes together, of which the lanes with the most have `most`."""
+        return sum(self.micro_batches[:: self.team]) or most * (max(1, len(self.lanes)) // self.team)
 
     @property
     def num_devices(self) -> int:
@@ -73,7 +81,8 @@ class Lanes(BaseModel):
         for most, name in sorted(((count, name) for name, count in groups.items() if count > 1), reverse=True):
             parts.append(f"{most} {name}")
         parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
-        return f"{self.num_devices} devices: {' of '.join(parts)}"
+        unequal = f", which run {', '.join(map(str, self.micro_batches))} micro-batches" if self.micro_batches else ""
+        return f"{self.num_devices} devices: {' of '.join(parts)}{unequal}"
 
 
 def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]) -> list[list[int]]:

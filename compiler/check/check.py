@@ -152,6 +152,7 @@ def gradient_job(job: Job) -> Job:
         dataclasses.replace(interface, state_bytes_per_param=max(4.0, interface.state_bytes_per_param), states={}),
         folder.settings.model_copy(update={"optimizer": GRADIENT_PROBE.to_json()}),
         folder.files,
+        folder.smaller,
         folder.counts,
     )
     return Job(job.model, changed, job.programs, ties=ties_of(job.model), loss_weight=job.loss_weight, trust=job.trust)

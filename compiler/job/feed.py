@@ -37,7 +37,6 @@ class Feed:
         self.any_sizes = any_sizes
         self.model, self.shape, self.interface, self.device = model, shape, interface, device
         self.teams = interface.teams
-        self.part_size = shape.size // self.teams
         self.sampler: RankSampler | None = None
         self._kinds: dict[str, str] = {}  # function of the job -> kind of its batches
         self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is yet to be made
@@ -49,8 +48,22 @@ class Feed:
             return range(self.shape.size)
         if self.device >= self.interface.world_size:
             raise PlanError(f"this is rank {self.device}, the plan has {self.interface.world_size} devices")
-        lane = place_of(self.interface, self.device)[0]
-        return lane_rows(self.shape.size, self.teams, lane // self.interface.team)
+        return lane_rows(self.shape.size, self.interface, place_of(self.interface, self.device)[0])
+
+    @property
+    def part_size(self) -> int:
+        """The number of rows of a part of a batch: those of this process's lane."""
+        return len(self.rows)
+
+    @property
+    def micro_batches(self) -> range:
+        """The micro-batches of a global batch that are needed here."""
+        interface = self.interface
+        if self.device is None or self.teams == 1:
+            return range(interface.total_micro_batches)
+        lane, _ = place_of(interface, self.device)
+        first = interface.first_micro_batch(lane)
+        return range(first, first + interface.micro_batches_of(lane))
 
     # --- batches
 
@@ -80,7 +93,7 @@ class Feed:
         if self._is_absent(batch, needed):
             return [], ""
         needed = self.shape.leaves if self.device is None else needed
-        of_lane, rows = self.interface.micro_batches, self.any_sizes.rows(batch, needed)
+        of_lane, rows = len(self.micro_batches), self.any_sizes.rows(batch, needed)
         is_part = rows <= self.part_size if self.any_sizes.sizes.rows else rows == self.part_size
         if is_listed(batch, self.shape):
             is_part = len(batch) == of_lane
@@ -88,7 +101,7 @@ class Feed:
         if self.any_sizes.sizes.rows:  # a whole batch that is short looks like a part
             kind = self._kinds.get(function, kind)
         self._require_kind(function, kind, rows)
-        return self.any_sizes.cut(batch, of_lane * (1 if kind == PART else self.teams), needed), kind
+        return self.any_sizes.cut(batch, of_lane if kind == PART else self.interface.total_micro_batches, needed), kind
 
     def _is_absent(self, batch: Any, needed: Collection[str]) -> bool:
         """Whether there is no batch, and none is needed. Raises `BatchError` where one is."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ...ir.errors import CheckpointError, PlanError
+from ...ir.program import Interface
 
 LASTS = ("carry", "drop", "pad")
 
@@ -191,7 +192,7 @@ class EpochRest(Iterator[list[int]]):
         self.position, self.epoch = self.sampler.position, int(state["epoch"])
 
 
-def lane_rows(batch: int, lanes: int, lane: int) -> range:
+def lane_rows(batch: int, interface: Interface, lane: int) -> range:
     """The rows of a global batch that one of several lanes computes: the micro-batches of a lane are neighbours."""
-    each = batch // lanes
-    return range(lane * each, (lane + 1) * each)
+    each, first = batch // interface.total_micro_batches, interface.first_micro_batch(lane)
+    return range(each * first, each * (first + interface.micro_batches_of(lane)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError
-from ...ir.program import SIZES, place_of
+from ...ir.program import SIZES
 from ...runtime.processes.driver import Driver
 from ...runtime.state.weights import WeightSource, stage_buffers
 from ..folder import Folder
@@ -78,9 +78,8 @@ class StepInputs:
         leaves = self.feed.any_sizes.placed(parts)
         sizes = [[part.sizes[name] for name in self.interface.sizes] for part in parts]
         if kind == WHOLE and self.feed.device is not None:
-            first = self.interface.first_micro_batch(place_of(self.interface, self.feed.device)[0])
-            parts = parts[first : first + self.interface.micro_batches]
-            sizes = sizes[first : first + self.interface.micro_batches]
+            own = self.feed.micro_batches
+            parts, sizes = parts[own.start : own.stop], sizes[own.start : own.stop]
         counts = None
         if self.rules.divisors and leaves.keys() >= set(self.rules.inputs):
             counts = [row for part in parts for row in self.counter().of(part.batch, part.leaves, 1)]
@@ -126,8 +125,7 @@ class StepInputs:
             return None
         if len(feed.rows) < feed.shape.size and kind == WHOLE:
             batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
-        each = self.interface.total_micro_batches * len(feed.rows) // feed.shape.size
-        return self.counter().of(batch, leaves, each)
+        return self.counter().of(batch, leaves, len(feed.micro_batches))
 
     def _divisors(self, function: str, rows: Sequence[Counts | None], kind: str) -> dict[str, Tensor]:
         """The inputs that no batch of the user has, as many as belong to this kind of batch. `rows`: what every process
@@ -150,9 +148,8 @@ class StepInputs:
         """As many entries, one for each micro-batch, as belong to this kind of batch."""
         if kind != PART:
             return inputs
-        assert self.feed.device is not None
-        first = self.interface.first_micro_batch(place_of(self.interface, self.feed.device)[0])
-        return {name: value[first : first + self.interface.micro_batches] for name, value in inputs.items()}
+        own = self.feed.micro_batches
+        return {name: value[own.start : own.stop] for name, value in inputs.items()}
 
 
 def counted_buffers(folder: Folder, driver: Driver, find_source: Callable[[], WeightSource]) -> dict[str, Tensor]:

@@ -206,7 +206,7 @@ def machine_bound(draft: Draft) -> Bound:
     all devices without a rest; one micro-batch through all blocks on the fastest device; or the way from SSD and back
     of the bytes that devices and DRAM together cannot hold."""
     hardware, precision = draft.machine, draft.options.precision
-    count = draft.options.micro_batches * max(1, len(draft.mesh.lanes))
+    count = draft.mesh.total_micro_batches(draft.options.micro_batches)
     specs = [stage.spec for stage in draft.stages]
     trained = _trained(specs)
     per_device = device_seconds(

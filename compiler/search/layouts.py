@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
 
+from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
+from ...passes.decisions import Lanes
 from ...passes.draft import Draft
 from ...passes.graph.blocks import Block, param_spec
+from ...passes.sharding.by_speed import kind_of
 from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
@@ -39,7 +42,8 @@ class LayoutEstimate:
 
 
 def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
-    """Layouts of several lanes that divide the devices; one device has none. `most_depth`: the number of blocks."""
+    """Layouts of several lanes that divide the devices; one device has none. `most_depth`: the number of blocks. On a
+    machine of unequal devices each comes with shares by speed, too."""
     count = hardware.num_devices
     sizes = _sizes(hardware)
     found = []
@@ -50,7 +54,8 @@ def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
         found.append(Mesh(shards, depth))
         if shards > 1 and depth > 1 and not _on_one_host(hardware, each):
             found.append(Mesh(shards, depth, "pipeline"))
-    return found
+    unequal = len({kind_of(device) for device in hardware.devices}) > 1
+    return [*found, *(replace(mesh, by_speed=True) for mesh in found if unequal)]
 
 
 def _sizes(hardware: Hardware) -> list[int]:
@@ -112,25 +117,40 @@ class LayoutEstimator:
     def estimate(self, mesh: Mesh, count: int) -> LayoutEstimate | None:
         """The estimate with `count` micro-batches, perhaps not the draft's number. None where `count` does not divide
         among the lanes, or where a lane has more turns than are planned in a second or two."""
-        lanes = mesh.plan(self.draft).lanes
-        if count % len(lanes):
+        found = self._lanes(mesh, count)
+        if found is None:
             return None
-        each, smaller = count // len(lanes), self.draft.options.micro_batches / count
-        if each * self.stages(mesh) > MOST_TURNS:
+        lanes, smaller = found.lanes, self.draft.options.micro_batches / count
+        each = found.micro_batches or [count * found.team // len(lanes)] * len(lanes)
+        most = max(each)
+        if most * self.stages(mesh) > MOST_TURNS:
             return None
-        together_s = max(smaller / sum(1.0 / self.seconds[d] for d in lane) for lane in lanes)
-        slowest_s = max(max(self.seconds[d] for d in lane) for lane in lanes) * smaller
+        together_s = [smaller / sum(1.0 / self.seconds[d] for d in lane) for lane in lanes]
+        slowest_s = [max(self.seconds[d] for d in lane) * smaller for lane in lanes]
         room = mesh.shards * max(sum(self.hardware.devices[d].budget_bytes for d in lane) for lane in lanes)
         beyond = max(0.0, 1 - room / self.lasting_bytes)  # what must come from DRAM
         dram_s = self._from_dram_s(len(lanes) / mesh.shards)
-        bound_s = max(each * together_s, self.chain_s * smaller, beyond * dram_s)
-        together_s = max(together_s, slowest_s / mesh.depth)
+        bound_s = max(*(n * own_s for n, own_s in zip(each, together_s)), self.chain_s * smaller, beyond * dram_s)
+        fill = mesh.depth - 1
+        lane_s = max((n + fill) * max(t, slow / mesh.depth) for n, t, slow in zip(each, together_s, slowest_s))
         guesses = []
-        for held, rounds in ((each, 1), (min(each, mesh.depth), each)):  # fill and drain, or 1F1B
-            compute_s = (each + mesh.depth - 1) * together_s * (1 + self._again(mesh, held, smaller))
+        for held, rounds in ((most, 1), (min(most, mesh.depth), most)):  # fill and drain, or 1F1B
+            compute_s = lane_s * (1 + self._again(mesh, held, smaller))
             moving_s = rounds * (3 * (beyond > 0) * dram_s + self._gathers_s(mesh, lanes))
             guesses.append(max(compute_s, moving_s) + NOT_UNDER * min(compute_s, moving_s))
         return LayoutEstimate(mesh, count, bound_s, min(guesses) + self._sums_s(mesh, lanes))
+
+    def _lanes(self, mesh: Mesh, count: int) -> Lanes | None:
+        """The lanes with `count` micro-batches; None where they cannot be shared out so, or where shares by speed are
+        equal ones."""
+        options = replace(self.draft.options, micro_batches=count)
+        try:
+            found = mesh.plan(replace(self.draft, options=options))
+        except PassError:
+            return None
+        if mesh.by_speed:
+            return found if found.micro_batches else None
+        return None if count % (len(found.lanes) // found.team) else found
 
     def _again(self, mesh: Mesh, held: int, smaller: float) -> float:
         """The part of the computation that is done again, since the saved tensors of `held` micro-batches do not fit

@@ -58,6 +58,7 @@ from .program import (
     values_of,
     work_of,
 )
+from .shares import first_micro_batches, share_of
 from .sizes import SIZES, SizeRange, Sizes, found_sizes, sizes_of, value_of, wrong_expression
 from .stage import (
     HOOK_PORTION_ELEMENTS,
@@ -124,6 +125,7 @@ __all__ = [
     "elementwise",
     "excerpt",
     "find_cycle",
+    "first_micro_batches",
     "found_sizes",
     "graph_bytes",
     "graphed",
@@ -155,6 +157,7 @@ __all__ = [
     "program_lines",
     "result_index",
     "shard_key",
+    "share_of",
     "shown",
     "sizes_of",
     "sizes_spec",

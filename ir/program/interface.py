@@ -39,7 +39,8 @@ class Interface:
     `lanes` has the machine's devices of each lane, in the order of the programs (see `lanes.py`); `num_devices` and
     `micro_batches` are then those of one lane. The groups `SHARDS` and `REPLICAS` join devices of different lanes and
     have no rows. Every `shards` consecutive lanes share each stage's weights; every `team` consecutive lanes, whose
-    devices in one place are the group `TEAM`, run the same micro-batches together.
+    devices in one place are the group `TEAM`, run the same micro-batches together. `lane_micro_batches` has the number
+    of each lane where they are not the same; `micro_batches` is then the most of them (see `shares.py`).
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
     stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
     copies exist beside the weights.
@@ -61,6 +62,7 @@ class Interface:
     states: dict[str, int] = field(default_factory=dict)
     lanes: tuple[tuple[int, ...], ...] = ()
     shards: int = 1
+    lane_micro_batches: tuple[int, ...] = ()
     asynchronous: bool = False
     rounds: bool = False
     tiles: bool = False
@@ -76,16 +78,25 @@ class Interface:
     @property
     def total_micro_batches(self) -> int:
         """The different micro-batches of all lanes together."""
-        return self.micro_batches * self.teams
+        return sum(self.lane_micro_batches[:: self.team]) or self.micro_batches * self.teams
 
     @property
     def teams(self) -> int:
         """The number of teams; without teams, of lanes."""
         return max(1, len(self.lanes)) // self.team
 
+    def micro_batches_of(self, lane: int) -> int:
+        """The number of micro-batches that a lane runs."""
+        return self.lane_micro_batches[lane] if self.lane_micro_batches else self.micro_batches
+
     def first_micro_batch(self, lane: int) -> int:
-        """The number of a lane's first micro-batch in the whole batch."""
-        return lane // self.team * self.micro_batches
+        """The number of a lane's first micro-batch in the whole batch; those of a lane are neighbours."""
+        return sum(self.micro_batches_of(other) for other in range(0, lane - lane % self.team, self.team))
+
+    @property
+    def smaller_shares(self) -> list[int]:
+        """The numbers of micro-batches of lanes that have fewer than others, the largest first."""
+        return sorted(set(self.lane_micro_batches) - {max(self.lane_micro_batches, default=0)}, reverse=True)
 
     @property
     def world_size(self) -> int:
@@ -210,11 +221,15 @@ class Interface:
         """Bytes of a stage's gradients; if they will be scattered over the group `spread`, as they lie for that."""
         return self.size(spread) * self.part_of(stage, spread).grad_bytes if spread else self.stages[stage].grad_bytes
 
-    def check_batch(self, batch: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        """Raises `BatchError` where an input among `names` is missing or is not what was compiled."""
+    def check_batch(
+        self, batch: Mapping[str, Tensor], names: Sequence[str], micro_batches: int | None = None
+    ) -> None:
+        """Raises `BatchError` where an input among `names` is missing or is not what was compiled. `micro_batches`: the
+        number of them in the batch; default: those of one lane."""
+        count = self.micro_batches if micro_batches is None else micro_batches
         for name in names:
             want, found = self.batch[name], batch.get(name)
-            shape = (want.shape[0] * self.micro_batches, *want.shape[1:])
+            shape = (want.shape[0] * count, *want.shape[1:])
             if found is None:
                 raise BatchError(f"batch: {name!r} is missing; found {', '.join(batch) or 'nothing'}")
             dtype = str(found.dtype).removeprefix("torch.")
@@ -310,6 +325,11 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         interface.team, interface.shards
     ):
         yield f"{len(lanes)} lanes in groups of {interface.shards} cannot be cut into teams of {interface.team}"
+    shares, beside = interface.lane_micro_batches, max(interface.shards, interface.team)
+    if shares and (len(shares) != len(lanes) or min(shares) < 1 or max(shares) != interface.micro_batches):
+        yield f"{len(lanes)} lanes have {list(shares)} micro-batches, of which the most are {interface.micro_batches}"
+    elif any(len(set(shares[i : i + beside])) > 1 for i in range(0, len(shares), beside)):
+        yield f"lanes of one team, or that share stages, have different numbers of micro-batches, {list(shares)}"
     known = {key for name in interface.stages for key in (name, shard_key(name, interface.shards))}
     if interface.states.keys() - known or (interface.states and interface.stages.keys() - interface.states.keys()):
         yield "it counts optimizer states of other stages than it has"

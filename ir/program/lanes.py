@@ -1,10 +1,11 @@
-"""Lanes: several copies of one computation, each on devices of its own and on an equal share of the micro-batches.
+"""Lanes: several copies of one computation, each on devices of its own and on its share of the micro-batches.
 
 A plan for many devices is made, printed and verified for one lane: its programs name devices by their place in the
 lane, count micro-batches in it, and speak of devices in other lanes as groups only (`SHARDS`, `REPLICAS`, `TEAM`).
 Lanes are all alike, so a ring of waits over several lanes would be a ring in one: what is proven of one holds for all.
 `bind` writes the programs out for every device of the machine; that is what runs. The lanes of a team run the same
-micro-batches together, each a part of the work inside a layer.
+micro-batches together, each a part of the work inside a layer. Lanes with fewer micro-batches than others leave out the
+turns of those that they lack (`shares.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .. import ops
 from ..machine.hardware import Hardware
 from .interface import Interface
 from .program import Program, infer_all
+from .shares import first_micro_batches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +53,7 @@ def bind_one(program: Program, lane: int, whole: Interface | None = None) -> Pro
     if not interface.lanes:
         return program
     devices = interface.lanes[lane]
-    bound = program.copy()
+    bound = first_micro_batches(program, interface.micro_batches_of(lane))
     bound.device, bound.interface = devices[role], whole or bound_interface(interface)
     for node in bound.ops():
         node.kwargs = {name: _bound(interface, lane, role, name, value) for name, value in node.kwargs.items()}
@@ -101,6 +103,7 @@ def bound_interface(interface: Interface) -> Interface:
         lanes=(),
         shards=1,
         team=1,
+        lane_micro_batches=(),
     )
 
 
@@ -233,7 +236,8 @@ def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
 
 def written_out(interface: Interface, hardware: Hardware, most: int = WRITTEN_OUT) -> bool:
     """Whether all lanes are simulated and shown one by one: on at most `most` devices, or if lanes are not alike."""
-    return hardware.num_devices <= most or not are_alike(hardware, interface.lanes)
+    is_small = hardware.num_devices <= most or interface.smaller_shares
+    return bool(is_small) or not are_alike(hardware, interface.lanes)
 
 
 def shown(programs: Sequence[Program], hardware: Hardware, most: int = WRITTEN_OUT) -> tuple[list[Program], Hardware]:

@@ -17,6 +17,7 @@ from .devices import (
     check_host_memory,
     check_messages,
 )
+from .shares import check_meetings, smaller_lanes
 from .ssd import check_redo, check_states, check_written
 from .training import check_coverage, check_gradients, check_legality, check_micro_batches
 from .values import check_lifetimes, check_structure, check_types
@@ -55,3 +56,6 @@ def verify(programs: Sequence[Program], hardware: Hardware | None = None, *, mem
     case = Case(programs, hardware if memory else None)
     for rule in RULES:
         rule(case)
+    for smaller in smaller_lanes(programs):
+        verify(smaller, hardware, memory=memory)
+        check_meetings(programs, smaller)

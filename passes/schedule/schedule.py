@@ -93,6 +93,7 @@ def interface_of(draft: Draft) -> Interface:
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
         team=draft.mesh.team,
+        lane_micro_batches=tuple(draft.mesh.micro_batches),
         cuda_graphs=draft.options.cuda_graphs,
         sizes=sizes,
     )

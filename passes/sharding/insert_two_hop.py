@@ -20,7 +20,7 @@ from ...ir.errors import PassError
 from ..base import Pass
 from ..draft import Draft
 from .gathering import peak_bytes
-from .gradient_sums import STEP, TWO_HOP, WAYS, sum_gradients
+from .gradient_sums import MICRO_BATCH, STEP, TWO_HOP, WAYS, sum_gradients
 from .insert_shard import require_shards
 
 AUTO = "auto"
@@ -54,6 +54,11 @@ class InsertTwoHop(Pass):
         self._check(draft)
         if every not in WAYS:
             raise PassError(f"sums is {every!r}; allowed: {', '.join(WAYS)}")
+        if every == MICRO_BATCH and draft.mesh.micro_batches:
+            raise PassError(
+                f"{self.name}: replicas with unequal numbers of micro-batches cannot add up after each of them; use "
+                f"every={TWO_HOP}, or mesh without by_speed"
+            )
         for program in draft.programs:
             sum_gradients(program, every, self._by_host(draft))
 

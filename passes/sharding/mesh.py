@@ -1,11 +1,11 @@
 """`mesh`: the machine's devices as lanes, each a whole copy of the computation on its share of the micro-batches.
 
 In: a machine and a number of micro-batches. Out: a draft whose `lane_hardware` is what one lane has of the machine and
-whose micro-batches are those of one lane, so that the passes after it plan one lane as they would plan a machine. A
-lane is `depth` devices that divide the stages; `shards` consecutive lanes share each stage's weights, gradients and
-optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas. `team`
-consecutive lanes run the same micro-batches together, each a part of the work inside a layer, which a pass over the op
-graph has divided.
+whose micro-batches are those of one lane (where lanes are unequal, of one with the most), so that the passes after it
+plan one lane as they would plan a machine. A lane is `depth` devices that divide the stages; `shards` consecutive lanes
+share each stage's weights, gradients and optimizer states (MiCS 3.2, a partition group), and those that keep the same
+piece are each other's replicas. `team` consecutive lanes run the same micro-batches together, each a part of the work
+inside a layer, which a pass over the op graph has divided.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...ir.program import slice_of
 from ..base import Pass
 from ..decisions import NEAREST, Lanes, regular_lanes
 from ..draft import Draft
+from .by_speed import by_speed
 from .group_size import smallest_group
 
 
@@ -27,9 +28,10 @@ class Mesh(Pass):
     """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one
     pipeline; `team`: lanes that run the same micro-batches together; auto: as many as the op graph's work inside layers
     is divided among; `nearest`: which of the two, lanes or a pipeline, are neighbours in the machine's order, and so on
-    one host as far as they fit. The rest of the machine are replicas.
+    one host as far as they fit. The rest of the machine are replicas. `by_speed`: a lane has as many micro-batches as
+    its devices are fast (`by_speed.py`); otherwise all have the same number.
 
-    Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
+    Raises `PassError` where devices or micro-batches cannot be shared out so, or a stage's forward changes a
     buffer: the lanes' copies of that would drift apart.
     """
 
@@ -43,6 +45,7 @@ class Mesh(Pass):
     depth: int = 1
     nearest: str = "shards"
     team: int = 0
+    by_speed: bool = False
 
     def __post_init__(self) -> None:
         if self.nearest not in NEAREST:
@@ -71,7 +74,8 @@ class Mesh(Pass):
                 f"the nearest number that can is {near[0] if near else count}"
             )
         lanes = regular_lanes(count, beside, self.depth, self.nearest)
-        return Lanes(lanes=lanes, shards=shards, team=team)
+        found = Lanes(lanes=lanes, shards=shards, team=team)
+        return by_speed(draft, found) if self.by_speed else found
 
     def rewrite(self, draft: Draft, decision: Lanes) -> None:
         lanes = decision.lanes
@@ -88,10 +92,14 @@ class Mesh(Pass):
                 'another strategy, such as "mobius"'
             )
         teams = len(lanes) // decision.team
-        _check_shares(draft.options.micro_batches, teams, "teams" if decision.team > 1 else "lanes")
+        if decision.micro_batches:
+            _check_unequal(draft.options.micro_batches, decision)
+        else:
+            _check_shares(draft.options.micro_batches, teams, "teams" if decision.team > 1 else "lanes")
         _check_buffers(draft)
         draft.mesh, draft.lane_part = decision, slice_of(draft.machine, lanes)
-        draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // teams)
+        most = max(decision.micro_batches, default=draft.options.micro_batches // teams)
+        draft.options = replace(draft.options, micro_batches=most)
 
 
 def _check_lanes(decision: Lanes, count: int) -> None:
@@ -124,6 +132,19 @@ def _check_shares(count: int, lanes: int, what: str) -> None:
         raise PassError(
             f"{count} micro-batches cannot be shared out equally among {lanes} {what}; the nearest micro_batches that "
             f"can is {near}"
+        )
+
+
+def _check_unequal(count: int, decision: Lanes) -> None:
+    """Raise `PassError` where shares are not the batch, or lanes that share stages or are a team have unequal ones."""
+    given, lanes, beside = decision.micro_batches, len(decision.lanes), max(decision.shards, decision.team)
+    if len(given) != lanes or sum(given[:: decision.team]) != count:
+        what = "one number each" if decision.team == 1 else f"one number each, {decision.team} in a row the same"
+        raise PassError(f"mesh: micro_batches are {given}; {lanes} lanes have {what}, {count} in all")
+    if any(len(set(given[i : i + beside])) > 1 for i in range(0, lanes, beside)):
+        raise PassError(
+            f"mesh: micro_batches are {given}; every {beside} lanes in a row share stages or are a team, and meet in "
+            "every micro-batch, so they have the same number"
         )
 
 

@@ -13,7 +13,8 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from torch import Tensor, nn
 
 from ...ir.documents import Unreadable, read_text
 from ...ir.errors import CheckpointError, VerifyError
-from ...ir.program import Interface, Program, StageSpec, parse_program
+from ...ir.program import (
+    Interface,
+    Program,
+    StageSpec,
+    first_micro_batches,
+    parse_program,
+    program_lines,
+)
 from ..source.file import run_verified
 from ..source.trust import ONLY_VERIFIED, Trust
 from ..state.tensor_file import CODES, TensorFile
@@ -89,9 +97,36 @@ def read_constants(folder: Path, specs: Iterable[StageSpec]) -> dict[str, Tensor
 
 
 def read_directory(directory: str | Path, interface: Interface) -> list[ProgramFile]:
-    """Every device's programs, in order; nothing is run. Raises VerifyError as `open_directory` does."""
+    """Every device's programs, in order; nothing is run. Raises VerifyError as `open_directory` does, and where a file
+    of lanes with fewer micro-batches has other ops than the device's own."""
     paths = [Path(directory, device_file_name(i)) for i in range(interface.num_devices)]
-    return [read_device_file(path, interface, device) for device, path in enumerate(paths)]
+    found = [read_device_file(path, interface, device) for device, path in enumerate(paths)]
+    for file in found:
+        for smaller in smaller_files(file, interface):
+            _check_share(file, smaller)
+    return found
+
+
+def smaller_files(file: ProgramFile, interface: Interface) -> list[ProgramFile]:
+    """The files beside a device's own that lanes with fewer micro-batches run."""
+    paths = [share_file(file.path, interface, share) for share in interface.smaller_shares]
+    shares = zip(paths, interface.smaller_shares)
+    return [read_device_file(path, replace(interface, micro_batches=n), file.device) for path, n in shares]
+
+
+def _check_share(file: ProgramFile, smaller: ProgramFile) -> None:
+    share = next(iter(smaller.programs.values())).interface.micro_batches
+    for name, program in file.programs.items():
+        wanted = program_lines(first_micro_batches(program, share))
+        own = smaller.programs.get(name)
+        lines = [] if own is None else program_lines(own)
+        if wanted != lines:
+            line = next((text for text, other in zip_longest(lines, wanted) if text != other), None)
+            raise VerifyError(
+                f"{smaller.path}: `{name}` is not that of {file.path.name} with its first {share} micro-batches only: "
+                f"{(line or 'it ends').strip()}. Change both files alike",
+                device=file.device,
+            )
 
 
 def open_directory(
@@ -108,6 +143,9 @@ def open_directory(
     read = read_directory(folder, interface)
     if trust is None:
         trust = Trust.here(file.text for file in read)
+    for file in read:
+        for smaller in smaller_files(file, interface):
+            _run(smaller, interface, trust)
     return [_run(file, interface, trust) for file in read]
 
 
@@ -170,6 +208,12 @@ def open_stages(path: str | Path, interface: Interface, trust: Trust = ONLY_VERI
 
 def device_file_name(device: int) -> str:
     return f"device{device}.py"
+
+
+def share_file(path: Path, interface: Interface, share: int) -> Path:
+    """The file beside a device's `path` that a lane runs which has `share` micro-batches: the same one, if no lane has
+    more."""
+    return path if share == interface.micro_batches else path.with_name(f"{path.stem}_share{share}.py")
 
 
 def _parse(path: Path, text: str, interface: Interface, device: int) -> dict[str, Program]:

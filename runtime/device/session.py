@@ -289,7 +289,9 @@ class DeviceSession:
     def _check(self, batch: Mapping[str, Tensor], function: str) -> None:
         if self.broken is not None:
             raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
-        self.file.step.interface.check_batch(batch, self.plans[function].batch_names)
+        interface = self.setup.interface
+        own = interface.micro_batches_of(place_of(interface, self.index)[0])
+        interface.check_batch(batch, self.plans[function].batch_names, own)
 
     def _values_of(self, run: Run, loss_only: bool = False) -> dict[str, list[Tensor]]:
         """What a run has returned, on CPU; the device lets go of it."""

@@ -41,7 +41,7 @@ def agree(ranks: Ranks, setup: RunSetup) -> None:
 
 def statement(setup: RunSetup) -> dict[str, str]:
     """What this rank has, by name. Long values are given as hashes."""
-    files = {f"program of {Path(path).name}": _hash(Path(path).read_bytes()) for path in setup.files}
+    files = {f"program of {Path(path).name}": _hash(Path(path).read_bytes()) for path in setup.all_files}
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -133,20 +133,19 @@ class Driver:
     def part(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Tensor]:
         """The rows of a batch that a device takes: those of its lane, whose micro-batches are adjacent. A batch that
         holds only these rows stays as it is."""
-        number = place_of(self.setup.interface, device)[0] // self.setup.interface.team
+        interface = self.setup.interface
+        lane, _ = place_of(interface, device)
+        first, count = interface.first_micro_batch(lane), interface.micro_batches_of(lane)
         found = {}
         for name, tensor in batch.items():
-            rows = self._lane_rows(name)
-            found[name] = tensor[number * rows : (number + 1) * rows] if len(tensor) > rows else tensor
+            each = interface.batch[name].shape[0]
+            is_whole = len(tensor) > each * count
+            found[name] = tensor[each * first : each * (first + count)] if is_whole else tensor
         return found
 
     def _own(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of a step on a device in the script's process: a copy, as the script may reuse its batch."""
         return {name: batch[name].clone() for name in self.inputs["step"]}
-
-    def _lane_rows(self, name: str) -> int:
-        interface = self.setup.interface
-        return interface.batch[name].shape[0] * interface.micro_batches
 
     def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None, counts: Any = None) -> list[Any]:
         """Raise before a run if this process or another rank cannot go on (`refused`), or if the ranks were given

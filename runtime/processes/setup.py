@@ -21,6 +21,7 @@ from ...ir.program import (
     place_of,
     profile_memory,
 )
+from ..device.file import share_file
 from ..device.setup import TIMEOUT_S, DeviceSetup, HostShare
 from ..emulate.throttle import SharedTransfers, shared_transfers
 from ..optimizer.stage_optimizer import OptimizerSpec
@@ -52,12 +53,17 @@ class RunSetup:
     @cached_property
     def roles(self) -> list[dict[str, Program]]:
         """For each device of a lane, its programs by name, read from the files."""
-        found: list[dict[str, Program]] = []
-        for role, path in enumerate(self.files):
-            text = Path(path).read_text()
-            names = [name for name in FUNCTIONS if f"def {name}(rt, batch)" in text]
-            found.append({name: parse_program(text, self.interface, role, name) for name in names})
-        return found
+        return [self._read(path, role) for role, path in enumerate(self.files)]
+
+    def _read(self, path: Path, role: int) -> dict[str, Program]:
+        text = Path(path).read_text()
+        names = [name for name in FUNCTIONS if f"def {name}(rt, batch)" in text]
+        return {name: parse_program(text, self.interface, role, name) for name in names}
+
+    def programs_of(self, device: int) -> dict[str, Program]:
+        """The programs of the file that a device runs, by name, as they stand there."""
+        path, (_, role) = self.file_of(device), place_of(self.interface, device)
+        return self.roles[role] if path == self.files[role] else self._read(path, role)
 
     @cached_property
     def programs(self) -> list[dict[str, Program]]:
@@ -76,7 +82,14 @@ class RunSetup:
 
     def file_of(self, device: int) -> Path:
         """The generated file that a device runs."""
-        return self.files[place_of(self.interface, device)[1]]
+        lane, role = place_of(self.interface, device)
+        return share_file(Path(self.files[role]), self.interface, self.interface.micro_batches_of(lane))
+
+    @property
+    def all_files(self) -> list[Path]:
+        """The generated files of all lanes, also of those that have fewer micro-batches than others."""
+        shares = [self.interface.micro_batches, *self.interface.smaller_shares]
+        return [share_file(Path(path), self.interface, share) for share in shares for path in self.files]
 
     @cached_property
     def whole(self) -> Interface:

@@ -251,11 +251,13 @@ class TorchrunDriver(Driver):
         return [row["given"] for row in rows]
 
     def _own_programs(self) -> list[dict[str, Program]]:
-        return [self.setup.roles[place_of(self.setup.interface, self.rank)[1]]]
+        return [self.setup.programs_of(self.rank)]
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
-        whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())
-        (self.setup.whole if whole else self.setup.interface).check_batch(batch, self.inputs[function])
+        interface = self.setup.interface
+        own = interface.micro_batches_of(place_of(interface, self.rank)[0])
+        whole = any(len(value) > own * interface.batch[name].shape[0] for name, value in batch.items())
+        interface.check_batch(batch, self.inputs[function], interface.total_micro_batches if whole else own)
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         """The results of every rank: of other ranks' steps only the scalars, of an evaluation everything."""

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 
 from ...ir.calls import op_of
-from ...ir.program import place_of
 from .local_worker import Worker
 from .setup import RunSetup
 from .wire import LOOK_S, Idle
@@ -108,7 +107,7 @@ def meeting_lines(setup: RunSetup) -> list[set[int]]:
     """Per device, the lines of its file at which it waits for other devices."""
     found = []
     for device in range(setup.interface.world_size):
-        programs = setup.roles[place_of(setup.interface, device)[1]].values()
+        programs = setup.programs_of(device).values()
         nodes = [node for program in programs for node in program.ops() if op_of(node).meets]
         found.append({node.meta["line"] for node in nodes})
     return found

@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from penstock.compiler.job.sampler import LASTS, RankSampler, SampleOrder, lane_rows
 from penstock.ir.errors import CheckpointError, PlanError
+from penstock.ir.program import Interface
 from penstock.tests.alike import slow_but
 
 
 def ranks_of(num_samples: int, batch: int, lanes: int, last: str, **more: int) -> list[RankSampler]:
-    rows = [lane_rows(batch, lanes, lane) for lane in range(lanes)]
+    interface = Interface({}, {}, lanes=tuple((lane,) for lane in range(lanes)))
+    rows = [lane_rows(batch, interface, lane) for lane in range(lanes)]
     return [RankSampler(num_samples, batch, rows=part, last=last, **more) for part in rows]
 
 
