@@ -335,7 +335,7 @@ class StageSpec:
     def unlike_pieces(self, count: int) -> list[tuple[ParamSpec, ...]]:
         """What members of `count` have, without parameters of which they have nothing: once for members one after the
         other who have as much of the same parameters. So its length does not grow with `count`."""
-        members = set[int]().union(*(segment.turning_points(count) for segment in self.segments(count)))
+        members = {0}.union(*(segment.turning_points(count) for segment in self.segments(count)))
         return [tuple(p for p in self.pieces(count, index) if p.numel) for index in sorted(members)]
 
     def _flat(self, count: int) -> tuple[tuple[Segment, ...], StageSpec]:
