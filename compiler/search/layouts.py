@@ -1,15 +1,17 @@
 """Layouts of a machine to try: how many devices share each stage, and how many make a pipeline; the rest are replicas.
 
 N devices have a layout for each pair of divisors. On a small machine the search looks at all, on a large one at those
-whose groups are natural units: a device or a few, the devices of a root complex, of a host, of a few hosts, one of each
-host, all. Each layout has a lower bound, and an estimate that puts layouts in order: computation with the bubble of its
-pipeline, gathers and sums over the links they cross, and the way to DRAM where states do not fit (MiCS 3.2: the fewer
-devices share, the less goes between hosts, as long as the states fit).
+whose groups are natural units: a device or a few, the devices of a root complex, of a host, of a few hosts, of a rack,
+one of each host, all. Lanes that share, and devices of a pipeline, are neighbours in the machine's order, so that each
+group is in as few hosts and racks as it can be. Each layout has a lower bound, and an estimate that puts layouts in
+order: computation with the bubble of its pipeline, gathers and sums over the links they cross, and the way to DRAM
+where states do not fit (MiCS 3.2: the fewer devices share, the less goes between hosts, as long as the states fit).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +67,7 @@ def _sizes(hardware: Hardware) -> list[int]:
         return divisors
     here = sum(device.host == 0 for device in hardware.devices)
     below = sum((device.host, device.root_complex) == (0, 0) for device in hardware.devices)
-    natural = {1, 2, 4, below, here, 2 * here, 4 * here, hosts, count}
+    natural = {1, 2, 4, below, here, 2 * here, 4 * here, hosts, count, here * hardware.racks.count(0)}
     return [n for n in divisors if n in natural]
 
 
@@ -187,7 +189,12 @@ class LayoutEstimator:
         here = [device for device in devices if device.host == first.host]
         if len(hosts) > 1 and network is not None:
             rings = len(here) / (len(members) / len(hosts))
-            return rings * part * num_bytes / network.bandwidth + times * (len(members) - 1) * network.latency_s
+            racks = Counter(self.hardware.racks[host] for host in hosts) if self.hardware.racks else Counter[int]()
+            rate = network.bandwidth
+            if network.racks is not None and len(racks) > 1:  # each ring passes a rack's uplink once
+                beside = self.hardware.racks.count(next(iter(racks))) / max(racks.values())
+                rate = min(rate, network.racks.uplink(len(self.hardware.hosts), network.bandwidth) / beside)
+            return rings * part * num_bytes / rate + times * (len(members) - 1) * network.latency_s
         nvlink = self.hardware.hosts[first.host].nvlink_bandwidth
         if nvlink is not None:
             return part * num_bytes / nvlink

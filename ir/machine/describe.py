@@ -10,6 +10,7 @@ from .rates import table_text
 
 if TYPE_CHECKING:
     from .hardware import Device, Hardware, Host
+    from .racks import Racks
 
 
 def describe_hardware(hardware: Hardware) -> str:
@@ -24,10 +25,20 @@ def describe_hardware(hardware: Hardware) -> str:
     if hardware.network is not None:
         network = hardware.network
         lines.append(f"  network {format_rate(network.bandwidth)} a host, {format_seconds(network.latency_s)}")
+        if network.racks is not None:
+            lines[-1] += f"; {_describe_racks(network.racks, hardware, network.bandwidth)}"
     if hardware.throttled:
         lines.append("  transfers are held down to these rates")
     lines.append(f"  figures: {hardware.source}")
     return "\n".join(lines)
+
+
+def _describe_racks(racks: Racks, hardware: Hardware, host_bandwidth: float) -> str:
+    sizes = Counter(Counter(hardware.racks).values())
+    uplink = racks.uplink(len(hardware.hosts), host_bandwidth)
+    over = max(sizes) * host_bandwidth / uplink
+    count = " and ".join(f"{number} racks of {size} hosts" for size, number in sorted(sizes.items(), reverse=True))
+    return f"{count}, an uplink of {format_rate(uplink)} each ({over:.3g} to 1)"
 
 
 def _complex_sizes(hardware: Hardware, host: int) -> list[int]:

@@ -6,7 +6,7 @@ FLOP/s) or text with a unit ("24GB", "13.1GB/s", "142TFLOPS", "10us").
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,11 +18,13 @@ from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
 from .call_mix import CallMix
+from .copies import KEY, copied, copies_in, first_of, taken_out
 from .describe import describe_hardware
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import cpu_document, preset_document
+from .racks import Racks
 from .rates import ConstantRates, RateTable, mix_seconds
 from .spelling import preset_of
 from .validation import explain_validation
@@ -38,6 +40,24 @@ def _arithmetic(name: str) -> str:
 
 def _for_every_dtype(value: object) -> object:
     return {dtype: value for dtype in DTYPES} if isinstance(value, (int, float)) else value
+
+
+def _numbers(parts: Sequence[MachinePart], without: set[str]) -> list[int]:
+    """A number for each part, equal for those with equal fields but these."""
+    texts: dict[int, str] = {}  # of parts inside, which many may share; by id, as all of them live meanwhile
+
+    def look(value: Any) -> Hashable:
+        if isinstance(value, MachinePart):
+            if id(value) not in texts:
+                texts[id(value)] = value.model_dump_json()
+            return texts[id(value)]
+        if isinstance(value, Mapping):
+            return tuple(value.items())
+        return tuple(map(look, value)) if isinstance(value, list) else value
+
+    known: dict[tuple[Hashable, ...], int] = {}
+    rows = (tuple(look(value) for name, value in part if name not in without) for part in parts)
+    return [known.setdefault(row, len(known)) for row in rows]
 
 
 class Ssd(MachinePart):
@@ -116,10 +136,11 @@ class Host(MachinePart):
 
 
 class Network(MachinePart):
-    """What joins the hosts: rate per host and direction, and the time of an empty message."""
+    """What joins the hosts: rate per host and direction, the time of an empty message, and how hosts stand in racks."""
 
     bandwidth: Rate
     latency_s: Seconds = 20e-6
+    racks: Racks | None = None  # None: all hosts reach each other at their full rate
 
 
 class Reserve(MachinePart):
@@ -226,8 +247,9 @@ class Hardware(MachinePart):
     @model_validator(mode="wrap")
     @classmethod
     def _say_what_is_wrong(cls, document: Any, check: ModelWrapValidatorHandler[Hardware]) -> Hardware:
+        document, copies = taken_out(document)
         try:
-            hardware = check(document)
+            hardware = copied(check(document), copies)
         except ValidationError as error:
             raise HardwareError(explain_validation(error, cls)) from None
         hardware._check_references()
@@ -255,6 +277,10 @@ class Hardware(MachinePart):
                     raise HardwareError(f"{at}.rates: {found}")
         if len(self.hosts) > 1 and self.network is None:
             raise HardwareError(f"network: missing for {len(self.hosts)} hosts; give bandwidth and latency_s")
+        racks = None if self.network is None else self.network.racks
+        if racks is not None and racks.rack_of_host and len(racks.rack_of_host) != len(self.hosts):
+            found = f"found {len(racks.rack_of_host)} numbers, allowed: one for each of the {len(self.hosts)} hosts"
+            raise HardwareError(f"network.racks.rack_of_host: {found}")
 
     # -- memories, links, routes -----------------------------------------------------------------------------------
 
@@ -311,6 +337,22 @@ class Hardware(MachinePart):
         if memory not in self._own_memories:
             raise unknown_memory(self, memory)
         return self._own_memories[memory][0]
+
+    @cached_property
+    def device_kinds(self) -> list[int]:
+        """A number for each device, equal for those that differ in nothing but name, host and root complex."""
+        return _numbers(self.devices, {"name", "host", "root_complex"})
+
+    @cached_property
+    def host_kinds(self) -> list[int]:
+        """A number for each host, equal for those that differ in nothing but their root complexes."""
+        return _numbers(self.hosts, {"root_complexes"})
+
+    @cached_property
+    def racks(self) -> list[int]:
+        """The rack of each host; empty where the document has none."""
+        racks = None if self.network is None else self.network.racks
+        return [] if racks is None else racks.of_hosts(len(self.hosts))
 
     @cached_property
     def _links(self) -> dict[str, Link]:
@@ -419,15 +461,22 @@ class Hardware(MachinePart):
         take the rates that were measured with that number of threads. Raises HardwareError for a name that is none of
         these.
         """
-        return type(self).model_validate(overridden(self, overrides))
+        copies = copies_in(self) if overrides.keys().isdisjoint(("hosts", "devices", "num_devices")) else 1
+        document = overridden(first_of(self, copies), overrides)
+        return type(self).model_validate(document if copies == 1 else {**document, KEY: copies})
 
     # -- ways to show one ------------------------------------------------------------------------------------------
 
     def to_yaml(self) -> str:
-        """The document; loading it gives an equal Hardware. Devices with equal rates refer to one table."""
-        document = self.model_dump(mode="json", exclude_defaults=True)
-        tables = {device.rates: device.rates.document() for device in self.devices if device.rates is not None}
-        for device, written in zip(self.devices, document["devices"]):
+        """The document; loading it gives an equal Hardware. Devices with equal rates refer to one table, and hosts that
+        are all alike are written once."""
+        copies = copies_in(self)
+        devices = self.devices[: len(self.devices) // copies]
+        document = first_of(self, copies).model_dump(mode="json", exclude_defaults=True)
+        if copies > 1:
+            document = {"name": document.pop("name"), "source": document.pop("source"), KEY: copies, **document}
+        tables = {device.rates: device.rates.document() for device in devices if device.rates is not None}
+        for device, written in zip(devices, document["devices"]):
             if device.rates is not None:
                 written["rates"] = tables[device.rates]
         return yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)

@@ -50,8 +50,10 @@ def build_links(hardware: Hardware) -> dict[str, Link]:
         if hardware.network is not None:
             nic, dram = f"nic{index}", f"dram{index}"
             rate, half_latency_s = hardware.network.bandwidth, hardware.network.latency_s / 2
-            found.append(Link(f"{nic}.up", dram, "network", rate, half_latency_s))
-            found.append(Link(f"{nic}.down", "network", dram, rate, half_latency_s))
+            switch = f"rack{hardware.racks[index]}" if hardware.racks else "network"
+            found.append(Link(f"{nic}.up", dram, switch, rate, half_latency_s))
+            found.append(Link(f"{nic}.down", switch, dram, rate, half_latency_s))
+    found += _rack_links(hardware)
     for device in hardware.devices:
         rc, host = f"rc{device.host}.{device.root_complex}", hardware.hosts[device.host]
         found.append(Link(f"{device.name}.up", device.name, rc, device.d2h_bandwidth, device.link_latency_s))
@@ -61,6 +63,19 @@ def build_links(hardware: Hardware) -> dict[str, Link]:
             found.append(Link(f"{name}.up", device.name, switch, host.nvlink_bandwidth, latency_s))
             found.append(Link(f"{name}.down", switch, device.name, host.nvlink_bandwidth, latency_s))
     return {link.name: link for link in found}
+
+
+def _rack_links(hardware: Hardware) -> list[Link]:
+    """The uplink of each rack, between the hosts of which and all other racks it lies."""
+    network = hardware.network
+    if network is None or network.racks is None:
+        return []
+    rate, half_latency_s = network.racks.uplink(len(hardware.hosts), network.bandwidth), network.racks.latency_s / 2
+    found = []
+    for rack in sorted(set(hardware.racks)):
+        found.append(Link(f"rack{rack}.up", f"rack{rack}", "network", rate, half_latency_s))
+        found.append(Link(f"rack{rack}.down", "network", f"rack{rack}", rate, half_latency_s))
+    return found
 
 
 def _ssd_links(index: int, host: Host) -> list[Link]:
@@ -97,8 +112,19 @@ def find_path(hardware: Hardware, src: str, dst: str) -> list[str]:
             return [f"{src}.nvlink.up", f"{dst}.nvlink.down"]
         if host.p2p and devices[src].root_complex == devices[dst].root_complex:
             return [f"{src}.up", f"{dst}.down"]
-    between = [] if src_host == dst_host else [f"nic{src_host}.up", f"nic{dst_host}.down"]
+    between = _between(hardware, src_host, dst_host)
     return _to_dram(hardware, src, src_host) + between + _from_dram(hardware, dst, dst_host)
+
+
+def _between(hardware: Hardware, src_host: int, dst_host: int) -> list[str]:
+    """The links between two hosts: of different racks, the uplinks of both as well."""
+    if src_host == dst_host:
+        return []
+    racks = hardware.racks
+    uplinks = []
+    if racks and racks[src_host] != racks[dst_host]:
+        uplinks = [f"rack{racks[src_host]}.up", f"rack{racks[dst_host]}.down"]
+    return [f"nic{src_host}.up", *uplinks, f"nic{dst_host}.down"]
 
 
 def _to_dram(hardware: Hardware, memory: str, host: int) -> list[str]:

@@ -136,16 +136,17 @@ class ServerPart:
     ssds: int
     switches: int
     source: str
+    network_gbit_s: float  # of all cards for the other servers together
 
 
 SERVERS = {
-    "mi250x8": ServerPart("1TB", 409.6, 128, 8, 4, f"4 MI250 modules, each two devices; {_AMD_HOST}"),
-    "mi300xx8": ServerPart("2304GB", 921.6, 192, 8, 8, f"AMD Instinct MI300X platform; {_AMD_HOST}"),
-    "dgx1": ServerPart("512GB", 153.6, 40, 4, 4, "NVIDIA DGX-1 datasheet"),
-    "dgxa100-40gb": ServerPart("1TB", 409.6, 128, 4, 4, "NVIDIA DGX A100 320GB datasheet"),
-    "dgxa100-80gb": ServerPart("2TB", 409.6, 128, 8, 4, "NVIDIA DGX A100 640GB datasheet"),
-    "dgxh100": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H100 datasheet"),
-    "dgxh200": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H200 datasheet"),
+    "mi250x8": ServerPart("1TB", 409.6, 128, 8, 4, f"4 MI250 modules, each two devices; {_AMD_HOST}", 1600),
+    "mi300xx8": ServerPart("2304GB", 921.6, 192, 8, 8, f"AMD Instinct MI300X platform; {_AMD_HOST}", 3200),
+    "dgx1": ServerPart("512GB", 153.6, 40, 4, 4, "NVIDIA DGX-1 datasheet", 400),
+    "dgxa100-40gb": ServerPart("1TB", 409.6, 128, 4, 4, "NVIDIA DGX A100 320GB datasheet", 1600),
+    "dgxa100-80gb": ServerPart("2TB", 409.6, 128, 8, 4, "NVIDIA DGX A100 640GB datasheet", 1600),
+    "dgxh100": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H100 datasheet", 3200),
+    "dgxh200": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H200 datasheet", 3200),
 }
 
 
@@ -228,9 +229,9 @@ def _ftpipe() -> Document:
 
 def _mics(name: str, part: str, num_hosts: int, one_host: Document, network: str, source: str) -> Document:
     """Hosts of 8 GPUs, two to a PCIe switch."""
-    devices = [gpu(part, 8 * h + i, i // 2, h, pcie=3) for h in range(num_hosts) for i in range(8)]
+    devices = [gpu(part, i, i // 2, pcie=3) for i in range(8)]
     return {
-        "name": name, "source": f"{source}; {PARTS[part].source}", "hosts": [one_host] * num_hosts,
+        "name": name, "source": f"{source}; {PARTS[part].source}", "copies": num_hosts, "hosts": [one_host],
         "devices": devices, "network": {"bandwidth": network, "latency_s": "30us"},
     }  # fmt: skip
 
@@ -261,6 +262,7 @@ def _mics_p4d(num_hosts: int) -> Document:
     return _mics(f"mics-p4d:{num_hosts}", "a100-40gb", num_hosts, one, "400Gb/s", source)
 
 
+_MICS: dict[str, Callable[[int], Document]] = {"mics-p3dn": _mics_p3dn, "mics-p4d": _mics_p4d}
 _PAPERS: dict[str, Callable[[], Document]] = {
     "mobius-8gpu": lambda: _mobius("mobius-8gpu", [4, 4], price_dollars=20_000),
     "mobius-v100": _mobius_v100,
@@ -307,6 +309,26 @@ def _server(name: str, part_name: str, count: int) -> Document:
     return with_reserve(machine(name, source, part_name, topology, one), display=False)
 
 
+def _servers(name: str, part_name: str, num_hosts: int) -> Document:
+    """Servers with 8 GPUs each, joined by their network cards at 90% of the cards' rate."""
+    document, server = _server(name, part_name, 8), SERVERS[PARTS[part_name].server or ""]
+    source = f"{document['source']}; {server.network_gbit_s:g} Gb/s of network cards a server, 90% of it assumed"
+    network = {"bandwidth": 0.9 * server.network_gbit_s / 8 * 1e9, "latency_s": "30us"}
+    return document | {"source": source, "copies": num_hosts, "network": network}
+
+
+def _in_racks(document: Document, hosts_per_rack: str | None, oversubscription: str | None) -> Document:
+    """The same hosts in racks, as a preset's name says it: `-rack16` or `-rack16-over4`."""
+    if hosts_per_rack is None:
+        return document
+    over = float(oversubscription or 1)
+    if not (int(hosts_per_rack) and over):
+        raise HardwareError(f"hardware preset {document['name']!r}: a rack has 1 host or more, and over is more than 0")
+    racks = {"hosts_per_rack": int(hosts_per_rack), "oversubscription": over}
+    source = f"{document['source']}; racks of {hosts_per_rack} hosts, {over:g} to 1, as asked"
+    return document | {"source": source, "network": document["network"] | {"racks": racks}}
+
+
 def _laptop() -> Document:
     source = "a laptop with 16 GB of dual-channel DDR5-4800, 8 cores, RTX 4060 Laptop on PCIe 4 x8, one M.2 disk"
     ssd = {**CONSUMER_SSD, "size_bytes": "1TB", "endurance_bytes": "600TB"}  # of the same datasheet
@@ -322,11 +344,12 @@ _COMMON: dict[str, Callable[[], Document]] = {
 }
 _FAMILY = re.compile(r"(?P<part>[a-z0-9-]+?)x(?P<count>\d+)(-(?P<complexes>[12])rc)?(-pcie(?P<pcie>[345]))?")
 _TOPOLOGY = re.compile(r"mobius-topo(?P<sizes>\d+(\+\d+)*)")
-_CLUSTER = re.compile(r"mics-(?P<kind>p3dn|p4d):(?P<hosts>\d+)")
+_CLUSTER = re.compile(r"(?P<kind>[a-z0-9-]+?):(?P<hosts>\d+)(-rack(?P<rack>\d+)(-over(?P<over>\d+(\.\d+)?))?)?")
 
 
 def preset_names() -> list[str]:
-    """Names worth listing; families accept other counts too (`rtx4090x3-2rc-pcie3`, `mobius-topo2+6`)."""
+    """Names worth listing; families accept other counts too (`rtx4090x3-2rc-pcie3`, `mobius-topo2+6`,
+    `h100x8:512-rack32-over4`: 512 servers in racks of 32, whose uplinks have a quarter of the servers' rate)."""
     topologies = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3"]
     clusters = ["mics-p3dn:2", "mics-p3dn:8", "mics-p4d:2", "mics-p4d:8"]
     cards = [
@@ -338,12 +361,13 @@ def preset_names() -> list[str]:
         if count > 1 or not complexes
     ]
     servers = [f"{part}x{n}" for part in ("a100-40gb", "a100-80gb", "h100", "h200", "mi250", "mi300x") for n in (1, 8)]
-    return [*topologies, *_PAPERS, *clusters, *cards, *servers, *_COMMON]
+    fleets = ["a100-80gbx8:16", "h100x8:16", "h100x8:128-rack16-over2"]
+    return [*topologies, *_PAPERS, *clusters, *cards, *servers, *fleets, *_COMMON]
 
 
 def is_of_a_part(name: str) -> bool:
     """Whether a preset's name is a part and a count."""
-    match = _FAMILY.fullmatch(name)
+    match = _FAMILY.fullmatch(name.partition(":")[0])
     return match is not None and match["part"] in PARTS
 
 
@@ -354,6 +378,8 @@ def preset_document(name: str) -> Document | None:
     paper = _of_a_paper(name)
     if paper is not None:
         return paper | {"devices": [{**device, "rates": None} for device in paper["devices"]]}
+    if fleet := _CLUSTER.fullmatch(name):
+        return _fleet(name, fleet)
     match = _FAMILY.fullmatch(name)
     if match is None or match["part"] not in PARTS:
         return None
@@ -364,15 +390,26 @@ def preset_document(name: str) -> Document | None:
     return None if match["complexes"] or match["pcie"] else _server(name, match["part"], count)
 
 
+def _fleet(name: str, match: re.Match[str]) -> Document | None:
+    """Servers of 8 GPUs with a network; None if they are of no known part."""
+    part, _, count = match["kind"].rpartition("x")
+    if count != "8" or part not in PARTS or PARTS[part].server is None:
+        return None
+    (num_hosts,) = _counts(name, [match["hosts"]])
+    return _in_racks(_servers(name, part, num_hosts), match["rack"], match["over"])
+
+
 def _of_a_paper(name: str) -> Document | None:
     """A paper's machine, None for another name."""
     if name in _PAPERS:
         return _PAPERS[name]()
     if match := _TOPOLOGY.fullmatch(name):
         return _mobius(name, _counts(name, match["sizes"].split("+")))
-    if match := _CLUSTER.fullmatch(name):
+    match = _CLUSTER.fullmatch(name)
+    if match and match["kind"] in _MICS:
         (num_hosts,) = _counts(name, [match["hosts"]])
-        return (_mics_p3dn if match["kind"] == "p3dn" else _mics_p4d)(num_hosts)
+        document = _MICS[match["kind"]](num_hosts) | {"name": name}
+        return _in_racks(document, match["rack"], match["over"])
     return None
 
 

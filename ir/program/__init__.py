@@ -23,7 +23,6 @@ from .lanes import (
     place_of,
     shown,
     slice_of,
-    whole_link,
 )
 from .memory import (
     ON_DEVICE,
@@ -166,7 +165,6 @@ __all__ = [
     "ungraphed",
     "value_of",
     "values_of",
-    "whole_link",
     "whole_params",
     "work_of",
     "wrong_expression",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from .. import ops
 from ..machine.hardware import Hardware
+from ..machine.racks import racks_of_lane
 from .interface import Interface
 from .program import Program, infer_all
 from .shares import first_micro_batches
@@ -28,8 +29,9 @@ from .shares import first_micro_batches
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Names of links that hold the number of a host, and of a root complex or a disk: rc0.1.up, nic0.down, ssd0.read.
-NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
+# Names of links that hold the number of a host or a rack, and of a root complex or a disk: rc0.1.up, nic0.down,
+# rack0.up, ssd0.read.
+NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host|rack)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
 WRITTEN_OUT = 16  # devices
 DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
 WORLD = "world"  # all devices that have a part of one copy of the weights
@@ -186,8 +188,9 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
         found.append(_scaled(host, part, *shared, root_complexes=complexes, ssds=disks))
     network = hardware.network
     if network is not None:
-        beside = max(sum(any(hardware.devices[i].host == host for i in lane) for lane in lanes) for host in hosts)
-        network = _scaled(network, 1 / beside, "bandwidth")
+        on = Counter(host for lane in lanes for host in {hardware.devices[index].host for index in lane})
+        racks = racks_of_lane(hardware, lanes)
+        network = _scaled(network, 1 / max(on[host] for host in hosts), "bandwidth", racks=racks)
     devices = []
     for role, device in enumerate(own):
         smallest = min((hardware.devices[lane[role]] for lane in lanes), key=lambda d: d.budget_bytes)
@@ -204,24 +207,6 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
         network=network,
         throttled=hardware.throttled,
     )
-
-
-def whole_link(hardware: Hardware, lanes: Sequence[Sequence[int]], lane: Sequence[int], link: str) -> str:
-    """The name that a link of the first lane's part of a machine has for `lane` in the whole machine: `slice_of`
-    numbers hosts and root complexes anew."""
-    own = [hardware.devices[index] for index in lane]
-    owner, _, rest = link.partition(".")
-    for role, index in enumerate(lanes[0]):
-        if hardware.devices[index].name == owner:
-            return f"{own[role].name}.{rest}"
-    hosts = list(dict.fromkeys(device.host for device in own))
-    found = NUMBERED.fullmatch(link)
-    assert found is not None, f"link {link} is neither a device's nor a host's"
-    host = hosts[int(found["host"])]
-    complex_ = found["complex"]
-    if complex_ is not None and found["kind"] == "rc":
-        complex_ = str(list(dict.fromkeys(d.root_complex for d in own if d.host == host))[int(complex_)])
-    return f"{found['kind']}{host}{'' if complex_ is None else '.' + complex_}{found['rest']}"
 
 
 def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
@@ -256,18 +241,26 @@ def lane_of(interface: Interface, hardware: Hardware) -> Hardware:
 
 def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:
     """Whether the machine looks the same from every lane: its devices, their hosts and root complexes, and the number
-    of other lanes' devices there."""
+    of other lanes' devices there. Racks do not count: one lane's part has those of the lane in the most of them."""
     own = {index: hardware.devices[index] for lane in lanes for index in lane}
-    kinds = {i: device.model_dump_json(exclude={"name", "host", "root_complex"}) for i, device in own.items()}
-    hosts = {h: hardware.hosts[h].model_dump_json(exclude={"root_complexes"}) for h in {d.host for d in own.values()}}
-    on_host = Counter((own[index].host, len({own[i].host for i in lane})) for lane in lanes for index in lane)
+    kinds, hosts = hardware.device_kinds, hardware.host_kinds
+    spread = [(lane, len({own[index].host for index in lane})) for lane in lanes]
+    on_host = Counter((own[index].host, num_hosts) for lane, num_hosts in spread for index in lane)
     on_complex = Counter((device.host, device.root_complex) for device in own.values())
     outlooks = set()
     for lane in lanes:
-        order = list(dict.fromkeys(own[index].host for index in lane))
-        ports = list(dict.fromkeys((own[index].host, own[index].root_complex) for index in lane))
-        rows = tuple((kinds[i], ports.index((own[i].host, own[i].root_complex))) for i in lane)
-        below = tuple((hardware.hosts[h].root_complexes[c].model_dump_json(), on_complex[h, c]) for h, c in ports)
+        order = _numbered(own[index].host for index in lane)
+        ports = _numbered((own[index].host, own[index].root_complex) for index in lane)
+        rows = tuple((kinds[i], ports[own[i].host, own[i].root_complex]) for i in lane)
+        below = tuple((hardware.hosts[h].root_complexes[c], on_complex[h, c]) for h, c in ports)
         places = tuple((hosts[h], on_host[h, len(order)]) for h in order)
-        outlooks.add((rows, below, places, tuple(order.index(h) for h, _ in ports)))
+        outlooks.add((rows, below, places, tuple(order[h] for h, _ in ports)))
     return len(outlooks) == 1
+
+
+def _numbered(keys: Iterable[Any]) -> dict[Any, int]:
+    """Each different key with its number, in the order in which they come."""
+    found: dict[Any, int] = {}
+    for key in keys:
+        found.setdefault(key, len(found))
+    return found

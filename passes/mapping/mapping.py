@@ -37,8 +37,7 @@ class Mapping(Pass):
 
 def equal_devices(hardware: Hardware) -> list[list[int]]:
     """Devices that differ in nothing but their name and root complex, in order of their first member."""
-    classes: dict[str, list[int]] = {}
-    for index, device in enumerate(hardware.devices):
-        look = device.model_copy(update={"name": "any", "root_complex": 0}).model_dump_json()
-        classes.setdefault(look, []).append(index)
+    classes: dict[tuple[int, int], list[int]] = {}
+    for index, (device, kind) in enumerate(zip(hardware.devices, hardware.device_kinds)):
+        classes.setdefault((device.host, kind), []).append(index)
     return list(classes.values())

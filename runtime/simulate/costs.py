@@ -17,18 +17,21 @@ on other hosts they share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...ir import ops
 from ...ir.calls import op_of
+from ...ir.machine.call_mix import NO_CALLS
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
-from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of, whole_link
+from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of
 from .collectives import Rounds, rounds_of
 from .cpu import copying, core_flow, core_links, messaging, update_s
 from .priority import is_weights_fetch, turn_of
 from .sharing import Cost
+from .symmetry import links_alike, repeating_lanes
 
 URGENT, AHEAD = 0, 1
 OWN_CALLS = 20  # the runtime's own work per op on the compute stream, in torch calls that take about as long
@@ -36,12 +39,29 @@ OWN_CALLS = 20  # the runtime's own work per op on the compute stream, in torch 
 
 @dataclass(eq=False)
 class WholeMachine:
-    """The whole machine of which one lane is simulated, and the interface that lists all lanes."""
+    """The whole machine of which one lane is simulated, and the interface that lists all lanes.
+
+    Of a regular fleet only the lanes after which everything repeats are looked at, and of a collective only what goes
+    to and from their hosts.
+    """
 
     hardware: Hardware
     interface: Interface
     models: dict[str, CostModel] = field(default_factory=dict)  # of the whole machine, by precision
     alike: dict[str, set[str]] = field(default_factory=dict)
+
+    @cached_property
+    def lanes(self) -> int:
+        """The number of lanes that stand for all."""
+        together = max(self.interface.shards, self.interface.team)
+        return repeating_lanes(self.hardware, self.interface.lanes, together)
+
+    @cached_property
+    def near(self) -> set[int] | None:
+        """The devices on the hosts of these lanes; None for all."""
+        if self.lanes == len(self.interface.lanes):
+            return None
+        return {device for lane in self.interface.lanes[: self.lanes] for device in lane}
 
     def model(self, precision: str) -> CostModel:
         if precision not in self.models:
@@ -52,7 +72,7 @@ class WholeMachine:
         """For each link of a lane's part of the machine, the links that the lanes have in its place."""
         if not self.alike:
             lanes = self.interface.lanes
-            self.alike = {link: {whole_link(self.hardware, lanes, lane, link) for lane in lanes} for link in links}
+            self.alike = links_alike(self.hardware, lanes, links, lanes[: self.lanes])
         return self.alike
 
 
@@ -124,7 +144,8 @@ class CostModel:
             path, priority = (*path, use), URGENT
         return Cost(latency_s, ((path, work.moved_bytes),), priority)
 
-    def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
+    def collective(self, members: Sequence[tuple[int, ops.Work]], near: Collection[int] | None = None) -> Cost:
+        """`near`: leave out what goes between other devices than these."""
         work = members[0][1]
         copied_s = max(own.traffic_bytes / self.hardware.devices[device].memory_bandwidth for device, own in members)
         if len(members) == 1:  # all members are on one device, which adds them up in place
@@ -134,7 +155,7 @@ class CostModel:
         cost: Cost | None = None
         how = (work.rounds, work.hierarchical, work.pattern)
         for rounds in reversed(rounds_of(list(memories), self.hardware, moved_bytes, *how)):
-            cost = self.rounds(rounds, memories, cost)
+            cost = self.rounds(rounds, memories, cost, near)
         assert cost is not None
         return replace(cost, fixed_s=cost.fixed_s + copied_s)
 
@@ -144,9 +165,13 @@ class CostModel:
         on_cpu = self.hardware.devices[device].kind == "cpu"
         return self.memory(device, ops.DEVICE if on_cpu else work.source)
 
-    def rounds(self, rounds: Rounds, memories: Mapping[int, str], then: Cost | None) -> Cost:
+    def rounds(
+        self, rounds: Rounds, memories: Mapping[int, str], then: Cost | None, near: Collection[int] | None = None
+    ) -> Cost:
         flows, slowest_s = [], 0.0
         for (source, target), amount in rounds.hops.items():
+            if near is not None and source not in near and target not in near:
+                continue
             path, latency_s = self.route(memories[source], memories[target])
             use = messaging(self.hardware.devices[source])
             flows.append(((*path, use) if use in self.links else path, amount))
@@ -158,13 +183,12 @@ class CostModel:
         lanes, scaled to this lane's part of the link. A link that only another lane loads, such as one at the border of
         a host, delays this lane as well: the largest load of the lanes' corresponding links counts."""
         assert self.fleet is not None
+        work = replace(work, flops=0.0, launches=0, tag="", workspace_bytes=0, mix=NO_CALLS)  # costs nothing here
         key = (role, work, URGENT)
         if key not in self.known:
             fleet, whole = self.fleet, self.fleet.model(self.precision)
-            groups = {
-                tuple(members_of(fleet.interface, lane, role, work.group)) for lane in range(len(fleet.interface.lanes))
-            }
-            costs = [whole.collective([(device, work) for device in members]) for members in sorted(groups)]
+            groups = {tuple(members_of(fleet.interface, lane, role, work.group)) for lane in range(fleet.lanes)}
+            costs = [whole.collective([(device, work) for device in members], fleet.near) for members in sorted(groups)]
             found: Cost | None = None
             for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):
                 together: dict[int, list[str]] = {}  # amount -> the links that it passes, which have one rate
