@@ -120,7 +120,7 @@ def in_process(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCou
 
 
 def step_of(machine: Reference, counter: BatchCounts, batch: dict[str, Tensor], m: int, model: nn.Module) -> Step:
-    given = batch | counter.inputs(counter.of(batch, batch, m), each_own=False)
+    given = batch | counter.inputs(counter.of(batch, batch, m))
     loss = float(machine.step(given)["loss"])
     ties = ties_of(model)
     return Step(loss, {ties.get(name, name): gradient for name, gradient in machine.grads.items()})

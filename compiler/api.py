@@ -202,9 +202,9 @@ def compile(
     asked = None if strategy == "auto" else Candidate.of(strategy, machine.num_devices)
     if count is None and asked is not None and not asked.is_synchronous:
         raise PlanError(
-            f'micro_batches="auto" with strategy={strategy!r}: in asynchronous training every micro-batch is a '
-            "mini-batch with updates of its own, so that their number is yours to choose; say, for instance, "
-            f"micro_batches={shape.size}"
+            f'micro_batches="auto" with strategy={strategy!r}: in asynchronous training every micro-batch, or every '
+            "few of them, is a mini-batch with updates of its own, so that their number is yours to choose; say, for "
+            f"instance, micro_batches={shape.size}"
         )
     with torch.device("cpu"), rare_collections():  # whatever the script's default device is
         kind = _stepped_dtype(precision, rounds_itself(optimizer))
@@ -285,7 +285,8 @@ def compile(
         with torch.device("cpu"), rare_collections():
             plain = dataclasses.replace(wishes.options, profiler=None)
             decided = dataclasses.replace(wishes, options=plain, decided=made, dump=None)
-            graphs = functools.cache(lambda count: scaled_loss(capture_at(other)(count), facts, count))
+            each = _accumulated(decided, machine)
+            graphs = functools.cache(lambda count: scaled_loss(capture_at(other)(count), facts, each or count))
             return search(graphs, machine, decided).best.draft.programs[0].interface.stages
 
     _tell(shape, best.draft.graph.notes)
@@ -443,7 +444,8 @@ def _know_rows(model: nn.Module, capture: Graphs, machine: Hardware, wishes: Wis
     except DoesNotFit as miss:
         raise _nearest(miss, capture, machine, wishes) from None
     wishes = dataclasses.replace(wishes, beyond_dram_bytes=beyond_bytes)
-    if not _is_synchronous(wishes, machine):  # every micro-batch is a batch of its own
+    each = _accumulated(wishes, machine)
+    if each == 1:  # every micro-batch is a batch of its own
         return wishes, MEAN_OVER_ROWS, capture
     usual, more = micro_batch_counts(wishes.batch_size, machine)
     counts = [*usual, *more] if wishes.micro_batches is None else [wishes.micro_batches]
@@ -454,16 +456,18 @@ def _know_rows(model: nn.Module, capture: Graphs, machine: Hardware, wishes: Wis
 
     @functools.cache
     def find_graph(count: int) -> OpGraph:
-        return scaled_loss(capture(count), facts, count)
+        return scaled_loss(capture(count), facts, each or count)
 
     return wishes, facts, find_graph
 
 
-def _is_synchronous(wishes: Wishes, machine: Hardware) -> bool:
+def _accumulated(wishes: Wishes, machine: Hardware) -> int | None:
+    """The micro-batches of a mini-batch with an update of its own; None where all of them have one update."""
     candidate = wishes.asked
     if wishes.decided is not None:
         candidate = Candidate.of(wishes.decided.passes, machine.num_devices)
-    return candidate is None or candidate.is_synchronous
+    schedule = None if candidate is None else candidate.find(ScheduleAsync)
+    return None if schedule is None else schedule.accumulate
 
 
 def _find(graphs: Graphs, machine: Hardware, wishes: Wishes, facts: RowFacts, is_left_open: bool) -> SearchResult:

@@ -56,8 +56,9 @@ def coupled_miss(miss: DoesNotFit, couplings: Sequence[Coupling]) -> DoesNotFit:
 
 
 def fact_lines(facts: RowFacts, total_micro_batches: int, asynchronous: bool) -> Iterator[str]:
-    """What `explain` says of the rows of a batch."""
-    if asynchronous:
+    """What `explain` says of the rows of a batch, or, where it is `asynchronous`, of a mini-batch of so many
+    micro-batches."""
+    if asynchronous and total_micro_batches == 1:
         return
     if facts.power:
         factor = "M" if facts.power == 1 else f"M ** {facts.power}"
@@ -68,9 +69,10 @@ def fact_lines(facts: RowFacts, total_micro_batches: int, asynchronous: bool) ->
     if total_micro_batches == 1:
         yield "rows of a batch are coupled; there is one micro-batch, so the loss is that of the whole batch:"
     else:
+        what, one = ("a mini-batch", "accumulate=1") if asynchronous else ("a batch", "micro_batches=1")
         yield (
-            f"rows of a batch are coupled, and each of {total_micro_batches} micro-batches has only its own: the loss "
-            "is not that of the whole batch, which micro_batches=1 on one lane would give:"
+            f"rows of {what} are coupled, and each of {total_micro_batches} micro-batches has only its own: the loss "
+            f"is not that of the whole {what[2:]}, which {one} on one lane would give:"
         )
     yield from _listed(facts.couplings)
 

@@ -174,7 +174,7 @@ def graph_runner(
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
         leaves, _ = flatten(model, batch)
-        leaves |= counter.inputs(counter.of(batch, leaves, count), each_own=False)
+        leaves |= counter.inputs(counter.of(batch, leaves, count))
         leaves = part_of(leaves, micro_batch, count)
         device = next(model.parameters()).device
         draws = Draws("the captured graph", graph.module, device)

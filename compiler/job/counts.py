@@ -86,17 +86,22 @@ class BatchCounts:
             raise BatchError(f"loss_weight gave {weight} for a micro-batch; it is a finite number, 0 or more")
         return weight
 
-    def inputs(self, counts: Counts, *, each_own: bool) -> dict[str, Tensor]:
-        """The inputs' values, one per micro-batch, of what each counts. `each_own`: each is a mini-batch of its own, in
-        which a term that counts nothing is zero."""
-        if self.rules.by_user:
-            columns = [_shares([weight for (weight,) in counts], each_own)]
-        else:
-            rows = [self._values([row]) for row in counts] if each_own else [self._values(counts)] * len(counts)
-            columns = [[row[i] for row in rows] for i in range(len(self.rules.divisors))]
+    def inputs(self, counts: Counts, own: Sequence[Sequence[int]] | None = None) -> dict[str, Tensor]:
+        """The inputs' values, one per micro-batch, of what each counts. `own`: the micro-batches of each mini-batch,
+        where these have updates of their own; a term that counts nothing in one is zero there."""
+        columns: list[list[float]] = [[0.0] * len(counts) for _ in self.rules.divisors]
+        for members in [range(len(counts))] if own is None else own:
+            given = [counts[m] for m in members]
+            if self.rules.by_user:
+                rows = [[share] for share in _shares([weight for (weight,) in given], own is not None)]
+            else:
+                rows = [self._values(given)] * len(given)
+            for m, row in zip(members, rows, strict=True):
+                for column, value in zip(columns, row, strict=True):
+                    column[m] = value
         return {
             divisor.input: torch.tensor(
-                [value or 1.0 for value in column] if each_own and divisor.input != WEIGHT else column,
+                [value or 1.0 for value in column] if own is not None and divisor.input != WEIGHT else column,
                 dtype=getattr(torch, divisor.dtype),
             )
             for divisor, column in zip(self.rules.divisors, columns, strict=True)
@@ -114,13 +119,18 @@ class BatchCounts:
         ]
 
 
-def _shares(weights: list[float], each_own: bool) -> list[float]:
-    """The factor of each micro-batch's loss, of which the step takes the mean; NaN, as eager's 0/0, if all weights are
-    zero. A mini-batch of its own counts wholly, or not at all."""
+def _shares(weights: list[float], own: bool) -> list[float]:
+    """The factor of each micro-batch's loss, of which an update takes the mean. If all weights are zero: NaN, as
+    eager's 0/0; or 0 in a mini-batch with an update of its `own`, which then counts not at all."""
     total = math.fsum(weights)
-    if each_own:
-        return [float(weight > 0) for weight in weights]
-    return [weight * len(weights) / total if total else math.nan for weight in weights]
+    return [weight * len(weights) / total if total else 0.0 if own else math.nan for weight in weights]
+
+
+def mini_batches(interface: Interface) -> list[list[int]]:
+    """The micro-batches of each mini-batch, by their numbers in the batch, in which lanes follow one another."""
+    lanes = [interface.first_micro_batch(lane) for lane in range(0, max(1, len(interface.lanes)), interface.team)]
+    firsts = range(0, interface.micro_batches, interface.accumulate)
+    return [[lane + m for lane in lanes for m in range(at, at + interface.accumulate)] for at in firsts]
 
 
 def part_of(batch: Any, micro_batch: int, count: int) -> Any:
@@ -147,9 +157,7 @@ def rows_of(batch: Any, rows: range, size: int) -> Any:
     return tree_map(taken, batch)
 
 
-def of_all_lanes(
-    rows: Sequence[list[T] | None], interface: Interface, what: str = "what the loss counts"
-) -> list[T]:
+def of_all_lanes(rows: Sequence[list[T] | None], interface: Interface, what: str = "what the loss counts") -> list[T]:
     """What is known of all micro-batches, of what every rank says of its lane. Raises `BatchError` where no rank of a
     lane, or of a team of lanes, knows."""
     found: list[T] = []

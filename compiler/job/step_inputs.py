@@ -20,7 +20,7 @@ from ...runtime.processes.driver import Driver
 from ...runtime.state.weights import WeightSource, stage_buffers
 from ..folder import Folder
 from ..packing.limit import DocumentLimit
-from .counts import BatchCounts, Counts, counts_spec, of_all_lanes, rows_of
+from .counts import BatchCounts, Counts, counts_spec, mini_batches, of_all_lanes, rows_of
 from .feed import PART, WHOLE, Feed
 from .state import whole_state
 
@@ -134,8 +134,8 @@ class StepInputs:
             return {}
         counts = rows[0] if self.feed.device is None else of_all_lanes(rows, self.interface)
         assert counts is not None
-        each_own = self.interface.asynchronous and function == "step"
-        return self._part_of(self.counter().inputs(counts, each_own=each_own), kind)
+        own = mini_batches(self.interface) if self.interface.asynchronous and function == "step" else None
+        return self._part_of(self.counter().inputs(counts, own), kind)
 
     def _sizes(self, rows: Sequence[list[list[int]] | None], kind: str) -> dict[str, Tensor]:
         """The sizes of the micro-batches, as many as belong to this kind of batch, where these differ."""

@@ -80,7 +80,7 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
     if decisions.staleness:
-        lines += _staleness(decisions.staleness)
+        lines += _staleness(decisions.staleness, programs[0].interface.micro_batches_of_update)
     if isinstance(decisions.clipping, list):
         part = f"{len(decisions.clipping)} of {len(decisions.stages)} "
         lines.append(f"  {part}{CLIPPING['speculative']}")
@@ -97,21 +97,21 @@ def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: Optimiz
 
 def _loss(terms: Sequence[LossTerm], programs: Sequence[Program]) -> str:
     """How the loss of the whole batch is put together from its micro-batches."""
-    lines = loss_lines(terms, programs[0].interface.asynchronous)
+    interface = programs[0].interface
+    lines = loss_lines(terms, interface.micro_batches_of_update if interface.asynchronous else 0)
     return "\n".join(["loss", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
 
 
 def _rows(facts: RowFacts, programs: Sequence[Program]) -> str:
     interface = programs[0].interface
-    lines = fact_lines(facts, interface.total_micro_batches, interface.asynchronous)
+    lines = fact_lines(facts, interface.micro_batches_of_update, interface.asynchronous)
     return "\n".join(row for line in lines for row in _wrapped("", [line]))
 
 
-def _staleness(staleness: Mapping[str, int]) -> list[str]:
+def _staleness(staleness: Mapping[str, int], each: int) -> list[str]:
     parts = [f"{stage} {count}" for stage, count in staleness.items()]
-    begin = (
-        "  asynchronous, each micro-batch has updates of its own; most updates between the weights of a forward and "
-    )
+    own = "each micro-batch has updates of its own" if each == 1 else f"every {each} micro-batches have updates"
+    begin = f"  asynchronous, {own}; most updates between the weights of a forward and "
     return _wrapped(f"{begin}the update with its gradients: ", parts)
 
 

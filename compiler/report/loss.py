@@ -16,14 +16,19 @@ _COUNTED = "a sum over the global batch, divided by the number of {counts} in it
 _WEIGHTS = "a sum over the global batch, divided by the {counts} in it, whatever micro_batches is"
 
 
-def loss_lines(terms: Sequence[LossTerm], asynchronous: bool = False) -> list[str]:
-    """One line per term: the user's line and the rule."""
-    return [f"{term.source.partition(': ')[0] or 'loss'}: {_rule(term, asynchronous)}" for term in terms]
+def loss_lines(terms: Sequence[LossTerm], mini_batch: int = 0) -> list[str]:
+    """One line per term: the user's line and the rule. `mini_batch`: the micro-batches of one, where each has updates
+    of its own."""
+    return [f"{term.source.partition(': ')[0] or 'loss'}: {_rule(term, mini_batch)}" for term in terms]
 
 
-def _rule(term: LossTerm, asynchronous: bool) -> str:
-    if asynchronous:
+def _rule(term: LossTerm, mini_batch: int) -> str:
+    if mini_batch == 1:
         return "each micro-batch is a mini-batch of its own, with its own mean"
-    if term.kind == "counted":
-        return (_COUNTED if term.counts.startswith("targets") else _WEIGHTS).format(counts=term.counts)
-    return _RULES[term.kind].format(counts=term.counts)
+    rule = _RULES.get(term.kind) or (_COUNTED if term.counts.startswith("targets") else _WEIGHTS)
+    text = rule.format(counts=term.counts)
+    if not mini_batch:
+        return text
+    return text.replace("global batch", "mini-batch").replace("whole batch", "mini-batch") + (
+        f"; every {mini_batch} micro-batches are a mini-batch"
+    )

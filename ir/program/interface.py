@@ -44,12 +44,12 @@ class Interface:
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
     stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
     copies exist beside the weights.
-    `asynchronous`: every micro-batch is a mini-batch, with one update of each stage. `rounds`: bf16 weights without
-    masters are updated in fp32, a portion at once, and the result is rounded stochastically.
-    `tiles`: a host updates parameters in tiles. `temporaries` has, by the memory in which a stage is updated, and by
-    stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory that is not there
-    has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named sizes of a
-    micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
+    `asynchronous`: every `accumulate` micro-batches of a lane are a mini-batch, with one update of each stage.
+    `rounds`: bf16 weights without masters are updated in fp32, a portion at once, and the result is rounded
+    stochastically. `tiles`: a host updates parameters in tiles. `temporaries` has, by the memory in which a stage is
+    updated, and by stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory
+    that is not there has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named
+    sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
     """
 
     stages: dict[str, StageSpec]
@@ -64,6 +64,7 @@ class Interface:
     shards: int = 1
     lane_micro_batches: tuple[int, ...] = ()
     asynchronous: bool = False
+    accumulate: int = 1
     rounds: bool = False
     tiles: bool = False
     temporaries: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -97,6 +98,16 @@ class Interface:
     def smaller_shares(self) -> list[int]:
         """The numbers of micro-batches of lanes that have fewer than others, the largest first."""
         return sorted(set(self.lane_micro_batches) - {max(self.lane_micro_batches, default=0)}, reverse=True)
+
+    @property
+    def mini_batches(self) -> int:
+        """The number of updates of each stage in a step."""
+        return self.micro_batches // self.accumulate if self.asynchronous else 1
+
+    @property
+    def micro_batches_of_update(self) -> int:
+        """The micro-batches, of all lanes together, whose gradients an update takes."""
+        return self.total_micro_batches // self.mini_batches
 
     @property
     def world_size(self) -> int:
@@ -275,6 +286,7 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         "micro_batches": interface.micro_batches,
         "shards": interface.shards,
         "team": interface.team,
+        "accumulate": interface.accumulate,
     }
     yield from (f"{name} is {count}" for name, count in counts.items() if not 0 < count <= MOST)
     if len(interface.stages) > MOST:
@@ -315,6 +327,8 @@ def _contradictions(interface: Interface) -> Iterator[str]:
     for group, members in interface.groups.items():
         if any(device not in places or (stage and stage not in interface.stages) for device, stage, _ in members):
             yield f"group {group!r:.60} has a member of no stage, or none of the {interface.num_devices} devices"
+    if interface.micro_batches % max(1, interface.accumulate):
+        yield f"{interface.micro_batches} micro-batches are no whole number of mini-batches of {interface.accumulate}"
     lanes = interface.lanes
     devices = sorted(device for lane in lanes for device in lane)
     if lanes and devices != list(range(interface.world_size)):

@@ -1,14 +1,14 @@
-"""Rules of asynchronous training: each micro-batch updates each stage once, in order, and every computation has the
+"""Rules of asynchronous training: each mini-batch updates each stage once, in order, and every computation has the
 version of the weights that it must have.
 
-Version v of a stage's own weights is what its first v updates have made; the update with micro-batch k turns version k
+Version v of a stage's own weights is what its first v updates have made; the update with mini-batch k turns version k
 into k + 1. Parameters that it shares with other stages have versions of their own, updated as often, but later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -16,7 +16,7 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from ..ops import shared_params
-from ..program import Program, micro_batch_of, operands, values_of
+from ..program import WORLD, Program, micro_batch_of, operands, values_of
 from .case import Case, fail, line_of
 
 VersionPair = tuple[int, int]  # of a stage's own parameters, and of those that it shares
@@ -95,27 +95,54 @@ def _check_prediction(program: Program, node: fx.Node, versions: VersionPair, ah
     stage, m = str(node.args[0]), micro_batch_of(node)
     spec, shared = program.interface.stages[stage], shared_params(program.interface, stage)
     has_own = any(p.requires_grad and p.name not in shared for p in spec.params)
+    own = m // program.interface.accumulate
     for version, more, there in zip(versions, ahead, (has_own, bool(shared))):
-        if there and version + more != m:
-            fail(program, node, f"runs on weights as of version {version + more}, but micro-batch {m} updates {m}")
+        if there and version + more != own:
+            fail(program, node, f"runs on weights as of version {version + more}, but mini-batch {own} updates {own}")
 
 
 def check_updates(case: Case) -> None:
-    """A stage's gradients of each micro-batch, of its whole loss, reach an update of their own, in order; those of
-    shared parameters are first summed over all their stages, for the same micro-batch on each."""
+    """A stage's gradients of each mini-batch, of its whole loss, reach an update of their own, in order. Those of
+    shared parameters are first summed over all their stages, and those of other lanes over these, for the same
+    mini-batch on each. What is clipped, or skipped, is so by the norm of all gradients of its mini-batch."""
     if case.is_asynchronous:
         for program in case.programs:
             _Updates(program).check()
 
 
+@dataclass(frozen=True)
+class _Made:
+    """Gradients: their stage, their mini-batch, the micro-batches of it that they hold, the groups that they went
+    through, and the norm by which they are clipped."""
+
+    stage: str
+    mini_batch: int
+    micro_batches: frozenset[int]
+    groups: frozenset[str] = frozenset()
+    norm: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A norm: of which mini-batch, over which stages of the device, and over which groups."""
+
+    mini_batch: int
+    stages: frozenset[str]
+    groups: frozenset[str] = frozenset()
+
+
 class _Updates:
-    """One walk over a program. `made`: gradients -> their micro-batch, and the groups that they went through."""
+    """One walk over a program. `made`, `norms`: what gradients and norms are."""
 
     def __init__(self, program: Program):
-        self.program = program
-        self.made: dict[fx.Node, tuple[int, frozenset[str]]] = {}
+        self.program, self.interface = program, program.interface
+        self.made: dict[fx.Node, _Made] = {}
+        self.norms: dict[fx.Node, _Norm] = {}
         self.done: dict[tuple[str, str], int] = {}  # per stage and part
-        self.met: dict[str, int] = {}
+        self.met: dict[tuple[str, str], int] = {}  # per group; of one over lanes also per stage
+        steps = [node for node in program.ops() if node.target is ops.step]
+        self.stepped = frozenset(str(node.args[0]) for node in steps)
+        self.clipped = any(node.target is ops.clip for node in program.ops())
 
     def check(self) -> None:
         last = self.program.batch
@@ -123,62 +150,117 @@ class _Updates:
             last = node
             if node.target is ops.backward:
                 self.backward(node)
-            elif node.target is ops.split:
+            elif node.target in (ops.split, ops.offload) and operands(node)[0] in self.made:
                 self.made.update(dict.fromkeys(values_of(node), self.made[operands(node)[0]]))
-            elif node.target is ops.all_reduce:
-                self.all_reduce(node)
+            elif node.target is ops.norm:
+                self.norm(node)
+            elif node.target in (ops.all_reduce, ops.reduce_scatter):
+                self.reduce(node)
+            elif node.target is ops.clip:
+                self.clip(node)
             elif node.target is ops.step:
                 self.step(node)
         self.check_counts(last)
 
     def backward(self, node: fx.Node) -> None:
-        bound = ops.backward.bind(node.args, node.kwargs)
-        if bound["grads"] is not None:
-            fail(
-                self.program, node, "gradients of several micro-batches are added up, but each has an update of its own"
-            )
-        wrong = [dout for dout in bound["douts"] if isinstance(dout, float) and dout != 1.0]
+        bound, stage, m = ops.backward.bind(node.args, node.kwargs), str(node.args[0]), micro_batch_of(node)
+        own = _Made(stage, m // self.interface.accumulate, frozenset({m}))
+        before = None if bound["grads"] is None else self.made[bound["grads"]]
+        if before is not None and before.mini_batch != own.mini_batch:
+            found = f"of mini-batch {before.mini_batch} are added to those of {own.mini_batch}"
+            fail(self.program, node, f"gradients {found}, but each has an update of its own")
+        share = 1.0 / self.interface.micro_batches_of_update
+        wrong = [dout for dout in bound["douts"] if isinstance(dout, float) and dout != share]
         if wrong:
-            message = f"the loss counts {wrong[0]}; that of a micro-batch with an update of its own counts 1.0"
+            message = f"the loss counts {wrong[0]}; that of a micro-batch among those of its update counts {share}"
             fail(self.program, node, message)
-        self.made[values_of(node)[-1]] = micro_batch_of(node), frozenset()
+        more = frozenset() if before is None else before.micro_batches
+        self.made[values_of(node)[-1]] = replace(own, micro_batches=own.micro_batches | more)
 
-    def all_reduce(self, node: fx.Node) -> None:
-        group = str(node.kwargs["group"])
-        found, turn = {self.made[value][0] for value in operands(node)}, self.met.get(group, 0)
+    def reduce(self, node: fx.Node) -> None:
+        group, values = str(node.kwargs["group"]), operands(node)
+        if values[0] in self.norms:
+            for value, source in zip(values_of(node), values):
+                self.norms[value] = replace(self.norms[source], groups=self.norms[source].groups | {group})
+            return
+        found = {self.made[value].mini_batch for value in values}
+        key = group, self.made[values[0]].stage if group in ops.MESH_GROUPS else ""
+        turn = self.met.get(key, 0)
         if found != {turn}:
             names = ", ".join(map(str, sorted(found)))
-            fail(self.program, node, f"sum {turn} of {group!r} has gradients of micro-batch {names}")
-        self.met[group] = turn + 1
-        for value, source in zip(values_of(node), operands(node)):
-            m, groups = self.made[source]
-            self.made[value] = m, groups | {group}
+            fail(self.program, node, f"sum {turn} of {group!r} has gradients of mini-batch {names}")
+        self.met[key] = turn + 1
+        for value, source in zip(values_of(node), values):
+            before = self.made[source]
+            self.made[value] = replace(before, groups=before.groups | {group})
+
+    def norm(self, node: fx.Node) -> None:
+        given = [self.made[value] for value in operands(node)]
+        numbers = sorted({one.mini_batch for one in given})
+        if len(numbers) > 1:
+            fail(self.program, node, f"a norm of gradients of mini-batches {', '.join(map(str, numbers))}")
+        for one in given:
+            self.require_whole(node, one)
+        number = numbers[0] if numbers else len(self.norms)
+        self.norms[values_of(node)[0]] = _Norm(number, frozenset(one.stage for one in given))
+
+    def clip(self, node: fx.Node) -> None:
+        grads, norm = operands(node)
+        self.require_norm(node, self.made[grads], norm)
+        self.made[values_of(node)[0]] = replace(self.made[grads], norm=norm)
+
+    def require_norm(self, node: fx.Node, grads: _Made, norm: fx.Node) -> None:
+        found = self.norms[norm]
+        if found.mini_batch != grads.mini_batch:
+            what = f"gradients of mini-batch {grads.mini_batch} meet the norm of {found.mini_batch}"
+            fail(self.program, node, what)
+        lacking = sorted(self.stepped - found.stages)
+        if lacking:
+            fail(self.program, node, f"its norm lacks the gradients of {', '.join(lacking)}")
+        if WORLD in self.interface.groups and WORLD not in found.groups:
+            fail(self.program, node, "its norm is of this device only")
 
     def step(self, node: fx.Node) -> None:
-        stage, grads = str(node.args[0]), operands(node)[0]
-        part = grads.meta["type"].part
-        m, groups = self.made[grads]
+        stage, (grads, *others) = str(node.args[0]), operands(node)
+        part, made = grads.meta["type"].part, self.made[grads]
         turn = self.done.get((stage, part), 0)
-        if m != turn:
-            fail(self.program, node, f"update {turn} of {stage} has gradients of micro-batch {m}")
-        missing = self.tied(stage) - groups if part != "own" else set()
-        if missing:
-            message = f"the gradients of {stage} hold a shared parameter and were not summed over "
-            fail(self.program, node, message + ", ".join(sorted(missing)))
+        if made.mini_batch != turn:
+            fail(self.program, node, f"update {turn} of {stage} has gradients of mini-batch {made.mini_batch}")
+        self.require_whole(node, made, part)
+        norms = [value for value in others if value.meta["type"].kind == "norm"]
+        for norm in norms:
+            self.require_norm(node, made, norm)
+        if self.clipped and made.norm is None:
+            fail(self.program, node, f"the gradients of {stage} are not clipped, though others are")
         self.done[stage, part] = turn + 1
 
+    def require_whole(self, node: fx.Node, made: _Made, part: str = "") -> None:
+        """Gradients that are used hold all micro-batches of their mini-batch, of all lanes, and of all stages that
+        share a parameter."""
+        first = made.mini_batch * self.interface.accumulate
+        lacking = sorted(set(range(first, first + self.interface.accumulate)) - made.micro_batches)
+        if lacking:
+            fail(self.program, node, f"the gradients of {made.stage} lack micro-batch {', '.join(map(str, lacking))}")
+        missing = self.tied(made.stage) - made.groups if part != "own" else set()
+        if missing:
+            message = f"the gradients of {made.stage} hold a shared parameter and were not summed over "
+            fail(self.program, node, message + ", ".join(sorted(missing)))
+        for group in ops.MESH_GROUPS if self.interface.lanes else ():
+            if self.interface.size(group) > 1 and group not in made.groups:
+                fail(self.program, node, f"the gradients of {made.stage} were not summed over the {group} of lanes")
+
     def tied(self, stage: str) -> set[str]:
-        rows, device = self.program.interface.groups.items(), self.program.device
+        rows, device = self.interface.groups.items(), self.program.device
         return {name for name, members in rows if any(d == device and s == stage for d, s, _ in members)}
 
     def check_counts(self, last: fx.Node) -> None:
-        interface = self.program.interface
+        interface = self.interface
         for stage in dict.fromkeys(str(n.args[0]) for n in self.program.ops() if n.target is ops.backward):
             parts = ("own", "shared") if any(s == stage and part for s, part in self.done) else ("",)
             for part in parts if interface.stages[stage].trained_params else ():
                 count = self.done.get((stage, part), 0)
-                if count != interface.micro_batches:
-                    message = f"{stage} has {count} updates, there are {interface.micro_batches} micro-batches"
+                if count != interface.mini_batches:
+                    message = f"{stage} has {count} updates, there are {interface.mini_batches} mini-batches"
                     fail(self.program, last, message)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -16,7 +16,7 @@ from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
 from ..graph.blocks import Block, param_spec
-from ..graph.stage_costs import storages
+from ..graph.stage_costs import Storages, storages
 from ..graph.team.exchanges import is_exchange
 from ..stage_time import block_seconds
 
@@ -27,6 +27,7 @@ class StageNeed:
 
     work_bytes: int  # weights, gradients, saved tensors of one micro-batch, and the workspace of one block
     input_bytes: int  # what enters the stage, for one micro-batch
+    entering: Storages = field(default_factory=dict)  # the same by storage
 
     def total_bytes(self, micro_batches: int, rounds: int) -> int:
         """All bytes, with the inputs of all micro-batches for each of the device's `rounds` stages, which count as
@@ -38,7 +39,9 @@ class Slices:
     """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1.
     `inputs_leave`: what enters a stage lies in another memory until its backward, so that only one of a device's stages
     at a time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and
-    optimizer states stay, and a stage holds the inputs of at most as many micro-batches as there are stages."""
+    optimizer states stay. A stage with d others after it holds the inputs of d + 1 micro-batches; a value that skips
+    stages waits for it from its making on, so that of such it holds as many as its maker has stages after it; and
+    it holds the gradients of a shared parameter until the farthest stage that shares it has made its own."""
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class Slices:
         sent = {node for block in self.blocks for node in block.outputs}
         sent |= {node for block in self.blocks for node in block.inputs if is_exchange(node)}
         ends = range(len(self.blocks) + 1)
-        self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent) for end in ends]
+        self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent, asynchronous) for end in ends]
+        self.shared = _shared(draft, self.blocks) if asynchronous else []
+        self.maker = {key: i for i, block in enumerate(self.blocks) for key in storages(block.outputs)}
 
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
         times = self.time_s[stage % len(self.devices)]
@@ -68,14 +73,33 @@ class Slices:
             return times[b] - times[a] + again[b] - again[a]
         return times[b] - times[a]
 
-    def need_bytes(self, a: int, b: int, count: int) -> int:
-        """Device memory of blocks[a:b] as one of `count` stages."""
-        rounds = 1 if self.inputs_leave else -(-count // len(self.devices))
-        held = min(self.micro_batches, count) if self.asynchronous else self.micro_batches
-        return self.needs[b][a].total_bytes(held, rounds)
+    def need_bytes(self, a: int, b: int, stage: int, count: int) -> int:
+        """Device memory of blocks[a:b] as stage number `stage` of `count`."""
+        num_devices = len(self.devices)
+        if self.asynchronous:
+            need = self.needs[b][a]
+            others = (count - other for other in range(stage % num_devices, count, num_devices) if other != stage)
+            held = sum(size * self._under_way(key, stage, count) for key, size in need.entering.items())
+            for grad_bytes, sharing in self.shared:
+                if any(a <= block < b for block in sharing):
+                    lag = self._after(sharing[0], stage, count) - (count - 1 - stage) if sharing[0] < a else 0
+                    held += grad_bytes * min(self.micro_batches - 1, lag)
+            return need.total_bytes(sum(min(self.micro_batches, ahead) for ahead in others), 1) + held
+        return self.needs[b][a].total_bytes(self.micro_batches, 1 if self.inputs_leave else -(-count // num_devices))
+
+    def _under_way(self, key: int, stage: int, count: int) -> int:
+        """The micro-batches of which a stage of `count` holds a value."""
+        maker = self.maker.get(key)
+        return min(self.micro_batches, count - stage if maker is None else self._after(maker, stage, count))
+
+    def _after(self, block: int, stage: int, count: int) -> int:
+        """The number of stages after that of a block before this stage, which is not known yet: it is taken to be the
+        one that has the block where all of them take equally long."""
+        times = self.time_s[0]
+        return count - 1 - min(stage - 1, int(count * times[block + 1] / times[-1]))
 
     def fits(self, a: int, b: int, stage: int, count: int) -> bool:
-        return self.need_bytes(a, b, count) <= self.devices[stage % len(self.devices)].budget_bytes
+        return self.need_bytes(a, b, stage, count) <= self.devices[stage % len(self.devices)].budget_bytes
 
     def fewest(self) -> int | None:
         """A lower bound of the number of stages that fit; None if a block alone is too large for every device."""
@@ -91,7 +115,7 @@ class Slices:
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:
         budget = max(device.budget_bytes for device in self.devices)
-        needs = [self.need_bytes(i, i + 1, counts[-1]) for i in range(len(self.blocks))]
+        needs = [self.need_bytes(i, i + 1, i, counts[-1]) for i in range(len(self.blocks))]
         need, name = max(zip(needs, (block.name for block in self.blocks)), key=lambda row: row[0])
         if need > budget:
             return DoesNotFit(
@@ -107,6 +131,17 @@ class Slices:
             f"stages={len(needs)}, one block each, or devices with more memory",
             memory="device",
         )
+
+
+def _shared(draft: Draft, blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
+    """Of each trained parameter that several blocks have, the bytes of its gradient, and these blocks."""
+    found: dict[int, tuple[int, list[int]]] = {}
+    for i, block in enumerate(blocks):
+        rows = {id(p): param_spec(draft.graph, name, p) for node in block.nodes
+                for name, p in draft.graph.node_parameters(node).items() if p.requires_grad}  # fmt: skip
+        for key, spec in rows.items():
+            found.setdefault(key, (spec.grad_bytes, []))[1].append(i)
+    return [row for row in found.values() if len(row[1]) > 1]
 
 
 def _sums(seconds: Iterable[float]) -> list[float]:
@@ -126,9 +161,9 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
 
 
 def needs_to_front(
-    blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]
+    blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node], each: bool = False
 ) -> list[StageNeed]:
-    """Per start a the need of blocks[a:] as one stage.
+    """Per start a the need of blocks[a:] as one stage; with `each`, also of each value that enters.
 
     The blocks need not be neighbours, but come in the model's order. `sent`: the values that any block hands on.
     """
@@ -149,5 +184,6 @@ def needs_to_front(
         weights |= parameters[i]
         workspace = max(workspace, cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes)
         between = sum(size for key, size in saved.items() if key not in inputs)
-        needs.append(StageNeed(sum(weights.values()) + kept + between + workspace, sum(inputs.values())))
+        work_bytes = sum(weights.values()) + kept + between + workspace
+        needs.append(StageNeed(work_bytes, sum(inputs.values()), dict(inputs) if each else {}))
     return needs[::-1]

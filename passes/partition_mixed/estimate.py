@@ -147,6 +147,14 @@ class PipelineEstimate:
             size * len({device_of[r] for r in readers} - {device_of[maker]}) for maker, readers, size in self.values
         )
 
+    def distances(self) -> list[int]:
+        """Per stage the number of stages after it on the longest way to an end."""
+        found = [0] * len(self.pred)
+        for s in reversed(range(len(found))):
+            for a, _ in self.pred[s]:
+                found[a] = max(found[a], found[s] + 1)
+        return found
+
     def depth(self) -> int:
         """The number of stages on the longest path."""
         level = [1] * len(self.pred)

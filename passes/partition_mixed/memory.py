@@ -3,13 +3,17 @@
 In: a draft with blocks. Out: `StageMemory` of any set of blocks, and whether a device holds several of these. A device
 keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of
 all micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without states.
+
+In an asynchronous pipeline a value is there of as many micro-batches as its maker has stages after it: so many are
+under way between its making and the backward that reads it last (`count_under_way`). The gradients of a shared
+parameter wait in a stage for those of the farthest stage that shares it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...ir.program import aligned
 from ..draft import Draft
@@ -29,6 +33,7 @@ class StageMemory:
     inputs: dict[int, tuple[int, bool]]  # value -> bytes, has a gradient; inputs of the batch have negative numbers
     outputs: frozenset[int]
     first: int  # its first block: stages are passed in this order
+    under_way: dict[int, int] = field(default_factory=dict)  # input -> micro-batches of which it is there at once
 
     @property
     def work_bytes(self) -> int:
@@ -67,7 +72,35 @@ class Footprints:
             self.batch.append({-1 - batch.setdefault(n, len(batch)): size for n, size in zip(loaded, sizes)})
             for k, node in zip(graph.made[i], block.outputs):
                 self.value_storages[k] = storages([node])
+        self.gradients = _gradients(draft)
+        homes: dict[int, list[int]] = {}
+        for i, row in enumerate(self.parameters):
+            for key in row.keys() & self.gradients.keys():
+                homes.setdefault(key, []).append(i)
+        self.shared = {key: blocks for key, blocks in homes.items() if len(blocks) > 1}
+        self.distance: list[int] = []  # per block the number of stages after its own; empty in a synchronous pipeline
         self.alone_bytes = [self.lasting_bytes(i) + self.kept[i] for i in range(len(self.blocks))]
+
+    def count_under_way(self, members: Sequence[Sequence[int]], distances: Sequence[int]) -> None:
+        """From here on these are the stages of an asynchronous pipeline, each with so many after it."""
+        found = {block: distance for own, distance in zip(members, distances, strict=True) for block in own}
+        self.distance = [found[block] for block in range(len(self.blocks))]
+
+    def _under_way(self, value: int, reader: int) -> int:
+        """The micro-batches of which a block's input is there at once."""
+        if not self.distance:
+            return self.micro_batches
+        ahead = self.distance[reader] + 1 if value < 0 else self.distance[self.graph.values[value].maker]
+        return min(self.micro_batches, max(1, ahead))
+
+    def _waiting_bytes(self, own: Sequence[int]) -> int:
+        """Bytes of gradients of shared parameters that wait in an asynchronous stage of these blocks."""
+        total, inside = 0, set(own)
+        for key, blocks in self.shared.items() if self.distance else ():
+            if not inside.isdisjoint(blocks):
+                lag = max(self.distance[i] for i in blocks) - max(self.distance[i] for i in own)
+                total += min(self.micro_batches - 1, max(0, lag)) * self.gradients[key]
+        return total
 
     def lasting_bytes(self, block: int) -> int:
         """Bytes of a block's weights, gradients and optimizer states."""
@@ -80,31 +113,42 @@ class Footprints:
         inputs: dict[int, tuple[int, bool]] = {}
         entering: set[int] = set()
         saved: Storages = {}
+        under_way: dict[int, int] = {}
         for i in own:
             saved |= self.saved[i]
             for k in self.graph.read[i]:
                 value = self.graph.values[k]
                 if value.maker not in inside:
                     inputs[k] = value.bytes, value.has_gradient
+                    under_way[k] = self._under_way(k, i)
                     entering |= self.value_storages[k].keys()
             inputs.update((k, (size, False)) for k, size in self.batch[i].items())
+            under_way.update((k, max(under_way.get(k, 0), self._under_way(k, i))) for k in self.batch[i])
         counted = {key for i in own for key in self.own[i]}
         between = sum(size for key, size in saved.items() if key not in counted and key not in entering)
         outputs = (k for i in own for k in self.graph.made[i] if not inside.issuperset(self.graph.values[k].readers))
         return StageMemory(
-            sum(weights for weights, _ in parameters.values()),
+            sum(weights for weights, _ in parameters.values()) + self._waiting_bytes(own),
             sum(states for _, states in parameters.values()),
             sum(self.kept[i] for i in own) + between,
             max((self.workspace[i] for i in own), default=0),
             inputs,
             frozenset(outputs),
             min(own, default=0),
+            under_way,
         )
 
     def activation_bytes(self, stages: Sequence[StageMemory]) -> int:
         """Bytes of the inputs of all micro-batches, each value once, until the backward of the first stage that reads
         them; gradients of values that several stages read, or that are made here, until the last part is there; and
-        twice the gradients of one input."""
+        twice the gradients of one input. In an asynchronous pipeline, the inputs of the micro-batches under way."""
+        passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
+        if self.distance:
+            there: dict[int, int] = {}
+            for stage in stages:
+                for k, (size, _) in stage.inputs.items():
+                    there[k] = max(there.get(k, 0), size * stage.under_way[k])
+            return sum(there.values()) + 2 * passing
         backward = sorted(stages, key=lambda stage: -stage.first)
         made = {k for stage in stages for k in stage.outputs}
         sizes = {k: row for stage in stages for k, row in stage.inputs.items()}
@@ -123,7 +167,6 @@ class Footprints:
                         held -= size
             peak = max(peak, held)
             held -= sum(sizes[k][0] for k in stage.outputs if k in waiting)
-        passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
         return self.micro_batches * peak + 2 * passing
 
     def resident_bytes(self, stages: Sequence[StageMemory]) -> int:
@@ -148,3 +191,12 @@ class Footprints:
     def fits(self, device: int, stages: Sequence[StageMemory], swapped: bool) -> bool:
         need = self.swapped_bytes(stages) if swapped else self.resident_bytes(stages)
         return need <= self.budgets[device]
+
+
+def _gradients(draft: Draft) -> dict[int, int]:
+    """The bytes of the gradient of each trained parameter, by identity."""
+    found: dict[int, int] = {}
+    for node in (node for block in draft.blocks for node in block.nodes):
+        rows = draft.graph.node_parameters(node).items()
+        found |= {id(p): param_spec(draft.graph, name, p).grad_bytes for name, p in rows if p.requires_grad}
+    return found

@@ -63,7 +63,7 @@ class PartitionMixed(Partition):
         asked = asked_stages(draft, self.stages)
         counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
-        problem = _Problem.of(draft, max(counts) if self.asynchronous else 0)
+        problem = _Problem.of(draft, self.asynchronous)
         if self.asynchronous:
             found = problem.best_asynchronous(counts)
         else:
@@ -90,6 +90,7 @@ class _Attempt:
     cut_bytes: int
     depth: int
     asynchronous: bool = False
+    fits: bool = True
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -109,23 +110,20 @@ class _Attempt:
 
 @dataclass
 class _Problem:
-    """A draft as integers, and the search on it. `under_way`: the most micro-batches that a stage of an asynchronous
-    pipeline holds. `light`: the blocks of such a pipeline that are assumed not to be computed again."""
+    """A draft as integers, and the search on it. `light`: the blocks of an `asynchronous` pipeline that are assumed not
+    to be computed again."""
 
     draft: Draft
     graph: BlockGraph
     memory: Footprints
     wires: Wires
-    under_way: int = 0
+    asynchronous: bool = False
     light: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, draft: Draft, under_way: int = 0) -> _Problem:
+    def of(cls, draft: Draft, asynchronous: bool = False) -> _Problem:
         graph = block_graph(draft.blocks, draft.lane_hardware, draft.options.precision, draft.graph)
-        memory = Footprints(draft, graph)
-        if under_way:
-            memory.micro_batches = min(memory.micro_batches, under_way)
-        return cls(draft, graph, memory, Wires.of(draft.lane_hardware), under_way)
+        return cls(draft, graph, Footprints(draft, graph), Wires.of(draft.lane_hardware), asynchronous)
 
     def best_asynchronous(self, counts: list[int]) -> _Attempt | None:
         """The best over all rounds of balancing, each with the profiles that the one before showed to be right."""
@@ -154,7 +152,7 @@ class _Problem:
         """The best attempt over these L; None if none fits."""
         if not swapped and sum(map(self.memory.lasting_bytes, range(self.graph.num_blocks))) > self._room_bytes():
             return None
-        attempts = [a for count in counts for a in self.attempts(count, swapped)]
+        attempts = [a for count in counts for a in self.attempts(count, swapped) if a.fits]
         return min(attempts, key=lambda a: a.rank, default=None)
 
     def _room_bytes(self) -> int:
@@ -171,6 +169,7 @@ class _Problem:
                 clusters = coarse.copy()
                 merge_around_centers(clusters, self.graph, count, centers, self.limits(count, swapped))
                 flow = self.flow(clusters)
+                self.count_under_way(flow, clusters)
                 for devices in self.starts(flow, clusters, swapped):
                     started.append((flow.step_ns(devices), devices, clusters.copy(), units))
         started.sort(key=lambda row: row[0])
@@ -207,7 +206,12 @@ class _Problem:
     def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> PipelineEstimate:
         few = 2 * self.draft.lane_hardware.num_devices  # more micro-batches only repeat what these show
         count = min(self.draft.options.micro_batches, few)
-        return PipelineEstimate(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
+        return PipelineEstimate(self.graph, members, self.wires, count, spared, asynchronous=self.asynchronous)
+
+    def count_under_way(self, flow: PipelineEstimate, clusters: Clusters) -> None:
+        """Have memory count the micro-batches that are under way in an asynchronous pipeline of these stages."""
+        if self.asynchronous:
+            self.memory.count_under_way([clusters.members[c] for c in clusters.in_order()], flow.distances())
 
     def starts(self, flow: PipelineEstimate, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
         needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
@@ -224,11 +228,13 @@ class _Problem:
         self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
     ) -> _Attempt:
         """Exchange devices, make connected clusters stages, and refine, which counts only where it helps."""
-        order = clusters.in_order()
+        order, flow = clusters.in_order(), self.flow(clusters)
+        self.count_under_way(flow, clusters)
         needs = [self.memory.stage(clusters.members[c]) for c in order]
-        devices = exchange(self.flow(clusters), devices, needs, self.memory, swapped)
+        devices = exchange(flow, devices, needs, self.memory, swapped)
         device_of = dict(zip(order, devices))
         merge_components(clusters, device_of, self.graph, self.memory, swapped)
+        self.count_under_way(self.flow(clusters), clusters)
         members = [sorted(clusters.members[c]) for c in clusters.in_order()]
         devices = [device_of[c] for c in clusters.in_order()]
         plain = self.valued(count, members, devices, swapped)
@@ -236,7 +242,7 @@ class _Problem:
         refinement.run(units)
         refinement.run([[block] for block in range(self.graph.num_blocks)])
         refined = self.valued(count, *refinement.stages(), swapped)
-        return min(plain, refined, key=lambda a: a.rank)
+        return min(plain, refined, key=lambda a: (not a.fits, a.rank))
 
     def valued(self, count: int, members: list[list[int]], devices: list[int], swapped: bool) -> _Attempt:
         spared = [False] * len(members)
@@ -245,7 +251,11 @@ class _Problem:
             found = self.memory.spared(device, [self.memory.stage(members[s]) for s in own])
             for s, is_spared in zip(own, found):
                 spared[s] = is_spared
-        flow = self._flow(members, spared)
+        flow, fits = self._flow(members, spared), True
+        if self.asynchronous:  # as exactly as it is known
+            self.memory.count_under_way(members, flow.distances())
+            needs = [(home, self.memory.stage(own)) for own, home in zip(members, devices)]
+            fits = all(self.memory.fits(d, [s for home, s in needs if home == d], swapped) for d in set(devices))
         loads = flow.device_load_ns(devices, self.draft.lane_hardware.num_devices)
         return _Attempt(
             count,
@@ -256,7 +266,8 @@ class _Problem:
             loads,
             flow.cut_bytes(devices),
             flow.depth(),
-            self.under_way > 0,
+            self.asynchronous,
+            fits,
         )
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:

@@ -8,22 +8,26 @@ from collections.abc import Sequence
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import StageSpec, TensorSpec
-from .async_order import recomputed, staleness_of
+from ...ir.program import WORLD, StageSpec
+from ..optimizer.timing import Updates
+from .async_order import Staleness, recomputed
 from .emitter import Emitter, number_of
 from .flow import Action, AsyncUpdate, Flow, Placed, Share
 
 
 class AsyncEmitter(Emitter):
-    """Writes one device's program: turns and updates in their order, each update with one micro-batch's gradients."""
+    """Writes one device's program: turns and updates in their order, each update with one mini-batch's gradients."""
 
-    def __init__(self, flow: Flow, device: int, order: Sequence[Placed], mode: str):
+    def __init__(
+        self, flow: Flow, device: int, order: Sequence[Placed], mode: str, staleness: Staleness, updates: Updates
+    ):
         super().__init__(flow, device, order)
-        self.staleness, self.mode = staleness_of(flow), mode
+        self.staleness, self.mode, self.how = staleness, mode, updates
         self.keeping = flow.trained.difference(recomputed(flow))
-        self.pending: dict[tuple[str, int, bool], fx.Node] = {}  # gradients of own, and of shared (True) parameters
+        self.pending: dict[tuple[str, int, bool], fx.Node] = {}  # gradients for an update, and for a late (True) one
         self.read: dict[tuple[str, int], fx.Node] = {}  # per forward under way, the weights that it read
         self.updates: dict[tuple[str, bool], int] = defaultdict(int)
+        self.norms: dict[int, fx.Node] = {}  # by mini-batch
 
     def take(self, action: Action) -> None:
         if isinstance(action, AsyncUpdate):
@@ -35,9 +39,10 @@ class AsyncEmitter(Emitter):
 
     def weights_of_forward(self, spec: StageSpec, m: int) -> fx.Node:
         """The newest weights; in mode `predict`, those expected at the time of the update."""
-        weights = self.weights[spec.name]
-        missing = m - self.updates[spec.name, False] if self.staleness.has_own(spec) else 0
-        shared = m - self.updates[spec.name, True] if spec.name in self.staleness.shared else 0
+        weights, mini_batch = self.weights[spec.name], m // self.staleness.accumulate
+        clipped = spec.name in self.staleness.clipped
+        missing = mini_batch - self.updates[spec.name, clipped] if self.staleness.has_unshared(spec) else 0
+        shared = mini_batch - self.updates[spec.name, True] if spec.name in self.staleness.shared else 0
         if self.mode == "predict" and missing + shared:
             fields = {"shared": shared} if shared else {}
             names = [f"w{number_of(spec)}_for_m{m}"]
@@ -46,31 +51,38 @@ class AsyncEmitter(Emitter):
         return weights
 
     def backward(self, spec: StageSpec, m: int) -> None:
-        """Write a backward whose gradients are not added to those of other micro-batches."""
+        """Write a backward whose gradients are added to those of its own mini-batch."""
         super().backward(spec, m)
-        grads = self.grads.pop(spec.name)
-        own, shared = self.staleness.has_own(spec), spec.name in self.staleness.shared
-        if own and shared:
+        if self.staleness.ends(m):
+            grads = self.grads.pop(spec.name)
+            if spec.trained_params:
+                self.gradients(spec, m, grads)
+        self.read.pop((spec.name, m))
+
+    def gradients(self, spec: StageSpec, m: int, grads: fx.Node) -> None:
+        """Keep a mini-batch's gradients for the update with them, or for two."""
+        mini_batch, late = m // self.staleness.accumulate, spec.name in self.staleness.late
+        if late and self.staleness.has_own(spec):
             names = [f"g{number_of(spec)}_m{m}_{part}" for part in ("own", "shared")]
             parts = self.program.emit(ops.split, spec.name, grads, names=names)
-            self.pending[spec.name, m, False], self.pending[spec.name, m, True] = parts
-        elif spec.trained_params:
-            self.pending[spec.name, m, shared] = grads
-        self.read.pop((spec.name, m))
+            self.pending[spec.name, mini_batch, False], self.pending[spec.name, mini_batch, True] = parts
+        else:
+            self.pending[spec.name, mini_batch, late] = grads
 
     def weights_of_backward(self, spec: StageSpec, m: int) -> fx.Node:
         """The newest weights; or those that the forward read, if these are stashed or the forward kept tensors."""
         found = self.read[spec.name, m]
         return found if self.mode == "stash" or (spec.name, m) in self.kept else self.weights[spec.name]
 
-    def gradient(self, spec: StageSpec, out: TensorSpec, m: int) -> fx.Node | float | None:
-        """As in the base, but 1 for the loss: each micro-batch has updates of its own."""
-        return 1.0 if out.requires_grad and out.name == spec.loss else super().gradient(spec, out, m)
-
     def update(self, update: AsyncUpdate) -> None:
-        self.stash(self.interface.stages[update.stage])
-        grads = self.pending.pop((update.stage, update.micro_batch, update.is_shared))
-        self.program.emit(ops.step, update.stage, grads)
+        spec = self.interface.stages[update.stage]
+        self.stash(spec)
+        grads, norm = self.pending.pop((update.stage, update.mini_batch, update.is_shared)), []
+        if self.how.max_norm is not None:
+            norm = [self.norms[update.mini_batch]]
+            names = [f"g{number_of(spec)}_m{self.staleness.last_of(update.mini_batch)}_clipped"]
+            (grads,) = self.program.emit(ops.clip, grads, *norm, names=names, max_norm=self.how.max_norm)
+        self.program.emit(ops.step, update.stage, grads, *(norm if self.how.scaled else []))
         self.updates[update.stage, update.is_shared] += 1
 
     def stash(self, spec: StageSpec) -> None:
@@ -84,12 +96,19 @@ class AsyncEmitter(Emitter):
         self.read.update(dict.fromkeys(under_way, kept))
 
     def share(self, share: Share) -> None:
-        """Sum the gradients of shared parameters of one micro-batch over all stages that share them."""
-        m = share.micro_batch
+        """Sum one mini-batch's gradients of shared parameters over all stages that share them; and take the norm of all
+        of its gradients."""
+        j, m = share.mini_batch, self.staleness.last_of(share.mini_batch)
         for group, rows in self.interface.groups.items():
-            mine = [stage for device, stage, _ in rows if device == self.device]
+            mine = [stage for device, stage, _ in rows if device == self.device and stage]
             if mine:
                 names = [f"g{number_of(self.interface.stages[stage])}_m{m}_summed" for stage in mine]
-                grads = [self.pending[stage, m, True] for stage in mine]
+                grads = [self.pending[stage, j, True] for stage in mine]
                 summed = self.program.emit(ops.all_reduce, *grads, names=names, group=group)
-                self.pending.update(((stage, m, True), node) for stage, node in zip(mine, summed))
+                self.pending.update(((stage, j, True), node) for stage, node in zip(mine, summed))
+        if self.how.max_norm is not None:
+            grads = [self.pending[stage, j, True] for stage in share.stages]
+            (norm,) = self.program.emit(ops.norm, *grads, names=[f"norm_m{m}"])
+            if WORLD in self.interface.groups:
+                (norm,) = self.program.emit(ops.all_reduce, norm, names=[f"norm_m{m}_world"], group=WORLD)
+            self.norms[j] = norm

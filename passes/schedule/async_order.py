@@ -1,15 +1,19 @@
 """The order of an asynchronous pipeline: what each device does, one action after the other (FTPipe 4, work scheduling).
 
 A stage at distance d from the end (the longest way over other stages) does d + 1 forwards, then backward and forward in
-turn; after each backward it is updated with that micro-batch's gradients. So its forward of micro-batch k reads what
-max(0, k - d) updates have made.
+turn; after the last backward of each mini-batch, which has A micro-batches, it is updated with the sum of their
+gradients (A is 1 where nothing is accumulated). So its forward of micro-batch m reads what max(0, (m - d) // A) updates
+have made, and its backward what m // A updates have.
 
-A parameter that several stages share has a copy in each, updated with the sum of all their gradients of a micro-batch.
-With D the largest distance among such stages, one at distance d updates its copy with micro-batch k after its backward
-of micro-batch k + D - d: by then the backward of k has had the time to reach the first of them, and the sum to come
-back. So all of them run the forward of micro-batch k on version max(0, k - D) of what they share, and every copy is the
-same at every version; a stage nearer to the end than D has its backward on version max(0, k - (D - d)) of that, and
-holds the shared gradients, but no others, of D - d + 1 micro-batches.
+A parameter that several stages share has a copy in each, updated with the sum of all their gradients of a mini-batch.
+With D the largest distance among such stages, one at distance d updates its copy D - d backwards after the last one of
+the mini-batch: by then this has had the time to reach the first of them, and the sum to come back. So all of them run
+the forward of micro-batch m on version max(0, (m - D) // A) of what they share, and every copy is the same at every
+version; a stage nearer to the end than D has its backward on version max(0, (m - (D - d)) // A) of that, and holds
+the shared gradients, but no others, of the mini-batches in between.
+
+Where gradients are clipped by their norm, or checked for overflow, an update waits for all gradients of its mini-batch
+in the same way: D is then the largest distance of all trained stages, and all parameters are treated as shared ones.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from ...ir import ops
 from ...ir.program import StageSpec
 from ..draft import Draft
 from .flow import AsyncUpdate, Flow, Share, StageAction, Turn
@@ -36,33 +41,65 @@ def distances(flow: Flow) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Staleness:
-    """The number of updates between the weights of a forward and the update with its gradients, once that many
-    micro-batches have passed: for a stage's own parameters its `distance` to the end, for those that stages share the
-    largest distance of these. `shared`: stage -> trained parameters that it shares."""
+    """The number of micro-batches between the weights of a forward and the update with its gradients, once that many
+    have passed: for a stage's own parameters its `distance` to the end, for what waits for several stages the largest
+    distance of these. `shared`: stage -> trained parameters that it shares; `clipped`: the stages whose updates wait
+    for the norm of all gradients, none where there is no norm; `accumulate`: the micro-batches of a mini-batch."""
 
     distance: Mapping[str, int]
     shared: Mapping[str, Collection[str]]
+    accumulate: int = 1
+    clipped: Collection[str] = ()
 
     @property
-    def of_shared(self) -> int:
-        return max((self.distance[name] for name in self.shared), default=0)
+    def late(self) -> list[str]:
+        """The stages of which an update waits for other stages."""
+        return [name for name in self.distance if name in self.shared or name in self.clipped]
+
+    @property
+    def of_late(self) -> int:
+        return max((self.distance[name] for name in self.late), default=0)
 
     def lag(self, stage: str) -> int:
-        """The number of later backwards before a stage updates what it shares with a micro-batch's gradients."""
-        return self.of_shared - self.distance[stage]
+        """The number of later backwards before a stage is updated with what waits for other stages."""
+        return self.of_late - self.distance[stage]
+
+    def has_unshared(self, spec: StageSpec) -> bool:
+        """Whether a stage trains parameters that it does not share."""
+        shared = self.shared.get(spec.name, ())
+        return any(p.requires_grad and p.name not in shared for p in spec.params)
 
     def has_own(self, spec: StageSpec) -> bool:
-        """Whether a stage trains parameters that it does not share."""
-        return any(p.requires_grad and p.name not in self.shared.get(spec.name, ()) for p in spec.params)
+        """Whether a stage trains parameters whose updates wait for no other stage."""
+        return not self.clipped and self.has_unshared(spec)
+
+    def updates(self, distance: int) -> int:
+        """The most updates that a forward lacks of those that are before its own, at this distance."""
+        return -(-distance // self.accumulate)
+
+    def lacking(self, stage: str) -> int:
+        """The most updates that a forward of a stage lacks of those of parameters that it does not share."""
+        return self.updates(self.of_late if self.clipped else self.distance[stage])
+
+    def ends(self, micro_batch: int) -> bool:
+        """Whether a micro-batch is the last one of its mini-batch."""
+        return (micro_batch + 1) % self.accumulate == 0
+
+    def last_of(self, mini_batch: int) -> int:
+        """The last micro-batch of a mini-batch."""
+        return (mini_batch + 1) * self.accumulate - 1
 
 
-def staleness_of(flow: Flow) -> Staleness:
-    """The staleness of a flow's stages; the interface's groups are those of parameters that stages share."""
+def staleness_of(flow: Flow, clipped: bool = False) -> Staleness:
+    """The staleness of a flow's stages; the interface's groups are those of parameters that stages share. `clipped`:
+    updates wait for the norm of all gradients."""
     shared: dict[str, set[str]] = defaultdict(set)
     for rows in flow.interface.groups.values():
         for _, stage, param in rows:
-            shared[stage].add(param)
-    return Staleness(distances(flow), shared)
+            if stage:
+                shared[stage].add(param)
+    trained = [spec.name for spec in flow.specs if spec.trained_params] if clipped else []
+    return Staleness(distances(flow), shared, flow.interface.accumulate, trained)
 
 
 def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[StageAction]:
@@ -70,18 +107,19 @@ def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[StageAct
     name, count, ahead = spec.name, flow.interface.micro_batches, staleness.distance[spec.name] + 1
     if name not in flow.trained:
         return [Turn(name, m) for m in range(count)]
-    own = staleness.has_own(spec)
-    lag, shared = (staleness.lag(name), range(count)) if name in staleness.shared else (0, range(0))
+    own, late = staleness.has_own(spec), name in staleness.late
+    lag, each = staleness.lag(name) if late else 0, staleness.accumulate
     steps: list[StageAction] = [Turn(name, m) for m in range(min(ahead, count))]
     for m in range(count):
         steps.append(Turn(name, m, True))
-        if own:
-            steps.append(AsyncUpdate(name, m))
-        if m - lag in shared:
-            steps.append(AsyncUpdate(name, m - lag, True))
+        if own and staleness.ends(m):
+            steps.append(AsyncUpdate(name, m // each))
+        if late and m >= lag and staleness.ends(m - lag):
+            steps.append(AsyncUpdate(name, (m - lag) // each, True))
         if m + ahead < count:
             steps.append(Turn(name, m + ahead))
-    return steps + [AsyncUpdate(name, m, True) for m in shared if m >= count - lag]
+    rest = [m for m in range(max(0, count - lag), count) if late and staleness.ends(m)]
+    return steps + [AsyncUpdate(name, m // each, True) for m in rest]
 
 
 def recomputed(flow: Flow) -> list[str]:
@@ -94,30 +132,56 @@ class Alternating(Timetable):
     """A pipeline under way: what each stage has still to do, and what has ended when. Of the actions that can begin
     first, updates go before backwards, these before forwards, and earlier micro-batches first."""
 
-    def __init__(self, flow: Flow, draft: Draft):
+    def __init__(self, flow: Flow, draft: Draft, staleness: Staleness):
         super().__init__(flow, draft)
-        self.staleness = staleness_of(flow)
+        self.staleness = staleness
         self.recomputed = frozenset(recomputed(flow))
+        self.sums_s = self.sums_seconds()
+        self.update_s = {spec.name: self.update_seconds(spec, draft) for spec in flow.specs}
         self.todo = {spec.name: deque(sequence(spec, flow, self.staleness)) for spec in flow.specs}
-        self.sharing = {d: tuple(s.name for s in flow.on(d) if s.name in self.staleness.shared) for d in flow.devices}
+        self.late = staleness.late
+        self.sharing = {d: tuple(s.name for s in flow.on(d) if s.name in set(self.late)) for d in flow.devices}
 
     def able(self) -> Iterator[Able]:
         """The next action of each stage."""
         for action in (actions[0] for actions in self.todo.values() if actions):
             if isinstance(action, AsyncUpdate):
-                summed_s = self.summed_s(action.micro_batch) if action.is_shared else 0.0
-                yield max(self.free_s[self.flow.device_of[action.stage]], summed_s), 0, action.micro_batch, action
+                summed_s = self.ended_all_s(action.mini_batch) + self.sums_s if action.is_shared else 0.0
+                begin_s, m = self.free_s[self.flow.device_of[action.stage]], self.staleness.last_of(action.mini_batch)
+                yield max(begin_s, summed_s), 0, m, action
             else:
                 yield self.begin_s(action), 1 if action.is_backward else 2, action.micro_batch, action
 
     def lasts_s(self, action: StageAction) -> float:
         """All but the last stages compute their forward again in backward."""
-        again = isinstance(action, Turn) and action.is_backward and action.stage in self.recomputed
+        if isinstance(action, AsyncUpdate):
+            return self.update_s[action.stage]
+        again = action.is_backward and action.stage in self.recomputed
         return super().lasts_s(action) + (self.took_s[action.stage].forward_s if again else 0.0)
 
-    def summed_s(self, m: int) -> float:
-        """When the gradients of a micro-batch are there from all stages that share parameters."""
-        return max(self.ended_s.get(Turn(stage, m, True), math.inf) for stage in self.staleness.shared)
+    def sums_seconds(self) -> float:
+        """Seconds to add up the gradients of shared parameters, one parameter after the other, and the norm."""
+        total = 0.0
+        for rows in self.flow.interface.groups.values():
+            _, stage, name = rows[0]
+            params = self.flow.interface.stages[stage].params if stage else ()
+            devices = list(dict.fromkeys(device for device, _, _ in rows))
+            part_bytes = sum(p.grad_bytes for p in params if p.name == name) / len(devices)
+            ring = [(a, b) for a, b in zip(devices, devices[1:] + devices[:1]) if a != b]
+            hop_s = max((self.messages.seconds(a, b, part_bytes) for a, b in ring), default=0.0)
+            total += 2 * (len(devices) - 1) * hop_s
+        return total
+
+    def update_seconds(self, spec: StageSpec, draft: Draft) -> float:
+        """Seconds of a stage's update where its weights are, by the bytes that it moves."""
+        device = draft.lane_hardware.devices[self.flow.device_of[spec.name]]
+        num_bytes = ops.update_traffic(spec.trained_params, self.flow.interface.state_bytes(spec))
+        return num_bytes / device.memory_bandwidth + len(spec.params) * device.op_overhead_s
+
+    def ended_all_s(self, mini_batch: int) -> float:
+        """When the gradients of a mini-batch are there from all stages that wait for each other."""
+        last = self.staleness.last_of(mini_batch)
+        return max(self.ended_s.get(Turn(stage, last, True), math.inf) for stage in self.late)
 
     def waits_s(self, turn: Turn) -> list[float]:
         return (self.before_backward(turn) if turn.is_backward else self.before_forward(turn)) + super().waits_s(turn)
@@ -145,16 +209,19 @@ class Alternating(Timetable):
     def do(self, action: StageAction, begin_s: float) -> None:
         super().do(action, begin_s)
         self.todo[action.stage].popleft()
-        if isinstance(action, Turn) and action.is_backward and action.stage in self.staleness.shared:
-            self.share(action.micro_batch)
+        ends = isinstance(action, Turn) and action.is_backward and self.staleness.ends(action.micro_batch)
+        if isinstance(action, Turn) and ends and action.stage in self.sharing[self.flow.device_of[action.stage]]:
+            self.share(action.micro_batch // self.staleness.accumulate)
         if isinstance(action, Turn) and not action.is_backward and not self.staleness.distance[action.stage]:
             self.together(action)
 
-    def share(self, m: int) -> None:
-        """Add the sum of shared gradients after the last backward of the stages that share parameters."""
-        end_s = self.summed_s(m)
+    def share(self, mini_batch: int) -> None:
+        """Add the sum of shared gradients, and the norm of all, after the last backward of the stages that wait for
+        them. A norm is taken by all devices together."""
+        end_s, all_of_them = self.ended_all_s(mini_batch), bool(self.staleness.clipped)
         if end_s < math.inf:
-            self.ends += [(end_s, (device, Share(stages, m))) for device, stages in self.sharing.items() if stages]
+            rows = [(device, stages) for device, stages in self.sharing.items() if stages or all_of_them]
+            self.ends += [(end_s, (device, Share(stages, mini_batch))) for device, stages in rows]
 
     def together(self, turn: Turn) -> None:
         """The last stage's backward follows its forward at once."""

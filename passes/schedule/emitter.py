@@ -171,11 +171,12 @@ class Emitter:
         self.values[message] = node
 
     def gradient(self, spec: StageSpec, out: TensorSpec, m: int) -> fx.Node | float | None:
-        """The gradient of one output: 1 / M for the loss, else the sum over this device's and the others' readers."""
+        """The gradient of one output: 1 / M for the loss, where M micro-batches make an update; else the sum over this
+        device's and the others' readers."""
         if not out.requires_grad:
             return None
         if out.name == spec.loss:
-            return 1.0 / self.interface.total_micro_batches
+            return 1.0 / self.interface.micro_batches_of_update
         for e in spec.exchanges:
             if e.source == out.name:
                 self.exchange_gradient(spec, e, m)

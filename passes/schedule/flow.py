@@ -41,20 +41,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class AsyncUpdate:
-    """The update of a stage with one micro-batch's gradients, of its own parameters or of those that it shares."""
+    """The update of a stage with one mini-batch's gradients, of its own parameters or of those that it shares."""
 
     stage: str
-    micro_batch: int
+    mini_batch: int
     is_shared: bool = False
 
 
 @dataclass(frozen=True)
 class Share:
-    """The sum of one micro-batch's gradients of parameters that these stages of a device share. It is taken as soon as
+    """The sum of one mini-batch's gradients of parameters that these stages of a device share. It is taken as soon as
     all of the gradients are there, so that no update waits for it."""
 
     stages: tuple[str, ...]
-    micro_batch: int
+    mini_batch: int
 
 
 StageAction = Turn | AsyncUpdate  # only asynchronous schedules have updates between turns

@@ -1,11 +1,11 @@
-"""`schedule-async`: every micro-batch is a mini-batch with its own updates, for which no stage waits (FTPipe 4).
+"""`schedule-async`: every few micro-batches are a mini-batch with its own updates, for which no stage waits (FTPipe 4).
 
 In: stages on devices. Out: `draft.programs`, complete: no optimizer, rematerialisation or fetch follows. A stage at
-distance d from the end does d + 1 forwards, then backward and forward in turn, and is updated right after each backward
-(`async_order`, which also says what stages that share parameters do). All but the last stage compute their forward
-again in backward, on the weights as they are then; the last one runs both together and keeps what it saved. A step of
-the job takes M micro-batches through the pipeline: it fills at the beginning and drains at the end, and a large M makes
-that cheap.
+distance d from the end does d + 1 forwards, then backward and forward in turn, and is updated right after the last
+backward of each mini-batch (`async_order`, which also says what stages do whose updates wait for others). All but the
+last stage compute their forward again in backward, on the weights as they are then; the last one runs both together and
+keeps what it saved. A step of the job takes M micro-batches through the pipeline: it fills at the beginning and drains
+at the end, and a large M makes that cheap. `accumulate` of them make a mini-batch (FTPipe's table 4: Accum).
 
 A forward of micro-batch k reads weights that lack the updates with the micro-batches still under way. `weights` says
 what is done about it: `current` nothing (FTPipe: backward has what is newest); `stash` keeps the version of a
@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.precision import Precision
-from ...ir.program import Interface
+from ...ir.program import Interface, Program
 from ..draft import Draft
-from ..optimizer.timing import tie_groups
+from ..optimizer.timing import Updates, updates_of
 from .async_emitter import AsyncEmitter
-from .async_order import Alternating, recomputed, staleness_of
+from .async_order import Alternating, Staleness, recomputed, staleness_of
 from .flow import Flow, Placed
 from .schedule import Schedule
 
@@ -35,8 +35,10 @@ WEIGHTS = ("current", "stash", "predict")
 
 @dataclass(frozen=True)
 class ScheduleAsync(Schedule):
-    """Raises `PassError` for what asynchronous training cannot do: clipping by the norm of all gradients, fp16,
-    copies of the pipeline, and stages before the last that must not be computed again."""
+    """`weights`: "current", "stash" or "predict"; `accumulate`: the micro-batches of a mini-batch, of all lanes.
+
+    Raises `PassError` for what asynchronous training cannot do: copies of the pipeline, and stages before the last that
+    must not be computed again."""
 
     name: ClassVar[str] = "schedule-async"
     gives: ClassVar[tuple[str, ...]] = ("programs", "remat", "tiers", "optimizer")
@@ -48,48 +50,71 @@ class ScheduleAsync(Schedule):
         'swapped, and for choices about saved tensors, use a synchronous strategy, such as "ftpipe" or "mobius"'
     )
     weights: str = "current"
+    accumulate: int = 1
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`staleness`: per stage, and per group of copies of a parameter that stages share, the most updates that occur
         between the weights of a forward and the update with its gradients."""
         if self.weights not in WEIGHTS:
             raise PassError(f"{self.name}: weights={self.weights!r}; there are {', '.join(WEIGHTS)}")
+        _check_mini_batches(self, draft)
         _check_options(draft)
         flow = Flow(self.interface(draft), draft.devices)
-        staleness = staleness_of(flow)
+        staleness = self.staleness(flow, draft)
         again = recomputed(flow)
         _check_rematerialisable(flow, again)
         trained = [spec.name for spec in flow.specs if spec.trained_params]
-        most = flow.interface.micro_batches - 1
+        most = flow.interface.mini_batches - 1
+        late = min(staleness.updates(staleness.of_late), most)
         return {
             "schedule": self.order,
             "rematerialise": again,
             "fetch": {},
             "optimizer": dict.fromkeys(trained, ops.DEVICE),
             "staleness": {
-                **{s.name: min(staleness.distance[s.name], most) for s in flow.specs if staleness.has_own(s)},
-                **{group: min(staleness.of_shared, most) for group in flow.interface.groups},
+                **{s.name: min(staleness.lacking(s.name), most) for s in flow.specs if staleness.has_unshared(s)},
+                **{group: late for group, rows in flow.interface.groups.items() if rows[0][1]},
             },
         }
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
-        return Alternating(flow, draft).run()
+        return Alternating(flow, draft, self.staleness(flow, draft)).run()
 
     def interface(self, draft: Draft) -> Interface:
-        return replace(super().interface(draft), groups=tie_groups(draft), asynchronous=True)
+        groups = self.updates(draft).groups
+        return replace(super().interface(draft), groups=groups, asynchronous=True, accumulate=self.each(draft))
 
-    def emitter(self, flow: Flow, device: int, turns: Sequence[Placed]) -> AsyncEmitter:
-        return AsyncEmitter(flow, device, turns, self.weights)
+    def each(self, draft: Draft) -> int:
+        """The micro-batches of a mini-batch in each lane."""
+        return self.accumulate // max(1, len(draft.mesh.lanes))
+
+    def updates(self, draft: Draft) -> Updates:
+        return updates_of(draft, {s.spec.name: ops.DEVICE for s in draft.stages})
+
+    def staleness(self, flow: Flow, draft: Draft) -> Staleness:
+        return staleness_of(flow, self.updates(draft).max_norm is not None)
+
+    def programs(self, flow: Flow, draft: Draft, turns: Sequence[Placed]) -> list[Program]:
+        staleness, updates = self.staleness(flow, draft), self.updates(draft)
+        return [AsyncEmitter(flow, d, turns, self.weights, staleness, updates).write() for d in flow.devices]
+
+
+def _check_mini_batches(p: ScheduleAsync, draft: Draft) -> None:
+    """Raise `PassError` where the batch is no whole number of mini-batches, or these cannot be shared out to lanes."""
+    lanes = max(1, len(draft.mesh.lanes))
+    count = draft.options.micro_batches * lanes
+    if p.accumulate < 1 or p.accumulate % lanes or count % p.accumulate:
+        near = [k for k in range(lanes, count + 1, lanes) if count % k == 0]
+        best = min(near, key=lambda k: (abs(k - p.accumulate), k))
+        shared = f", of which each of {lanes} copies of the pipeline takes an equal part" if lanes > 1 else ""
+        raise PassError(
+            f"{p.name}: accumulate={p.accumulate}, but {count} micro-batches must be a whole number of mini-batches of "
+            f"so many{shared}; the nearest that works is accumulate={best}"
+        )
 
 
 def _check_options(draft: Draft) -> None:
     options = draft.options
-    if options.max_grad_norm is not None:
-        raise PassError(
-            f"max_grad_norm={options.max_grad_norm:g}: an asynchronous stage is updated before the gradients of the "
-            "stages in front of it exist, so that there is no norm over all of them, and clipping each stage by its "
-            'own norm is another training. Leave max_grad_norm out, or use a synchronous strategy, such as "ftpipe"'
-        )
     if Precision.of(options.precision).scales_loss:
         raise PassError(
             'precision="fp16-mixed": whether a step counts is known when all gradients of a micro-batch are there, but '

@@ -15,6 +15,7 @@ import penstock
 from penstock.compiler.check.check import check
 from penstock.compiler.coupling import fact_lines
 from penstock.compiler.job.job import Job
+from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit
 from penstock.passes.graph.rows.facts import MEAN_OVER_ROWS
 from penstock.tests.compiler.eager_baseline import optimizer_states
@@ -32,7 +33,7 @@ def compiled(model: nn.Module, batch: dict[str, Any], num_devices: int = 2, **op
 def facts_said(job: Job) -> str:
     """What `explain` says of rows."""
     interface = job.folder.interface
-    return " ".join(fact_lines(job.folder.settings.rows, interface.total_micro_batches, interface.asynchronous))
+    return " ".join(fact_lines(job.folder.settings.rows, interface.micro_batches_of_update, interface.asynchronous))
 
 
 def eager(model: nn.Module, batch: dict[str, Any], steps: int = 2) -> tuple[list[float], dict[str, Tensor], nn.Module]:
@@ -170,3 +171,7 @@ def test_in_asynchronous_training_each_micro_batch_is_a_batch() -> None:
     assert job.plan.decisions.staleness
     assert job.folder.settings.rows == MEAN_OVER_ROWS
     assert "* 4.0" not in job.code(0)
+    of_two = compiled(
+        model, batch, num_devices=1, micro_batches=4, strategy=STRATEGIES["async"] + "{accumulate=2}"
+    )  # fmt: skip
+    assert "* 2" in of_two.code(0)  # their mean is the sum over both

@@ -1,5 +1,6 @@
-"""Asynchronous training as a loop in plain PyTorch: one micro-batch after the other. Each stage keeps all versions of
-its weights, of which it takes the version that a stage of a pipeline of that depth would find."""
+"""Asynchronous training as a loop in plain PyTorch: one mini-batch after the other, micro-batch by micro-batch. Each
+stage keeps all versions of its weights, of which it takes the version that a stage of a pipeline of that depth would
+find."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ class OneStage:
     names: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
-    delay: int = 0  # the number of updates that a forward's weights lack
+    depth: int = 0  # the number of stages after it
+    delay: int = 0  # the number of micro-batches whose updates a forward's weights lack
     shared: frozenset[str] = frozenset()  # parameters that other stages have, too
     shared_delay: int = 0  # the same for shared parameters
-    lag: int = 0  # the number of updates of shared parameters that a backward's weights lack
+    lag: int = 0  # the same for a backward's weights, of parameters whose updates wait for other stages
+    late: frozenset[str] = frozenset()  # these parameters: the shared ones, or all where a norm is waited for
     versions: list[Version] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # learning rates, one for each version
     scratch: nn.Module | None = None
@@ -65,12 +68,16 @@ def parameters_of(module: nn.Module, spec: StageSpec) -> dict[str, nn.Parameter]
 
 
 class Sequential:
-    """Trains the stages of a draft. `weights`: "current", "stash" or "predict"."""
+    """Trains the stages of a draft, whose programs say how many micro-batches a mini-batch has, and whose options what
+    is clipped. `weights`: "current", "stash" or "predict"."""
 
     def __init__(
         self, draft: Draft, weights: str, optimizer: Callable[..., Any], schedule: Callable[..., Any] | None = None
     ):
         self.mode, self.step_number = weights, 0
+        interface = draft.programs[0].interface
+        self.accumulate, self.lanes = interface.accumulate, max(1, len(interface.lanes))
+        self.max_norm, self.squares = draft.options.max_grad_norm, list[float]()
         held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
         kinds, ties = generated(draft), draft.graph.ties()
         self.stages = [
@@ -108,44 +115,67 @@ class Sequential:
             depth[stage.spec.name] = max((1 + depth[r.spec.name] for r in self.readers(stage)), default=0)
         tied = {stage.spec.name for rows in self.sharing.values() for stage, _ in rows}
         for stage in self.stages:
-            stage.delay = depth[stage.spec.name]
+            stage.depth = stage.delay = depth[stage.spec.name]
             stage.shared = frozenset(name for rows in self.sharing.values() for s, name in rows if s is stage)
             stage.shared_delay = max((depth[name] for name in tied), default=0) if stage.shared else 0
-            stage.lag = max(0, stage.shared_delay - stage.delay)
+            stage.late = stage.shared
+            if self.max_norm is not None:
+                trained = [s for s in self.stages if s.optimizer is not None]
+                stage.delay = stage.shared_delay = max(depth[s.spec.name] for s in trained)
+                stage.late = frozenset(stage.names)
+            stage.lag = max(0, stage.shared_delay - stage.depth)
 
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The losses of the micro-batches."""
+        """The losses of the micro-batches. With lanes, these come one lane after the other, and those of a mini-batch
+        are in each."""
         for stage in self.stages:
             stage.versions.clear()
             stage.rates.clear()
             stage.keep_version()
-        losses = [self.mini_batch(m, batch) for m, batch in enumerate(batches)]
+        each = len(batches) // self.lanes
+        losses: dict[int, Tensor] = {}
+        for first in range(0, each, self.accumulate):
+            rows = [range(lane * each + first, lane * each + first + self.accumulate) for lane in range(self.lanes)]
+            losses |= self.mini_batch([[(m, m % each, batches[m]) for m in row] for row in rows])
         self.step_number += 1
+        return [losses[m] for m in range(len(batches))]
+
+    def mini_batch(self, lanes: Sequence[Sequence[tuple[int, int, Batch]]]) -> dict[int, Tensor]:
+        """Train on one: of each lane, the numbers of its micro-batches in the batch and in the lane, and these."""
+        losses: dict[int, Tensor] = {}
+        grads: dict[str, dict[str, Tensor]] = {stage.spec.name: {} for stage in self.stages}
+        for rows in lanes:
+            own: dict[str, dict[str, Tensor]] = {stage.spec.name: {} for stage in self.stages}
+            for number, m, batch in rows:
+                losses[number], found = self.micro_batch(number, m, batch)
+                _add_to(own, found)
+            _add_to(grads, own)
+        self.share(grads)
+        self.clip(grads)
+        for stage in self.stages:
+            self.update(stage, grads[stage.spec.name])
         return losses
 
-    def mini_batch(self, m: int, batch: Batch) -> Tensor:
+    def micro_batch(self, number: int, m: int, batch: Batch) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         values, runs = dict(batch), {}
         for stage in self.stages:
             inputs = [values[i.name] for i in stage.spec.inputs]
-            runs[stage.spec.name] = stage.run(self.forward_weights(stage, m), inputs, self.seed(m))
+            runs[stage.spec.name] = stage.run(self.forward_weights(stage, m), inputs, self.seed(number))
             values |= {o.name: y.detach() for o, y in zip(stage.spec.outputs, runs[stage.spec.name][0])}
         grads: dict[str, dict[str, Tensor]] = {}
         found: dict[tuple[str, str], Tensor] = {}  # value, and the stage that its gradient comes from
         for stage in reversed(self.stages):
             outputs, leaves, params = runs[stage.spec.name]
-            if stage.delay:
+            if stage.depth:
                 inputs = [values[i.name] for i in stage.spec.inputs]
-                outputs, leaves, params = stage.run(self.backward_weights(stage, m), inputs, self.seed(m))
+                outputs, leaves, params = stage.run(self.backward_weights(stage, m), inputs, self.seed(number))
             given = [self.gradient(stage, o, found) for o in stage.spec.outputs]
             pairs = [(y, g) for y, g in zip(outputs, given) if g is not None]
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
             found |= {(i.name, stage.spec.name): x.grad for i, x in zip(stage.spec.inputs, leaves) if i.requires_grad}
             grads[stage.spec.name] = {name: p.grad for name, p in params.items() if p.grad is not None}
-        self.share(grads)
-        for stage in self.stages:
-            self.update(stage, grads[stage.spec.name])
         loss = next(s.spec.loss for s in self.stages if s.spec.loss)
-        return values[loss]
+        return values[loss], grads
 
     def seed(self, m: int) -> int:
         return micro_batch_seed(SEED, self.step_number, m)
@@ -153,26 +183,32 @@ class Sequential:
     def forward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
         found = {}
         for name in stage.names:
-            version = max(0, m - (stage.shared_delay if name in stage.shared else stage.delay))
+            version = self.version(m - (stage.shared_delay if name in stage.shared else stage.delay))
             weights, states = stage.versions[version]
             found[name] = weights[name]
-            if self.mode == "predict" and stage.optimizer is not None and version < m:
+            missing = m // self.accumulate - version
+            if self.mode == "predict" and stage.optimizer is not None and missing:
                 group, rate = stage.optimizer.param_groups[0], stage.rates[version]
-                found[name] = predicted(weights[name], states[name], group, rate, m - version)
+                found[name] = predicted(weights[name], states[name], group, rate, missing)
         return found
 
     def backward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
         if self.mode == "stash":
             return self.forward_weights(stage, m)
-        versions = {name: max(0, m - stage.lag * (name in stage.shared)) for name in stage.names}
+        versions = {name: self.version(m - stage.lag * (name in stage.late)) for name in stage.names}
         return {name: stage.versions[version][0][name] for name, version in versions.items()}
+
+    def version(self, micro_batch: int) -> int:
+        """The number of updates that are made before the first micro-batch that waits for this one."""
+        return max(0, micro_batch // self.accumulate)
 
     def gradient(self, stage: OneStage, out: Any, found: Mapping[tuple[str, str], Tensor]) -> Tensor | None:
         """The gradient of an output: first the sum over readers on its own device, then that of each other device."""
         if not out.requires_grad:
             return None
         if out.name == stage.spec.loss:
-            return torch.ones(out.shape, dtype=getattr(torch, out.dtype))
+            share = 1.0 / (self.accumulate * self.lanes)
+            return torch.full(out.shape, share, dtype=getattr(torch, out.dtype))
         readers = [s for s in self.stages if (out.name, s.spec.name) in found]
         devices = dict.fromkeys([stage.device, *(s.device for s in readers)])
         sums = []
@@ -190,6 +226,22 @@ class Sequential:
             for stage, name in rows:
                 grads[stage.spec.name][name] = total
 
+    def clip(self, grads: dict[str, dict[str, Tensor]]) -> None:
+        """Divide by norm / max_norm where that exceeds 1: squares are added up in fp64, device by device."""
+        if self.max_norm is None:
+            return
+        total = torch.zeros((), dtype=torch.float64)
+        for device in sorted({stage.device for stage in self.stages}):
+            own = [s for s in self.stages if s.device == device]
+            counted = [(s, p.name) for s in own for p in s.spec.params if p.owner and p.name in grads[s.spec.name]]
+            norms = [torch.linalg.vector_norm(grads[s.spec.name][name]).double() for s, name in counted]
+            total = total + (torch.stack(norms).square().sum() if norms else 0.0)
+        self.squares.append(float(total))
+        factor = (self.max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        for rows in grads.values():
+            for name, grad in rows.items():
+                rows[name] = grad * factor.to(grad.dtype)
+
     @staticmethod
     def update(stage: OneStage, grads: Mapping[str, Tensor]) -> None:
         if stage.optimizer is not None:
@@ -199,6 +251,13 @@ class Sequential:
             if stage.scheduler is not None:
                 stage.scheduler.step()
         stage.keep_version()
+
+
+def _add_to(totals: dict[str, dict[str, Tensor]], more: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Add gradients, by stage and parameter, to earlier ones."""
+    for stage, rows in more.items():
+        for name, grad in rows.items():
+            totals[stage][name] = totals[stage][name] + grad if name in totals[stage] else grad
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:

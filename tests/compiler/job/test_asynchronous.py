@@ -69,8 +69,8 @@ def test_what_jobs_refuse() -> None:
         compiled(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=torch.optim.Adagrad)
     with pytest.raises(PlanError, match="without momentum"):
         compiled(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(PassError, match="there is no norm over all of them"):
-        compiled(model, batch, strategy="async", micro_batches=2, max_grad_norm=1.0)
+    with pytest.raises(PassError, match=r"accumulate=3, but 2 micro-batches .*the nearest that works is accumulate=2"):
+        compiled(model, batch, strategy=STRATEGIES["async"] + "{accumulate=3}", micro_batches=2)
 
 
 @pytest.mark.parametrize("after", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])

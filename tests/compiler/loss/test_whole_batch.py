@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.compiler.strategies import STRATEGIES
 from penstock.errors import BatchError, CaptureError, NonFiniteLoss, PlanError
 from penstock.tests.compiler.loss.rules import (
     RULES,
@@ -182,15 +183,18 @@ def test_explain_says_which_rule_holds() -> None:
 
 
 @pytest.mark.slow
-def test_asynchronous_micro_batches_have_means_of_their_own() -> None:
-    model, batch = Loss(plain), rows((6, 1, 0, 0, 5, 4, 2, 6))
-    parts = [{name: value[2 * m : 2 * m + 2] for name, value in batch.items()} for m in range(4)]
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_asynchronous_mini_batches_have_means_of_their_own(accumulate: int) -> None:
+    """Of one micro-batch, or of two, one of which counts more than the other, or nothing."""
+    model, batch, size = Loss(plain), rows((6, 1, 0, 0, 5, 4, 2, 6)), 2 * accumulate
+    parts = [{name: value[m : m + size] for name, value in batch.items()} for m in range(0, 8, size)]
     eager = [eager_step(model, part).loss for part in parts]
-    standing = partial(torch.optim.SGD, lr=1e-12)  # all micro-batches see the same weights
-    with compiled(model, batch, 2, "async", 4, optimizer=standing) as job:
+    standing = partial(torch.optim.SGD, lr=1e-12)  # all mini-batches see the same weights
+    strategy = STRATEGIES["async"] + f"{{accumulate={accumulate}}}"
+    with compiled(model, batch, 2, strategy, 4, optimizer=standing) as job:
         loss = float(job.step(batch))
         evaluated = float(job.evaluate(batch)["loss"])
-    assert loss == pytest.approx(sum(value for value in eager if not math.isnan(value)) / 4, rel=TOLERANCE)
+    assert loss == pytest.approx(sum(value for value in eager if not math.isnan(value)) / len(eager), rel=TOLERANCE)
     assert evaluated == pytest.approx(eager_step(model, batch).loss, rel=TOLERANCE)
 
 

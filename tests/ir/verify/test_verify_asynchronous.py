@@ -32,8 +32,8 @@ def edited(weights: str, device: int, old: str, new: str) -> list[Program]:
 
 LAST_STEP = '    rt.step("stage0", g0_m2_summed)\n'
 CASES = {
-    "missing": ("current", 0, LAST_STEP, "", "stage0 has 2 updates, there are 3 micro-batches"),
-    "twice": ("current", 0, LAST_STEP, 2 * LAST_STEP, "update 3 of stage0 has gradients of micro-batch 2"),
+    "missing": ("current", 0, LAST_STEP, "", "stage0 has 2 updates, there are 3 mini-batches"),
+    "twice": ("current", 0, LAST_STEP, 2 * LAST_STEP, "update 3 of stage0 has gradients of mini-batch 2"),
     "loss": ("current", 1, "[1.0], None, micro_batch=0", "[0.5], None, micro_batch=0", "the loss counts 0.5"),
     "added-up": ("current", 0, "], None, micro_batch=1", "], g0_m0_summed, micro_batch=1", "each has an update of its"),
     "not-stashed": ("stash", 0, 'backward("stage0", w0_v0, None', 'backward("stage0", w0, None', "stashes its weights"),
@@ -42,7 +42,7 @@ CASES = {
         0,
         "updates=1, shared=1)",
         "updates=2, shared=1)",
-        "runs on weights as of version 2, but micro-batch 1",
+        "runs on weights as of version 2, but mini-batch 1",
     ),
     "predicted": ("predict", 0, 'backward("stage0", w0, ', 'backward("stage0", w0_for_m1, ', "not on predicted ones"),
     "swapped": ("current", 0, 'rt.resident("stage0', 'rt.fetch("stage0', "is fetched, so it is stepped in dram"),

@@ -18,7 +18,7 @@ def test_runs_need_what_slices_say(name: str) -> None:
     for a in range(len(draft.blocks)):
         for b in range(a + 1, len(draft.blocks) + 1):
             assert loads.need(tuple(range(a, b))) == slices.needs[b][a]
-            assert loads.need_bytes([tuple(range(a, b))]) == slices.need_bytes(a, b, 1)
+            assert loads.need_bytes([tuple(range(a, b))]) == slices.need_bytes(a, b, 0, 1)
 
 
 def test_a_device_needs_its_largest_stage_and_the_inputs_of_all() -> None:

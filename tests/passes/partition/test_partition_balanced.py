@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import combinations, pairwise
 
 import pytest
@@ -13,8 +14,10 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.ops import DEVICE
 from penstock.ir.program import profile_memory
 from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
 from penstock.passes.partition.slices import Slices
+from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, traced
 
 
@@ -68,11 +71,27 @@ def test_needs_are_those_of_the_built_stages() -> None:
         fetch = {s.spec.name: {} for s in draft.stages}
         apply(draft, *all_passes(3)[4:], decisions={"rematerialise": able, "fetch": fetch})
         counted, start = [], 0
-        for names in draft.partition:
-            counted.append(Slices(draft).need_bytes(start, start + len(names), 3))
+        for stage, names in enumerate(draft.partition):
+            counted.append(Slices(draft).need_bytes(start, start + len(names), stage, 3))
             start += len(names)
         peak = profile_memory(draft.programs[0]).peak_bytes[DEVICE]
         assert 0.85 * peak <= max(counted) <= 1.6 * peak, name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_needs_in_an_asynchronous_pipeline_are_those_of_its_programs(name: str) -> None:
+    """The inputs of d + 1 micro-batches, and more of what skips stages, but not of all that pass."""
+    found = []
+    for micro_batches in (4, 12):
+        draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=4), micro_batches=micro_batches)
+        partition = PartitionBalanced(stages=4, asynchronous=True)
+        apply(draft, Coarsen(), partition, MapRoundRobin(), ScheduleAsync())
+        slices, ends = Slices(draft, asynchronous=True), [0, *itertools.accumulate(map(len, draft.partition))]
+        counted = [slices.need_bytes(a, b, stage, 4) for stage, (a, b) in enumerate(pairwise(ends))]
+        peaks = [profile_memory(program).peak_bytes[DEVICE] for program in draft.programs]
+        assert all(0.85 * peak <= need <= 1.5 * peak for need, peak in zip(counted, peaks)), (counted, peaks)
+        found.append(counted)
+    assert found[0] == found[1]
 
 
 def test_faster_devices_get_more_blocks() -> None:

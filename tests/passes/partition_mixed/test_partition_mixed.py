@@ -38,6 +38,7 @@ from penstock.passes.partition_mixed.estimate import PipelineEstimate, Wires
 from penstock.passes.partition_mixed.graph import Clusters, block_graph
 from penstock.passes.partition_mixed.memory import Footprints
 from penstock.passes.partition_mixed.partition_mixed import PartitionMixed
+from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, traced, traced_model
@@ -260,3 +261,22 @@ def test_two_thousand_operators_are_planned_within_ten_seconds() -> None:
     decision = PartitionMixed().plan(draft)
     assert time.process_time() - begin_s < 10
     assert_well_formed(draft, decision)
+
+
+def test_an_asynchronous_device_holds_what_is_under_way() -> None:
+    """What is counted of a device's stages is what its program takes, whatever the number of micro-batches."""
+    found = []
+    for micro_batches in (8, 24):
+        draft = draft_of(traced("t5")[0], Hardware.cpu(num_devices=2), micro_batches=micro_batches)
+        apply(draft, Coarsen(), PartitionMixed(stages=6, asynchronous=True), MapRoundRobin(), ScheduleAsync())
+        graph = block_graph(draft.blocks, draft.lane_hardware, "fp32", draft.graph)
+        memory, number = Footprints(draft, graph), {block.name: i for i, block in enumerate(draft.blocks)}
+        members = [[number[name] for name in names] for names in draft.partition]
+        flow = PipelineEstimate(graph, members, Wires.of(draft.lane_hardware), 4, asynchronous=True)
+        memory.count_under_way(members, flow.distances())
+        stages = [(memory.stage(own), device) for own, device in zip(members, draft.devices)]
+        needs = [memory.resident_bytes([own for own, device in stages if device == d]) for d in range(2)]
+        peaks = [profile_memory(program).peak_bytes[ops.DEVICE] for program in draft.programs]
+        assert all(0.85 * peak <= need <= 1.5 * peak for need, peak in zip(needs, peaks)), (needs, peaks)
+        found.append(needs)
+    assert found[0] == found[1]
