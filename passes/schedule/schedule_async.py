@@ -57,8 +57,8 @@ class ScheduleAsync(Schedule):
         between the weights of a forward and the update with its gradients."""
         if self.weights not in WEIGHTS:
             raise PassError(f"{self.name}: weights={self.weights!r}; there are {', '.join(WEIGHTS)}")
-        _check_mini_batches(self, draft)
         _check_options(draft)
+        _check_mini_batches(self, draft)
         flow = Flow(self.interface(draft), draft.devices)
         staleness = self.staleness(flow, draft)
         again = recomputed(flow)
@@ -86,7 +86,7 @@ class ScheduleAsync(Schedule):
 
     def each(self, draft: Draft) -> int:
         """The micro-batches of a mini-batch in each lane."""
-        return self.accumulate // max(1, len(draft.mesh.lanes))
+        return max(1, self.accumulate // max(1, len(draft.mesh.lanes)))
 
     def updates(self, draft: Draft) -> Updates:
         return updates_of(draft, {s.spec.name: ops.DEVICE for s in draft.stages})
