@@ -47,10 +47,13 @@ class ToyMobius(Mobius):
 
 
 class ToyFtPipe(FtPipe):
-    model = large = T5
+    large = T5
     shallow = T5.replace("num_layers=2", "num_layers=1").replace("num_decoder_layers=2", "num_decoder_layers=1")
-    tasks = {"toy": FineTuning(4, 1, 16, 4, 1.1, 2.5, asynchronous=1.5, parts=2)}
-    task = "toy"
+    tasks = {
+        "toy": FineTuning(4, 1, 16, 4, 100, 2, 1.5, 1.6, 1.4, 1.1, 2.5, model=T5),
+        "plain": FineTuning(4, 1, 16, None, 100, 2, 1.5, 1.5, 1.5, model=GPT, state_bytes=8.0),
+    }
+    task = balanced = "toy"
     preset = "rtx3090x2"
     stages = (2, 4)
     batches = ((2, 1),)
