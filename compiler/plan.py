@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding
+from ..passes.decisions import Activations, Context, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
@@ -92,6 +92,7 @@ class Decisions(BaseModel):
     pointwise_again: bool = False  # whether backward computes pointwise results again
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     interleaved: bool = False  # whether independent forwards of one model run layer by layer
+    context: Context | None = None  # how tokens are divided among the members of a team
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
@@ -133,7 +134,8 @@ class Plan(BaseModel):
         """Six hexadecimal digits over the decisions."""
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
-        for name in ("vocabulary", "experts", "interleaved"):  # later than others: plans without them keep their hash
+        # Later than others: plans without them keep their hash.
+        for name in ("vocabulary", "experts", "interleaved", "context"):
             if not getattr(self.decisions, name):
                 decided["decisions"].pop(name)
         if self.decisions.mesh is not None and self.decisions.mesh.team == 1:

@@ -10,6 +10,7 @@ from ..passes.graph.loss.chunk_loss import ChunkLoss
 from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise
 from ..passes.graph.tables.split_vocabulary import SplitVocabulary
+from ..passes.graph.team.split_context import SplitContext
 from ..passes.mapping.map_cross import MapCross
 from ..passes.mapping.map_round_robin import MapRoundRobin
 from ..passes.mapping.map_sequential import MapSequential
@@ -45,6 +46,7 @@ PASSES: dict[str, type[Pass]] = {
         RecomputePointwise,
         ChunkLoss,
         InterleaveForwards,
+        SplitContext,
         Coarsen,
         Mesh,
         PartitionBalanced,

@@ -157,6 +157,17 @@ class DocumentBorders(BaseModel):
 MaskForm = Literal["all", "causal", "documents"] | KeyWindow | DocumentBorders
 
 
+By = Literal["heads"]  # how members of a team meet in attention: each has some heads of all tokens
+
+
+class Context(BaseModel):
+    """How tokens are divided: among `team` members, and how these meet in attention."""
+
+    model_config = ConfigDict(extra="forbid")
+    team: Annotated[int, Field(ge=2)]
+    by: By = "heads"
+
+
 class LossChunk(BaseModel):
     """How a cross entropy goes without whole logits. `tokens`: the number of tokens whose logits stand at once;
     `logits`: whether evaluation gives those that the model returns, which then stand whole there."""

@@ -17,8 +17,10 @@ from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistic
 from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
 from .quantised.linear_torchao import linear_torchao
+from .token_parts import among_zeros, own_tokens
 
 __all__ = [
+    "among_zeros",
     "chunked_cross_entropy",
     "cross_entropy_of_parts",
     "document_borders",
@@ -28,6 +30,7 @@ __all__ = [
     "linear_4bit",
     "linear_8bit",
     "linear_torchao",
+    "own_tokens",
     "packed_attention",
     "part_offsets",
     "part_product",

@@ -14,15 +14,16 @@ from .opgraph import OpGraph, plain_meta, value_tensors
 
 
 class GraphEdit:
-    """Writes nodes before `at`, in the modes in which `at` was recorded, at the module path `path`."""
+    """Writes nodes before `at`, or `after` it, in the modes in which `at` was recorded, at the module path `path`."""
 
-    def __init__(self, graph: OpGraph, at: fx.Node):
+    def __init__(self, graph: OpGraph, at: fx.Node, after: bool = False):
+        self.place = graph.graph.inserting_after if after else graph.graph.inserting_before
         self.graph, self.at, self.path = graph, at, str(at.meta["module_path"])
         self.fake_mode = next(t.fake_mode for t in value_tensors(at.meta["val"]) if isinstance(t, FakeTensor))
 
     def call(self, target: Any, *args: Any, view_of: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A call of a torch function. `view_of`: the argument whose storage the result shares."""
-        with self.graph.graph.inserting_before(self.at):
+        with self.place(self.at):
             node = self.graph.graph.call_function(target, args, kwargs)
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self._autocast():
@@ -30,7 +31,7 @@ class GraphEdit:
 
     def parameter(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> fx.Node:
         """A read of a parameter in the dtype of the computation."""
-        with self.graph.graph.inserting_before(self.at):
+        with self.place(self.at):
             node = self.graph.graph.create_node("get_attr", name)
         with self.fake_mode:
             fake = torch.empty(value.shape, dtype=dtype, requires_grad=value.requires_grad)

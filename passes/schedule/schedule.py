@@ -119,5 +119,5 @@ def _by_stage(draft: Draft, bytes_of: Callable[[Sequence[ParamSpec]], int]) -> d
     specs = [stage.spec for stage in draft.stages]
     found = {spec.name: bytes_of(spec.params) for spec in specs}
     if shards > 1:
-        found |= {shard_key(s.name, shards): max(map(bytes_of, s.unlike_pieces(shards))) for s in specs}
+        found |= {shard_key(s.name, shards): max(map(bytes_of, s.unlike_pieces(shards)), default=0) for s in specs}
     return found

@@ -1,0 +1,409 @@
+"""`split-context`: the tokens of every sequence are divided among the members of a team (context parallelism).
+
+In: the op graph. Out: the same step as one member of a team runs it. What works token by token works on the member's
+own tokens (`tokens/facts.py` proves it), with all weights. Attention is the place where tokens meet:
+
+- `by=heads` (DeepSpeed-Ulysses, 3): an all-to-all gives each member all tokens of its part of the heads; attention is
+  the call that it was, with the mask that it had, and another all-to-all brings the results back to tokens. A member
+  sends (N-1)/N of the queries, keys, values and results of its own tokens.
+
+What follows from the batch alone (positions, masks, shifted labels) is computed on whole rows and then cut, by the
+device's number in its team, which is an input of the stages that need it. Sums over tokens, as the loss is one, are
+summands on each member: the loss of the step is their sum, and the gradient of a weight is the sum over members, as
+over lanes. A sum over tokens that more than the loss's last, linear calls read is added up by the team first.
+
+Whatever else lets tokens meet is refused, with the user's line.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import fx
+
+from ....ir.calls import call_name
+from ....ir.errors import PassError
+from ....runtime.functions import among_zeros, own_tokens
+from ...decisions import By, Context
+from ...draft import Draft
+from ..blocks import shared_nodes
+from ..edit import GraphEdit
+from ..graph_pass import GraphPass
+from ..loss.class_loss import class_loss
+from ..opgraph import OpGraph, is_check, is_mode_switch, plain_meta, value_tensors
+from ..tokens.facts import TokenFacts, TokenPlace, sequence_lengths, token_facts
+from .attention import AttentionCall, attention_call, unrepeated
+from .exchanges import MEMBER, add_up, all_to_all, sum_parts
+from .local import LocalValues, with_local_sizes
+
+HEADS, TOKENS = 1, 2  # dimensions of the operands of attention
+# Calls that are linear in their first operand, whatever the others are.
+LINEAR = frozenset((
+    "clone", "contiguous", "double", "flatten", "float", "mean", "neg", "permute", "reshape", "squeeze", "sum", "to",
+    "transpose", "type", "type_as", "unsqueeze", "view",
+))  # fmt: skip
+SUMS = frozenset(("mean", "sum"))
+ADDS = frozenset(("add", "sub", "iadd", "isub"))
+FACTORS = frozenset(("mul", "imul", "multiply"))
+QUOTIENTS = frozenset(("div", "divide", "itruediv", "true_divide", "truediv"))
+
+
+@dataclass(frozen=True)
+class SplitContext(GraphPass):
+    """`by`: how members meet in attention; `team`: their number.
+
+    Raises `PassError` where tokens meet otherwise, where they or heads cannot be shared out equally, where random
+    numbers are drawn for single tokens, and for batches whose sizes are not fixed."""
+
+    name: ClassVar[str] = "split-context"
+    decides: ClassVar[str] = "context"
+    by: By = "heads"
+    team: int = 2
+
+    def __post_init__(self) -> None:
+        if self.by not in get_args(By):
+            raise PassError(f"pass {self.name!r}: option by={self.by!r} is none of {', '.join(get_args(By))}")
+        if self.team < 2:
+            raise PassError(f"pass {self.name!r}: option team={self.team}; a team has at least 2 members")
+
+    def plan(self, draft: Draft) -> Context:
+        return Context(team=self.team, by=self.by)
+
+    def rewrite(self, draft: Draft, decision: Context) -> None:
+        if draft.graph.team > 1:
+            raise PassError(f"{self.name}: the work inside layers is divided already, among {draft.graph.team} members")
+        graph = draft.graph.copy()
+        calls = _Splitter(graph, decision).run()
+        draft.graph = graph.copy()  # over what its nodes read now
+        draft.notes[self.name] = (
+            f"{graph.team} devices share each sequence of {_length(graph)} tokens; {calls} attention calls by "
+            f"{decision.by}"
+        )
+
+
+class Part(Enum):
+    """What a member has of a value that depends on parameters."""
+
+    WHOLE = "whole"  # the same on all members
+    LOCAL = "local"  # its own tokens
+    SUMMAND = "summand"  # the sum over members is the value
+
+
+def _length(graph: OpGraph) -> int:
+    lengths = sequence_lengths(graph)
+    if not lengths:
+        raise PassError("split-context: no input of the batch is (rows, tokens) or (rows, tokens, features)")
+    return lengths[0]
+
+
+class _Splitter:
+    """Rewrites a graph, node by node in order."""
+
+    def __init__(self, graph: OpGraph, decision: Context):
+        self.graph, self.team, self.by = graph, decision.team, decision.by
+        if graph.sizes:
+            raise PassError(
+                f"split-context: the sizes {', '.join(graph.sizes)} differ from batch to batch; pad sequences to one "
+                "length, or train without a team"
+            )
+        self.length = _length(graph)
+        if self.length % self.pieces:
+            near = max(self.pieces, round(self.length / self.pieces) * self.pieces)
+            raise PassError(
+                f"split-context: {self.length} tokens cannot be shared out equally as {self.pieces} pieces; the "
+                f"nearest length that can is {near}"
+            )
+        self.facts: TokenFacts = token_facts(graph, self.length)
+        self.shared = shared_nodes(graph)
+        self.values = LocalValues(graph)
+        self.parts: dict[fx.Node, Part] = {}
+        self.cuts: dict[tuple[fx.Node, TokenPlace], fx.Node] = {}
+        self.calls = 0
+        self.used = {node for node in graph.nodes if node.users}
+
+    @property
+    def pieces(self) -> int:
+        return self.team
+
+    @property
+    def is_zigzag(self) -> bool:
+        return False
+
+    def run(self) -> int:
+        """The number of attention calls."""
+        self.member = self._member()
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "output") or node in self.shared or is_mode_switch(node):
+                continue
+            if node.op == "get_attr":
+                self.parts[node] = Part.WHOLE
+            elif node not in self.parts:
+                self._take(node)
+        self._outputs()
+        self._remove_unused()
+        self.graph.team = self.team
+        self.graph.graph.lint()
+        return self.calls
+
+    def _member(self) -> fx.Node:
+        """The input that has the device's number in its team."""
+        last = next(n for n in reversed(self.graph.nodes) if n.op == "placeholder")
+        with self.graph.graph.inserting_after(last):
+            node = self.graph.graph.placeholder(MEMBER)
+        with self.values.fake_mode:
+            value = torch.zeros(1, dtype=torch.int64)
+        node.meta = {**plain_meta(last), "val": value, "source": ""}
+        self.shared.add(node)
+        return node
+
+    # --- one node
+
+    def _take(self, node: fx.Node) -> None:
+        has_tokens = any(place is not None for place in self.facts.places.get(node, ()))
+        parts = {self.parts[arg] for arg in node.all_input_nodes if arg in self.parts}
+        labelled = any(arg in self.shared and self._place(arg) is not None for arg in node.all_input_nodes)
+        if Part.LOCAL in parts and node.meta.get("random"):
+            self._refuse(node, "draws random numbers for each token, others than for whole rows; set dropout to 0")
+        call = attention_call(node)
+        if call is not None and (Part.LOCAL in parts):
+            self._attention(node, call)
+        elif Part.SUMMAND in parts:
+            self._of_summands(node)
+        elif Part.LOCAL not in parts and not (labelled and has_tokens):
+            self.parts[node] = Part.WHOLE
+        elif is_check(node):
+            self.parts[node] = Part.LOCAL
+        elif self.facts.is_token_wise(node) and self._all_placed(node):
+            self._local(node)
+        elif class_loss(self.graph, node) is not None:
+            self._class_loss(node)
+        elif call_name(node) in SUMS and self._sums_tokens(node):
+            self._sum(node)
+        else:
+            self._refuse(node, "lets tokens meet")
+
+    def _refuse(self, node: fx.Node, what: str) -> None:
+        from_attention = call_name(node) in ("matmul", "bmm", "softmax", "__matmul__", "baddbmm", "einsum")
+        hint = (
+            'use attn_implementation="sdpa", whose attention members can share'
+            if from_attention
+            else "train without a team: with tiers and tiles of tokens one device takes longer sequences, too"
+        )
+        raise PassError(
+            f"split-context: {call_name(node) or node.target} ({node.meta.get('source', '')}) {what}. Tokens may meet "
+            f"in attention by scaled_dot_product_attention, and in sums such as the loss; {hint}"
+        )
+
+    def _place(self, node: fx.Node) -> TokenPlace | None:
+        return self.facts.place(node)
+
+    def _all_placed(self, node: fx.Node) -> bool:
+        return all(place is not None for place in self.facts.places[node])
+
+    def _local(self, node: fx.Node) -> None:
+        """A node that works token by token, on the member's tokens."""
+        self._cut_operands(node)
+        with_local_sizes(node, self._place(node), self.team)
+        before = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
+        self.values.set(node)
+        now = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
+        for old, new, place in zip(before, now, self.facts.places[node], strict=True):
+            assert place is not None
+            want = [size // self.team if dim == place.dim else size for dim, size in enumerate(old)]
+            if list(new) != want:
+                self._refuse(node, f"makes {list(new)} of a part of the tokens, where {want} is a part of its result")
+        self.parts[node] = Part.LOCAL
+
+    def _cut_operands(self, node: fx.Node) -> None:
+        """Let a node read the member's tokens of what follows from the batch alone."""
+        for arg in node.all_input_nodes:
+            place = self._place(arg) if arg in self.shared else None
+            if place is None or arg is self.member:
+                continue
+            if (arg, place) not in self.cuts:
+                edit = GraphEdit(self.graph, node)
+                cut = edit.call(own_tokens, arg, self.member, self.team, place.dim, self.length, *self._how(place))
+                self.cuts[arg, place] = cut
+                self.shared.add(cut)
+            self._read_instead(node, arg, self.cuts[arg, place])
+
+    def _how(self, place: TokenPlace) -> tuple[Any, ...]:
+        if self.is_zigzag:
+            return place.inner, True
+        return (place.inner,) if place.inner != 1 else ()
+
+    def _read_instead(self, node: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        node.replace_input_with(old, new)
+        for key in ("eval_args", "eval_kwargs"):
+            if key in node.meta:
+                node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
+
+    # --- sums over tokens
+
+    def _class_loss(self, node: fx.Node) -> None:
+        call = class_loss(self.graph, node)
+        assert call is not None
+        if call.reduction == "none":
+            self._refuse(node, "gives a loss for each token in another place than its own")
+        if call.reduction == "mean":
+            self._refuse(node, "takes the mean over what the tokens at hand count; sum it, and divide by a count")
+        self._cut_operands(node)
+        self.values.set(node)
+        self.parts[node] = Part.SUMMAND
+
+    def _sums_tokens(self, node: fx.Node) -> bool:
+        """Whether a sum or a mean goes over the tokens of its operand, and nothing else lets them meet."""
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node) or self.parts.get(first) is not Part.LOCAL:
+            return False
+        place, value = self._place(first), first.meta["val"]
+        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        given = [dims] if isinstance(dims, int) else dims
+        if place is None or not (given is None or isinstance(given, (list, tuple))):
+            return False
+        over = range(value.dim()) if given is None else [dim % value.dim() for dim in given]
+        return place.dim in over
+
+    def _sum(self, node: fx.Node) -> None:
+        self.values.set(node)
+        self.parts[node] = Part.SUMMAND
+        if call_name(node) == "mean":
+            self._scaled(node)
+
+    def _scaled(self, node: fx.Node) -> fx.Node:
+        """Let the readers of a value read its N-th part."""
+        after = GraphEdit(self.graph, node, after=True)
+        made = after.call(operator.truediv, node, self.team)
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        self._move_outputs(node, made)
+        self.parts[made] = Part.SUMMAND
+        return made
+
+    def _of_summands(self, node: fx.Node) -> None:
+        """A node that reads summands: linear in them, it gives one; else the team adds them up first."""
+        if any(self.parts.get(arg) is Part.LOCAL for arg in node.all_input_nodes):
+            self._refuse(node, "lets tokens meet")
+        summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is Part.SUMMAND]
+        if self._is_linear(node, summands):
+            self._share_addends(node, summands)
+            self.parts[node] = Part.SUMMAND
+            return
+        for arg in summands:
+            whole = GraphEdit(self.graph, node).call(add_up, arg, self.team)
+            self.parts[whole] = Part.WHOLE
+            self._read_instead(node, arg, whole)
+        self.parts[node] = Part.WHOLE
+
+    def _is_linear(self, node: fx.Node, summands: Sequence[fx.Node]) -> bool:
+        """Whether a node's result is linear in these operands together."""
+        name, operands = call_name(node), list(node.args[:2])
+        if name in LINEAR or name in QUOTIENTS:
+            return list(summands) == operands[:1] and operands[1:] != operands[:1]
+        if name in FACTORS:
+            return len(summands) == 1 and operands.count(summands[0]) == 1
+        return name in ADDS and len(node.args) == 2 and not node.kwargs
+
+    def _share_addends(self, node: fx.Node, summands: Sequence[fx.Node]) -> None:
+        """Let each member add its N-th part of what all have to a summand."""
+        if call_name(node) not in ADDS:
+            return
+        for at, arg in enumerate(node.args):
+            if isinstance(arg, fx.Node) and arg not in summands:
+                node.update_arg(at, GraphEdit(self.graph, node).call(operator.truediv, arg, self.team))
+            elif isinstance(arg, (int, float)):
+                node.update_arg(at, arg / self.team)
+
+    # --- attention
+
+    def _attention(self, node: fx.Node, call: AttentionCall) -> None:
+        self.calls += 1
+        operands = [call.query, call.key, call.value]
+        for operand in operands:
+            place = self._place(operand)
+            if self.parts.get(operand) is not Part.LOCAL or operand.meta["val"].dim() != 4:
+                self._refuse(node, "has operands that are not (rows, heads, tokens, width) with a member's own tokens")
+            if place != TokenPlace(TOKENS):
+                self._refuse(node, f"has its tokens in another dimension of {operand.name} than {TOKENS}")
+        for mask in call.masks:
+            if self.parts.get(mask, Part.WHOLE) is not Part.WHOLE:
+                self._refuse(node, "has a mask that the model computes of its tokens")
+        self._by_heads(node, call)
+
+    def _by_heads(self, node: fx.Node, call: AttentionCall) -> None:
+        heads = call.query.meta["val"].shape[HEADS]
+        if heads % self.team:
+            near = [n for n in range(2, heads + 1) if heads % n == 0]
+            self._refuse(node, f"has {heads} heads, which {self.team} members cannot share; teams that can: {near}")
+        edit = GraphEdit(self.graph, node)
+        for operand in dict.fromkeys([call.query, call.key, call.value]):
+            self._read_instead(node, operand, self._to_heads(node, edit, operand, heads))
+        for mask in call.masks:
+            shape = mask.meta["val"].shape
+            if len(shape) > 2 and shape[-3] not in (1, heads):
+                self._refuse(node, f"has a mask {list(shape)} for {heads} heads")
+            if len(shape) > 2 and shape[-3] == heads > 1:
+                own = edit.call(own_tokens, mask, self.member, self.team, len(shape) - 3, heads)
+                self.parts[own] = Part.WHOLE
+                self._read_instead(node, mask, own)
+        self.values.set(node)
+        self.parts[node] = Part.LOCAL
+        after = GraphEdit(self.graph, node, after=True)
+        back = after.call(all_to_all, node, self.team, TOKENS, HEADS)
+        node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+        self._move_outputs(node, back)
+        self.parts[back], self.facts.places[back] = Part.LOCAL, (TokenPlace(TOKENS),)
+
+    def _to_heads(self, node: fx.Node, edit: GraphEdit, operand: fx.Node, heads: int) -> fx.Node:
+        """All tokens of the member's part of the heads of a query, key or value. Of keys and values that are repeated
+        for several heads each, those before that move."""
+        given, repeats = unrepeated(operand)
+        if given not in self.parts or given.meta["val"].shape[HEADS] % self.team:
+            given, repeats = operand, 1
+        if given.meta["val"].shape[HEADS] % self.team:
+            own = given.meta["val"].shape[HEADS]
+            self._refuse(node, f"has {own} heads of keys and values, which {self.team} members cannot share")
+        moved = edit.call(all_to_all, given, self.team, HEADS, TOKENS)
+        self.parts[moved] = Part.LOCAL
+        if repeats == 1:
+            return moved
+        repeated = edit.call(torch.repeat_interleave, moved, repeats, HEADS)
+        self.parts[repeated] = Part.LOCAL
+        return repeated
+
+    # --- the graph
+
+    def _move_outputs(self, old: fx.Node, new: fx.Node) -> None:
+        self.graph.outputs = {name: new if node is old else node for name, node in self.graph.outputs.items()}
+
+    def _outputs(self) -> None:
+        """The step's results: the loss, and other outputs whole."""
+        for name, node in list(self.graph.outputs.items()):
+            part = self.parts.get(node)
+            if part is None or (part is Part.WHOLE and name != "loss"):
+                continue  # of the batch alone, or the same on all members
+            made = node
+            if part is Part.WHOLE:
+                made = GraphEdit(self.graph, made, after=True).call(operator.truediv, made, self.team)
+            elif part is Part.LOCAL:
+                place = self._place(node)
+                if place is None:
+                    raise PassError(f"split-context: the output {name!r} has tokens in no place that is known")
+                args = (self.member, self.team, place.dim, self.length, *self._how(place))
+                made = GraphEdit(self.graph, made, after=True).call(among_zeros, made, *args)
+            made = GraphEdit(self.graph, made, after=True).call(sum_parts, made, self.team)
+            self.parts[made] = Part.WHOLE
+            self.graph.outputs[name] = made
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        output.args = (dict(self.graph.outputs),)
+
+    def _remove_unused(self) -> None:
+        """Take out what is read by nothing any more."""
+        for node in reversed(self.graph.nodes):
+            is_pure = node.op in ("call_function", "call_method") and not node.meta.get("mutates")
+            if is_pure and not node.users and not is_check(node) and not is_mode_switch(node) and node in self.used:
+                self.graph.graph.erase_node(node)

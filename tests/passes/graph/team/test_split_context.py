@@ -1,0 +1,152 @@
+"""`split-context`: members of a team train as eager PyTorch does, send what theory says, and refuse the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.compiler.capture.trace import trace
+from penstock.ir import ops
+from penstock.ir.errors import PassError
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import work_of
+from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.team.split_context import SplitContext
+from penstock.tests.alike import slow_but
+from penstock.tests.passes.graph.team.sequences import (
+    GROUPS,
+    HEADS,
+    PLAIN,
+    TOKENS,
+    WIDTH,
+    Decoder,
+    assert_a_team_trains_as_eager,
+    batches_of,
+    drafted,
+    graph_of,
+    lines,
+    names_of,
+)
+
+SHARED = (
+    "partition-min-stage, map-round-robin, schedule-1f1b, insert-remat{always=true}, insert-shard{tier=%s}, "
+    "insert-two-hop, insert-optimizer"
+)
+LAYOUTS = {
+    "a team": (2, 2, "mesh", PLAIN),
+    "two teams": (4, 2, "mesh", PLAIN),
+    "weights over the team": (2, 2, "mesh{shards=2}", SHARED % "device"),
+    "weights over two teams": (4, 2, "mesh{shards=4}", SHARED % "dram"),
+    "weights over half a team": (2, 2, "mesh{shards=1}", PLAIN.replace("insert-fetch", "insert-fetch{swap=true}")),
+    "a pipeline of teams": (4, 2, "mesh{depth=2}", PLAIN.replace("stages=1", "stages=2")),
+    "split backwards": (4, 2, "mesh{depth=2}", PLAIN.replace("stages=1", "stages=2").replace("1f1b", "zero-bubble")),
+    "activations in DRAM": (
+        2, 2, "mesh",
+        "partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline, choose-activations{swap=true}, "
+        "insert-fetch{swap=true}, insert-optimizer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", slow_but(("two teams",), tuple(LAYOUTS)))
+def test_a_team_that_shares_heads_trains_as_eager(layout: str) -> None:
+    devices, team, mesh, rest = LAYOUTS[layout]
+    graph = graph_of()
+    draft = drafted(graph, lines("heads", team, mesh, rest), devices)
+    assert_a_team_trains_as_eager(graph, draft)
+    if layout == "two teams":
+        assert draft.programs[0].interface.teams == 2 and draft.graph.team == 2
+        assert "all_to_all" in names_of(draft) and "member" in names_of(draft)
+
+
+def test_bytes_on_links_are_those_of_theory() -> None:
+    """A member sends (N - 1) / N of the queries, keys, values and results of its own tokens, forward and back again for
+    their gradients, and its loss; keys and values once for each of their own heads."""
+    team, depth = 2, 2
+    draft = drafted(graph_of(), lines("heads", team), team)
+    told = (ops.all_to_all, ops.sum_parts)
+    works = [(n.target, work_of(p, n)) for p in draft.programs for n in p.ops() if n.target in told]
+    moved = [work.moved_bytes for op, work in works if op is ops.all_to_all]
+    rows, own, each, size = 2, TOKENS // team, WIDTH // HEADS, 8  # bytes of a float64
+    per_layer = rows * own * (HEADS + 2 * GROUPS + HEADS) * each * size
+    assert sum(moved) == 2 * 2 * depth * per_layer  # two micro-batches, forward and backward
+    assert [work.moved_bytes for op, work in works if op is ops.sum_parts] == [size, size]
+
+
+class Odd(nn.Module):
+    """A model with one call between embedding and loss."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.embed, self.head, self.call = nn.Embedding(11, 6), nn.Linear(6, 11), call
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.call(self.embed(ids)))
+        return {"loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / 7}
+
+
+def split(model: nn.Module, team: int = 2, batch: Any = None) -> Draft:
+    draft = Draft(trace(model, batch or batches_of(1)[0]), Hardware.cpu(num_devices=team), Options())
+    p = SplitContext(team=team)
+    p.rewrite(draft, p.plan(draft))
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: x.cumsum(1), r"cumsum \(test_split_context\.py:\d+: .*cumsum\(1\).*\) lets tokens meet"),
+        (lambda x: x - x.mean(1, keepdim=True), "lets tokens meet"),
+        (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x, 'use attn_implementation="sdpa"'),
+        (lambda x: F.dropout(x, 0.5), "draws random numbers for each token"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), r"not \(rows, heads, tokens, width\)"),
+    ],
+)
+def test_what_lets_tokens_meet_is_refused_with_its_line(call: Any, said: str) -> None:
+    with pytest.raises(PassError, match=said):
+        split(Odd(call))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (lines("heads", 3, "mesh{team=3}"), "16 tokens cannot be shared out equally as 3 pieces; the nearest length"),
+        (lines("heads", 8, "mesh{team=8}"), r"has 4 heads, which 8 members cannot share; teams that can: \[2, 4\]"),
+        (lines("heads", 2, "mesh{team=4}"), r"the work inside layers is divided among 2 members; use mesh\{team=2\}"),
+        (f"coarsen, mesh{{team=2}}, {PLAIN}", "the work inside layers is not divided"),
+        (f"split-context{{team=2}}, coarsen, {PLAIN}", r"no lanes are a team; put mesh\{team=2\} behind coarsen"),
+        (f"split-context{{team=2}}, coarsen{{level=operator}}, mesh, {PLAIN}", "knows no teams"),
+        (lines("tokens", 2), "option by='tokens' is none of heads"),
+        (lines("heads", 1), "a team has at least 2 members"),
+        (lines("heads", 2, "mesh{shards=3, team=2}"), "one of the two is a multiple of the other"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(line: str, said: str) -> None:
+    with pytest.raises(PassError, match=said):
+        drafted(graph_of(lambda: Decoder(depth=1)), line, 8, micro_batches=8)
+
+
+class Pooled(nn.Module):
+    """A mean over tokens that layers read, a loss of rows, and one more that all members have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.last = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.last(torch.tanh(self.first(self.embed(ids)).mean(1)))
+        loss = F.cross_entropy(logits, labels[:, 0].clamp(min=0), reduction="sum") / 5
+        return {"loss": loss + self.last.weight.square().sum(), "logits": logits}
+
+
+def test_a_sum_that_layers_read_is_added_up_by_the_team() -> None:
+    graph = graph_of(Pooled)
+    draft = drafted(graph, lines("heads", 2), 2)
+    assert_a_team_trains_as_eager(graph, draft)
+    assert names_of(draft).count("sum_parts") == 2 * 3  # for each micro-batch the mean, its gradient, and the loss
