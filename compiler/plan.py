@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.decisions import Activations, Context, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding
+from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding, TokenSplit
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
@@ -92,7 +92,7 @@ class Decisions(BaseModel):
     pointwise_again: bool = False  # whether backward computes pointwise results again
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     interleaved: bool = False  # whether independent forwards of one model run layer by layer
-    context: Context | None = None  # how tokens are divided among the members of a team
+    context: TokenSplit | None = None  # how tokens are divided among the members of a team
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for

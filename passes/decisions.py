@@ -160,7 +160,7 @@ MaskForm = Literal["all", "causal", "documents"] | KeyWindow | DocumentBorders
 By = Literal["heads"]  # how members of a team meet in attention: each has some heads of all tokens
 
 
-class Context(BaseModel):
+class TokenSplit(BaseModel):
     """How tokens are divided: among `team` members, and how these meet in attention."""
 
     model_config = ConfigDict(extra="forbid")

@@ -17,7 +17,7 @@ IN_BLOCKS = (window_attention, packed_attention)
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class SharedAttention:
     """One call. `masks`: the tensors that say what queries see, for all tokens of a row."""
 
     query: fx.Node
@@ -27,7 +27,7 @@ class AttentionCall:
     arguments: Mapping[str, Any]
 
 
-def attention_call(node: fx.Node) -> AttentionCall | None:
+def attention_call(node: fx.Node) -> SharedAttention | None:
     """The attention that a node computes; None for another node."""
     if node.op != "call_function":
         return None
@@ -40,7 +40,7 @@ def attention_call(node: fx.Node) -> AttentionCall | None:
     else:
         return None
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    return AttentionCall(query, key, value, tuple(m for m in masks if isinstance(m, fx.Node)), given)
+    return SharedAttention(query, key, value, tuple(m for m in masks if isinstance(m, fx.Node)), given)
 
 
 def unrepeated(node: fx.Node) -> tuple[fx.Node, int]:

@@ -29,7 +29,7 @@ from torch import fx
 from ....ir.calls import call_name
 from ....ir.errors import PassError
 from ....runtime.functions import among_zeros, own_tokens
-from ...decisions import By, Context
+from ...decisions import By, TokenSplit
 from ...draft import Draft
 from ..blocks import shared_nodes
 from ..edit import GraphEdit
@@ -37,7 +37,7 @@ from ..graph_pass import GraphPass
 from ..loss.class_loss import class_loss
 from ..opgraph import OpGraph, is_check, is_mode_switch, plain_meta, value_tensors
 from ..tokens.facts import TokenFacts, TokenPlace, sequence_lengths, token_facts
-from .attention import AttentionCall, attention_call, unrepeated
+from .attention import SharedAttention, attention_call, unrepeated
 from .exchanges import MEMBER, add_up, all_to_all, sum_parts
 from .local import LocalValues, with_local_sizes
 
@@ -71,10 +71,10 @@ class SplitContext(GraphPass):
         if self.team < 2:
             raise PassError(f"pass {self.name!r}: option team={self.team}; a team has at least 2 members")
 
-    def plan(self, draft: Draft) -> Context:
-        return Context(team=self.team, by=self.by)
+    def plan(self, draft: Draft) -> TokenSplit:
+        return TokenSplit(team=self.team, by=self.by)
 
-    def rewrite(self, draft: Draft, decision: Context) -> None:
+    def rewrite(self, draft: Draft, decision: TokenSplit) -> None:
         if draft.graph.team > 1:
             raise PassError(f"{self.name}: the work inside layers is divided already, among {draft.graph.team} members")
         graph = draft.graph.copy()
@@ -86,7 +86,7 @@ class SplitContext(GraphPass):
         )
 
 
-class Part(Enum):
+class MemberPart(Enum):
     """What a member has of a value that depends on parameters."""
 
     WHOLE = "whole"  # the same on all members
@@ -104,7 +104,7 @@ def _length(graph: OpGraph) -> int:
 class _Splitter:
     """Rewrites a graph, node by node in order."""
 
-    def __init__(self, graph: OpGraph, decision: Context):
+    def __init__(self, graph: OpGraph, decision: TokenSplit):
         self.graph, self.team, self.by = graph, decision.team, decision.by
         if graph.sizes:
             raise PassError(
@@ -121,7 +121,7 @@ class _Splitter:
         self.facts: TokenFacts = token_facts(graph, self.length)
         self.shared = shared_nodes(graph)
         self.values = LocalValues(graph)
-        self.parts: dict[fx.Node, Part] = {}
+        self.parts: dict[fx.Node, MemberPart] = {}
         self.cuts: dict[tuple[fx.Node, TokenPlace], fx.Node] = {}
         self.calls = 0
         self.used = {node for node in graph.nodes if node.users}
@@ -141,7 +141,7 @@ class _Splitter:
             if node.op in ("placeholder", "output") or node in self.shared or is_mode_switch(node):
                 continue
             if node.op == "get_attr":
-                self.parts[node] = Part.WHOLE
+                self.parts[node] = MemberPart.WHOLE
             elif node not in self.parts:
                 self._take(node)
         self._outputs()
@@ -167,17 +167,17 @@ class _Splitter:
         has_tokens = any(place is not None for place in self.facts.places.get(node, ()))
         parts = {self.parts[arg] for arg in node.all_input_nodes if arg in self.parts}
         labelled = any(arg in self.shared and self._place(arg) is not None for arg in node.all_input_nodes)
-        if Part.LOCAL in parts and node.meta.get("random"):
+        if MemberPart.LOCAL in parts and node.meta.get("random"):
             self._refuse(node, "draws random numbers for each token, others than for whole rows; set dropout to 0")
         call = attention_call(node)
-        if call is not None and (Part.LOCAL in parts):
+        if call is not None and (MemberPart.LOCAL in parts):
             self._attention(node, call)
-        elif Part.SUMMAND in parts:
+        elif MemberPart.SUMMAND in parts:
             self._of_summands(node)
-        elif Part.LOCAL not in parts and not (labelled and has_tokens):
-            self.parts[node] = Part.WHOLE
+        elif MemberPart.LOCAL not in parts and not (labelled and has_tokens):
+            self.parts[node] = MemberPart.WHOLE
         elif is_check(node):
-            self.parts[node] = Part.LOCAL
+            self.parts[node] = MemberPart.LOCAL
         elif self.facts.is_token_wise(node) and self._all_placed(node):
             self._local(node)
         elif class_loss(self.graph, node) is not None:
@@ -217,7 +217,7 @@ class _Splitter:
             want = [size // self.team if dim == place.dim else size for dim, size in enumerate(old)]
             if list(new) != want:
                 self._refuse(node, f"makes {list(new)} of a part of the tokens, where {want} is a part of its result")
-        self.parts[node] = Part.LOCAL
+        self.parts[node] = MemberPart.LOCAL
 
     def _cut_operands(self, node: fx.Node) -> None:
         """Let a node read the member's tokens of what follows from the batch alone."""
@@ -254,12 +254,12 @@ class _Splitter:
             self._refuse(node, "takes the mean over what the tokens at hand count; sum it, and divide by a count")
         self._cut_operands(node)
         self.values.set(node)
-        self.parts[node] = Part.SUMMAND
+        self.parts[node] = MemberPart.SUMMAND
 
     def _sums_tokens(self, node: fx.Node) -> bool:
         """Whether a sum or a mean goes over the tokens of its operand, and nothing else lets them meet."""
         first = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node) or self.parts.get(first) is not Part.LOCAL:
+        if not isinstance(first, fx.Node) or self.parts.get(first) is not MemberPart.LOCAL:
             return False
         place, value = self._place(first), first.meta["val"]
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
@@ -271,7 +271,7 @@ class _Splitter:
 
     def _sum(self, node: fx.Node) -> None:
         self.values.set(node)
-        self.parts[node] = Part.SUMMAND
+        self.parts[node] = MemberPart.SUMMAND
         if call_name(node) == "mean":
             self._scaled(node)
 
@@ -281,23 +281,23 @@ class _Splitter:
         made = after.call(operator.truediv, node, self.team)
         node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
         self._move_outputs(node, made)
-        self.parts[made] = Part.SUMMAND
+        self.parts[made] = MemberPart.SUMMAND
         return made
 
     def _of_summands(self, node: fx.Node) -> None:
         """A node that reads summands: linear in them, it gives one; else the team adds them up first."""
-        if any(self.parts.get(arg) is Part.LOCAL for arg in node.all_input_nodes):
+        if any(self.parts.get(arg) is MemberPart.LOCAL for arg in node.all_input_nodes):
             self._refuse(node, "lets tokens meet")
-        summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is Part.SUMMAND]
+        summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is MemberPart.SUMMAND]
         if self._is_linear(node, summands):
             self._share_addends(node, summands)
-            self.parts[node] = Part.SUMMAND
+            self.parts[node] = MemberPart.SUMMAND
             return
         for arg in summands:
             whole = GraphEdit(self.graph, node).call(add_up, arg, self.team)
-            self.parts[whole] = Part.WHOLE
+            self.parts[whole] = MemberPart.WHOLE
             self._read_instead(node, arg, whole)
-        self.parts[node] = Part.WHOLE
+        self.parts[node] = MemberPart.WHOLE
 
     def _is_linear(self, node: fx.Node, summands: Sequence[fx.Node]) -> bool:
         """Whether a node's result is linear in these operands together."""
@@ -320,21 +320,21 @@ class _Splitter:
 
     # --- attention
 
-    def _attention(self, node: fx.Node, call: AttentionCall) -> None:
+    def _attention(self, node: fx.Node, call: SharedAttention) -> None:
         self.calls += 1
         operands = [call.query, call.key, call.value]
         for operand in operands:
             place = self._place(operand)
-            if self.parts.get(operand) is not Part.LOCAL or operand.meta["val"].dim() != 4:
+            if self.parts.get(operand) is not MemberPart.LOCAL or operand.meta["val"].dim() != 4:
                 self._refuse(node, "has operands that are not (rows, heads, tokens, width) with a member's own tokens")
             if place != TokenPlace(TOKENS):
                 self._refuse(node, f"has its tokens in another dimension of {operand.name} than {TOKENS}")
         for mask in call.masks:
-            if self.parts.get(mask, Part.WHOLE) is not Part.WHOLE:
+            if self.parts.get(mask, MemberPart.WHOLE) is not MemberPart.WHOLE:
                 self._refuse(node, "has a mask that the model computes of its tokens")
         self._by_heads(node, call)
 
-    def _by_heads(self, node: fx.Node, call: AttentionCall) -> None:
+    def _by_heads(self, node: fx.Node, call: SharedAttention) -> None:
         heads = call.query.meta["val"].shape[HEADS]
         if heads % self.team:
             near = [n for n in range(2, heads + 1) if heads % n == 0]
@@ -348,15 +348,15 @@ class _Splitter:
                 self._refuse(node, f"has a mask {list(shape)} for {heads} heads")
             if len(shape) > 2 and shape[-3] == heads > 1:
                 own = edit.call(own_tokens, mask, self.member, self.team, len(shape) - 3, heads)
-                self.parts[own] = Part.WHOLE
+                self.parts[own] = MemberPart.WHOLE
                 self._read_instead(node, mask, own)
         self.values.set(node)
-        self.parts[node] = Part.LOCAL
+        self.parts[node] = MemberPart.LOCAL
         after = GraphEdit(self.graph, node, after=True)
         back = after.call(all_to_all, node, self.team, TOKENS, HEADS)
         node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
         self._move_outputs(node, back)
-        self.parts[back], self.facts.places[back] = Part.LOCAL, (TokenPlace(TOKENS),)
+        self.parts[back], self.facts.places[back] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
 
     def _to_heads(self, node: fx.Node, edit: GraphEdit, operand: fx.Node, heads: int) -> fx.Node:
         """All tokens of the member's part of the heads of a query, key or value. Of keys and values that are repeated
@@ -368,11 +368,11 @@ class _Splitter:
             own = given.meta["val"].shape[HEADS]
             self._refuse(node, f"has {own} heads of keys and values, which {self.team} members cannot share")
         moved = edit.call(all_to_all, given, self.team, HEADS, TOKENS)
-        self.parts[moved] = Part.LOCAL
+        self.parts[moved] = MemberPart.LOCAL
         if repeats == 1:
             return moved
         repeated = edit.call(torch.repeat_interleave, moved, repeats, HEADS)
-        self.parts[repeated] = Part.LOCAL
+        self.parts[repeated] = MemberPart.LOCAL
         return repeated
 
     # --- the graph
@@ -384,19 +384,19 @@ class _Splitter:
         """The step's results: the loss, and other outputs whole."""
         for name, node in list(self.graph.outputs.items()):
             part = self.parts.get(node)
-            if part is None or (part is Part.WHOLE and name != "loss"):
+            if part is None or (part is MemberPart.WHOLE and name != "loss"):
                 continue  # of the batch alone, or the same on all members
             made = node
-            if part is Part.WHOLE:
+            if part is MemberPart.WHOLE:
                 made = GraphEdit(self.graph, made, after=True).call(operator.truediv, made, self.team)
-            elif part is Part.LOCAL:
+            elif part is MemberPart.LOCAL:
                 place = self._place(node)
                 if place is None:
                     raise PassError(f"split-context: the output {name!r} has tokens in no place that is known")
                 args = (self.member, self.team, place.dim, self.length, *self._how(place))
                 made = GraphEdit(self.graph, made, after=True).call(among_zeros, made, *args)
             made = GraphEdit(self.graph, made, after=True).call(sum_parts, made, self.team)
-            self.parts[made] = Part.WHOLE
+            self.parts[made] = MemberPart.WHOLE
             self.graph.outputs[name] = made
         output = next(n for n in self.graph.nodes if n.op == "output")
         output.args = (dict(self.graph.outputs),)
