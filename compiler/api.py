@@ -71,6 +71,7 @@ from .search.candidates import micro_batch_counts
 from .search.compiled import CompiledCandidate
 from .search.fit import check_states_fit
 from .search.nearest import with_nearest
+from .search.offer import Offer, find_offer
 from .search.prediction import make_plan
 from .search.search import search
 from .search.what_helps import Help, what_helps
@@ -281,6 +282,15 @@ def compile(
         find_graph.cache_clear()
         return found
 
+    programs = best.draft.programs
+
+    def offers(times: Mapping[int, float]) -> Offer | None:
+        with torch.device("cpu"), rare_collections():
+            found = find_offer(find_graph, machine, wishes, made, programs, times)
+        capture.cache_clear()
+        find_graph.cache_clear()
+        return found
+
     def stages_at(other: Sizes) -> Mapping[str, StageSpec]:
         with torch.device("cpu"), rare_collections():
             plain = dataclasses.replace(wishes.options, profiler=None)
@@ -297,6 +307,7 @@ def compile(
         ties=ties_of(model),
         records=best.records,
         help_finder=helps,
+        offer_finder=offers,
         stages_at=stages_at if sizes is not None else None,
         trust=OWN,
         loss_weight=loss_weight,

@@ -26,6 +26,11 @@ class TurnSeconds:
     backward_s: float  # without rematerialisation
     taking_s: float | None = None  # a repeated forward that takes all classes of saved tensors; None: there are none
 
+    def times(self, factor: float) -> TurnSeconds:
+        """The seconds of a device that takes `factor` times as long."""
+        taking_s = None if self.taking_s is None else self.taking_s * factor
+        return TurnSeconds(self.forward_s * factor, self.rematerialise_s * factor, self.backward_s * factor, taking_s)
+
     @property
     def both_s(self) -> float:
         """One forward and one backward."""

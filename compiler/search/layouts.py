@@ -23,7 +23,6 @@ from ...ir.program import WRITTEN_OUT
 from ...passes.decisions import Lanes
 from ...passes.draft import Draft
 from ...passes.graph.blocks import Block, param_spec
-from ...passes.sharding.by_speed import kind_of
 from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
@@ -56,7 +55,7 @@ def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
         found.append(Mesh(shards, depth))
         if shards > 1 and depth > 1 and not _on_one_host(hardware, each):
             found.append(Mesh(shards, depth, "pipeline"))
-    unequal = len({kind_of(device) for device in hardware.devices}) > 1
+    unequal = len(set(hardware.device_kinds)) > 1
     return [*found, *(replace(mesh, by_speed=True) for mesh in found if unequal)]
 
 

@@ -291,6 +291,25 @@ def _cards(name: str, part: str, count: int, complexes: int, pcie: int | None) -
     return with_reserve(machine(name, source, part, topology, server, pcie=slot), display=True)
 
 
+def _mixed(name: str) -> Document | None:
+    """A workstation with different gaming cards, such as "rtx4090+rtx3090x2", under one root complex; None where the
+    name is of no such cards."""
+    found = [_FAMILY.fullmatch(word) or _FAMILY.fullmatch(f"{word}x1") for word in name.split("+")]
+    cards: list[str] = []
+    for match in found:
+        if match is None or match["part"] not in PARTS or match["complexes"] or match["pcie"]:
+            return None
+        (count,) = _counts(name, [match["count"]])
+        cards += [match["part"]] * count
+    if any(PARTS[part].server is not None for part in cards):
+        return None
+    document = _cards(name, min(cards, key=lambda part: PARTS[part].pcie), len(cards), 1, None)
+    sources = dict.fromkeys(f"{part}: {PARTS[part].source}" for part in cards)
+    source = "; ".join([document["source"].partition("; 64 GB")[0], "64 GB DRAM a card assumed", *sources])
+    devices = [gpu(part, index) for index, part in enumerate(cards)]
+    return with_reserve({**document, "source": source, "devices": devices}, display=True)
+
+
 def _server(name: str, part_name: str, count: int) -> Document:
     """A data-centre server with 8 GPUs, or the share of it that belongs to `count` of them."""
     if count > 8:
@@ -380,6 +399,8 @@ def preset_document(name: str) -> Document | None:
         return paper | {"devices": [{**device, "rates": None} for device in paper["devices"]]}
     if fleet := _CLUSTER.fullmatch(name):
         return _fleet(name, fleet)
+    if "+" in name:
+        return _mixed(name)
     match = _FAMILY.fullmatch(name)
     if match is None or match["part"] not in PARTS:
         return None

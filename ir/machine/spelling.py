@@ -1,4 +1,5 @@
-"""Machines as people type them: "4090", "2x RTX 4090", "H100 x 8", "a100-80gb" are names of families of presets."""
+"""Machines as people type them: "4090", "2x RTX 4090", "H100 x 8", "a100-80gb" are names of families of presets, and
+"4090+3090" is one of each."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ def preset_of(name: str) -> str:
     begun = [known for known in machines if known.startswith(f"{text}-")]
     if len(begun) == 1:
         return begun[0]
+    if "+" in text:
+        mixed = "+".join(preset_of(word.strip()) for word in text.split("+"))
+        if preset_document(mixed) is not None:
+            return mixed
     readings = [(text, "1", "")]
     if match := _BEFORE.fullmatch(text):
         readings.append((match["rest"], match["count"], ""))

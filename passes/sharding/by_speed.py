@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.errors import PassError
-from ...ir.machine.hardware import Device
 from ..decisions import Lanes
 from ..draft import Draft
 from ..stage_time import block_seconds
@@ -48,18 +47,13 @@ def shares(count: int, seconds: Sequence[float]) -> list[int]:
     return found
 
 
-def kind_of(device: Device) -> str:
-    """Equal for devices that differ in their place only."""
-    return device.model_dump_json(exclude={"name", "host", "root_complex"})
-
-
 def _device_seconds(draft: Draft) -> list[float]:
     """Seconds of each of the machine's devices for one micro-batch through all blocks."""
     precision, known = draft.options.precision, dict[str, float]()
     found = []
-    for device in draft.machine.devices:
+    for device, kind in zip(draft.machine.devices, draft.machine.device_kinds):
         measured = any(block.seconds for block in draft.blocks)  # by the name of a device
-        key = device.name if measured else kind_of(device)
+        key = device.name if measured else kind
         if key not in known:
             known[key] = sum(block_seconds(block, device, precision).both_s for block in draft.blocks)
         found.append(known[key])

@@ -1,9 +1,10 @@
-"""The devices that delayed a step: their ops took longer than on devices of the same role, or than the plan predicts.
+"""The devices that delayed a step: their ops took longer than on equal devices, or than the plan predicts.
 
-Devices of the same role do the same work, so each is compared with the others. A device that is alone in its role is
-compared with the plan's prediction, scaled by the other devices' ratio to theirs: so a machine that is slower than its
-document as a whole has no stragglers. The cost of the delay is found by replaying the step's order of ops with the
-expected durations. Only ops that a device does by itself count, as receives and collectives wait for others.
+Equal devices of the same role do the same work, if their lanes have as many micro-batches, so each is compared with the
+others. A device that has no equal is compared with the plan's prediction, scaled by the other devices' ratio to theirs:
+so a machine that is slower than its document as a whole has no stragglers. The cost of the delay is found by replaying
+the step's order of ops with the expected durations. Only ops that a device does by itself count, as receives and
+collectives wait for others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import fx
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Order, Program, bind, build_order, place_of, print_node
+from ...ir.program import Interface, Order, Program, bind, build_order, place_of, print_node
 from ...ir.verify.case import Case
 from .engine import simulate
 from .timeline import Span, Timeline
@@ -72,7 +73,8 @@ def find_stragglers(
     roles = {device: place_of(interface, device)[1] for device in found}
     if set(predicted) != set(found):  # one lane was simulated in place of all
         predicted = {device: predicted[role] for device, role in roles.items()}
-    equals = {d: [other for other, role in roles.items() if role == roles[d]] for d in found}
+    work = {device: _work_of(interface, hardware, device) for device in found}
+    equals = {d: [other for other in found if work[other] == work[d]] for d in found}
     expected = {device: _expected(device, equals[device], found, predicted) for device in found}
     replay = _Replay(bound, hardware, found)
     rows = []
@@ -82,6 +84,23 @@ def find_stragglers(
             if row is not None and row.ratio >= least_ratio and row.held_up >= LEAST_SHARE:
                 rows.append(row)
     return sorted(rows, key=lambda row: -row.held_up)
+
+
+def slow_devices(
+    steps: Sequence[Timeline], programs: Sequence[Program], hardware: Hardware, *, precision: str = "fp32"
+) -> dict[int, float]:
+    """The devices that held up steps by their computation, each with its ratio, the median over the steps: in a step
+    that it did not hold up, a device counts as one that takes the time expected."""
+    found = [find_stragglers(step, programs, hardware, precision=precision) for step in steps]
+    rows = [{row.device: row.ratio for row in each if row.stream == ops.COMPUTE} for each in found]
+    medians = {d: median_low(row.get(d, 1.0) for row in rows) for d in sorted({d for row in rows for d in row})}
+    return {device: ratio for device, ratio in medians.items() if ratio >= LEAST_RATIO}
+
+
+def _work_of(interface: Interface, hardware: Hardware, device: int) -> tuple[int, int, str]:
+    """Equal for devices of which the same is expected: their role, the number of their micro-batches, their kind."""
+    lane, role = place_of(interface, device)
+    return role, interface.micro_batches_of(lane), hardware.device_kinds[device]
 
 
 def durations(spans: Sequence[Span]) -> SecondsByKey:

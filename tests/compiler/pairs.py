@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.check.eager import Eager, module_runner
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.machine.slower import with_slower
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.tests.compiler.fleet_matrix import REFUSALS, SGD, Outcome, distance, in_process, with_counts
@@ -103,16 +104,7 @@ class Pair:
 
 def slower(hardware: Hardware, first: int, times: float) -> Hardware:
     """The machine with its devices from number `first` on so many times as slow."""
-    devices = []
-    for index, device in enumerate(hardware.devices):
-        by = times if index >= first else 1.0
-        changed = {
-            "peak_flops": {dtype: rate / by for dtype, rate in device.peak_flops.items()},
-            "memory_bandwidth": device.memory_bandwidth / by,
-            "op_overhead_s": device.op_overhead_s * by,
-        }
-        devices.append(device.model_copy(update=changed))
-    return hardware.model_copy(update={"devices": devices})
+    return with_slower(hardware, dict.fromkeys(range(first, hardware.num_devices), times))
 
 
 def pairs() -> Iterator[Pair]:
