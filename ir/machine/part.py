@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -29,7 +30,17 @@ Seconds = Annotated[
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
+AnyPart = TypeVar("AnyPart", bound="MachinePart")
+
+
 class MachinePart(BaseModel):
     """Common rules of all parts: immutable, and no key beyond those listed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def model_copy(self: AnyPart, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> AnyPart:
+        """A copy with other fields, and without what the original has found out about its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied

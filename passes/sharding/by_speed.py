@@ -49,7 +49,7 @@ def shares(count: int, seconds: Sequence[float]) -> list[int]:
 
 def _device_seconds(draft: Draft) -> list[float]:
     """Seconds of each of the machine's devices for one micro-batch through all blocks."""
-    precision, known = draft.options.precision, dict[str, float]()
+    precision, known = draft.options.precision, dict[str | int, float]()
     found = []
     for device, kind in zip(draft.machine.devices, draft.machine.device_kinds):
         measured = any(block.seconds for block in draft.blocks)  # by the name of a device

@@ -97,7 +97,7 @@ def slow_devices(
     return {device: ratio for device, ratio in medians.items() if ratio >= LEAST_RATIO}
 
 
-def _work_of(interface: Interface, hardware: Hardware, device: int) -> tuple[int, int, str]:
+def _work_of(interface: Interface, hardware: Hardware, device: int) -> tuple[int, int, int]:
     """Equal for devices of which the same is expected: their role, the number of their micro-batches, their kind."""
     lane, role = place_of(interface, device)
     return role, interface.micro_batches_of(lane), hardware.device_kinds[device]

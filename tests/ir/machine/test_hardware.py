@@ -13,6 +13,7 @@ from penstock.compiler.search.what_helps import FASTER, faster_links
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.presets import preset_document, preset_names
+from penstock.ir.machine.slower import with_slower
 from penstock.ir.program import slice_of
 from penstock.runtime.simulate.sharing import fair_rates
 
@@ -341,3 +342,19 @@ def test_a_missing_file_and_a_wrong_type(tmp_path: Path) -> None:
 def test_from_any_takes_presets_and_machines() -> None:
     hardware = Hardware.from_any("rtx4090x1")
     assert Hardware.from_any(hardware) is hardware
+
+
+def test_a_changed_copy_knows_nothing_of_the_original() -> None:
+    hardware = Hardware.cpu(num_devices=2)
+    assert hardware.device_kinds[0] == hardware.device_kinds[1]
+    other = with_slower(hardware, {1: 2.0})
+    assert other.device_kinds[0] != other.device_kinds[1]
+
+
+def test_different_cards_in_one_machine() -> None:
+    mixed, twice = Hardware.preset("4090+3090"), Hardware.preset("rtx4090+rtx3090x2")
+    assert [device.memory_bandwidth for device in mixed.devices] == [1.008e12, 0.936e12]
+    assert len(twice.devices) == 3 and twice.devices[1].peak_flops == twice.devices[2].peak_flops
+    assert mixed.hosts == Hardware.preset("rtx4090x2").hosts
+    with pytest.raises(HardwareError, match="no hardware preset"):
+        Hardware.preset("rtx4090+h100")
