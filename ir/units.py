@@ -91,6 +91,7 @@ FLOPS = Quantity(
     {f"{p}{flop}": Decimal(f) for p, f in _DECIMAL.items() for flop in ("FLOPS", "FLOP/s", "FLOPs")},
     ("PFLOPS", "TFLOPS", "GFLOPS", "MFLOPS", "FLOPS"),
 )
+SHARE = Quantity("share", "0.9", {}, ())
 SECONDS = Quantity(
     "time",
     "10us",

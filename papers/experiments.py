@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from ..compiler.models.named import find_model
 from ..ir.machine.hardware import Device, Hardware
+from ..ir.machine.part import Dtype
+from ..ir.machine.rates import RateCurve
 from ..passes.graph.blocks import Block
 from ..passes.graph.coarsen import Coarsen
 from .lab import Lab, ModelSource, Workload, num_params
@@ -76,9 +78,25 @@ def said_memory(device: Device) -> str:
     return f"{device.memory_bytes / 2**30:.0f} GiB, {device.usable_fraction:.0%} of it usable"
 
 
+def said_products(device: Device, dtype: Dtype) -> str:
+    """A text that says how fast matrix products and attention are."""
+    assert device.rates is not None
+    sizes = ", ".join(f"{rate / 1e12:.0f} at {size:.0f}" for size, rate in device.rates.products[dtype])
+    return (
+        f"matrix products in {dtype} by size as publicly measured ({sizes}; TFLOPS, of "
+        f"{device.peak_flops[dtype] / 1e12:.0f}), attention by its length; sources in docs/rates.md"
+    )
+
+
 def said_traffic(device: Device) -> str:
     """A text that says what a call costs besides its matrix products."""
+    assert device.rates is not None and device.rates.pointwise is not None
     return (
-        f"plus every call's traffic at {device.memory_bandwidth / 1e9:.0f} GB/s, plus {device.op_overhead_s * 1e6:.0f} "
-        "us a call"
+        f"other calls' traffic at {device.rates.pointwise[-1][1] / 1e9:.0f} GB/s, plus "
+        f"{device.op_overhead_s * 1e6:.0f} us a call"
     )
+
+
+def said_shares(curve: RateCurve | None, text: Callable[[float], str]) -> str:
+    """A text that says what share of a rate is reached at which size."""
+    return ", ".join(f"{share:.1%} at {text(size)}" for size, share in curve or ())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..units import format_bytes, format_flops, format_rate, format_seconds
-from .rates import table_text
+from .rates import RateCurve, table_text
+from .shares import message_text
 
 if TYPE_CHECKING:
     from .hardware import Device, Hardware, Host
@@ -24,12 +26,16 @@ def describe_hardware(hardware: Hardware) -> str:
     lines += [f"  {f'{count} hosts: ' if count > 1 else ''}{text}" for text, count in hosts.items()]
     if hardware.network is not None:
         network = hardware.network
-        lines.append(f"  network {format_rate(network.bandwidth)} a host, {format_seconds(network.latency_s)}")
+        parts = [f"network {format_rate(network.bandwidth)} a host", format_seconds(network.latency_s)]
+        parts += _describe_shares("messages of", network.message_shares, message_text)
+        parts += _describe_shares("over hosts,", network.host_shares, "{:.0f}".format)
+        lines.append(f"  {'; '.join(parts)}" if len(parts) > 2 else f"  {', '.join(parts)}")
         if network.racks is not None:
             lines[-1] += f"; {_describe_racks(network.racks, hardware, network.bandwidth)}"
     if hardware.throttled:
         lines.append("  transfers are held down to these rates")
     lines.append(f"  figures: {hardware.source}")
+    lines += [f"  fitted to {figure}: {what}" for figure, what in hardware.fitted_to.items()]
     return "\n".join(lines)
 
 
@@ -66,12 +72,20 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
     ]
     if host.nvlink_bandwidth is not None:
         parts.append(f"device to device {format_rate(host.nvlink_bandwidth)}")
+        parts += _describe_shares("messages of", host.nvlink_message_shares, message_text)
     elif host.p2p:
         parts.append("peer to peer")
     if host.ssds:
-        read, write = (sum(s.read_bandwidth for s in host.ssds), sum(s.write_bandwidth for s in host.ssds))
+        read, write = host.ssd_bandwidths
         size = format_bytes(sum(s.size_bytes for s in host.ssds))
         at = ", ".join(ssd.directory for ssd in host.ssds if ssd.directory is not None)
         rates = f"read {format_rate(read)}, write {format_rate(write)}"
         parts.append(f"{len(host.ssds)} SSD{f' in {at}' if at else ''}, {size}, {rates}")
     return "; ".join(parts)
+
+
+def _describe_shares(of: str, curve: RateCurve | None, text: Callable[[float], str]) -> list[str]:
+    """The shares of a curve, if there is one, as one part of a line."""
+    if curve is None:
+        return []
+    return [f"{of} {', '.join(f'{text(size)}: {share:.0%}' for size, share in curve)} of the rate"]

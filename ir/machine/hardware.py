@@ -25,7 +25,8 @@ from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import cpu_document, preset_document
 from .racks import Racks
-from .rates import ConstantRates, RateTable, mix_seconds
+from .rates import ConstantRates, RateTable, mix_seconds, with_numbers
+from .shares import MessageShares, NumberShares, share_at
 from .spelling import preset_of
 from .validation import explain_validation
 
@@ -112,8 +113,10 @@ class Host(MachinePart):
     links of its GPUs are busy; `optimizer_threads` is the number of threads that reached it, those of all GPUs
     together, and None where it was not measured: then all cores that do not feed the GPUs step.
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
-    devices it is the loopback between two worker processes. `model_bytes` is what the script's own copy of the model
-    takes of the usable DRAM; `compile` sets it, on devices too.
+    devices it is the loopback between two worker processes. `nvlink_message_shares` is what messages of so many bytes
+    reach of it, besides their latency; `ssd_shares` what so many disks together reach of the sum of their rates.
+    `model_bytes` is what the script's own copy of the model takes of the usable DRAM; `compile` sets it, on devices
+    too.
     """
 
     dram_bytes: Bytes
@@ -125,22 +128,40 @@ class Host(MachinePart):
     optimizer_threads: Annotated[int, Field(gt=0)] | None = None
     root_complexes: Annotated[list[RootComplex], Field(min_length=1)]
     ssds: list[Ssd] = []
+    ssd_shares: NumberShares | None = None
     ssd_uplink_bandwidth: Rate | None = None  # shared by all disks of the host, per direction
     p2p: bool = False
     nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
+    nvlink_message_shares: MessageShares | None = None
     cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
     ordered_fetches: bool = False  # weights of the stage that runs first are fetched first
     price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
 
+    @property
+    def ssd_bandwidths(self) -> tuple[float, float]:
+        """Bytes/s that all disks together read, and write; 0 without disks."""
+        share = share_at(self.ssd_shares, len(self.ssds)) if self.ssds else 0.0
+        return share * sum(s.read_bandwidth for s in self.ssds), share * sum(s.write_bandwidth for s in self.ssds)
+
 
 class Network(MachinePart):
-    """What joins the hosts: rate per host and direction, the time of an empty message, and how hosts stand in racks."""
+    """What joins the hosts: rate per host and direction, the time of an empty message, and how hosts stand in racks.
+
+    `message_shares` is what messages of so many bytes reach of the rate, besides their latency, and `host_shares` what
+    a collective reaches of it over so many hosts; of both, the product counts.
+    """
 
     bandwidth: Rate
     latency_s: Seconds = 20e-6
     racks: Racks | None = None  # None: all hosts reach each other at their full rate
+    message_shares: MessageShares | None = None
+    host_shares: NumberShares | None = None
+
+    def reached(self, message_bytes: float, num_hosts: int = 2) -> float:
+        """Bytes/s per host and direction of messages of this size, between so many hosts."""
+        return self.bandwidth * share_at(self.message_shares, message_bytes) * share_at(self.host_shares, num_hosts)
 
 
 class Reserve(MachinePart):
@@ -241,6 +262,7 @@ class Hardware(MachinePart):
     devices: Annotated[list[Device], Field(min_length=1)]
     network: Network | None = None
     throttled: bool = False  # the runtime holds transfers of CPU devices down to the rates written here
+    fitted_to: dict[str, str] = {}  # a paper and its finding ("mics fig2") -> what here was fitted to it
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -366,9 +388,12 @@ class Hardware(MachinePart):
         """Links that a transfer between two memories occupies: dram0 to gpu1 is ["rc0.0.down", "gpu1.down"]."""
         return find_path(self, src, dst)
 
-    def bandwidth(self, src: str, dst: str) -> float:
-        """Bytes/s of a transfer that has its whole path to itself."""
-        return min((self._links[name].bandwidth for name in self.path(src, dst)), default=float("inf"))
+    def bandwidth(self, src: str, dst: str, message_bytes: float | None = None) -> float:
+        """Bytes/s of a transfer that has its whole path to itself: of one of `message_bytes`, else of a large one."""
+        links = [self._links[name] for name in self.path(src, dst)]
+        if message_bytes is not None:
+            links = [link.for_messages(message_bytes) for link in links]
+        return min((link.bandwidth for link in links), default=float("inf"))
 
     def latency_s(self, src: str, dst: str) -> float:
         """Seconds that an empty transfer takes."""
@@ -472,7 +497,7 @@ class Hardware(MachinePart):
         are all alike are written once."""
         copies = copies_in(self)
         devices = self.devices[: len(self.devices) // copies]
-        document = first_of(self, copies).model_dump(mode="json", exclude_defaults=True)
+        document = with_numbers(first_of(self, copies).model_dump(mode="json", exclude_defaults=True))
         if copies > 1:
             document = {"name": document.pop("name"), "source": document.pop("source"), KEY: copies, **document}
         tables = {device.rates: device.rates.document() for device in devices if device.rates is not None}

@@ -7,10 +7,12 @@ disks, not both). Every route passes the DRAM of the hosts at its ends, except N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import HardwareError
+from .rates import RateCurve
+from .shares import share_at
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -25,6 +27,10 @@ class Link:
     `simplex` names a medium that several links take turns on (an SSD's reads and writes): the shares
     rate / bandwidth of all links on one medium add up to at most 1. Flows that share a link get rates in proportion to
     their weights: a flow's weight is the product of its links' `weight`, which makes other amounts comparable to bytes.
+
+    Messages reach a share of the rate by their bytes and by the number of hosts that take part (`message_shares`,
+    `host_shares`). They move on a link of their own, which is slower by that share and takes turns with the whole
+    link, `part_of`.
     """
 
     name: str
@@ -34,6 +40,28 @@ class Link:
     latency_s: float
     simplex: str | None = None
     weight: float = 1.0
+    message_shares: RateCurve | None = None
+    host_shares: RateCurve | None = None
+    part_of: str | None = None
+
+    def for_messages(self, message_bytes: float, num_hosts: int = 2) -> Link:
+        """The link as messages of so many bytes find it in a collective over so many hosts."""
+        if self.message_shares is None and self.host_shares is None:
+            return self
+        return self.with_share(share_at(self.message_shares, message_bytes) * share_at(self.host_shares, num_hosts))
+
+    def with_share(self, share: float) -> Link:
+        """The link of flows that reach this share of the rate, in four digits; this one if they reach all of it."""
+        share = float(f"{share:.4g}")
+        if share >= 1:
+            return self
+        return replace(
+            self,
+            name=f"{self.name}@{share:g}",
+            bandwidth=share * self.bandwidth,
+            simplex=self.simplex or self.name,
+            part_of=self.name,
+        )
 
 
 def build_links(hardware: Hardware) -> dict[str, Link]:
@@ -48,11 +76,11 @@ def build_links(hardware: Hardware) -> dict[str, Link]:
                 found.append(Link(f"{rc}.both", rc, rc, complex_.bandwidth_both, 0.0))
         found += _ssd_links(index, host)
         if hardware.network is not None:
-            nic, dram = f"nic{index}", f"dram{index}"
-            rate, half_latency_s = hardware.network.bandwidth, hardware.network.latency_s / 2
+            network, dram = hardware.network, f"dram{index}"
             switch = f"rack{hardware.racks[index]}" if hardware.racks else "network"
-            found.append(Link(f"{nic}.up", dram, switch, rate, half_latency_s))
-            found.append(Link(f"{nic}.down", switch, dram, rate, half_latency_s))
+            for name, tail, head in ((f"nic{index}.up", dram, switch), (f"nic{index}.down", switch, dram)):
+                link = Link(name, tail, head, network.bandwidth, network.latency_s / 2)
+                found.append(replace(link, message_shares=network.message_shares, host_shares=network.host_shares))
     found += _rack_links(hardware)
     for device in hardware.devices:
         rc, host = f"rc{device.host}.{device.root_complex}", hardware.hosts[device.host]
@@ -60,8 +88,9 @@ def build_links(hardware: Hardware) -> dict[str, Link]:
         found.append(Link(f"{device.name}.down", rc, device.name, device.h2d_bandwidth, device.link_latency_s))
         if host.nvlink_bandwidth is not None:
             name, switch, latency_s = f"{device.name}.nvlink", f"nvlink{device.host}", host.nvlink_latency_s / 2
-            found.append(Link(f"{name}.up", device.name, switch, host.nvlink_bandwidth, latency_s))
-            found.append(Link(f"{name}.down", switch, device.name, host.nvlink_bandwidth, latency_s))
+            for way, tail, head in (("up", device.name, switch), ("down", switch, device.name)):
+                link = Link(f"{name}.{way}", tail, head, host.nvlink_bandwidth, latency_s)
+                found.append(replace(link, message_shares=host.nvlink_message_shares))
     return {link.name: link for link in found}
 
 
@@ -88,7 +117,7 @@ def _ssd_links(index: int, host: Host) -> list[Link]:
         found.append(Link(f"{name}.read", name, hub, ssd.read_bandwidth, ssd.latency_s, simplex=name))
         found.append(Link(f"{name}.write", hub, name, ssd.write_bandwidth, ssd.latency_s, simplex=name))
     array, latency_s = f"ssd{index}", max(ssd.latency_s for ssd in host.ssds)
-    read, write = (sum(s.read_bandwidth for s in host.ssds), sum(s.write_bandwidth for s in host.ssds))
+    read, write = host.ssd_bandwidths
     found.append(Link(f"{array}.read", array, hub, read, latency_s, simplex=array))
     found.append(Link(f"{array}.write", hub, array, write, latency_s, simplex=array))
     if host.ssd_uplink_bandwidth is not None:

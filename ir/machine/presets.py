@@ -11,8 +11,11 @@ What datasheets do not say is assumed by a few rules, the same for all machines:
 - A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
 - A GPU keeps a reserve that is not a plan's (`stated_reserve`): a context, workspaces, buffers of messages, gaps, and
   on a gaming card a display. The papers' machines have none, only the part of the memory that a plan may use.
-- NVIDIA's parts have tables of rates by size (`part_rates.py`), AMD's one constant rate, and so the papers' machines:
-  the papers' tables are reproduced under one constant rate each, which their pages state.
+- NVIDIA's parts have tables of rates by size (`part_rates.py`), those in the papers' machines too; AMD's have one
+  constant rate.
+
+Some figures of the papers' machines nobody has published. They are fitted to one figure of the paper each, once, and
+`fitted_to` names it: the reproduction of that figure says nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +31,19 @@ from .overrides import STOCK_SSD
 from .part_rates import MEASURED, part_rates
 
 Document = dict[str, Any]
+# What collectives reach of p3dn's network, such that all-gathers have what MiCS says of its figure 2: 11 GB/s over 8
+# hosts (sections 3.2), and over 4 hosts 2.7 to 4.9 times what they have over 32. The text has no sizes: taken are 1 GB
+# for the 11 and the 2.7, and the 128 MB that section 2.3 calls small for the 4.9; messages of 1 MB reach everything,
+# and up to 8 hosts the same. p4d has four such network cards a host, and the shares of p3dn.
+MICS_SHARES = {"message_shares": {"125kB": 0.6, "1MB": 1.0}, "host_shares": {8: 0.924, 32: 0.36}}
+MICS_FITTED = {"mics fig2": "the shares that messages reach of the network's rate, and NVLink's 128 GB/s"}
+# What several disks reach together, such that Fuyou's programs for 175B on a 4090 have 74.6 TFLOPS with 6 disks, 1.70
+# times Megatron-LM's throughput per dollar (section 5.7), and 86 with 12 (section 5.3). One disk has its datasheet's
+# rates. 12 read 30 GB/s together, which is what one PCIe 4 x16 link carries.
+FUYOU_SSD_SHARES = {1: 1.0, 6: 0.665, 12: 0.39}
+FUYOU_FITTED = {
+    "fuyou fig10: 4090": "what 6 disks reach together", "fuyou fig5: 175B, 4090": "what 12 disks reach together",
+}  # fmt: skip
 PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
 # PCIe 4 x4 M.2: rates and 1200 TBW of the Samsung 980 PRO 2 TB datasheet.
 CONSUMER_SSD = {
@@ -212,8 +228,11 @@ def _fuyou(name: str, part: str, price_dollars: float) -> Document:
         "5, with 8 channels each at the 2933 MT/s that they support; prices of table 5; "
         "disk rates and endurance from the P5510 datasheet"
     )
-    server = host("768GB", 375.4, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, price_dollars=price_dollars)
-    document = machine(name, source, part, [1], server)
+    server = host(
+        "768GB", 375.4, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, ssd_shares=FUYOU_SSD_SHARES,
+        price_dollars=price_dollars,
+    )  # fmt: skip
+    document = machine(name, source, part, [1], server) | {"fitted_to": FUYOU_FITTED}
     if part == "a100-80gb":  # the paper's card is the PCIe model, whose HBM is a little slower
         document["devices"][0]["memory_bandwidth"] = 1935e9
     return document
@@ -232,7 +251,8 @@ def _mics(name: str, part: str, num_hosts: int, one_host: Document, network: str
     devices = [gpu(part, i, i // 2, pcie=3) for i in range(8)]
     return {
         "name": name, "source": f"{source}; {PARTS[part].source}", "copies": num_hosts, "hosts": [one_host],
-        "devices": devices, "network": {"bandwidth": network, "latency_s": "30us"},
+        "devices": devices, "network": {"bandwidth": network, "latency_s": "30us", **MICS_SHARES},
+        "fitted_to": MICS_FITTED,
     }  # fmt: skip
 
 
@@ -396,7 +416,7 @@ def preset_document(name: str) -> Document | None:
         return _COMMON[name]()
     paper = _of_a_paper(name)
     if paper is not None:
-        return paper | {"devices": [{**device, "rates": None} for device in paper["devices"]]}
+        return paper
     if fleet := _CLUSTER.fullmatch(name):
         return _fleet(name, fleet)
     if "+" in name:

@@ -45,25 +45,29 @@ def _slope(before: tuple[float, float], after: tuple[float, float]) -> float:
     return math.log(after[1] / before[1]) / math.log(after[0] / before[0])
 
 
-def _reader(quantity: units.Quantity, steepest: float) -> Callable[[object], RateCurve]:
-    """Reads a curve from a mapping of sizes to rates. `steepest`: the power of the size by which work grows."""
+def curve_reader(
+    quantity: units.Quantity, steepest: float, size_of: Callable[[object], float] | None = None, call: str = "call"
+) -> Callable[[object], RateCurve]:
+    """Reads a curve from a mapping of sizes to rates. `steepest`: the power of the size by which work grows; `size_of`
+    reads a size that is not just a number; `call`: what has such a size."""
+    read_size, noun = size_of or _size, quantity.noun.split()[-1]
 
     def read(value: object) -> RateCurve:
         if isinstance(value, tuple):
             value = dict(value)
         if not isinstance(value, Mapping) or not value:
-            raise ValueError(f"a mapping from sizes to rates, such as {{1024: {quantity.example}}}")
-        points = sorted((_size(size), quantity.parse(rate)) for size, rate in value.items())
+            raise ValueError(f"a mapping from sizes to {noun}s, such as {{1024: {quantity.example}}}")
+        points = sorted((read_size(size), quantity.parse(rate)) for size, rate in value.items())
         for size, rate in points:
             if not (size > 0 and rate > 0):
-                raise ValueError(f"sizes and rates above 0; at {size:g} the rate is {rate:g}")
+                raise ValueError(f"sizes and {noun}s above 0; at {size:g} the {noun} is {rate:g}")
         for before, after in pairwise(points):
             if before[0] == after[0]:
                 raise ValueError(f"each size once; {before[0]:g} stands here twice")
             if _slope(before, after) > steepest + 1e-9:
                 raise ValueError(
-                    f"no larger call that takes less time than a smaller one; the rates {before[1]:g} at {before[0]:g} "
-                    f"and {after[1]:g} at {after[0]:g} are such"
+                    f"no larger {call} that takes less time than a smaller one; the {noun}s {before[1]:g} at "
+                    f"{before[0]:g} and {after[1]:g} at {after[0]:g} are such"
                 )
         return tuple(points)
 
@@ -88,12 +92,14 @@ def _size(value: object) -> float:
 _FLOPS, _RATE = _speller(units.FLOPS), _speller(units.RATE)
 # FLOPs of a product grow with the cube of its size, those of attention with the square of the length.
 ProductCurve = Annotated[
-    RateCurve, BeforeValidator(_reader(units.FLOPS, STEEPEST)), PlainSerializer(_FLOPS, when_used="json")
+    RateCurve, BeforeValidator(curve_reader(units.FLOPS, STEEPEST)), PlainSerializer(_FLOPS, when_used="json")
 ]
 AttentionCurve = Annotated[
-    RateCurve, BeforeValidator(_reader(units.FLOPS, 2.0)), PlainSerializer(_FLOPS, when_used="json")
+    RateCurve, BeforeValidator(curve_reader(units.FLOPS, 2.0)), PlainSerializer(_FLOPS, when_used="json")
 ]
-TrafficCurve = Annotated[RateCurve, BeforeValidator(_reader(units.RATE, 1.0)), PlainSerializer(_RATE, when_used="json")]
+TrafficCurve = Annotated[
+    RateCurve, BeforeValidator(curve_reader(units.RATE, 1.0)), PlainSerializer(_RATE, when_used="json")
+]
 
 
 class AttentionRates(MachinePart):
@@ -138,7 +144,7 @@ class RateTable(MachinePart):
 
     def document(self) -> dict[str, Any]:
         """The table as plain data, with numbers as the sizes of its curves."""
-        found: dict[str, Any] = _with_numbers(self.model_dump(mode="json", exclude_defaults=True))
+        found: dict[str, Any] = with_numbers(self.model_dump(mode="json", exclude_defaults=True))
         return found
 
     def scaled(self, factor: float) -> RateTable:
@@ -162,12 +168,13 @@ class RateTable(MachinePart):
         return max((rate for curve in curves for _, rate in curve), default=None)
 
 
-def _with_numbers(value: Any) -> Any:
+def with_numbers(value: Any) -> Any:
+    """Plain data with keys that are whole numbers as numbers, which JSON cannot have."""
     if isinstance(value, list):
-        return [_with_numbers(each) for each in value]
+        return [with_numbers(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {int(key) if key.isdigit() else key: _with_numbers(each) for key, each in value.items()}
+    return {int(key) if key.isdigit() else key: with_numbers(each) for key, each in value.items()}
 
 
 def _times(curve: RateCurve, factor: float) -> RateCurve:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
-from ..experiments import LAYERS, OPERATORS, Experiments, said_memory, said_traffic
+from ..experiments import LAYERS, OPERATORS, Experiments, said_memory, said_products, said_traffic
 from ..lab import SimulatedStep, Workload
 
 REST = "map-round-robin, schedule-pipeline, insert-remat{always=true}, insert-fetch, insert-optimizer"
@@ -130,8 +130,7 @@ class FtPipe(Experiments):
         samples = ", ".join(f"{name} {t.samples}" for name, t in tasks)
         return {
             "GPU memory": said_memory(device),
-            "GPU time": f"matrix products at {device.achieved_flops('fp32') / 1e12:.1f} TFLOPS in fp32, "
-            f"{said_traffic(device)}",
+            "GPU time": f"{said_products(device, 'fp32')}; {said_traffic(device)}",
             "links": f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root "
             "complexes of 4 GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
             "bytes of a parameter": "4 for its weight, 4 for its gradient; Adafactor's states count as nothing, Adam's "

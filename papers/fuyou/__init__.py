@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...ir.machine.presets import FUYOU_FITTED
 from .capacity import fig4, table2, table4
 from .experiments import Fuyou
 from .speed import fig1, fig5, fig6, fig7, fig8
 from .tuning import fig9, fig10, sensitivity
 
 EXPERIMENTS = Fuyou
-FITTED: Mapping[str, str] = {}  # a finding, or "finding: setting" -> what of the machine was fitted to it
+FITTED: Mapping[str, str] = {row.removeprefix("fuyou "): what for row, what in FUYOU_FITTED.items()}
 FINDINGS = (table2, table4, fig1, fig4, fig5, fig6, fig7, fig8, fig9, fig10, sensitivity)

@@ -28,8 +28,7 @@ class Rates:
         device, host = hardware.devices[0], hardware.hosts[0]
         return cls(
             min(device.h2d_bandwidth, device.d2h_bandwidth),
-            sum(ssd.read_bandwidth for ssd in host.ssds),
-            sum(ssd.write_bandwidth for ssd in host.ssds),
+            *host.ssd_bandwidths,
             device.achieved_flops(precision),
             host.optimizer_params_per_s,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...compiler.models.named import find_model
 from ...ir.machine.hardware import Hardware
 from ...ir.units import format_seconds
-from ..experiments import Experiments, said_memory, step_flops
+from ..experiments import Experiments, said_memory, said_shares, step_flops
 from ..lab import SimulatedStep, Workload
 from .equations import Load, Swappable
 from .programs import (
@@ -141,7 +141,9 @@ class Fuyou(Experiments):
             "GPU link": f"{hardware.devices[0].h2d_bandwidth / 1e9:.0f} GB/s per direction (PCIe 4 x16 at 83% of its "
             "wire rate), pinned memory everywhere",
             "SSDs": f"{len(host.ssds)} P5510, striped, simplex: {ssd.read_bandwidth / 1e9:.1f} GB/s read and "
-            f"{ssd.write_bandwidth / 1e9:.1f} GB/s write each (datasheet), nothing lost in sharing",
+            f"{ssd.write_bandwidth / 1e9:.1f} GB/s write each (datasheet); several together reach "
+            f"{said_shares(host.ssd_shares, lambda disks: f'{disks:.0f}')} of the sum, fitted once to figure 10 (6 "
+            "disks) and to 175B on the 4090 in figure 5 (12 disks)",
             "optimizer": f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s "
             f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9): 28 bytes a parameter at 48% of the "
             "rate of 16 channels of DDR4-2933, as for all presets",

@@ -15,7 +15,7 @@ from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT, Program
 from ...runtime.simulate import Timeline, simulate
-from ..experiments import Experiments, step_flops
+from ..experiments import Experiments, said_products, said_shares, said_traffic, step_flops
 from ..lab import Lab, SimulatedStep, Workload
 from ..wide_resnet import NamedWideResNet
 from .programs import (
@@ -223,9 +223,7 @@ class Mics(Experiments):
             device, host = machine.devices[0], machine.hosts[0]
             assert host.nvlink_bandwidth is not None
             return (
-                f"{half}: {device.peak_flops['fp16'] / 1e12:.0f} TFLOPS of fp16 at "
-                f"{device.achieved_fraction['fp16']:.0%} in large products, {device.memory_bandwidth / 1e9:.0f} GB/s "
-                f"of memory, {device.op_overhead_s * 1e6:.0f} us a torch call, NVLink "
+                f"{half}: {said_products(device, 'fp16')}; {said_traffic(device)}; NVLink "
                 f"{host.nvlink_bandwidth / 1e9:.0f} GB/s a GPU and direction"
             )
 
@@ -234,7 +232,10 @@ class Mics(Experiments):
         return {
             "GPUs": f"{gpu(old, 'p3dn, V100')}; {gpu(new, 'p4d, A100')}",
             "network": f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and "
-            "direction: the whole wire rate (100 and 400 Gb/s), nothing lost to protocol or to other tenants",
+            "direction (100 and 400 Gb/s), of which messages reach "
+            f"{said_shares(old.network.message_shares, lambda size: f'{size / 1e6:g} MB')}, and collectives "
+            f"{said_shares(old.network.host_shares, lambda hosts: f'{hosts:.0f} hosts')}: fitted to figure 2, which is "
+            "of p3dn, once. A message is what a GPU passes on in one round of a ring",
             "collectives": "rings host by host, one for each PCIe switch between hosts, so that each network card "
             "carries (n-1)/n of the value once; a sum that all get is a scatter and a gather",
             "latency": f"a ring of n has n-1 rounds (section 2.3, footnote 1) of {hop_s * 1e6:.0f} us between hosts: "

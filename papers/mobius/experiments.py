@@ -12,7 +12,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.units import format_seconds
 from ...passes.graph.blocks import Block
 from ...passes.stage_time import block_seconds
-from ..experiments import Experiments, said_memory, said_traffic, sizes_table
+from ..experiments import Experiments, said_memory, said_products, said_traffic, sizes_table
 from ..lab import SimulatedStep, Workload
 from ..report import Finding
 
@@ -91,8 +91,8 @@ class Mobius(Experiments):
         blocks = self.blocks(self.work(self.scaled, hardware), hardware)
         return {
             "GPU memory": said_memory(device),
-            "GPU time": f"matrix products at {device.achieved_flops('fp16') / 1e12:.0f} TFLOPS (85% of 80), "
-            f"{said_traffic(device)}; together {_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of "
+            "GPU time": f"{said_products(device, 'fp16')}; {said_traffic(device)}; together "
+            f"{_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of "
             f"{self.scaled}",
             "links": f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each root complex, "
             f"shared fairly; {device.link_latency_s * 1e6:.0f} us to begin a transfer; no P2P: from GPU to GPU through "

@@ -88,7 +88,7 @@ class Pacing:
         if not ops.ALL[issue.op].transfers:
             return 0.0
         route = route_of(issue, self.hardware, self.spec)
-        return issue.moved_bytes / self.hardware.bandwidth(*route) + self.hardware.latency_s(*route)
+        return issue.moved_bytes / self.hardware.bandwidth(*route, issue.moved_bytes) + self.hardware.latency_s(*route)
 
 
 def _go_on() -> None:

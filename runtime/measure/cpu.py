@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..device.host import keep_freed_memory
 from ..device.streams import SWITCH_S
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
-from .disks import disk_rates
+from .disks import rates_of_disks
 from .links import fetch_latency_s, message_rates
 from .table import DTYPES, TableTiming, measured_table
 from .waiting import waited_s
@@ -30,7 +30,7 @@ SIZE_S = 0.03  # time for one size of the table of rates
 SIZE_RUNS = 4  # at least
 LEAST_S = 1e-7  # no clock here tells a shorter time from none
 MIB = 2**20
-MESSAGE_BYTES = 8 * MIB
+MESSAGE_BYTES = (64 * 2**10, MIB // 2, 8 * MIB)
 
 
 def steady_s(work: Callable[[], object], slice_s: float = FIGURE_S, least_runs: int = 3) -> float:
@@ -136,7 +136,7 @@ def measure_cpu(disk_directories: Sequence[str], store: dist.Store, cores: int) 
         rates |= message_rates(store, dist.get_rank(), MESSAGE_BYTES)
     dist.barrier()
     if dist.get_rank() == 0:
-        rates["disks"] = [disk_rates(directory) for directory in disk_directories]
+        rates |= rates_of_disks(disk_directories)
         if cores != torch.get_num_threads():
             torch.set_num_threads(cores)
             rates["all_cores"] = dict(device_rates())

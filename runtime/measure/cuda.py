@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from ...ir.machine.presets import MESSAGES_BYTES
 from .cpu import MIB, adamw_params_per_s, call_overhead_s, copy_bandwidth, fastest_adamw
-from .disks import disk_rates
+from .disks import rates_of_disks
+from .links import link_shares
 from .table import BACKENDS, DTYPES, TableTiming, measured_table
 
 KERNELS_S = 0.3
 WARM_RUNS = 3
 SIZE_S = 0.05  # time for one size of the table of rates
 COPY_BYTES = 256 * MIB
+PEER_BYTES = (64 * 2**10, MIB, 16 * MIB)  # copies from GPU to GPU, besides those of COPY_BYTES
 ADAMW_PARAMS = 64 * MIB
 ADAMW_S = 0.4  # of one step, at most
 TABLE_SIZES: dict[str, Any] = {
@@ -205,14 +208,16 @@ def busy_adamw(groups: list[list[int]]) -> tuple[int, float]:
         return fastest_adamw(min(ADAMW_PARAMS, fitting), torch.bfloat16)
 
 
-def peer_rates(src: int, dst: int) -> dict[str, float]:
-    """Bandwidth and latency of copies from one GPU to another that can reach it."""
+def peer_rates(src: int, dst: int) -> dict[str, Any]:
+    """Bandwidth and latency of copies from one GPU to another that can reach it, and the share of the bandwidth that
+    copies of several sizes reach."""
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{src}")
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{dst}")
-    return {
-        "link": COPY_BYTES / mean_s(lambda: there.copy_(here, non_blocking=True), src),
-        "link_latency_s": alone_s(lambda: there[:64].copy_(here[:64], non_blocking=True), src),
-    }
+    latency_s = alone_s(lambda: there[:64].copy_(here[:64], non_blocking=True), src)
+    took_s = {
+        size: alone_s(partial(there[:size].copy_, here[:size], non_blocking=True), src) for size in PEER_BYTES
+    } | {COPY_BYTES: latency_s + mean_s(lambda: there.copy_(here, non_blocking=True), src)}
+    return {"link_latency_s": latency_s, **link_shares(latency_s, took_s)}
 
 
 def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) -> dict[str, Any]:
@@ -227,8 +232,7 @@ def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) ->
     }
     if num_devices > 1 and torch.cuda.can_device_access_peer(0, 1):
         report["peer"] = peer_rates(0, 1)
-    report["disks"] = [disk_rates(directory) for directory in disk_directories]
-    return report
+    return report | rates_of_disks(disk_directories)
 
 
 def main(arguments: list[str]) -> None:

@@ -259,8 +259,9 @@ def _four_digits(text: str) -> float:
     return float(f"{float(text):.4g}")  # a measurement is worth no more, and the document stays readable
 
 
-def _set_disks(document: dict[str, Any], measured: list[dict[str, float]]) -> None:
-    for ssd, rates in zip(document["hosts"][0]["ssds"], measured, strict=True):
+def _set_disks(document: dict[str, Any], report: dict[str, Any]) -> None:
+    document["hosts"][0]["ssd_shares"] = report["disk_shares"]
+    for ssd, rates in zip(document["hosts"][0]["ssds"], report["disks"], strict=True):
         ssd |= {
             "read_bandwidth": rates["disk_read"], "write_bandwidth": rates["disk_write"],
             "latency_s": rates["disk_latency_s"],
@@ -285,8 +286,16 @@ def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
         "cpu_rates": list(by_threads.values()),
     }
     if "link" in reports[0]:
-        host |= {"nvlink_bandwidth": reports[0]["link"], "nvlink_latency_s": reports[0]["link_latency_s"]}
-    _set_disks(document, reports[0]["disks"])
+        host |= _between_devices(reports[0])
+    _set_disks(document, reports[0])
+
+
+def _between_devices(report: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a host for what joins its devices, as measured between two of them."""
+    return {
+        "nvlink_bandwidth": report["link"], "nvlink_latency_s": report["link_latency_s"],
+        "nvlink_message_shares": report["link_shares"],
+    }  # fmt: skip
 
 
 def _timed_cpus(count: int, threads: int, cores: int, directories: list[str]) -> list[dict[str, Any]]:
@@ -353,5 +362,5 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
         "optimizer_threads": report["host"]["adamw_threads"],
     }
     if host["nvlink_bandwidth"] is not None and "peer" in report:
-        host |= {"nvlink_bandwidth": report["peer"]["link"], "nvlink_latency_s": report["peer"]["link_latency_s"]}
-    _set_disks(document, report["disks"])
+        host |= _between_devices(report["peer"])
+    _set_disks(document, report)

@@ -7,8 +7,10 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -87,6 +89,23 @@ def disk_rates(directory: str | Path, slice_s: float = DISK_S, block_bytes: int 
         return {"disk_write": write, "disk_read": read, "disk_latency_s": page_s}
     finally:
         folder.close()
+
+
+def rates_of_disks(directories: Sequence[str | Path], slice_s: float = DISK_S) -> dict[str, Any]:
+    """The rates of each disk, one after the other, and the share of their sums that all reach at once, as a curve by
+    the number of disks; no curve for one disk."""
+    alone = [disk_rates(directory, slice_s) for directory in directories]
+    if len(alone) < 2:
+        return {"disks": alone, "disk_shares": None}
+    with ThreadPoolExecutor(len(alone)) as pool:
+        together = list(pool.map(lambda directory: disk_rates(directory, slice_s), directories))
+    return {"disks": alone, "disk_shares": {1: 1.0, len(alone): together_share(alone, together)}}
+
+
+def together_share(alone: Sequence[Mapping[str, float]], together: Sequence[Mapping[str, float]]) -> float:
+    """What disks reach of their rates when all are busy, at most all: the mean of reading and writing."""
+    shares = [sum(row[way] for row in together) / sum(row[way] for row in alone) for way in ("disk_read", "disk_write")]
+    return min(1.0, float(f"{sum(shares) / 2:.3g}"))
 
 
 def _rate(

@@ -8,9 +8,11 @@ any time itself: the copy or the message, and the waking of threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ..device.streams import Event, StreamTask, ThreadStream
 
 THERE, BACK = "there", "back"
 BURSTS = 8
+LEAST_S = 1e-9  # of a message whose time is that of an empty one
 LABEL = SimpleNamespace(line=1)
 
 
@@ -71,18 +74,34 @@ def fetch_latency_s(repeats: int = 100) -> float:
         lane.stream.close()
 
 
-def message_rates(store: dist.Store, rank: int, num_bytes: int) -> dict[str, float]:
-    """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time; both must call this."""
+def message_rates(store: dist.Store, rank: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time, and the share of the bandwidth
+    that messages of each of `sizes` (in bytes, rising) reach; both must call this."""
     link = PeerLink(store, rank, 2, {}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=60.0)
     link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
     sends, receives = StreamThread("send"), StreamThread("recv")
     try:
         latency_s = _one_way_s(link, sends, receives, torch.ones(1), 50)
-        whole_s = _one_way_s(link, sends, receives, torch.ones(num_bytes, dtype=torch.uint8), 4)
+        took_s = [_one_way_s(link, sends, receives, torch.ones(n, dtype=torch.uint8), 4) for n in sizes]
     finally:
         sends.stream.close()
         receives.stream.close()
-    return {"link_latency_s": latency_s, "link": num_bytes / max(whole_s - latency_s, 1e-9)}
+    return {"link_latency_s": latency_s, **link_shares(latency_s, dict(zip(sizes, took_s, strict=True)))}
+
+
+def link_shares(latency_s: float, took_s: Mapping[int, float]) -> dict[str, Any]:
+    """The bandwidth of a link, which is what the largest message reaches, and the share of it that each size reaches;
+    no shares if all sizes reach all of it.
+
+    `took_s`: seconds of messages by their bytes, `latency_s` of them those of an empty one. A larger message counts as
+    slower than a smaller one, by 1% at least, so that rounding makes no curve of which a document says otherwise.
+    """
+    sizes = sorted(took_s)
+    own_s = (max(took_s[size] - latency_s, LEAST_S) for size in sizes)
+    moving_s = list(accumulate(own_s, lambda before_s, now_s: max(1.01 * before_s, now_s)))
+    rates = [size / seconds for size, seconds in zip(sizes, moving_s)]
+    shares = {size: min(1.0, float(f"{rate / rates[-1]:.3g}")) for size, rate in zip(sizes, rates)}
+    return {"link": rates[-1], "link_shares": shares if min(shares.values()) < 1 else None}
 
 
 def _one_way_s(link: PeerLink, sends: StreamThread, receives: StreamThread, value: Tensor, repeats: int) -> float:

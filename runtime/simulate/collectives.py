@@ -26,10 +26,11 @@ from ...ir.machine.hardware import Hardware
 @dataclass(frozen=True)
 class Rounds:
     """A run of equal rounds of a collective. `hops` has the bytes from device to device over all of them, which move
-    at the same time."""
+    at the same time, in messages of `message_bytes`: what a member passes on in one round of one ring."""
 
     hops: dict[tuple[int, int], float]
     count: int
+    message_bytes: float
 
 
 def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
@@ -76,7 +77,7 @@ def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float
     for number in range(side_by_side):
         order = [device for members in hosts for device in _turned(members, number, side_by_side)]
         _add_ring(hops, order, each_bytes)
-    return Rounds(hops, times * (count - 1))
+    return Rounds(hops, times * (count - 1), moved_bytes / count / side_by_side)
 
 
 def _rings_between(hosts: Sequence[Sequence[int]], hardware: Hardware) -> int:
@@ -94,11 +95,15 @@ def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int
     local = len(hosts[0])
     between: dict[tuple[int, int], float] = {}
     inside: dict[tuple[int, int], float] = {}
+    part_bytes = moved_bytes / local
     for same_place in zip(*hosts, strict=True):
-        _add_ring(between, same_place, times * (len(hosts) - 1) / len(hosts) * moved_bytes / local)
+        _add_ring(between, same_place, times * (len(hosts) - 1) / len(hosts) * part_bytes)
     for members in hosts:
-        _add_ring(inside, members, times * (local - 1) / local * moved_bytes)
-    return [Rounds(between, times * (len(hosts) - 1)), Rounds(inside, times * (local - 1))]
+        _add_ring(inside, members, times * (local - 1) * part_bytes)
+    return [
+        Rounds(between, times * (len(hosts) - 1), part_bytes / len(hosts)),
+        Rounds(inside, times * (local - 1), part_bytes),
+    ]
 
 
 def _add_ring(hops: dict[tuple[int, int], float], order: Sequence[int], num_bytes: float) -> None:

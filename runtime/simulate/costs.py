@@ -2,6 +2,7 @@
 
 - Computation: arithmetic, traffic to the device's memory and an overhead per launch, one after another.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
+  Where the machine says what messages reach of a link's rate by their size, they move at that share of it.
 - A collective: what each member copies inside its own memory, then the `Rounds` of `collectives.py`, one run after
   another. In a run, all neighbours send at the same time, after the latency of the slowest hop times the number of
   rounds.
@@ -84,6 +85,8 @@ class CostModel:
         self.hardware, self.fleet = hardware, fleet
         self.precision = precision
         self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
+        self.by_size = {n for n, link in self.links.items() if link.message_shares or link.host_shares}
+        self.sized: dict[tuple[str, float, int], str] = {}
         self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
         self.known: dict[tuple[int, ops.Work, int], Cost] = {}
 
@@ -138,6 +141,7 @@ class CostModel:
 
     def transfer(self, device: int, work: ops.Work, priority: int) -> Cost:
         path, latency_s = self.route(self.memory(device, work.source), self.memory(device, work.target))
+        path = self.for_messages(path, work.moved_bytes)
         owner = self.hardware.devices[device]
         use = copying(owner) if ops.DRAM in (work.source, work.target) else messaging(owner)
         if use in self.links:  # cores move these bytes, and cores know no priorities
@@ -169,10 +173,12 @@ class CostModel:
         self, rounds: Rounds, memories: Mapping[int, str], then: Cost | None, near: Collection[int] | None = None
     ) -> Cost:
         flows, slowest_s = [], 0.0
+        num_hosts = len({self.hardware.devices[device].host for hop in rounds.hops for device in hop})
         for (source, target), amount in rounds.hops.items():
             if near is not None and source not in near and target not in near:
                 continue
             path, latency_s = self.route(memories[source], memories[target])
+            path = self.for_messages(path, rounds.message_bytes, num_hosts)
             use = messaging(self.hardware.devices[source])
             flows.append(((*path, use) if use in self.links else path, amount))
             slowest_s = max(slowest_s, latency_s)
@@ -192,27 +198,51 @@ class CostModel:
             found: Cost | None = None
             for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):
                 together: dict[int, list[str]] = {}  # amount -> the links that it passes, which have one rate
-                for link, amount in self.load(parts, whole).items():
-                    together.setdefault(round(amount), []).append(link)
+                for link, (amount, share) in self.load(parts, whole).items():
+                    together.setdefault(round(amount), []).append(self.with_share(link, share))
                 flows = tuple((tuple(links), float(amount)) for amount, links in together.items())
                 found = Cost(max(part.fixed_s for part in parts), flows, URGENT, found)
             self.known[key] = found or Cost()
         return self.known[key]
 
-    def load(self, parts: Sequence[Cost], whole: CostModel) -> dict[str, float]:
+    def load(self, parts: Sequence[Cost], whole: CostModel) -> dict[str, tuple[float, float]]:
         """For each link of this lane's part of the machine, the amount that all these flows of the whole machine put on
-        it."""
+        it, and the share of its rate that they reach."""
         assert self.fleet is not None
-        there: dict[str, float] = {}
+        there: dict[str, tuple[float, float]] = {}  # link -> seconds at what the flows reach, and at its rate
         for path, amount in (flow for part in parts for flow in part.flows):
-            for link in path:
-                there[link] = there.get(link, 0.0) + amount
+            for name in path:
+                link = whole.links[name]
+                busy_s, least_s = there.get(link.part_of or name, (0.0, 0.0))
+                rate = whole.links[link.part_of].bandwidth if link.part_of else link.bandwidth
+                there[link.part_of or name] = busy_s + amount / link.bandwidth, least_s + amount / rate
         found = {}
-        for link, alike in self.fleet.places(self.links).items():
-            busiest_s = max(there.get(name, 0.0) / whole.links[name].bandwidth for name in alike)
+        own_links = [name for name, link in self.links.items() if link.part_of is None]
+        for own, alike in self.fleet.places(own_links).items():
+            busiest_s, least_s = max(there.get(name, (0.0, 0.0)) for name in alike)
             if busiest_s:
-                found[link] = busiest_s * self.links[link].bandwidth
+                found[own] = least_s * self.links[own].bandwidth, least_s / busiest_s
         return found
+
+    def for_messages(self, path: tuple[str, ...], message_bytes: float, num_hosts: int = 2) -> tuple[str, ...]:
+        """The links that messages of so many bytes pass on a path, in a collective over so many hosts."""
+        if self.by_size.isdisjoint(path):
+            return path
+        return tuple(self._sized(name, message_bytes, num_hosts) if name in self.by_size else name for name in path)
+
+    def _sized(self, name: str, message_bytes: float, num_hosts: int) -> str:
+        key = (name, message_bytes, num_hosts)
+        if key not in self.sized:
+            link = self.links[name].for_messages(message_bytes, num_hosts)
+            self.links[link.name] = link
+            self.sized[key] = link.name
+        return self.sized[key]
+
+    def with_share(self, name: str, share: float) -> str:
+        """The name of the link of flows that reach this share of a link's rate."""
+        link = self.links[name].with_share(share)
+        self.links[link.name] = link
+        return link.name
 
     def memory(self, device: int, name: str) -> str:
         """The machine's name for the memory that a program of `device` calls "device", "dram", "ssd" or "device3"."""

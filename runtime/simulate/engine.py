@@ -213,13 +213,16 @@ def _timeline(simulation: _Simulation, engine: _Engine) -> Timeline:
             stream, text = order.work_of[node].stream, print_node(node) or ""
             began_s, ended_s = engine.began_s[task], engine.ended_s[task]
             spans.append(Span(program.device, stream, op.name, text, began_s, ended_s))
-    moved = {link: 0.0 for link in hardware.links()}
+    moved, busy_s = ({link: 0.0 for link in hardware.links()} for _ in range(2))
     for path, amount in engine.progress.moved.items():
-        for link in path:
-            if link in moved:
-                moved[link] += amount
+        for name in path:
+            link = simulation.model.links[name]
+            whole_name = link.part_of or name
+            if whole_name in moved:
+                moved[whole_name] += amount
+                busy_s[whole_name] += amount / link.bandwidth
     step_s = max(engine.ended_s.values(), default=0.0)
-    busy = {name: moved[name] / link.bandwidth / step_s if step_s else 0.0 for name, link in hardware.links().items()}
+    busy = {name: busy_s[name] / step_s if step_s else 0.0 for name in moved}
     whole = {link: round(amount) for link, amount in moved.items()}
     return Timeline(spans, names, peak_bytes, whole, busy, _memory_over_time(case, hardware, order, engine))
 

@@ -273,12 +273,14 @@ def test_a_v100s_table_is_near_what_deepbench_measured() -> None:
         assert 0.8 < reached / (measured * 1e12) < 1.1, (m, n, k)
 
 
-def test_the_papers_machines_run_at_constant_rates_unless_they_are_given_a_table() -> None:
-    for name in ("mobius-topo2+2", "mobius-v100", "fuyou-a100", "ftpipe-2080ti", "mics-p4d:2"):
-        assert {device.rates for device in Hardware.preset(name).devices} == {None}
-    table = Hardware.preset("rtx3090x1").devices[0].rates
-    assert table is not None
-    assert Hardware.preset("mobius-topo4", rates=table).devices[3].rates == table
+def test_the_papers_machines_have_the_tables_of_their_gpus() -> None:
+    for name, part in (
+        ("mobius-topo2+2", "rtx3090ti"), ("mobius-v100", "v100-16gb"), ("fuyou-a100", "a100-80gb"),
+        ("ftpipe-2080ti", "rtx2080ti"), ("mics-p4d:2", "a100-40gb"),
+    ):  # fmt: skip
+        (table,) = {device.rates for device in Hardware.preset(name).devices}
+        assert table == RateTable.model_validate(gpu(part, 0)["rates"])
+    assert Hardware.preset("mobius-topo4", rates=None).devices[3].rates is None
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

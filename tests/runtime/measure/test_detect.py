@@ -197,9 +197,10 @@ def test_measured_cpu_devices_add_up_to_their_host(monkeypatch: pytest.MonkeyPat
     """Each device has its own rates, the host their sums; the first one reports the link."""
     products = {"fp32": {"512": 1e11}, "bf16": {"512": 2e11}, "fp16": {"512": 1e10}}
     table = {"products": products, "attention": [], "pointwise": {"2000000": 10e9}}
-    rates = {"rates": table, "copy_latency_s": 1e-6, "op_overhead_s": 2e-6, "disks": []}
+    rates = {"rates": table, "copy_latency_s": 1e-6, "op_overhead_s": 2e-6, "disks": [], "disk_shares": None}
     first = rates | {"copy": 4e9, "adamw": 1e8, "link": 1e9, "link_latency_s": 3e-5}
-    second = rates | {"copy": 5e9, "adamw": 2e8, "link": 2e9, "link_latency_s": 4e-5}
+    first["link_shares"] = {"65536": 0.5, "8388608": 1.0}
+    second = rates | {"copy": 5e9, "adamw": 2e8, "link": 2e9, "link_latency_s": 4e-5, "link_shares": None}
     second["rates"] = table | {"pointwise": {"2000000": 11e9}}
     document = {"devices": [{"threads": 1}, {"threads": 1}], "hosts": [{"ssds": [], "cpu_cores": 1}]}
     monkeypatch.setattr(detect, "run_children", lambda module, arguments, threads: [first, second])
@@ -209,6 +210,7 @@ def test_measured_cpu_devices_add_up_to_their_host(monkeypatch: pytest.MonkeyPat
     assert (host["dram_bandwidth"], host["optimizer_params_per_s"]) == (18e9, pytest.approx(3e8))
     assert host["root_complexes"] == [{"bandwidth_up": 9e9, "bandwidth_down": 9e9}]
     assert (host["nvlink_bandwidth"], host["nvlink_latency_s"]) == (1e9, 3e-5)
+    assert host["nvlink_message_shares"] == {"65536": 0.5, "8388608": 1.0}
 
 
 def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
         "reserves": [{"context_bytes": 9**9, "libraries_bytes": 8**8, "messages_bytes": i} for i in range(3)],
         "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "both": [41e9, 20e9],
         "host": {"adamw": 3e9, "adamw_threads": 6, "copy": 15e9},
-        "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}],
+        "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}], "disk_shares": {"1": 1.0, "4": 0.8},
     }  # fmt: skip
 
     def answer(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
@@ -246,6 +248,7 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     (disk,) = host.ssds
     assert (disk.read_bandwidth, disk.write_bandwidth, disk.latency_s) == (3e9, 2e9, 70e-6)
     assert disk.directory == str(tmp_path) and disk.size_bytes > 0
+    assert host.ssd_shares == ((1.0, 1.0), (4.0, 0.8))
 
 
 @pytest.mark.real_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from penstock.passes.draft import Draft
 from penstock.runtime.simulate import CostModel, simulate
 from penstock.runtime.simulate.collectives import by_host, rounds_of
 from penstock.runtime.simulate.costs import WholeMachine
-from penstock.runtime.simulate.sharing import Cost
+from penstock.runtime.simulate.sharing import Cost, TasksUnderWay
 from penstock.tests.passes.running import apply, chain, draft_of
 
 MB = 1e6
@@ -24,9 +25,8 @@ NETWORK_S, COPY_S, NVLINK_S = 30e-6, 10e-6, 4e-6
 BETWEEN_S = NETWORK_S + 2 * COPY_S  # a hop from a device of one host to one of another
 
 
-def cluster(
-    num_hosts: int, gpus: int = 4, complexes: int = 2, nvlink: bool = True, network: float = NETWORK
-) -> Hardware:
+def cluster(num_hosts: int, gpus: int = 4, complexes: int = 2, network: float = NETWORK, **shares: Any) -> Hardware:
+    """`shares`: what messages reach of the network's rate."""
     host = {
         "dram_bytes": 10**12, "dram_bandwidth": 1e11, "cpu_cores": 16, "optimizer_params_per_s": 1e9,
         "root_complexes": [{"bandwidth_up": PCIE, "bandwidth_down": PCIE}] * complexes,
@@ -42,7 +42,7 @@ def cluster(
     ]  # fmt: skip
     return Hardware.model_validate(
         {"name": "cluster", "source": "made up", "hosts": [host] * num_hosts, "devices": devices,
-         "network": {"bandwidth": network, "latency_s": NETWORK_S}}
+         "network": {"bandwidth": network, "latency_s": NETWORK_S, **shares}}
     )  # fmt: skip
 
 
@@ -54,11 +54,12 @@ def collective(hardware: Hardware, moved_bytes: float, times: int = 1, **more: b
 
 
 def on_links(cost: Cost) -> dict[str, float]:
-    """Bytes per link."""
+    """Bytes per link, whatever share of its rate they reach."""
     found: dict[str, float] = {}
     for path, amount in (flow for part in cost.parts() for flow in part.flows):
         for link in path:
-            found[link] = found.get(link, 0.0) + amount
+            name = link.partition("@")[0]
+            found[name] = found.get(name, 0.0) + amount
     return found
 
 
@@ -137,6 +138,51 @@ def test_effective_bandwidth_falls_with_scale_and_rises_with_size() -> None:
     assert all(rate < NETWORK for rate in small + large)
 
 
+SHARES = {"message_shares": {"1MB": 0.5, "4MB": 1.0}, "host_shares": {2: 1.0, 4: 0.8}}
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "size_mb", "share"), [(2, 64, 1.0), (2, 16, 0.5), (4, 128, 0.8), (4, 64, 0.5**0.5 * 0.8)]
+)
+def test_small_messages_between_many_hosts_reach_a_share_of_the_network(
+    num_hosts: int, size_mb: int, share: float
+) -> None:
+    """A ring of n members in two rings beside each other passes on M / 2n bytes a round. Bytes stay what they are, and
+    what goes on inside a host is as fast as ever."""
+    hardware, plain = cluster(num_hosts, **SHARES), cluster(num_hosts)
+    cost, before = collective(hardware, size_mb * MB), collective(plain, size_mb * MB)
+    assert on_links(cost) == on_links(before) and cost.fixed_s == before.fixed_s
+    count = hardware.num_devices
+    ends_s = run_alone(hardware, cost)
+    assert ends_s == pytest.approx(cost.fixed_s + (count - 1) / count * size_mb * MB / (share * NETWORK), rel=1e-3)
+
+
+def run_alone(hardware: Hardware, *costs: Cost) -> float:
+    """The second at which tasks that begin together have all ended, as the simulator shares links."""
+    model = CostModel(hardware, "fp32")
+    links = dict(model.links)
+    for name in {link for cost in costs for part in cost.parts() for path, _ in part.flows for link in path}:
+        whole, _, share = name.partition("@")
+        links[name] = model.links[whole].with_share(float(share)) if share else model.links[whole]
+    progress, end_s = TasksUnderWay(links), 0.0
+    for number, cost in enumerate(costs):
+        progress.begin(number, cost, 0.0)
+    while progress.events:
+        now_s, over = progress.pop()
+        end_s = now_s if over is not None else end_s
+    return end_s
+
+
+def test_messages_that_reach_less_of_a_link_leave_less_of_it_to_others() -> None:
+    """Two messages of 1 MB at half of the rate take as long together as one after the other."""
+    hardware = cluster(2, **SHARES)
+    work = Work(ops.SEND, moved_bytes=int(MB), source=ops.DEVICE, target="device4")
+    cost = CostModel(hardware, "fp32").transfer(0, work, 0)
+    one_s, two_s = run_alone(hardware, cost), run_alone(hardware, cost, cost)
+    assert one_s == pytest.approx(BETWEEN_S + MB / (0.5 * NETWORK)) == pytest.approx(BETWEEN_S + MB / 5e9)
+    assert two_s - BETWEEN_S == pytest.approx(2 * (one_s - BETWEEN_S))
+
+
 def lanes_draft(hardware: Hardware, mesh: str, micro_batches: int, strategy: str) -> Draft:
     draft = draft_of(chain(depth=6, width=512, rows=64), hardware, micro_batches=micro_batches)
     return apply(draft, *parse_pipeline(f"coarsen, mesh{mesh}, {strategy}", hardware.num_devices))
@@ -175,6 +221,20 @@ def test_one_lane_takes_what_all_take(num_hosts: int, gpus: int, mesh: str, stra
     draft = lanes_draft(hardware, mesh, 2 * hardware.num_devices, strategy)
     assert draft.mesh.lanes
     assert one_lane_s(draft) == pytest.approx(simulate(bind(draft.programs), hardware).step_s, rel=0.02)
+
+
+def test_one_lane_reaches_the_shares_that_all_reach_and_moves_the_same_bytes() -> None:
+    low = {"message_shares": {"1kB": 0.05, "1MB": 0.3}, "host_shares": {2: 0.5}}
+    hardware = cluster(2, **low)
+    draft = lanes_draft(hardware, "{shards=8}", 16, SHARDED)
+    whole = simulate(bind(draft.programs), hardware)
+    assert one_lane_s(draft) == pytest.approx(whole.step_s, rel=0.02)
+    plain = simulate(bind(draft.programs), cluster(2))
+    assert whole.moved_bytes == plain.moved_bytes and whole.step_s > 1.5 * plain.step_s
+    assert whole.link_busy["nic0.up"] > 1.5 * plain.link_busy["nic0.up"]
+    lane = simulate(draft.programs, hardware, written_out=0)
+    assert lane.step_s == pytest.approx(whole.step_s, rel=0.02)
+    assert 8 * lane.moved_bytes["nic0.up"] / 2 == pytest.approx(whole.moved_bytes["nic0.up"], rel=0.02)
 
 
 def on_nics(moved: dict[str, int], hosts: Sequence[int]) -> list[float]:
