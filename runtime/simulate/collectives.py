@@ -65,8 +65,10 @@ def _steps(devices: Sequence[int], moved_bytes: float, pattern: str) -> Rounds:
     """Messages of a team: from each member to each other one, or to the next one."""
     count = len(devices)
     if pattern == ops.PAIRS:
-        return Rounds({(a, b): moved_bytes / count for a in devices for b in devices if a != b}, count - 1)
-    return Rounds({(device, devices[(i + 1) % count]): moved_bytes for i, device in enumerate(devices)}, 1)
+        part_bytes = moved_bytes / count
+        return Rounds({(a, b): part_bytes for a in devices for b in devices if a != b}, count - 1, part_bytes)
+    hops = {(device, devices[(i + 1) % count]): moved_bytes for i, device in enumerate(devices)}
+    return Rounds(hops, 1, moved_bytes)
 
 
 def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> Rounds:

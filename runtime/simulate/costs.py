@@ -173,7 +173,8 @@ class CostModel:
         self, rounds: Rounds, memories: Mapping[int, str], then: Cost | None, near: Collection[int] | None = None
     ) -> Cost:
         flows, slowest_s = [], 0.0
-        num_hosts = len({self.hardware.devices[device].host for hop in rounds.hops for device in hop})
+        senders = [source for source, _ in rounds.hops] if self.by_size else []
+        num_hosts = len({self.hardware.devices[device].host for device in senders})
         for (source, target), amount in rounds.hops.items():
             if near is not None and source not in near and target not in near:
                 continue
