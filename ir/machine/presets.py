@@ -31,12 +31,17 @@ from .overrides import STOCK_SSD
 from .part_rates import MEASURED, part_rates
 
 Document = dict[str, Any]
-# What collectives reach of p3dn's network, such that all-gathers have what MiCS says of its figure 2: 11 GB/s over 8
-# hosts (sections 3.2), and over 4 hosts 2.7 to 4.9 times what they have over 32. The text has no sizes: taken are 1 GB
-# for the 11 and the 2.7, and the 128 MB that section 2.3 calls small for the 4.9; messages of 1 MB reach everything,
-# and up to 8 hosts the same. p4d has four such network cards a host, and the shares of p3dn.
-MICS_SHARES = {"message_shares": {"125kB": 0.6, "1MB": 1.0}, "host_shares": {8: 0.924, 32: 0.36}}
-MICS_FITTED = {"mics fig2": "the shares that messages reach of the network's rate, and NVLink's 128 GB/s"}
+# What all-gathers reach of p3dn's network, fitted to what MiCS's text says of its figure 2: 11 GB/s over 8 hosts, and
+# over 4 hosts 2.7 to 4.9 times what they reach over 32 (section 3.2). It names one size, 128 MB. Taken are 1 GB for the
+# 11 and the 128 MB for the 2.7; two numbers follow, the share of large messages and the 94 kB of a message that reaches
+# half of it, m / (m + 94 kB). The 4.9 then belongs to gathers of 32 MB. That hosts matter by the size of messages alone
+# is what section 2.3 says: with more hosts, larger messages saturate the network. p4d has four such network cards a
+# host, and p3dn's shares.
+MICS_SHARES = {
+    "message_shares": {"16kB": 0.145, "64kB": 0.405, "256kB": 0.731, "1MB": 0.914, "4MB": 0.977, "16MB": 0.994},
+    "host_shares": {2: 0.946},
+}
+MICS_FITTED = {"mics fig2": "the shares that gathers reach of the network's rate, and NVLink's 128 GB/s"}
 # What several disks reach together, such that Fuyou's programs for 175B on a 4090 have 74.6 TFLOPS with 6 disks, 1.70
 # times Megatron-LM's throughput per dollar (section 5.7), and 86 with 12 (section 5.3). One disk has its datasheet's
 # rates. 12 read 30 GB/s together, which is what one PCIe 4 x16 link carries.
