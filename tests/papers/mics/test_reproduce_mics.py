@@ -136,7 +136,7 @@ def test_one_collective_alone() -> None:
         2 * collective_s(two, range(16), size), rel=1e-6
     )
     inside_s = 7 * 5e-6 + 7 / 8 * size / 128e9
-    by_host_s = hop_s + size / 2 / (0.986 * rate) + inside_s  # pieces arrive where they stay: none is put in order between
+    by_host_s = hop_s + size / 2 / (0.986 * rate) + inside_s  # pieces arrive where they stay
     assert collective_s(two, range(16), size, hierarchical=True) == pytest.approx(by_host_s, rel=1e-3)
     assert effective(two, range(16), size) == pytest.approx(15 / 16 * size / collective_s(two, range(16), size))
 
