@@ -157,7 +157,8 @@ class DocumentBorders(BaseModel):
 MaskForm = Literal["all", "causal", "documents"] | KeyWindow | DocumentBorders
 
 
-By = Literal["heads"]  # how members of a team meet in attention: each has some heads of all tokens
+# How members of a team meet in attention: each has some heads of all tokens, or keys and values go round.
+By = Literal["heads", "ring"]
 
 
 class TokenSplit(BaseModel):

@@ -17,10 +17,14 @@ from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistic
 from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
 from .quantised.linear_torchao import linear_torchao
+from .ring_attention import as_autocast, attend_first, attend_next, attention_of
 from .token_parts import among_zeros, own_tokens
 
 __all__ = [
     "among_zeros",
+    "attend_first",
+    "attend_next",
+    "attention_of",
     "chunked_cross_entropy",
     "cross_entropy_of_parts",
     "document_borders",
@@ -79,25 +83,17 @@ def packed_attention(
     issues a step.
     """
     if borders is not None:
-        query, key, value = _as_autocast(query, key, value)
+        query, key, value = as_autocast(query, key, value)
         if takes_borders(query, key, value, dropout_p):
             return attend_in_borders(query, key, value, borders, scale)
     return _in_blocks(query, key, value, documents, (query.shape[-2], 0), dropout_p, scale, enable_gqa)
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = as_autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
         found: Tensor = _BlockwiseAttention.apply(query, key, value, *options)
     return found
-
-
-def _as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
-    """The operands as autocast casts those of torch's own attention."""
-    kind = operands[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return operands
-    return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
 
 
 class _BlockwiseAttention(torch.autograd.Function):

@@ -27,8 +27,9 @@ ORDER = {
     "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "program", "verify"),
     "runtime": (
         "accelerator", "modules", "chunked_loss", "expert_parts", "part_loss", "document_borders", "quantised",
-        "token_parts", "functions", "forced_eager", "model_names", "scratch", "nodes", "team", "source", "simulate",
-        "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure", "processes",
+        "ring_attention", "token_parts", "functions", "forced_eager", "model_names", "scratch", "nodes", "team",
+        "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure",
+        "processes",
     ),
     "passes": (
         "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",

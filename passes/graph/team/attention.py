@@ -26,6 +26,10 @@ class SharedAttention:
     masks: tuple[fx.Node, ...]
     arguments: Mapping[str, Any]
 
+    @property
+    def is_causal(self) -> bool:
+        return bool(self.arguments.get("is_causal"))
+
 
 def attention_call(node: fx.Node) -> SharedAttention | None:
     """The attention that a node computes; None for another node."""

@@ -6,6 +6,10 @@ own tokens (`tokens/facts.py` proves it), with all weights. Attention is the pla
 - `by=heads` (DeepSpeed-Ulysses, 3): an all-to-all gives each member all tokens of its part of the heads; attention is
   the call that it was, with the mask that it had, and another all-to-all brings the results back to tokens. A member
   sends (N-1)/N of the queries, keys, values and results of its own tokens.
+- `by=ring` (Ring Attention, Liu 2023): queries stay, keys and values go round the members, and what comes of each block
+  of them is added to what came of those before (`runtime/ring_attention.py`). A member sends N-1 times its keys and
+  values. Heads need not divide. Attention is causal or sees everything; if causal, each member has a run of tokens from
+  the front and one from the end, so that all have the same work, and blocks that no query sees are left out.
 
 What follows from the batch alone (positions, masks, shifted labels) is computed on whole rows and then cut, by the
 device's number in its team, which is an input of the stages that need it. Sums over tokens, as the loss is one, are
@@ -17,6 +21,7 @@ Whatever else lets tokens meet is refused, with the user's line.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,17 +33,18 @@ from torch import fx
 
 from ....ir.calls import call_name
 from ....ir.errors import PassError
-from ....runtime.functions import among_zeros, own_tokens
+from ....runtime.functions import among_zeros, attend_first, attend_next, attention_of, own_tokens
 from ...decisions import By, TokenSplit
 from ...draft import Draft
 from ..blocks import shared_nodes
 from ..edit import GraphEdit
 from ..graph_pass import GraphPass
 from ..loss.class_loss import class_loss
+from ..masks.drop_masks import ATTENTION
 from ..opgraph import OpGraph, is_check, is_mode_switch, plain_meta, value_tensors
 from ..tokens.facts import TokenFacts, TokenPlace, sequence_lengths, token_facts
 from .attention import SharedAttention, attention_call, unrepeated
-from .exchanges import MEMBER, add_up, all_to_all, sum_parts
+from .exchanges import MEMBER, add_up, all_to_all, pass_on, sum_parts
 from .local import LocalValues, with_local_sizes
 
 HEADS, TOKENS = 1, 2  # dimensions of the operands of attention
@@ -112,6 +118,8 @@ class _Splitter:
                 "length, or train without a team"
             )
         self.length = _length(graph)
+        calls = (attention_call(node) for node in graph.nodes) if self.by == "ring" else ()
+        self.is_zigzag = any(call.is_causal for call in calls if call is not None)
         if self.length % self.pieces:
             near = max(self.pieces, round(self.length / self.pieces) * self.pieces)
             raise PassError(
@@ -128,11 +136,8 @@ class _Splitter:
 
     @property
     def pieces(self) -> int:
-        return self.team
-
-    @property
-    def is_zigzag(self) -> bool:
-        return False
+        """The number of equal runs of tokens."""
+        return 2 * self.team if self.is_zigzag else self.team
 
     def run(self) -> int:
         """The number of attention calls."""
@@ -279,8 +284,7 @@ class _Splitter:
         """Let the readers of a value read its N-th part."""
         after = GraphEdit(self.graph, node, after=True)
         made = after.call(operator.truediv, node, self.team)
-        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-        self._move_outputs(node, made)
+        self._take_over(node, made)
         self.parts[made] = MemberPart.SUMMAND
         return made
 
@@ -332,7 +336,10 @@ class _Splitter:
         for mask in call.masks:
             if self.parts.get(mask, MemberPart.WHOLE) is not MemberPart.WHOLE:
                 self._refuse(node, "has a mask that the model computes of its tokens")
-        self._by_heads(node, call)
+        if self.by == "ring":
+            self._by_ring(node, call)
+        else:
+            self._by_heads(node, call)
 
     def _by_heads(self, node: fx.Node, call: SharedAttention) -> None:
         heads = call.query.meta["val"].shape[HEADS]
@@ -354,8 +361,7 @@ class _Splitter:
         self.parts[node] = MemberPart.LOCAL
         after = GraphEdit(self.graph, node, after=True)
         back = after.call(all_to_all, node, self.team, TOKENS, HEADS)
-        node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
-        self._move_outputs(node, back)
+        self._take_over(node, back)
         self.parts[back], self.facts.places[back] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
 
     def _to_heads(self, node: fx.Node, edit: GraphEdit, operand: fx.Node, heads: int) -> fx.Node:
@@ -364,9 +370,13 @@ class _Splitter:
         given, repeats = unrepeated(operand)
         if given not in self.parts or given.meta["val"].shape[HEADS] % self.team:
             given, repeats = operand, 1
-        if given.meta["val"].shape[HEADS] % self.team:
-            own = given.meta["val"].shape[HEADS]
+        own = int(given.meta["val"].shape[HEADS])
+        before = self.team // math.gcd(own, self.team)  # as often as the members can share them
+        if heads % (own * before):
             self._refuse(node, f"has {own} heads of keys and values, which {self.team} members cannot share")
+        if before > 1:
+            given = edit.call(torch.repeat_interleave, given, before, HEADS)
+            self.parts[given] = MemberPart.LOCAL
         moved = edit.call(all_to_all, given, self.team, HEADS, TOKENS)
         self.parts[moved] = MemberPart.LOCAL
         if repeats == 1:
@@ -375,10 +385,33 @@ class _Splitter:
         self.parts[repeated] = MemberPart.LOCAL
         return repeated
 
-    # --- the graph
+    def _by_ring(self, node: fx.Node, call: SharedAttention) -> None:
+        if call.masks or node.target not in ATTENTION:
+            self._refuse(node, "has a mask, or a window, that is neither causal nor everything; by=heads takes any")
+        edit, (key, value) = GraphEdit(self.graph, node), (unrepeated(n)[0] for n in (call.key, call.value))
+        if key.meta["val"].shape != value.meta["val"].shape or not {key, value} <= self.parts.keys():
+            key, value = call.key, call.value
+        scale = call.arguments.get("scale")
+        partial = edit.call(attend_first, call.query, key, value, call.is_causal, scale)
+        for step in range(1, self.team):
+            key, value = (edit.call(pass_on, moved, self.team) for moved in (key, value))
+            given = (call.query, key, value, self.member, step, call.is_causal, scale)
+            partial = edit.call(attend_next, partial, *given)
+        made = edit.call(attention_of, partial, node.meta["val"].dtype)
+        self._take_over(node, made)
+        self.parts[made], self.facts.places[made] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
+        self.graph.graph.erase_node(node)
 
-    def _move_outputs(self, old: fx.Node, new: fx.Node) -> None:
+    def _take_over(self, old: fx.Node, new: fx.Node) -> None:
+        """Let all that reads a value read another one."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        for node in self.graph.nodes:
+            for key in ("eval_args", "eval_kwargs", "alias_of"):
+                if key in node.meta and node is not new:
+                    node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
         self.graph.outputs = {name: new if node is old else node for name, node in self.graph.outputs.items()}
+
+    # --- the graph
 
     def _outputs(self) -> None:
         """The step's results: the loss, and other outputs whole."""

@@ -53,22 +53,35 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", slow_but(("two teams",), tuple(LAYOUTS)))
-def test_a_team_that_shares_heads_trains_as_eager(layout: str) -> None:
+CASES = [f"{by}: {layout}" for by in ("heads", "ring") for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("case", slow_but(("heads: a team", "ring: a team"), tuple(CASES)))
+def test_a_team_trains_as_eager(case: str) -> None:
+    by, layout = case.split(": ")
     devices, team, mesh, rest = LAYOUTS[layout]
-    graph = graph_of()
-    draft = drafted(graph, lines("heads", team, mesh, rest), devices)
+    graph = graph_of(lambda: Decoder(depth=1))
+    draft = drafted(graph, lines(by, team, mesh, rest), devices)
     assert_a_team_trains_as_eager(graph, draft)
     if layout == "two teams":
         assert draft.programs[0].interface.teams == 2 and draft.graph.team == 2
-        assert "all_to_all" in names_of(draft) and "member" in names_of(draft)
+    assert {"heads": "all_to_all", "ring": "pass_on"}[by] in names_of(draft) and "member" in names_of(draft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("team", [2, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("by", ["heads", "ring"])
+def test_larger_teams_and_attention_to_everything(by: str, is_causal: bool, team: int) -> None:
+    graph = graph_of(lambda: Decoder(depth=1, is_causal=is_causal))
+    assert_a_team_trains_as_eager(graph, drafted(graph, lines(by, team), team))
 
 
 def test_bytes_on_links_are_those_of_theory() -> None:
     """A member sends (N - 1) / N of the queries, keys, values and results of its own tokens, forward and back again for
     their gradients, and its loss; keys and values once for each of their own heads."""
     team, depth = 2, 2
-    draft = drafted(graph_of(), lines("heads", team), team)
+    draft = drafted(graph_of(), lines("heads", team, rest=PLAIN.partition(", insert")[0]), team)
     told = (ops.all_to_all, ops.sum_parts)
     works = [(n.target, work_of(p, n)) for p in draft.programs for n in p.ops() if n.target in told]
     moved = [work.moved_bytes for op, work in works if op is ops.all_to_all]
@@ -76,6 +89,16 @@ def test_bytes_on_links_are_those_of_theory() -> None:
     per_layer = rows * own * (HEADS + 2 * GROUPS + HEADS) * each * size
     assert sum(moved) == 2 * 2 * depth * per_layer  # two micro-batches, forward and backward
     assert [work.moved_bytes for op, work in works if op is ops.sum_parts] == [size, size]
+
+
+def test_a_ring_sends_keys_and_values_once_for_each_other_member() -> None:
+    """N - 1 times, of their own heads, and their gradients back."""
+    team, depth = 4, 1
+    line = lines("ring", team, rest=PLAIN.partition(", insert")[0])
+    draft = drafted(graph_of(lambda: Decoder(depth)), line, team, micro_batches=1)
+    works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.pass_on]
+    keys = 2 * (TOKENS // team) * GROUPS * (WIDTH // HEADS) * 8
+    assert {work.moved_bytes for work in works} == {keys} and len(works) == 2 * 2 * (team - 1) * depth
 
 
 class Odd(nn.Module):
