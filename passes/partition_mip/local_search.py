@@ -6,7 +6,8 @@ proportion to the stages' devices, and some devices with no more than can stay o
 side, a block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times
 slower than the best; that is why there are many, and why the best starts of many numbers of stages are followed. Where
 no move helps, the way to a better partition may lead over a worse one: the last evaluations go to the moves from the
-best partitions whose moves have not all been tried.
+best partitions whose moves have not all been tried. Then the search restarts from the best partitions of several
+numbers of stages, and follows random moves, also such that cost a little, less and less of it (annealing).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,9 @@ Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
 RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states
 FOLLOWED = 10  # the most best starts that are improved, each for another number of stages
+RESTARTS, ANNEALED = 4, 600  # restarts, and random moves tried after each
+WARMTH = 0.006  # the share of a step by which a move may be slower, on average, at first
+MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 
@@ -46,6 +51,7 @@ class Search:
         for _, cuts in order[:FOLLOWED]:
             self.climb(cuts, set(counts))
         self.widen(set(counts))
+        self.restart(set(counts))
         return min(self.best.values(), default=None)
 
     def run_all(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
@@ -96,6 +102,44 @@ class Search:
                     return
                 if self.seconds(tried) < math.inf:
                     heapq.heappush(waiting, (self.known[tried], tried))
+
+    def restart(self, counts: set[int]) -> None:
+        """Anneal from the `RESTARTS` best numbers of stages in turn, each time from the best partition known into that
+        number, and climb from what was found."""
+        draw = random.Random(0)
+        for count in sorted(self.best, key=self.best.__getitem__)[:RESTARTS]:
+            start_s, cuts = self.best[count]
+            now_s, found = start_s, (start_s, cuts)
+            for step in range(ANNEALED):
+                if self.is_late():
+                    return
+                tried = self.random_move(cuts, counts, draw)
+                if tried is None:
+                    continue
+                took_s = self.seconds(tried)
+                cost = WARMTH * start_s * (1 - step / ANNEALED) ** 2
+                if took_s <= now_s - cost * math.log(1 - draw.random()):
+                    cuts, now_s = tried, took_s
+                    found = min(found, (now_s, cuts))
+            self.climb(found[1], counts)
+
+    def random_move(self, cuts: Cuts, counts: set[int], draw: random.Random) -> Cuts | None:
+        """One cut, or several neighbours, moved by a block; a cut taken away, a new one, or both; None where the drawn
+        move is not possible."""
+        last, what = len(cuts) - 1, draw.choices(("one", "several", "elsewhere", "joined", "cut"), MOVED)[0]
+        if what in ("one", "several") and last > 1:
+            i, step = draw.randrange(1, last), draw.choice((1, -1))
+            k = min(last, i + (draw.randrange(1, 2 * len(self.problem.units) + 1) if what == "several" else 1))
+            moved = (*cuts[:i], *(c + step for c in cuts[i:k]), *cuts[k:])
+        else:
+            inner = list(cuts[1:-1])
+            if what in ("elsewhere", "joined") and inner:
+                inner.pop(draw.randrange(len(inner)))
+            if what in ("elsewhere", "cut"):
+                inner.append(draw.randrange(1, self.problem.num_blocks))
+            moved = (0, *sorted(inner), self.problem.num_blocks)
+        fits = len(moved) - 1 in counts and all(a < b for a, b in itertools.pairwise(moved))
+        return moved if fits else None
 
     def moves(self, cuts: Cuts, counts: set[int]) -> Iterator[Cuts]:
         last = len(cuts) - 1

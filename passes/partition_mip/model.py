@@ -14,33 +14,46 @@ Amounts are in seconds and GB.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import mip
 
-from .problem import MipProblem
+from .limits import Limits, StageLimits
 
 GB = 1e9
+MOST_RUNS = 12  # of more runs of identical blocks the order is left out, and blocks of one kind are one row
 
 
 class CountModel:
     """`model` minimises `end`; `cuts` reads a solution."""
 
     def __init__(
-        self, p: MipProblem, count: int, resident: Sequence[bool], integer: bool = False, fewest: int | None = None
+        self,
+        limits: Limits,
+        count: int,
+        resident: Sequence[bool],
+        integer: bool = False,
+        fewest: int | None = None,
+        cutoff_s: float = math.inf,
     ):
+        p = limits.p
         self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
         self.resident = resident
         self.idle = count - (count if fewest is None else fewest)  # stages that may be empty
         self.model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS)
         self.model.verbose = 0
         self.kind = mip.INTEGER if integer else mip.CONTINUOUS
-        self.runs = p.runs()
+        runs = p.runs()
+        self.ordered = len(runs) <= MOST_RUNS
+        self.runs = runs if self.ordered else [(p.kinds.index(k), size) for k, size in Counter(p.kinds).items()]
+        self.limits, self.stages = limits, StageLimits(limits, count, resident, self.idle, cutoff_s)
         self.counts: list[dict[int, Any]] = []
         self.again: list[dict[int, Any]] = []
         self.place_blocks()
-        if integer:
+        if integer and self.ordered:
             self.keep_order()
         self.stage_sums()
         self.end = self.real()
@@ -60,23 +73,33 @@ class CountModel:
     # -- which blocks ---------------------------------------------------------------------------------------------
 
     def place_blocks(self) -> None:
-        length, last, idle = self.p.num_blocks, self.count - 1, self.idle
+        p, idle = self.p, self.idle
         for j in range(self.count):
             mine = {}
+            window, most = self.stages.windows[j], self.stages.most[j]
+            there = set(p.kinds[window.start : window.stop])
             for r, (at, size) in enumerate(self.runs):
-                # at least j - idle stages with a block come before stage j, and last - j after it
-                if j - idle < at + size and at < length - (last - j):
-                    mine[r] = self.model.add_var(lb=0.0, ub=size, var_type=self.kind)
+                if window.start < at + size and at < window.stop if self.ordered else p.kinds[at] in there:
+                    mine[r] = self.model.add_var(lb=0.0, ub=min(size, most), var_type=self.kind)
             self.counts.append(mine)
             if j >= idle:
                 self.row(mip.xsum(mine.values()), 1)
+            if most < len(window):
+                self.row(most, mip.xsum(mine.values()))
         for r, (_, size) in enumerate(self.runs):
             self.model += mip.xsum(mine[r] for mine in self.counts if r in mine) == size
         for j, mine in enumerate(self.counts):
-            stays = self.resident[j % self.n] or j >= self.count - self.n
-            self.again.append({r: self.model.add_var(lb=0.0) for r in mine} if stays else mine)
-            for r in mine if stays else ():
+            keepable = [r for r in mine if self.stages.keeps(j, self.runs[r][0])]
+            self.again.append({r: self.model.add_var(lb=0.0) if r in keepable else mine[r] for r in mine})
+            keeps = self.model.add_var(var_type=mip.BINARY) if self.kind == mip.INTEGER and keepable else None
+            for r in keepable:
                 self.row(mine[r], self.again[j][r])
+                if keeps is not None:  # a stage keeps the saved tensors of all its blocks, or none
+                    self.row(self.runs[r][1] * keeps, mine[r] - self.again[j][r])
+                    self.row(self.runs[r][1] * (1 - keeps), self.again[j][r])
+            if keeps is not None and len(keepable) < len(mine):
+                for r in mine.keys() - set(keepable):
+                    self.row(self.runs[r][1] * (1 - keeps), mine[r])
 
     def keep_order(self) -> None:
         """A run begins in no stage before the one in which the run before it ends."""
@@ -124,12 +147,7 @@ class CountModel:
     def rooms(self) -> None:
         """Per swapped device what its activations leave for weights (eq. 4, 5); a resident one holds everything."""
         p, n, m = self.p, self.n, self.m
-        scratch = [
-            p.work_bytes[i + 1][i] - (p.grad_bytes[i + 1] - p.grad_bytes[i]) - (p.kept_bytes[i + 1] - p.kept_bytes[i])
-            for i in range(p.num_blocks)
-        ]
-        least = max(0.0, min(scratch)) / GB
-        entering = min(min(row) for row in p.input_bytes[1:]) * m / GB
+        entering = self.entering()
         self.room: list[Any] = []
         for d in range(min(n, self.count)):
             stages = range(d, self.count, n)
@@ -137,17 +155,37 @@ class CountModel:
             room = self.model.add_var(lb=0.0, ub=budget)
             self.room.append(room)
             last = stages[-1]
-            if self.resident[d]:
-                state = p.update.state_bytes
-                whole = mip.xsum(self.w[j] + state * self.q[j] for j in stages)
-                held = mip.xsum(m * (self.kept[j] - self.lost[j]) for j in stages)
-                self.row(budget - least, whole + held + self.g[last])
-                continue
-            for before, j in enumerate(stages):
-                inputs = max(0, before + 1 - -(-self.idle // n)) * entering
-                kept = m * (self.kept[j] - self.lost[j]) if j == last else self.kept[j]
-                self.row(budget - least - inputs, room + self.g[j] + kept)
-                self.row(room, self.w[j])
+            state = p.update.state_bytes
+            lasting = mip.xsum(self.w[j] + state * self.q[j] for j in stages)
+            for at, j in enumerate(stages):
+                inputs = mip.xsum(entering[i] for i in stages[: at + 1])
+                free = budget - self.scratch(j)
+                if self.resident[d]:
+                    held = mip.xsum(m * (self.kept[i] - self.lost[i]) for i in stages[: at + 1])
+                    grads = mip.xsum(self.g[i] for i in stages[at:])
+                    self.row(free, lasting + grads + inputs + held + self.lost[j] + 2 / m * entering[j])
+                else:
+                    kept = m * (self.kept[j] - self.lost[j]) + self.lost[j]
+                    self.row(free, room + self.g[j] + kept + inputs + 2 / m * entering[last])
+                    self.row(room, self.w[j])
+
+    def entering(self) -> list[Any]:
+        """Per stage the bytes that enter it for all micro-batches: all stages begin with different blocks."""
+        giga = self.m / GB
+        most = max(max(row) for row in self.p.input_bytes[1:]) * giga
+        least = [self.stages.least(self.limits.entering, j) * giga for j in range(self.count)]
+        found = [self.model.add_var(lb=low, ub=most) for low in least]
+        self.row(mip.xsum(found), math.fsum(sorted(self.limits.entering)[: self.count - self.idle]) * giga)
+        return found
+
+    def scratch(self, j: int) -> float:
+        """The least workspace of stage j in GB; that of its largest block, where it is known to have it."""
+        last = self.count - 1
+        if j < self.idle or self.stages.scratch:
+            return self.stages.scratch / GB
+        if j == last or (j == 0 and not self.idle):
+            return self.limits.scratches[-1 if j == last else 0] / GB
+        return self.stages.least(self.limits.scratches, j) / GB
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +214,31 @@ class CountModel:
         self.own_up[j % self.n] = there
         return there
 
+    def first_uploads(self) -> None:
+        """At the beginning all devices fetch their first stage, and then the next one; these share their root complex
+        evenly, so stage j's weights are there when every other device has had as much, or all that it fetches. Of that
+        sum, concave in W_j, its chord."""
+        p, n = self.p, self.n
+        if p.ordered or self.idle:
+            return
+        least = [self.stages.least(self.limits.weights, j) / GB for j in range(self.count)]
+        for j in range(min(n, self.count)):
+            unit, high = p.units[j], self.stages.most_of(p.weight_bytes, j) / GB
+            if self.resident[j] or high <= least[j]:
+                continue
+            others = [
+                least[k] + (least[k + n] if k + n < self.count else 0.0)
+                for k in range(min(n, self.count))
+                if k != j and p.units[k].complex == unit.complex and not self.resident[k]
+            ]
+
+            def served(w: float, others: list[float] = others) -> float:
+                return w + math.fsum(min(w, other) for other in others)
+
+            slope = (served(high) - served(least[j])) / (high - least[j])
+            took = served(least[j]) + slope * (self.w[j] - least[j])
+            self.row(self.there[j], GB * unit.shared_fetch_s * took + unit.latency_s)
+
     def late(self, j: int, begin: Any, free: Any, before: Any) -> None:
         """What did not fit ahead is uploaded when the phase before is over (eq. 9)."""
         fetch_s = GB * self.p.units[j % self.n].fetch_s
@@ -188,6 +251,7 @@ class CountModel:
         self.ends: list[Any] = []
         self.last_up: dict[int, Any] = {}
         self.own_up: dict[int, Any] = {}
+        self.there: dict[int, Any] = {}
         for j in range(self.count):
             f, last, t = self.real(), self.real(), self.tf[j]
             messages = 0.0
@@ -201,11 +265,13 @@ class CountModel:
             if not self.resident[j % n]:
                 there = self.upload(j, messages if j >= n else 0.0, self.ends[j - 2 * n] if j >= 2 * n else None)
                 self.row(f, there)
+                self.there[j] = there
                 if j >= n:
                     self.late(j, f, self.ends[j - n], self.w[j - n])
             self.f.append(f)
             self.l.append(last)
             self.ends.append(last + t)
+        self.first_uploads()
 
     def backward(self) -> None:
         n, m, last_stage = self.n, self.m, self.count - 1
@@ -231,14 +297,15 @@ class CountModel:
             self.h_ends[j] = self.ready[j] = h + t
             if not self.resident[d]:
                 latency_s = unit.latency_s if j >= self.idle else 0.0
-                out = self.real()
+                out, gone = self.real(), self.real()
                 own = GB * unit.shared_offload_s
-                self.row(out, h + t + GB * max(unit.offload_s, unit.shared_offload_s) * self.g[j] + latency_s)
-                if unit.complex in left:
-                    self.row(out, left[unit.complex] + own * self.g[j] + latency_s)
+                self.row(gone, h + t + own * self.g[j])
+                self.row(gone, left.get(unit.complex, 0.0) + own * self.g[j])
+                self.row(out, gone + latency_s)
+                self.row(out, h + t + GB * unit.offload_s * self.g[j] + latency_s)
                 if d in own_left:
                     self.row(out, own_left[d] + GB * unit.offload_s * self.g[j] + latency_s)
-                left[unit.complex] = own_left[d] = self.ready[j] = out
+                left[unit.complex], own_left[d], self.ready[j] = gone, out, out
                 if unit.shared_both_s:
                     again = self.w[j] if j + n <= last_stage else 0.0
                     passed = self.real()

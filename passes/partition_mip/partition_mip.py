@@ -28,8 +28,7 @@ from .recurrence import contended_s, literal_s, residents
 from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
-MANY_KINDS = 12  # with more runs of unlike blocks the program over counts is no smaller than the paper's
-SEARCH_SHARE = 0.4  # the share of the deadline for the local search
+SEARCH_SHARE = 0.3  # the share of the deadline for the local search
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class PartitionMip(Partition):
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,
         `PlanError` for a block whose time is no positive number."""
-        found = _Found.of(draft, self)
+        found = MipFound.of(draft, self)
         draft.notes[self.name] = found.remark()
         return contiguous(draft, found.best_cuts, found.order)
 
@@ -66,7 +65,7 @@ class PartitionMip(Partition):
 def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5) -> list[PartitionChoice]:
     """The best partitions into different numbers of stages, fastest first, then those with the fewest and the most
     stages that fit, for a simulation to judge. Raises as `PartitionMip.plan` does."""
-    found = _Found.of(draft, options or PartitionMip())
+    found = MipFound.of(draft, options or PartitionMip())
     by_count = found.search.best
     order = sorted(by_count, key=lambda count: by_count[count])
     wanted = list(dict.fromkeys([*order[:most], min(by_count), max(by_count)]))
@@ -76,7 +75,9 @@ def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5)
 
 
 @dataclass
-class _Found:
+class MipFound:
+    """What the search found and what is proven of it."""
+
     problem: MipProblem
     search: Search
     proof: Proof
@@ -84,7 +85,7 @@ class _Found:
     literal: bool
 
     @staticmethod
-    def of(draft: Draft, options: PartitionMip) -> _Found:
+    def of(draft: Draft, options: PartitionMip) -> MipFound:
         begin_s = time.process_time()
         if not options.deadline_s > 0:
             raise PassError(f"deadline_s={options.deadline_s}; it is a positive number of seconds")
@@ -108,7 +109,7 @@ class _Found:
         if fewest is None or (search.run_all(counts) if every else search.run(counts)) is None:
             raise slices.does_not_fit(counts)
         proof = _prove(search, counts, every, options, begin_s)
-        return _Found(problem, search, proof, order, options.literal)
+        return MipFound(problem, search, proof, order, options.literal)
 
     @property
     def best_s(self) -> float:
@@ -117,6 +118,11 @@ class _Found:
     @property
     def best_cuts(self) -> Cuts:
         return min(self.search.best.values())[1]
+
+    @property
+    def residents(self) -> tuple[bool, ...]:
+        """Per device that has a stage, whether it is resident."""
+        return residents(self.problem, self.best_cuts)
 
     def remark(self) -> str:
         """Objective, lower bound, gap and how it was proven, in one sentence or two."""
@@ -127,19 +133,17 @@ class _Found:
             f"{objective} is {format_seconds(self.best_s)} in {stages}, at least {format_seconds(self.proof.lower_s)} "
             f"(gap {max(0.0, gap):.2%}) by {self.proof.how}"
         )
-        text += f", {self.proof.condition}" if self.proof.condition else ""
+        if self.proof.condition:
+            text += f", {self.proof.condition}, and at least {format_seconds(self.proof.always_s)} among all"
         return text + (f"; {self.proof.trouble}" if self.proof.trouble else "")
 
 
 def _prove(search: Search, counts: Sequence[int], every: bool, options: PartitionMip, begin_s: float) -> Proof:
     p = search.problem
-    best_s, cuts = min(search.best.values())
+    best_s, _ = min(search.best.values())
     if every and not search.is_late():
-        return Proof(best_s, "trying every partition")
+        return Proof(best_s, "trying every partition", best_s)
     bound_s = min(closed_form_s(p, count, options.literal) for count in counts)
     if options.literal:
-        return Proof(min(bound_s, best_s), "closed form, local search")
-    if len(p.runs()) > MANY_KINDS:
-        return Proof(min(bound_s, best_s), f"closed form, local search: {len(p.runs())} runs of unlike blocks")
-    stays = residents(p, cuts)
-    return prove(search, counts, stays, begin_s + options.deadline_s)
+        return Proof(min(bound_s, best_s), "closed form, local search", min(bound_s, best_s))
+    return prove(search, counts, begin_s + options.deadline_s)

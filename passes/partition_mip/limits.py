@@ -1,0 +1,145 @@
+"""What one stage can be at most and must be at least, whatever the other cuts are.
+
+In: a `MipProblem`. Out: bounds of memory and time, by stage and number of blocks, from which the linear model takes its
+constants: which blocks a stage may hold, how many, which saved tensors it can keep, what enters it. A `cutoff_s` bounds
+the number of blocks: more of them would take their device longer than that, so they belong to no faster step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .problem import MipProblem
+
+
+class Limits:
+    """Tables of a problem, shared by all models of it. Bytes and seconds."""
+
+    def __init__(self, p: MipProblem):
+        self.p, length = p, p.num_blocks
+        grads, kept = np.array(p.grad_bytes), np.array(p.kept_bytes)
+        scratch = np.full((length + 1, length + 1), math.inf)  # [number of blocks][first block]
+        work = np.full((length + 1, length + 1), -math.inf)
+        for b in range(1, length + 1):
+            for a in range(b):
+                work[b - a, a] = p.work_bytes[b][a]
+                scratch[b - a, a] = p.work_bytes[b][a] - (grads[b] - grads[a]) - (kept[b] - kept[a])
+        self.scratches: list[float] = scratch[1, :length].tolist()
+        self._least_scratch = np.minimum.accumulate(scratch.min(axis=1))
+        self._most_work = np.maximum.accumulate(work.max(axis=1))
+        self.entering = [min(p.input_bytes[b][a] for b in range(a + 1, length + 1)) for a in range(length)]
+        self.weights = np.diff(p.weight_bytes).tolist()
+        self.lasting = (np.diff(p.weight_bytes) + p.update.state_bytes * np.diff(p.params)).tolist()
+
+    def least_scratch(self, fewest: int) -> float:
+        """The least bytes of one of at least `fewest` stages besides weights, gradients and saved tensors. Blocks of
+        one stage that share a parameter count it once, so that it may be below zero."""
+        return float(self._least_scratch[self.p.num_blocks - fewest + 1])
+
+    def most_work(self, blocks: int) -> float:
+        """The most bytes that up to so many blocks need besides their weights."""
+        return float(self._most_work[min(blocks, self.p.num_blocks)])
+
+    @functools.cached_property
+    def seconds(self) -> list[list[float]]:
+        """[device][block]: forward and backward of one micro-batch, without rematerialisation."""
+        return [np.diff(np.add(f, b)).tolist() for f, b in zip(self.p.forward_s, self.p.backward_s)]
+
+    @functools.cached_property
+    def again_too(self) -> list[list[float]]:
+        """The same with rematerialisation."""
+        return [np.add(row, np.diff(again)).tolist() for row, again in zip(self.seconds, self.p.again_s)]
+
+    @functools.cached_property
+    def update_s(self) -> float:
+        """The least seconds between the last backward and the end where the hosts update everything."""
+        p, hosts = self.p, {unit.host for unit in self.p.units}
+        if not p.update.barrier:
+            return 0.0
+        rates = [(p.update.params_s[host], p.update.bytes_s[host]) for host in hosts]
+        whole_s = p.params[-1] * min(r for r, _ in rates) + 2 * p.grad_bytes[-1] * min(r for _, r in rates)
+        return whole_s / len(hosts)
+
+
+class StageLimits:
+    """The stages of a partition into `count`, the first `idle` of which may be empty. `resident` is by device.
+
+    `most[j]`: the largest number of blocks of stage j in a step faster than `cutoff_s`.
+    """
+
+    def __init__(self, limits: Limits, count: int, resident: Sequence[bool], idle: int = 0, cutoff_s: float = math.inf):
+        self.limits, self.p, self.count, self.resident, self.idle = limits, limits.p, count, resident, idle
+        self.n, self.scratch = len(self.p.units), min(0.0, limits.least_scratch(count - idle))
+        self.windows = [range(max(0, j - idle), self.p.num_blocks - (count - 1 - j)) for j in range(count)]
+        self.most = [len(window) for window in self.windows]
+        if not idle and cutoff_s < math.inf:
+            self.cap(cutoff_s)
+
+    def least(self, table: Sequence[float], j: int) -> float:
+        """The least of an amount by block that stage j has."""
+        window = self.windows[j]
+        return min(table[window.start : window.stop]) if j >= self.idle else 0.0
+
+    def cap(self, cutoff_s: float) -> None:
+        """Device d works for all micro-batches of its stages, after one passed those before its first one and before
+        one passed those behind its last one; the other stages have at least one block each."""
+        p, n = self.p, self.n
+        both = self.limits.seconds
+        more = self.limits.again_too
+        tables = [
+            more[j % n] if not self.resident[j % n] and j < self.count - n else both[j % n] for j in range(self.count)
+        ]
+        alone = [self.least(table, j) for j, table in enumerate(tables)]
+        tail_s = 0.0 if any(self.resident) else self.limits.update_s
+        for d in range(min(n, self.count)):
+            stages = range(d, self.count, n)
+            edges_s = math.fsum(alone[:d]) + math.fsum(alone[stages[-1] + 1 :])
+            mine_s = math.fsum(alone[j] for j in stages)
+            for j in stages:
+                window = self.windows[j]
+                left_s = (cutoff_s - tail_s - edges_s) / p.micro_batches - (mine_s - alone[j])
+                sums = np.concatenate([[0.0], np.cumsum(tables[j][window.start : window.stop])])
+                most = 1
+                while most < len(window) and float((sums[most + 1 :] - sums[: -most - 1]).min()) <= left_s:
+                    most += 1
+                self.most[j] = most
+
+    def most_of(self, sums: Sequence[float], j: int) -> float:
+        """The most that stage j may hold of an amount, given as running sums."""
+        window, most = self.windows[j], self.most[j]
+        values = np.array(sums[window.start : window.stop + 1])
+        if most >= len(window):
+            return float(values[-1] - values[0])
+        return float((values[most:] - values[:-most]).max())
+
+    def keeps(self, j: int, block: int) -> bool:
+        """Whether stage j may keep saved tensors if it has this block: it keeps those of all its blocks, or none."""
+        p, d, m = self.p, j % self.n, self.p.micro_batches
+        if not self.resident[d] and j < self.count - self.n:
+            return False
+        stages = [i for i in range(d, self.count, self.n) if i >= self.idle]
+        before = [i for i in stages if i < j]
+        inputs = m * math.fsum(self.least(self.limits.entering, i) for i in (*before, j))
+        inputs += 2 * self.least(self.limits.entering, j)
+        kept = p.kept_bytes[block + 1] - p.kept_bytes[block]
+        grads = p.grad_bytes[block + 1] - p.grad_bytes[block]
+        work = grads + m * kept + (self.scratch or self.limits.scratches[block])
+        budget = p.units[d].budget_bytes
+        if self.resident[d]:
+            others = math.fsum(self.least(self.limits.lasting, i) for i in stages if i != j)
+            return others + self.limits.lasting[block] + work + inputs <= budget
+        weights = [self.least(self.limits.weights, i) for i in before] + [self.limits.weights[block]]
+        if work + inputs + max(weights) > budget:
+            return False
+        # It is kept only where no less is fetched early than without: either two stages' weights fit beside it, or an
+        # earlier stage needs more memory than this one anyway.
+        pairs = max((a + b for a, b in itertools.pairwise(weights)), default=0.0)
+        if self.idle or work + inputs + pairs <= budget:
+            return True
+        others = max((self.limits.most_work(self.most[i]) for i in before), default=0.0)
+        return others >= work + m * self.least(self.limits.entering, j)

@@ -1,0 +1,68 @@
+"""The linear models and the program over totals bound every partition that they speak of, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import mip
+import pytest
+from hypothesis import given, settings
+
+from penstock.passes.partition_mip.limits import Limits
+from penstock.passes.partition_mip.model import CountModel
+from penstock.passes.partition_mip.problem import MipProblem
+from penstock.passes.partition_mip.recurrence import contended_s, residents
+from penstock.passes.partition_mip.totals import TotalsModel
+from penstock.tests.passes.partition_mip.mip_instances import small_problems
+
+Stays = tuple[bool, ...]
+
+
+def best_by_stages_and_residents(p: MipProblem) -> dict[tuple[int, Stays], float]:
+    """By number of stages and resident devices, those without a stage as not resident, the fastest partition."""
+    found: dict[tuple[int, Stays], float] = {}
+    for count in range(1, p.num_blocks + 1):
+        for inner in itertools.combinations(range(1, p.num_blocks), count - 1):
+            cuts = (0, *inner, p.num_blocks)
+            seconds = contended_s(p, cuts)
+            if seconds < math.inf:
+                stays = tuple(d < count and yes for d, yes in enumerate(residents(p, cuts)))
+                found[count, stays] = min(seconds, found.get((count, stays), math.inf))
+    return found
+
+
+def optimum(model: mip.Model, relax: bool = False) -> float:
+    status = model.optimize(relax=relax, max_seconds=20)
+    return math.inf if "INFEASIBLE" in status.name else (model.objective_value if relax else model.objective_bound)
+
+
+def check(p: MipProblem, most: int) -> None:
+    """Of the fastest `most` partitions that differ in stages or residence, by every model that speaks of them."""
+    limits, n = Limits(p), len(p.units)
+    rows = sorted(best_by_stages_and_residents(p).items(), key=lambda row: row[1])[:most]
+    for (count, stays), seconds in rows:
+        assert optimum(CountModel(limits, count, stays).model, relax=True) <= seconds * (1 + 1e-6)
+        faster = CountModel(limits, count, stays, integer=True, cutoff_s=seconds * 1.001).model
+        assert optimum(faster) <= seconds * (1 + 1e-6)
+        if count > n:
+            idle = CountModel(limits, p.num_blocks - (p.num_blocks - count) % n, stays, fewest=count).model
+            assert optimum(idle, relax=True) <= seconds * (1 + 1e-6)
+        assert optimum(TotalsModel(limits, count, count, stays).model) <= seconds * (1 + 1e-6)
+    if rows:
+        (count, _), seconds = rows[0]
+        for low, high in ((1, p.num_blocks), (count, p.num_blocks)):
+            assert optimum(TotalsModel(limits, low, high, (None,) * n).model) <= seconds * (1 + 1e-6)
+
+
+@settings(max_examples=6, deadline=None)
+@given(small_problems(most_blocks=6))
+def test_models_bound_the_fastest_partitions(p: MipProblem) -> None:
+    check(p, 3)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(small_problems(most_blocks=8))
+def test_models_bound_many_partitions(p: MipProblem) -> None:
+    check(p, 12)
