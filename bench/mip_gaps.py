@@ -107,7 +107,7 @@ def main() -> None:
             draft = Draft(graph, make(), Options(precision="fp16", micro_batches=MICRO_BATCHES))
             coarsen = Coarsen()
             coarsen.rewrite(draft, coarsen.plan(draft))
-            row = {"shape": shape, "machine": machine, "blocks": len(draft.blocks), "micro_batches": MICRO_BATCHES}
+            row = {"shape": shape, "server": machine, "blocks": len(draft.blocks), "micro_batches": MICRO_BATCHES}
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             try:
                 found = MipFound.of(draft, PartitionMip(deadline_s=DEADLINE_S))
