@@ -17,7 +17,7 @@ import numpy as np
 from .problem import MipProblem
 
 
-class Limits:
+class BlockLimits:
     """Tables of a problem, shared by all models of it. Bytes and seconds."""
 
     def __init__(self, p: MipProblem):
@@ -72,7 +72,9 @@ class StageLimits:
     `most[j]`: the largest number of blocks of stage j in a step faster than `cutoff_s`.
     """
 
-    def __init__(self, limits: Limits, count: int, resident: Sequence[bool], idle: int = 0, cutoff_s: float = math.inf):
+    def __init__(
+        self, limits: BlockLimits, count: int, resident: Sequence[bool], idle: int = 0, cutoff_s: float = math.inf
+    ):
         self.limits, self.p, self.count, self.resident, self.idle = limits, limits.p, count, resident, idle
         self.n, self.scratch = len(self.p.units), min(0.0, limits.least_scratch(count - idle))
         self.windows = [range(max(0, j - idle), self.p.num_blocks - (count - 1 - j)) for j in range(count)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import mip
 
-from .limits import Limits, StageLimits
+from .limits import BlockLimits, StageLimits
 
 GB = 1e9
 MOST_RUNS = 12  # of more runs of identical blocks the order is left out, and blocks of one kind are one row
@@ -32,7 +32,7 @@ class CountModel:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BlockLimits,
         count: int,
         resident: Sequence[bool],
         integer: bool = False,

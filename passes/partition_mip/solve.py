@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .bounds import closed_form_s
-from .limits import Limits
+from .limits import BlockLimits
 from .local_search import Search
 from .problem import MipProblem
 from .recurrence import residents
@@ -145,7 +145,7 @@ class _Tree:
     def __init__(self, search: Search, model: Any, totals: Any, until_s: float):
         self.search, self.model, self.totals, self.until_s = search, model, totals, until_s
         self.done: Residents = ()
-        self.limits = Limits(search.problem)
+        self.limits = BlockLimits(search.problem)
         self.counted = {"programs over totals": 0, "linear relaxations": 0, "integer programs": 0}
         self.late = False
 

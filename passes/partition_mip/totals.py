@@ -23,7 +23,7 @@ from typing import Any
 
 import mip
 
-from .limits import Limits
+from .limits import BlockLimits
 
 GB = 1e9
 Residents = Sequence[bool | None]  # None: either
@@ -32,7 +32,7 @@ Residents = Sequence[bool | None]  # None: either
 class TotalsModel:
     """`model` minimises `end`, for every number of stages from `fewest` to `most`. `residents`: by device."""
 
-    def __init__(self, limits: Limits, fewest: int, most: int, residents: Residents):
+    def __init__(self, limits: BlockLimits, fewest: int, most: int, residents: Residents):
         p = limits.p
         self.limits, self.p, self.fewest, self.n, self.m = limits, p, fewest, len(p.units), p.micro_batches
         self.used = min(self.n, most)  # devices that may have a stage

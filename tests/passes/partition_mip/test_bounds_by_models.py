@@ -9,7 +9,7 @@ import mip
 import pytest
 from hypothesis import given, settings
 
-from penstock.passes.partition_mip.limits import Limits
+from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, residents
@@ -39,7 +39,7 @@ def optimum(model: mip.Model, relax: bool = False) -> float:
 
 def check(p: MipProblem, most: int) -> None:
     """Of the fastest `most` partitions that differ in stages or residence, by every model that speaks of them."""
-    limits, n = Limits(p), len(p.units)
+    limits, n = BlockLimits(p), len(p.units)
     rows = sorted(best_by_stages_and_residents(p).items(), key=lambda row: row[1])[:most]
     for (count, stays), seconds in rows:
         assert optimum(CountModel(limits, count, stays).model, relax=True) <= seconds * (1 + 1e-6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.limits import Limits
+from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import QueuedTransfer, contended_s, evenly, fits, literal_s, residents
@@ -100,6 +100,6 @@ def test_both_directions_of_a_root_complex_share_it() -> None:
     update_s = 4.0 * 0.2
     assert contended_s(shared, cuts) == pytest.approx(32.0 + 16.0 + 32.0 + 1e-3 + update_s)
     assert contended_s(alone, cuts) < 70.0
-    model = CountModel(Limits(shared), 4, [False, False], integer=True)
+    model = CountModel(BlockLimits(shared), 4, [False, False], integer=True)
     model.model.optimize()
     assert model.model.objective_value == pytest.approx(contended_s(shared, cuts), rel=1e-4)
