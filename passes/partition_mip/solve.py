@@ -31,7 +31,7 @@ from .recurrence import residents
 
 CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.05, 0.02, 0.01, CLOSE)  # what is proven for one number of stages, one after the other
-TOTALS_SHARE, INTEGER_SHARE = 0.03, 0.25  # the most of the time left that one program may take
+TOTALS_SHARE = 0.03  # the most of the time left that one program over totals may take
 MOST_CHOICES = 32  # with more choices of resident devices, those of the best partition come first
 SAME_SHARE = 0.6  # of the time, for these
 Residents = tuple[bool | None, ...]  # None: either
@@ -240,7 +240,7 @@ class _Tree:
         counted = self.model(self.limits, node.count, node.residents, integer=True, cutoff_s=cutoff_s)
         counted.row(cutoff_s, counted.end)
         counted.model.max_mip_gap = CLOSE / 4
-        status = counted.model.optimize(max_seconds=max(0.05, INTEGER_SHARE * self.left_s()))
+        status = counted.model.optimize(max_seconds=self.left_s())
         self.counted["integer programs"] += 1
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
