@@ -19,7 +19,7 @@ from ...runtime.model_names import named_tensors
 from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
 from ...runtime.quantised.model import give_back, names_of_bytes
-from ...runtime.stage.store import StagePart, joined
+from ...runtime.stage.store import StagePart, joined, of_members
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity, base_identity, frozen_params
 from ...runtime.state.checkpoint import Checkpoint
@@ -48,7 +48,8 @@ def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) ->
     if spec.name not in driver.setup.spread:
         return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
     answers = [driver.call("stage_state", device, args) for device in driver.setup.spread[spec.name]]
-    return joined([unpack_state(*answer) for answer in answers], spec)
+    states = [unpack_state(*answer) for answer in answers]
+    return of_members(states, spec) if spec.name in driver.setup.divided else joined(states, spec)
 
 
 def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
 from .sizes import SIZES, SizeRange, wrong_expression
-from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
+from .stage import PAGE, STATE_ROOM, MemberPart, ParamSpec, StageSpec, TensorSpec, aligned
 
 PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MOST = 1 << 20  # devices, micro-batches, stages
@@ -49,7 +49,8 @@ class Interface:
     stochastically. `tiles`: a host updates parameters in tiles. `temporaries` has, by the memory in which a stage is
     updated, and by stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory
     that is not there has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named
-    sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
+    sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order. `divided`: members
+    of a team hold parts of parameters, each its own (`MemberPart`).
     """
 
     stages: dict[str, StageSpec]
@@ -71,10 +72,16 @@ class Interface:
     cuda_graphs: bool = False
     sizes: dict[str, SizeRange] = field(default_factory=dict)
     team: int = 1
+    divided: bool = False
 
     @property
     def replicas(self) -> int:
-        return len(self.lanes) // self.shards if self.lanes else 1
+        return len(self.lanes) // self.lanes_of_copy if self.lanes else 1
+
+    @property
+    def lanes_of_copy(self) -> int:
+        """The number of lanes one after the other that together hold one copy of all weights."""
+        return self.team if self.divided else self.shards
 
     @property
     def total_micro_batches(self) -> int:
@@ -339,6 +346,12 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         interface.team, interface.shards
     ):
         yield f"{len(lanes)} lanes in groups of {interface.shards} cannot be cut into teams of {interface.team}"
+    params = [param for spec in interface.stages.values() for param in spec.params]
+    divided = {param.part.members for param in params if isinstance(param.part, MemberPart)}
+    if interface.lanes and divided - {interface.team}:
+        yield f"members of teams of {interface.team} have parts for teams of {sorted(divided)}"
+    if interface.divided != bool(divided) or (divided and interface.shards > 1):
+        yield f"members have {'' if divided else 'no '}parts of parameters, and {interface.shards} lanes share stages"
     shares, beside = interface.lane_micro_batches, max(interface.shards, interface.team)
     if shares and (len(shares) != len(lanes) or min(shares) < 1 or max(shares) != interface.micro_batches):
         yield f"{len(lanes)} lanes have {list(shares)} micro-batches, of which the most are {interface.micro_batches}"

@@ -77,9 +77,9 @@ def group_name(interface: Interface, lane: int, role: int, group: str) -> str:
     """The name, among the groups of the whole machine, of a group in a lane's program."""
     if group == ops.TEAM:
         return f"{group}.{role}.{lane // interface.team}"
-    replica, place = divmod(lane, interface.shards)
     if group == ops.SHARDS:
-        return f"{group}.{role}.{replica}"
+        return f"{group}.{role}.{lane // interface.shards}"
+    replica, place = divmod(lane, interface.lanes_of_copy)
     if group == ops.REPLICAS:
         return f"{group}.{role}.{place}"
     return f"{group}.{replica if group == WORLD else lane}"
@@ -112,18 +112,33 @@ def bound_interface(interface: Interface) -> Interface:
 def members_of(interface: Interface, lane: int, role: int, group: str) -> list[int]:
     """The devices of the machine that a group of `ops.LANE_GROUPS`, or `WORLD`, joins with a lane's device, in the
     group's order."""
-    first, place = lane - lane % interface.shards, lane % interface.shards
+    each = interface.lanes_of_copy
     if group == WORLD:
-        return [device for other in interface.lanes[first : first + interface.shards] for device in other]
+        first = lane - lane % each
+        return [device for other in interface.lanes[first : first + each] for device in other]
     if group == ops.TEAM:
         begin = lane - lane % interface.team
         return [interface.lanes[other][role] for other in range(begin, begin + interface.team)]
+    first = lane - lane % interface.shards
     among = (
         range(first, first + interface.shards)
         if group == ops.SHARDS
-        else range(place, len(interface.lanes), interface.shards)
+        else range(lane % each, len(interface.lanes), each)
     )
     return [interface.lanes[other][role] for other in among]
+
+
+def team_of(interface: Interface, device: int) -> list[int]:
+    """The devices of a device's team that have its place in their lanes, in order, by the interface of the whole
+    machine; the device alone without one."""
+    rows = (interface.members(name) for name in interface.groups if name.startswith(f"{ops.TEAM}."))
+    return next((found for found in rows if device in found), [device])
+
+
+def holders(interface: Interface, device: int) -> int:
+    """The number of devices of a copy of the weights that have the same gradient of a parameter that is no part: the
+    members of a team that divides parameters."""
+    return len(team_of(interface, device)) if interface.divided else 1
 
 
 def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:

@@ -70,6 +70,17 @@ class RowPart:
 
 
 @dataclass(frozen=True)
+class MemberPart:
+    """What each member of a team has of a parameter of the model: of its dimension `dim`, seen as (blocks, members, n),
+    the places with the member's number. A parameter of its own in stages, of one shape for all members."""
+
+    parameter: str  # the user's own dotted name
+    dim: int
+    members: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter or buffer of a stage, under the user's own dotted name, or a part of a parameter.
 
@@ -89,7 +100,7 @@ class ParamSpec:
     owner: bool = True
     hook: tuple[HookCall, ...] = ()
     change: tuple[HookCall, ...] = ()
-    part: RowPart | None = None
+    part: RowPart | MemberPart | None = None
     sum_dtype: str = ""
     shared: bool = False
     tied_to: str = ""
@@ -100,7 +111,10 @@ class ParamSpec:
         """The parameter of the model that this is, or is a part of."""
         if self.part is None:
             return self
-        return replace(self, name=self.part.parameter, shape=(self.part.total, *self.shape[1:]), part=None)
+        total = self.part.total if isinstance(self.part, RowPart) else self.shape[self.part.dim] * self.part.members
+        dim = 0 if isinstance(self.part, RowPart) else self.part.dim
+        shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
+        return replace(self, name=self.part.parameter, shape=shape, part=None)
 
     @property
     def numel(self) -> int:

@@ -37,7 +37,7 @@ import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...ir.program import HookCall, RowPart, SizeRange
+from ...ir.program import HookCall, MemberPart, RowPart, SizeRange
 from .loss_terms import LossRules
 
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
@@ -67,9 +67,10 @@ class ParamChange:
 
 @dataclass(frozen=True)
 class PartParam:
-    """Rows of a parameter of the model, as a parameter of their own that shares its memory."""
+    """A part of a parameter of the model, as a parameter of its own: rows of it, which share its memory, or what each
+    member of a team has of it, of which only the shape and type count."""
 
-    part: RowPart
+    part: RowPart | MemberPart
     tensor: nn.Parameter
 
 
@@ -136,6 +137,11 @@ class OpGraph:
             if canonical != name:
                 found[name] = canonical
         return found
+
+    @property
+    def divided(self) -> bool:
+        """Whether members of a team have parts of parameters, each its own."""
+        return any(isinstance(row.part, MemberPart) for row in self.parts.values())
 
     @property
     def part_names(self) -> dict[str, str]:

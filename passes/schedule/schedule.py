@@ -96,6 +96,7 @@ def interface_of(draft: Draft) -> Interface:
         lane_micro_batches=tuple(draft.mesh.micro_batches),
         cuda_graphs=draft.options.cuda_graphs,
         sizes=sizes,
+        divided=draft.graph.divided,
     )
 
 

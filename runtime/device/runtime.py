@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ir.program import holders
 from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from ..optimizer.hooks import run_hooks
 from ..stage.draws import evaluation_seed, micro_batch_seed
@@ -194,9 +195,11 @@ class DeviceRuntime(Transfers, Messages, Versions):
         issue = self._next("norm")
         boxes = [handle.box for handle in grads]
         specs = [self.interface.stages[stage] for stage in issue.stages]
+        of_each = holders(self.interface, self.index)
 
         def run() -> list[Any]:
-            return [sum_of_squares((spec, box.value.tensors) for spec, box in zip(specs, boxes, strict=True))]
+            parts = ((spec, box.value.tensors) for spec, box in zip(specs, boxes, strict=True))
+            return [sum_of_squares(parts, of_each)]
 
         return self._launch(issue, boxes, run)[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import HardwareError, PlanError
 from ...ir.precision import Precision
-from ...ir.program import Account, Interface, StageHome
+from ...ir.program import Account, Interface, StageHome, team_of
 from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
 from ..optimizer.gradients import LossScale
 from ..optimizer.stage_optimizer import Workspace
@@ -197,6 +197,7 @@ class DeviceState:
             constants=file.constants(self.interface.stages[stage]),
             node=self.memory.node,
             compiler=self.compiler,
+            member=team_of(self.interface, self.index).index(self.index),
         )
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...ir.program import StageSpec
+from ...ir.program import MemberPart, ParamSpec, StageSpec
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -61,19 +61,23 @@ def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
     return grad.to(dtype) * factor.to(grad.device, dtype)
 
 
-def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]]) -> Tensor:
+def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], holders: int = 1) -> Tensor:
     """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. The sum is on the
-    host if any of them lie there."""
-    grads = [g for spec, by_name in parts for g in _owned(spec, by_name)]
-    if not grads:
+    host if any of them lie there. `holders`: the number of devices whose sums are added up and which have the same
+    gradient of a parameter, unless each has a part of that."""
+    rows = [(param, by_name[param.name]) for spec, by_name in parts for param in _owned(spec, by_name)]
+    if not rows:
         return torch.zeros((), dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(g, dtype=_at_least_single(g.dtype)) for g in grads]
+    norms = [torch.linalg.vector_norm(g, dtype=_at_least_single(g.dtype)) for _, g in rows]
     where = next((n.device for n in norms if n.device.type == "cpu"), norms[0].device)
-    return torch.stack([n.to(where, torch.float64) for n in norms]).square().sum()
+    squares = torch.stack([n.to(where, torch.float64) for n in norms]).square()
+    if holders > 1:
+        squares /= torch.tensor([1 if isinstance(p.part, MemberPart) else holders for p, _ in rows], device=where)
+    return squares.sum()
 
 
-def _owned(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[Tensor]:
-    return (grads[p.name] for p in spec.params if p.owner and p.name in grads)
+def _owned(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[ParamSpec]:
+    return (p for p in spec.params if p.owner and p.name in grads)
 
 
 def _at_least_single(dtype: torch.dtype) -> torch.dtype:

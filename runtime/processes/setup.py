@@ -12,6 +12,7 @@ from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import (
     Interface,
+    MemberPart,
     Program,
     bind,
     bound_interface,
@@ -112,12 +113,23 @@ class RunSetup:
 
     @cached_property
     def spread(self) -> dict[str, list[int]]:
-        """The sharded stages, each with the devices whose shards make one whole stage."""
-        found: dict[str, list[int]] = {}
+        """The stages of which no device has all, each with the devices whose shards, or whose members' parts, make one
+        whole stage."""
+        found = dict(self.divided)
         for role, programs in enumerate(self.roles):
             for stage, home in homes_of(programs["step"]).items():
                 if home.group:
                     found[stage] = members_of(self.interface, 0, role, home.group)
+        return found
+
+    @cached_property
+    def divided(self) -> dict[str, list[int]]:
+        """The stages of which members of a team have parts, each with the devices of the first team that hold it."""
+        found: dict[str, list[int]] = {}
+        for role, programs in enumerate(self.roles):
+            for stage in homes_of(programs["step"]):
+                if any(isinstance(param.part, MemberPart) for param in self.interface.stages[stage].params):
+                    found[stage] = members_of(self.interface, 0, role, ops.TEAM)
         return found
 
     def for_device(self, index: int) -> DeviceSetup:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError, VerifyError
 from ...ir.ops import apart, shared_params
-from ...ir.program import Interface, StageSpec, aligned, sizes_of
+from ...ir.program import Interface, MemberPart, StageSpec, aligned, holders, sizes_of
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from ..optimizer.hooks import change_params, run_hooks
@@ -27,6 +27,7 @@ from ..stage.kept import Kept
 from ..stage.runner import StageRunner
 from ..stage.shards import piece_of, rounding_of, whole_of
 from ..stage.split_backward import Rest
+from ..state.parts import member_part
 
 CPU_DEVICE = torch.device("cpu")
 FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
@@ -76,18 +77,21 @@ class ReferenceStage:
     def __init__(
         self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
         optimizer: OptimizerSpec | None, precision: str, piece: tuple[int, int] | None = None,
-        has_masters: bool = True, rounds: bool = False,
+        has_masters: bool = True, rounds: bool = False, member: int = 0,
     ):  # fmt: skip
         self.spec = spec
         self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
         self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
         self.masters: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}  # in the dtype of the computation; the masters themselves if that is full
+        divided = {param.name: param for param in spec.params if isinstance(param.part, MemberPart)}
         for name, param in self.runner.parameters.items():
-            if name not in weights:
-                raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
+            whole = divided[name].whole.name if name in divided else name
+            if whole not in weights:
+                raise PlanError(f"{spec.name} needs a weight {whole!r}, for which there is no value")
             dtype = FULL.get(param.dtype, param.dtype) if has_masters else param.dtype
-            full = weights[name].detach().to(dtype, copy=True).contiguous()
+            given = member_part(weights[whole], divided[name], member) if name in divided else weights[name]
+            full = given.detach().to(dtype, copy=True).contiguous()
             full = full if piece is None else piece_of(full, *piece)
             self.masters[name] = full
             self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
@@ -374,7 +378,9 @@ class ReferenceRuntime:
         return total
 
     def norm(self, *grads: StageGrads) -> Tensor:
-        return sum_of_squares((self.world.interface.stages[part.stage], part.tensors) for part in grads)
+        interface = self.world.interface
+        parts = ((interface.stages[part.stage], part.tensors) for part in grads)
+        return sum_of_squares(parts, holders(interface, self.device))
 
     def hook(self, grads: StageGrads) -> StageGrads:
         scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0

@@ -22,6 +22,7 @@ from ...ir.errors import PenstockError, PlanError, VerifyError, WorkerError
 from ...ir.precision import Precision
 from ...ir.program import (
     Account,
+    MemberPart,
     ParamSpec,
     Program,
     bind,
@@ -35,6 +36,7 @@ from ...ir.program import (
     plan_arena,
     print_node,
     result_index,
+    team_of,
     values_of,
     work_of,
 )
@@ -43,6 +45,7 @@ from ..optimizer.stage_optimizer import OptimizerSpec
 from ..stage.kept import Kept
 from ..stage.shards import whole_of
 from ..stage.split_backward import Rest
+from ..state.parts import whole_of_members
 from .ops import FULL, ReferenceRuntime, ReferenceStage, Shard, Waiting, Weights, World
 
 
@@ -92,10 +95,12 @@ class Reference:
                     piece,
                     masters,
                     interface.rounds,
+                    team_of(interface, device).index(device),
                 )
                 if name in self.world.stages:
                     self.world.replicas[device, name] = state
                 self.world.stages.setdefault(name, state)
+        self.first_devices = {name: min(_homes(programs, name)) for name in stages if _homes(programs, name)}
         self.groups = {name: group for name in stages for group in _homes(programs, name).values() if group}
         self.world.loss_scale = LossScale() if Precision.of(precision).scales_loss else None
         self.budgets = dict(budgets or {})
@@ -147,6 +152,9 @@ class Reference:
     def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
         """A parameter's "masters" or "grads": those of the first device, or put together from the shards."""
         if stage not in self.groups:
+            if isinstance(param.part, MemberPart):
+                team = team_of(self.world.interface, self.first_devices[stage])
+                return whole_of_members([getattr(self.world.stage(d, stage), what)[param.name] for d in team], param)
             held: Mapping[str, Tensor] = getattr(self.world.stages[stage], what)
             return held[param.name]
         devices = self.world.interface.members(self.groups[stage])

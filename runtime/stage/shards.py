@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...ir.program import Segment, StageSpec
+from ...ir.program import RowPart, Segment, StageSpec
 from ..optimizer.rounding import Rounding
 from .arena import BufferLayout, Place
 
@@ -41,7 +41,7 @@ def rounding_of(spec: StageSpec, firsts: Mapping[str, int]) -> Rounding:
     names, starts = {}, {}
     for param in spec.params:
         names[param.name] = param.whole.name if param.part is not None else param.tied_to or param.name
-        rows = 0 if param.part is None else param.part.begin
+        rows = param.part.begin if isinstance(param.part, RowPart) else 0
         starts[param.name] = rows * math.prod(param.shape[1:]) + firsts.get(param.name, 0)
     return Rounding(names, starts)
 

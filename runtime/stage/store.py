@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ...ir import ops
 from ...ir.errors import CheckpointError
-from ...ir.program import Interface, StageHome, StageSpec
+from ...ir.program import Interface, MemberPart, ParamSpec, StageHome, StageSpec
 from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
+from ..state.parts import member_part, whole_of_members
 from .arena import allocate, masters_layout, pages, staying_layout, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner
@@ -66,8 +67,10 @@ class StageStore:
         constants: Mapping[str, Tensor] | None = None,
         node: int | None = None,
         compiler: str | None = None,
+        member: int = 0,
     ):
-        self.spec, self.home, self.flat_stage = spec, home, flat_stage
+        self.spec, self.home, self.flat_stage, self.member = spec, home, flat_stage, member
+        self._divided = member_params(spec)
         self._constants = dict(constants or {})
         self.part = spec if flat_stage is None else flat_stage.part
         moving = home.weights != ops.DEVICE or flat_stage is not None
@@ -241,8 +244,9 @@ class StageStore:
             if param.name not in weights:
                 raise CheckpointError(f"{self.spec.name}: no value for the parameter {param.name!r}")
             found = list(weights[param.name].shape)
-            if found != list(param.shape):
-                raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {list(param.shape)}")
+            shape = list(param.whole.shape if param.name in self._divided else param.shape)
+            if found != shape:
+                raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {shape}")
 
     def state(self) -> StagePart:
         if self.file is None:
@@ -297,14 +301,25 @@ class StageStore:
             self._write(flat)
             self._load_rest(state.weights, state.buffers)
 
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        """What this member has of a parameter or state."""
+        param = self._divided.get(name)
+        if param is None or tuple(whole.shape) != param.whole.shape:
+            return whole
+        return member_part(whole, param, self.member)
+
     def _own_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This shard's pieces of whole weights."""
+        """This member's and this shard's pieces of whole weights."""
         flat = self.flat_stage
+        weights = {name: self._own(name, weight) for name, weight in weights.items()}
         return weights if flat is None else {name: flat.piece_of(name, weight) for name, weight in weights.items()}
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """This shard's pieces of whole states."""
-        flat = self.flat_stage
+        """This member's and this shard's pieces of whole states."""
+        flat, rows = self.flat_stage, optimizer["states"].items()
+        if self._divided:
+            states = {name: {key: self._own(name, t) for key, t in row.items()} for name, row in rows}
+            optimizer = {**optimizer, "states": states}
         if flat is None:
             return optimizer
         shapes = {param.name: param.shape for param in self.spec.params}
@@ -313,6 +328,30 @@ class StageStore:
             for name, row in optimizer["states"].items()
         }
         return {**optimizer, "states": states}
+
+
+def member_params(spec: StageSpec) -> dict[str, ParamSpec]:
+    """The parameters of a stage of which each member of a team has a part, by name."""
+    return {param.name: param for param in spec.params if isinstance(param.part, MemberPart)}
+
+
+def of_members(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
+    """One stage's state, put together from those of all members of a team, in order; what is no part is the first's."""
+    first, params = states[0], member_params(spec)
+    weights = dict(first.weights)
+    for name, param in params.items():
+        weights[name] = whole_of_members([state.weights[name] for state in states], param)
+    if first.optimizer is None:
+        return StagePart(weights, first.buffers, None)
+    rows = dict(first.optimizer["states"])
+    for name in rows.keys() & params.keys():
+        rows[name] = {
+            key: whole_of_members([s.optimizer["states"][name][key] for s in states if s.optimizer], params[name])
+            if value.shape == first.weights[name].shape
+            else value
+            for key, value in rows[name].items()
+        }
+    return StagePart(weights, first.buffers, {**first.optimizer, "states": rows})
 
 
 def joined(states: Sequence[StagePart], spec: StageSpec) -> StagePart:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import CheckpointError
-from ...ir.program import ParamSpec, StageSpec, whole_params
+from ...ir.program import MemberPart, ParamSpec, RowPart, StageSpec, whole_params
 from . import durable
 from .base_identity import BaseIdentity, frozen_params
 from .durable import abort
@@ -88,7 +88,9 @@ def write_shard(
     name to its canonical name (see `model_names.ties_of`), so that a tensor has one name whichever stage wrote it.
     Raises `CheckpointError` naming the file if the disk is full, and removes that file.
     """
-    ties = ties or {}
+    ties = dict(ties or {})
+    wholes = ((p.name, p.whole.name) for p in spec.params if isinstance(p.part, MemberPart))
+    ties |= {name: ties.get(whole, whole) for name, whole in wholes}
     owned = names_to_save(spec, with_frozen)
     found: dict[tuple[str, str, str], Tensor | StoredTensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -110,7 +112,7 @@ def write_shard(
         TensorRecord(*row, code_of(tensor.dtype), tuple(tensor.shape), digests[tensor_key(*row)])
         for row, tensor in found.items()
     )
-    parts = {param.name: param.part for param in spec.params if param.part is not None and param.name in owned}
+    parts = {p.name: p.part for p in spec.params if isinstance(p.part, RowPart) and p.name in owned}
     return ShardRecord(spec.name, path.name, path.stat().st_size, tuple(rows), scalars, parts)
 
 
@@ -262,7 +264,8 @@ class Checkpoint:
 
     def _pieces(self, row: ParamSpec) -> list[tuple[str, slice]]:
         """The names that hold a parameter, or a part of one, with the rows of each."""
-        return self._parts.pieces(self._canonical(row.whole.name), row.part)
+        part = row.part if isinstance(row.part, RowPart) else None
+        return self._parts.pieces(self._canonical(row.whole.name), part)
 
     def _shape(self, kind: str, name: str) -> tuple[int, ...] | None:
         """The shape of a parameter or buffer; None where the checkpoint has none of that name."""

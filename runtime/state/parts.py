@@ -8,7 +8,28 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...ir.program import ParamSpec, RowPart
+from ...ir.program import MemberPart, ParamSpec, RowPart
+
+
+def member_part(whole: Tensor, param: ParamSpec, member: int) -> Tensor:
+    """What member number `member` of a team has of a whole parameter, or of a state of its shape; copied."""
+    part = _part_of(param)
+    before, after = whole.shape[: part.dim], whole.shape[part.dim + 1 :]
+    rows = whole.reshape(*before, part.blocks, part.members, -1, *after)
+    return rows.select(part.dim + 1, member).reshape(*before, -1, *after).contiguous()
+
+
+def whole_of_members(parts: Sequence[Tensor], param: ParamSpec) -> Tensor:
+    """A whole parameter or state out of what each member has of it, in order."""
+    part = _part_of(param)
+    before, after = parts[0].shape[: part.dim], parts[0].shape[part.dim + 1 :]
+    rows = [tensor.reshape(*before, part.blocks, 1, -1, *after) for tensor in parts]
+    return torch.cat(rows, part.dim + 1).reshape(*before, -1, *after)
+
+
+def _part_of(param: ParamSpec) -> MemberPart:
+    assert isinstance(param.part, MemberPart), f"members have all of {param.name}"
+    return param.part
 
 
 class PartJoiner:
@@ -21,10 +42,12 @@ class PartJoiner:
     def add(self, params: Iterable[ParamSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a stage under the model's own names: its whole ones, and those whose last part is here. Parts
         that another stage owns are left out."""
-        parts = {param.name: param for param in params if param.part is not None}
-        done = {name: tensor for name, tensor in tensors.items() if name not in parts}
+        params = list(params)
+        parts = {param.name: param for param in params if isinstance(param.part, RowPart)}
+        own = {param.name: param.whole.name for param in params if param.name not in parts}  # members' parts are whole
+        done = {own.get(name, name): tensor for name, tensor in tensors.items() if name not in parts}
         for name, param in parts.items():
-            if param.part is None or not param.owner or name not in tensors:
+            if not isinstance(param.part, RowPart) or not param.owner or name not in tensors:
                 continue
             whole, tensor = param.whole, tensors[name]
             if whole.name not in self._pending:

@@ -208,10 +208,12 @@ def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:
 
 
 def _read(source: WeightSource, wanted: ParamSpec) -> Tensor:
-    stored = source.read(wanted.name) if wanted.part is None else source.read_rows(wanted.part)
-    if tuple(stored.shape) != wanted.shape:
+    part = wanted.part if isinstance(wanted.part, RowPart) else None
+    stored = source.read(wanted.whole.name) if part is None else source.read_rows(part)
+    shape = wanted.shape if part is not None else wanted.whole.shape  # a member takes its part of the whole itself
+    if tuple(stored.shape) != shape:
         raise CheckpointError(
-            f"{wanted.name!r} has shape {list(stored.shape)} in the weights, but {list(wanted.shape)} in the plan. "
+            f"{wanted.name!r} has shape {list(stored.shape)} in the weights, but {list(shape)} in the plan. "
             "Compile for the model that the weights are of."
         )
     return stored

@@ -82,10 +82,11 @@ class _Reader:
     def each(self, bias: str = "") -> Any:
         """For each part, which is read first so that its block begins there: its rows, its weight and its bias."""
         for index, name in enumerate(self.parts[self.table.name]):
-            row = self.graph.parts[name]
-            self.edit.path = f"{self.path}[{row.part.begin}:{row.part.end}]"
+            part = self.graph.parts[name].part
+            assert isinstance(part, RowPart)
+            self.edit.path = f"{self.path}[{part.begin}:{part.end}]"
             weight = self.read(name)
-            yield row.part, weight, self.read(self.parts[bias][index]) if bias else None
+            yield part, weight, self.read(self.parts[bias][index]) if bias else None
         self.edit.path = self.path
 
     def read(self, name: str) -> fx.Node:
