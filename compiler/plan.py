@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding, TokenSplit
+from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding, TokenSplit, Width
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
@@ -89,6 +89,7 @@ class Decisions(BaseModel):
     masks: dict[str, MaskForm] = {}  # place of an attention call -> the proven form of a mask that it goes without
     vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
     experts: dict[str, list[int]] = {}  # layer -> 0, the first expert of each further part, the number of experts
+    width: Width = Width()  # what members of a team compute parts of
     pointwise_again: bool = False  # whether backward computes pointwise results again
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     interleaved: bool = False  # whether independent forwards of one model run layer by layer
@@ -135,8 +136,8 @@ class Plan(BaseModel):
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
         # Later than others: plans without them keep their hash.
-        for name in ("vocabulary", "experts", "interleaved", "context"):
-            if not getattr(self.decisions, name):
+        for name in ("vocabulary", "experts", "interleaved", "context", "width"):
+            if getattr(self.decisions, name) == type(self.decisions).model_fields[name].default:
                 decided["decisions"].pop(name)
         if self.decisions.mesh is not None and self.decisions.mesh.team == 1:
             decided["decisions"]["mesh"].pop("team")

@@ -11,6 +11,7 @@ from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise
 from ..passes.graph.tables.split_vocabulary import SplitVocabulary
 from ..passes.graph.team.split_context import SplitContext
+from ..passes.graph.team.split_width import SplitWidth
 from ..passes.mapping.map_cross import MapCross
 from ..passes.mapping.map_round_robin import MapRoundRobin
 from ..passes.mapping.map_sequential import MapSequential
@@ -43,6 +44,7 @@ PASSES: dict[str, type[Pass]] = {
         DropMasks,
         SplitVocabulary,
         SplitExperts,
+        SplitWidth,
         RecomputePointwise,
         ChunkLoss,
         InterleaveForwards,

@@ -96,6 +96,15 @@ def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]
     return lanes
 
 
+class Width(BaseModel):
+    """What is computed inside layers by parts. `team`: the number of members; `regions`: what they divide, each by the
+    weight of its first product by rows."""
+
+    model_config = ConfigDict(extra="forbid")
+    team: Annotated[int, Field(ge=1)] = 1
+    regions: list[str] = []
+
+
 class Sharding(BaseModel):
     """How stages are spread over the lanes that share them.
 

@@ -25,7 +25,6 @@ from .lanes import (
     shown,
     slice_of,
     team_of,
-    whole_link,
 )
 from .memory import (
     ON_DEVICE,

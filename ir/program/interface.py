@@ -49,8 +49,8 @@ class Interface:
     stochastically. `tiles`: a host updates parameters in tiles. `temporaries` has, by the memory in which a stage is
     updated, and by stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory
     that is not there has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named
-    sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order. `divided`: members
-    of a team hold parts of parameters, each its own (`MemberPart`).
+    sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
+    `divided`: members of a team hold parts of parameters, each its own (`MemberPart`).
     """
 
     stages: dict[str, StageSpec]

@@ -128,7 +128,8 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
     seen: set[fx.Node] = set()
     for node in nodes:
         key = _block_path(node.meta.get("module_path", ""))
-        met = borders(node) - seen
+        read_for = list(node.users)[:1] if node.op == "get_attr" else []  # a weight is read where it is used
+        met = set[fx.Node]().union(*map(borders, (node, *read_for))) - seen
         seen |= met
         if runs and not met and (key == runs[-1][0] or not (in_list(key) or graph.node_parameters(node))):
             runs[-1][1].append(node)

@@ -26,7 +26,7 @@ class GraphEdit:
         with self.place(self.at):
             node = self.graph.graph.call_function(target, args, kwargs)
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self._autocast():
+        with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self.autocast():
             return self._annotate(node, SHAPE_RULES.get(target, target)(*given, **named), view_of)
 
     def parameter(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> fx.Node:
@@ -44,7 +44,8 @@ class GraphEdit:
             node.meta["dims"] = at["dims"]
         return node
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The modes of the model's own `torch.autocast` in which `at` was recorded."""
         setting = self.at.meta["autocast"]
         if setting is None:
             return nullcontext()

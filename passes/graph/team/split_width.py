@@ -1,0 +1,201 @@
+"""`split-width`: what linear layers compute is divided among the members of a team (Megatron-LM 3).
+
+In: the op graph. Out: a graph of what one member computes: some columns of the first products of a region, its part of
+what is computed of them, such as some heads of attention, and its rows of the last products, whose summands the team
+adds up (`sum_parts`; in backward the gradients of what the region reads). `regions.py` finds regions. All members have
+the rest of the model, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ....ir.errors import PassError
+from ....ir.program import MemberPart
+from ...decisions import Width
+from ...draft import Draft
+from ..blocks import compute_dtype
+from ..edit import GraphEdit
+from ..graph_pass import GraphPass
+from ..opgraph import OpGraph, PartParam, value_tensors
+from ..row_parts import refused_by_optimizer
+from .exchanges import share, sum_parts
+from .regions import WideProduct, WidthRegion, find_regions
+
+RESHAPES = ("view", "reshape", "expand", "unflatten")  # calls whose numbers say the shape of the result
+
+
+@dataclass(frozen=True)
+class SplitWidth(GraphPass):
+    """`team`: the number of members."""
+
+    name: ClassVar[str] = "split-width"
+    decides: ClassVar[str] = "width"
+    team: int = 2
+
+    def __post_init__(self) -> None:
+        if self.team < 1:
+            raise PassError(f"pass {self.name!r}: option team={self.team}; it is at least 1")
+
+    def plan(self, draft: Draft) -> Width:
+        """Raises `PassError` where nothing of the model can be divided among so many."""
+        if self.team == 1:
+            return Width()
+        regions = find_regions(draft.graph, self.team)
+        kept = [region.name for region in regions if not _refused_by_optimizer(draft, region)]
+        if not kept:
+            refused = next((_refused_by_optimizer(draft, region) for region in regions), "")
+            near = next((n for n in range(self.team - 1, 1, -1) if find_regions(draft.graph, n)), 1)
+            why = refused or (
+                "no linear layers of this model follow each other so that members could have some columns of the first "
+                f"and the same rows of the last; the nearest team that can has {near}"
+            )
+            raise PassError(f"split-width{{team={self.team}}}: {why}")
+        return Width(team=self.team, regions=kept)
+
+    def rewrite(self, draft: Draft, decision: Width) -> None:
+        if decision.team == 1:
+            return
+        if draft.graph.team > 1:
+            raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
+        graph = draft.graph.copy()
+        regions = {region.name: region for region in find_regions(graph, decision.team)}
+        for name in decision.regions:
+            if name not in regions:
+                known = ", ".join(regions) or "none"
+                raise PassError(
+                    f"split-width: {name!r} ends no part of this model that {decision.team} can divide; {known} do"
+                )
+            refused = _refused_by_optimizer(draft, regions[name])
+            if refused:
+                raise PassError(f"split-width: {name} cannot be divided: {refused}")
+            _Divided(graph, regions[name], decision.team).write()
+        for node in reversed(graph.nodes):
+            if node.op == "get_attr" and not node.users:
+                graph.graph.erase_node(node)
+        graph.team = decision.team
+        draft.graph = graph.copy()
+        draft.notes[self.name] = f"{len(decision.regions)} parts of the model are divided among {decision.team} members"
+
+
+def _refused_by_optimizer(draft: Draft, region: WidthRegion) -> str:
+    parameters = draft.graph.parameters()
+    names = [name for product in (*region.columns, *region.rows) for name in (product.weight, product.bias) if name]
+    return next(filter(None, (refused_by_optimizer(draft, name, parameters[name]) for name in names)), "")
+
+
+class _Divided:
+    """One region, rewritten to what a member computes of it."""
+
+    def __init__(self, graph: OpGraph, region: WidthRegion, team: int):
+        self.graph, self.region, self.team = graph, region, team
+        self.parameters = graph.parameters()
+        self.shared: dict[fx.Node, fx.Node] = {}
+
+    def write(self) -> None:
+        region = self.region
+        for product, blocks in region.columns.items():
+            self.column(product, blocks)
+        for node, places in region.inside.items():
+            self.inside(node, places)
+        for product, blocks in region.rows.items():
+            self.row(product, blocks)
+
+    def column(self, product: WideProduct, blocks: int) -> None:
+        edit = GraphEdit(self.graph, product.node)
+        if product.hidden not in self.shared:
+            self.shared[product.hidden] = edit.call(share, product.hidden, self.team)
+        hidden = self.shared[product.hidden]
+        weight = self.part(edit, product.weight, product.out_dim, blocks)
+        bias = self.part(edit, product.bias, 0, blocks) if product.bias else None
+        self.renamed(product.node, self.product(edit, product, hidden, weight, bias))
+
+    def row(self, product: WideProduct, blocks: int) -> None:
+        edit = GraphEdit(self.graph, product.node)
+        weight = self.part(edit, product.weight, product.in_dim, blocks)
+        found = self.product(edit, product, product.hidden, weight, None)
+        found = edit.call(sum_parts, found, self.team)
+        if product.bias:
+            value = self.parameters[product.bias]
+            found = edit.call(torch.add, found, edit.parameter(product.bias, value, compute_dtype(self.graph, value)))
+        self.renamed(product.node, found)
+
+    def product(
+        self, edit: GraphEdit, product: WideProduct, hidden: fx.Node, weight: fx.Node, bias: fx.Node | None
+    ) -> fx.Node:
+        if not product.adds_first:
+            return edit.call(F.linear, hidden, weight, bias)
+        return edit.call(torch.mm, hidden, weight) if bias is None else edit.call(torch.addmm, bias, hidden, weight)
+
+    def renamed(self, old: fx.Node, new: fx.Node) -> None:
+        GraphEdit(self.graph, old).replace(old, new)
+
+    def part(self, edit: GraphEdit, name: str, dim: int, blocks: int) -> fx.Node:
+        """A read of a member's part of a parameter."""
+        whole = self.parameters[name]
+        shape = list(whole.shape)
+        shape[dim] //= self.team
+        owner, _, leaf = name.rpartition(".")
+        part = f"{owner}[/{self.team}].{leaf}"
+        tensor = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), requires_grad=whole.requires_grad)
+        self.graph.parts[part] = PartParam(MemberPart(name, dim, self.team, blocks), tensor)
+        if name in self.graph.hooks:
+            self.graph.hooks[part] = self.graph.hooks[name]
+        return edit.parameter(part, tensor, compute_dtype(self.graph, whole))
+
+    def inside(self, node: fx.Node, places: Sequence[tuple[int, int]]) -> None:
+        """Give a node the shapes of one member."""
+        edit = GraphEdit(self.graph, node)
+        wholes = list(value_tensors(node.meta["val"]))
+        wanted = [self.local(tensor.shape, dim) for tensor, (dim, _) in zip(wholes, places, strict=True)]
+        made: Any = None
+        for args, kwargs in self.arguments(node, wanted, [dim for dim, _ in places]):
+            made = _made(edit, node, args, kwargs)
+            if made is not None and [list(tensor.shape) for tensor in value_tensors(made)] == wanted:
+                node.args, node.kwargs, node.meta["val"] = args, kwargs, made
+                node.meta.pop("dims", None)
+                return
+        found = "fails" if made is None else f"gives {[list(tensor.shape) for tensor in value_tensors(made)]}"
+        raise PassError(
+            f"split-width: {node.meta['source'] or node.name} {found} on what one of {self.team} members has, not "
+            f"{wanted}; leave {self.region.name} out of the plan's decision `width`"
+        )
+
+    def local(self, shape: Sequence[int], dim: int) -> list[int]:
+        return [size // self.team if i == dim else int(size) for i, size in enumerate(shape)]
+
+    def arguments(self, node: fx.Node, wanted: list[list[int]], dims: list[int]) -> Any:
+        """Ways to call a node on a member's part: as it is, with the shape of the result, with sizes of a member."""
+        args, kwargs = node.args, dict(node.kwargs)
+        if str(node.target) in RESHAPES and node.op == "call_method" and len(wanted) == 1:
+            flat = len(args) != 2 or isinstance(args[1], int)
+            yield (args[0], *wanted[0]) if flat else (args[0], tuple(wanted[0])), {}
+        yield args, kwargs
+
+        def smaller(value: Any) -> Any:
+            return value // self.team if type(value) is int and value >= self.team else value
+
+        if len(args) > 1:
+            yield (args[0], fx.node.map_aggregate(args[1], smaller), *args[2:]), kwargs
+
+
+def _made(edit: GraphEdit, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a node gives on other arguments; None where it fails."""
+    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    try:
+        with edit.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]), edit.autocast():
+            if node.op == "call_method":
+                return getattr(given[0], str(node.target))(*given[1:], **named)
+            if node.op == "call_module":
+                leaf = edit.graph.module.get_submodule(str(node.target))
+                return leaf(*given, **named) if not list(leaf.parameters()) else None
+            assert callable(node.target)
+            return node.target(*given, **named)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None
