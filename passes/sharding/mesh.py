@@ -81,6 +81,11 @@ class Mesh(Pass):
         lanes = decision.lanes
         _check_lanes(decision, draft.machine.num_devices)
         _check_team(draft, decision.team)
+        if draft.graph.divided and decision.shards > 1:
+            raise PassError(
+                f"{self.name}: members of a team of {decision.team} have parts of weights already, which no lanes can "
+                f"share; found shards={decision.shards}, allowed is shards=1"
+            )
         if draft.partition:
             raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
         if len(lanes) == 1:
