@@ -22,7 +22,7 @@ from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
 from .sizes import SIZES, SizeRange, wrong_expression
-from .stage import PAGE, STATE_ROOM, MemberPart, ParamSpec, StageSpec, TensorSpec, aligned
+from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TeamPart, TensorSpec, aligned
 
 PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MOST = 1 << 20  # devices, micro-batches, stages
@@ -50,7 +50,7 @@ class Interface:
     updated, and by stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory
     that is not there has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named
     sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
-    `divided`: members of a team hold parts of parameters, each its own (`MemberPart`).
+    `divided`: members of a team hold parts of parameters, each its own (`TeamPart`).
     """
 
     stages: dict[str, StageSpec]
@@ -347,7 +347,7 @@ def _contradictions(interface: Interface) -> Iterator[str]:
     ):
         yield f"{len(lanes)} lanes in groups of {interface.shards} cannot be cut into teams of {interface.team}"
     params = [param for spec in interface.stages.values() for param in spec.params]
-    divided = {param.part.members for param in params if isinstance(param.part, MemberPart)}
+    divided = {param.part.members for param in params if isinstance(param.part, TeamPart)}
     if interface.lanes and divided - {interface.team}:
         yield f"members of teams of {interface.team} have parts for teams of {sorted(divided)}"
     if interface.divided != bool(divided) or (divided and interface.shards > 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from .stage import MemberPart, ParamSpec, RowPart
+from .stage import ParamSpec, RowPart, TeamPart
 
 
 def whole_params(params: Iterable[ParamSpec]) -> list[ParamSpec]:
@@ -21,7 +21,7 @@ def wrong_parts(params: Iterable[ParamSpec]) -> Iterator[str]:
     """What cannot be among the parameters of one model: parts that overlap, leave a gap or are of another shape."""
     parts: dict[str, dict[str, RowPart]] = defaultdict(dict)
     for param in params:
-        if isinstance(param.part, MemberPart):
+        if isinstance(param.part, TeamPart):
             yield from _wrong_member_part(param, param.part)
         if not isinstance(param.part, RowPart):
             continue
@@ -37,7 +37,7 @@ def wrong_parts(params: Iterable[ParamSpec]) -> Iterator[str]:
             yield f"the parts of {parameter!r:.60} are rows {told:.200} of {max(totals)}; each row is in one part"
 
 
-def _wrong_member_part(param: ParamSpec, part: MemberPart) -> Iterator[str]:
+def _wrong_member_part(param: ParamSpec, part: TeamPart) -> Iterator[str]:
     if part.members < 1 or part.blocks < 1 or not 0 <= part.dim < len(param.shape):
         what = f"each of {part.members} members has of dimension {part.dim} of {part.parameter!r:.60}"
         yield f"{param.name!r:.60} is what {what}"

@@ -70,7 +70,7 @@ class RowPart:
 
 
 @dataclass(frozen=True)
-class MemberPart:
+class TeamPart:
     """What each member of a team has of a parameter of the model: of its dimension `dim`, seen as (blocks, members, n),
     the places with the member's number. A parameter of its own in stages, of one shape for all members."""
 
@@ -100,7 +100,7 @@ class ParamSpec:
     owner: bool = True
     hook: tuple[HookCall, ...] = ()
     change: tuple[HookCall, ...] = ()
-    part: RowPart | MemberPart | None = None
+    part: RowPart | TeamPart | None = None
     sum_dtype: str = ""
     shared: bool = False
     tied_to: str = ""

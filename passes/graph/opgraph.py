@@ -37,7 +37,7 @@ import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...ir.program import HookCall, MemberPart, RowPart, SizeRange
+from ...ir.program import HookCall, RowPart, SizeRange, TeamPart
 from .loss_terms import LossRules
 
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
@@ -70,7 +70,7 @@ class PartParam:
     """A part of a parameter of the model, as a parameter of its own: rows of it, which share its memory, or what each
     member of a team has of it, of which only the shape and type count."""
 
-    part: RowPart | MemberPart
+    part: RowPart | TeamPart
     tensor: nn.Parameter
 
 
@@ -141,7 +141,7 @@ class OpGraph:
     @property
     def divided(self) -> bool:
         """Whether members of a team have parts of parameters, each its own."""
-        return any(isinstance(row.part, MemberPart) for row in self.parts.values())
+        return any(isinstance(row.part, TeamPart) for row in self.parts.values())
 
     @property
     def part_names(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...ir.program import MemberPart, ParamSpec, StageSpec
+from ...ir.program import ParamSpec, StageSpec, TeamPart
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -72,7 +72,7 @@ def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], hold
     where = next((n.device for n in norms if n.device.type == "cpu"), norms[0].device)
     squares = torch.stack([n.to(where, torch.float64) for n in norms]).square()
     if holders > 1:
-        squares /= torch.tensor([1 if isinstance(p.part, MemberPart) else holders for p, _ in rows], device=where)
+        squares /= torch.tensor([1 if isinstance(p.part, TeamPart) else holders for p, _ in rows], device=where)
     return squares.sum()
 
 

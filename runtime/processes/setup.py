@@ -12,8 +12,8 @@ from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import (
     Interface,
-    MemberPart,
     Program,
+    TeamPart,
     bind,
     bound_interface,
     homes_of,
@@ -128,7 +128,7 @@ class RunSetup:
         found: dict[str, list[int]] = {}
         for role, programs in enumerate(self.roles):
             for stage in homes_of(programs["step"]):
-                if any(isinstance(param.part, MemberPart) for param in self.interface.stages[stage].params):
+                if any(isinstance(param.part, TeamPart) for param in self.interface.stages[stage].params):
                     found[stage] = members_of(self.interface, 0, role, ops.TEAM)
         return found
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError, VerifyError
 from ...ir.ops import apart, shared_params
-from ...ir.program import Interface, MemberPart, StageSpec, aligned, holders, sizes_of
+from ...ir.program import Interface, StageSpec, TeamPart, aligned, holders, sizes_of
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from ..optimizer.hooks import change_params, run_hooks
@@ -84,7 +84,7 @@ class ReferenceStage:
         self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
         self.masters: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}  # in the dtype of the computation; the masters themselves if that is full
-        divided = {param.name: param for param in spec.params if isinstance(param.part, MemberPart)}
+        divided = {param.name: param for param in spec.params if isinstance(param.part, TeamPart)}
         for name, param in self.runner.parameters.items():
             whole = divided[name].whole.name if name in divided else name
             if whole not in weights:

@@ -22,9 +22,9 @@ from ...ir.errors import PenstockError, PlanError, VerifyError, WorkerError
 from ...ir.precision import Precision
 from ...ir.program import (
     Account,
-    MemberPart,
     ParamSpec,
     Program,
+    TeamPart,
     bind,
     donated,
     excerpt,
@@ -152,7 +152,7 @@ class Reference:
     def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
         """A parameter's "masters" or "grads": those of the first device, or put together from the shards."""
         if stage not in self.groups:
-            if isinstance(param.part, MemberPart):
+            if isinstance(param.part, TeamPart):
                 team = team_of(self.world.interface, self.first_devices[stage])
                 return whole_of_members([getattr(self.world.stage(d, stage), what)[param.name] for d in team], param)
             held: Mapping[str, Tensor] = getattr(self.world.stages[stage], what)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...ir import ops
 from ...ir.errors import CheckpointError
-from ...ir.program import Interface, MemberPart, ParamSpec, StageHome, StageSpec
+from ...ir.program import Interface, ParamSpec, StageHome, StageSpec, TeamPart
 from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
@@ -332,7 +332,7 @@ class StageStore:
 
 def member_params(spec: StageSpec) -> dict[str, ParamSpec]:
     """The parameters of a stage of which each member of a team has a part, by name."""
-    return {param.name: param for param in spec.params if isinstance(param.part, MemberPart)}
+    return {param.name: param for param in spec.params if isinstance(param.part, TeamPart)}
 
 
 def of_members(states: Sequence[StagePart], spec: StageSpec) -> StagePart:

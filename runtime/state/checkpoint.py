@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import CheckpointError
-from ...ir.program import MemberPart, ParamSpec, RowPart, StageSpec, whole_params
+from ...ir.program import ParamSpec, RowPart, StageSpec, TeamPart, whole_params
 from . import durable
 from .base_identity import BaseIdentity, frozen_params
 from .durable import abort
@@ -89,7 +89,7 @@ def write_shard(
     Raises `CheckpointError` naming the file if the disk is full, and removes that file.
     """
     ties = dict(ties or {})
-    wholes = ((p.name, p.whole.name) for p in spec.params if isinstance(p.part, MemberPart))
+    wholes = ((p.name, p.whole.name) for p in spec.params if isinstance(p.part, TeamPart))
     ties |= {name: ties.get(whole, whole) for name, whole in wholes}
     owned = names_to_save(spec, with_frozen)
     found: dict[tuple[str, str, str], Tensor | StoredTensor] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...ir.program import MemberPart, ParamSpec, RowPart
+from ...ir.program import ParamSpec, RowPart, TeamPart
 
 
 def member_part(whole: Tensor, param: ParamSpec, member: int) -> Tensor:
@@ -27,8 +27,8 @@ def whole_of_members(parts: Sequence[Tensor], param: ParamSpec) -> Tensor:
     return torch.cat(rows, part.dim + 1).reshape(*before, -1, *after)
 
 
-def _part_of(param: ParamSpec) -> MemberPart:
-    assert isinstance(param.part, MemberPart), f"members have all of {param.name}"
+def _part_of(param: ParamSpec) -> TeamPart:
+    assert isinstance(param.part, TeamPart), f"members have all of {param.name}"
     return param.part
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ....ir.errors import PassError
-from ....ir.program import MemberPart
+from ....ir.program import TeamPart
 from ...decisions import Width
 from ...draft import Draft
 from ..blocks import compute_dtype
@@ -144,7 +144,7 @@ class _Divided:
         owner, _, leaf = name.rpartition(".")
         part = f"{owner}[/{self.team}].{leaf}"
         tensor = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), requires_grad=whole.requires_grad)
-        self.graph.parts[part] = PartParam(MemberPart(name, dim, self.team, blocks), tensor)
+        self.graph.parts[part] = PartParam(TeamPart(name, dim, self.team, blocks), tensor)
         if name in self.graph.hooks:
             self.graph.hooks[part] = self.graph.hooks[name]
         return edit.parameter(part, tensor, compute_dtype(self.graph, whole))
