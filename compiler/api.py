@@ -139,7 +139,8 @@ def compile(
     boundary_dtype: of activations between stages that autocast leaves in fp32: "compute" casts them to the low type on
         their way, "fp32" leaves them as they are.
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
-    search_s: seconds of computation after which "auto" tries nothing new; candidates left are listed as rivals.
+    search_s: seconds of work after which "auto" tries nothing new; candidates left are listed as rivals. Work is
+        counted by what was done, so a busy machine finds the same plan.
     steps: how many steps the run will have: then the search also ends when all that it could still save in these steps
         is less than the computation that it has taken. In any case it ends where the best plan is within 1 % of what no
         plan undercuts.

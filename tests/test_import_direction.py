@@ -32,7 +32,7 @@ ORDER = {
         "processes",
     ),
     "passes": (
-        "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
+        "work", "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
         "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "staying", "memory", "schedule",
     ),
     "compiler": (

@@ -1,14 +1,14 @@
 """Candidates tried one by one: a `Trial` of each, and the best so far.
 
 A candidate is not compiled if its lower bound is no better than the best, or if it comes to the same programs as
-another. Candidates left when time is up, or nothing is left to gain, are listed as such.
+another. Candidates left when time is up, or nothing is left to gain, are listed as such. Time is counted by what was
+done (`passes/work.py`), so that a search ends where it would end on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from ...ir.program import Program
 from ...ir.units import format_seconds
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
+from ...passes.work import Work
 from ..plan import Plan, Rival
 from .bounds import machine_bound
 from .candidate import PLAIN, Candidate
@@ -32,14 +33,15 @@ from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 logger = logging.getLogger("penstock.compiler.search")  # of each plan that was tried
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a graph of its own
-SEARCH_S = 33.0  # of computation
+SEARCH_S = 33.0  # of work
+TRACE_S = 3e-4  # of work, for a node of a graph of another number of micro-batches
 NEAR = 0.01  # the share of a step that is not worth another candidate
 
 
 @dataclass
 class Wishes:
     """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
-    computation within which candidates are tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
+    work within which candidates are tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
     `fewest_first`: the first number of micro-batches that fits, from one on. `steps`: of the run. `require`: raises
     `PlanError` for programs that cannot keep another wish."""
 
@@ -74,9 +76,9 @@ class Attempts:
         self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
         self.seen: dict[tuple[int, Any], Trial] = {}  # (micro-batches, what decides the programs) -> its trial
         self.done: set[tuple[int, Candidate]] = set()
-        self.begun_s = time.process_time()
-        self.until_s = self.begun_s + wishes.search_s
-        self.longest_s = 0.0  # of computation for one candidate
+        self.work = Work()
+        self.until_s = wishes.search_s
+        self.longest_s = 0.0  # of work for one candidate
         self.bounds_s: dict[int, float] = {}  # by number of micro-batches, what no plan undercuts
         self.has_ssds = any(host.ssds for host in hardware.hosts)
         self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
@@ -96,7 +98,7 @@ class Attempts:
         """Whether time is up; once something fits, whether a candidate that takes as long as the longest so far would
         end after that."""
         ahead_s = 0.0 if self.best is None else self.longest_s
-        return time.process_time() + ahead_s > self.until_s
+        return self.work.seconds + ahead_s > self.until_s
 
     @property
     def enough(self) -> Skipped | None:
@@ -108,7 +110,7 @@ class Attempts:
         if left_s <= NEAR * self.best.step_s:
             return Skipped.NEAR_BOUND
         steps = self.wishes.steps
-        if steps is not None and left_s * steps < time.process_time() - self.begun_s:
+        if steps is not None and left_s * steps < self.work.seconds:
             return Skipped.NOT_WORTH_IT
         return None
 
@@ -119,8 +121,10 @@ class Attempts:
         if count not in self.compilers:
             options = dataclasses.replace(self.wishes.options, micro_batches=count)
             decided = dict(self.wishes.decided.decisions.model_copy(deep=True)) if self.wishes.decided else None
+            graph = self.trace(count)
+            self.work.add(TRACE_S * len(graph.nodes))
             self.compilers[count] = CandidateCompiler(
-                self.trace(count), self.hardware, options, decided, self.wishes.dump
+                graph, self.hardware, options, decided, self.wishes.dump, self.work
             )
         return self.compilers[count]
 
@@ -133,9 +137,9 @@ class Attempts:
         for candidate in candidates:
             if (count, candidate) not in self.done:
                 self.done.add((count, candidate))
-                begin_s = time.process_time()
+                begin_s = self.work.seconds
                 self.trials.append(self.attempt(count, candidate))
-                self.longest_s = max(self.longest_s, time.process_time() - begin_s)
+                self.longest_s = max(self.longest_s, self.work.seconds - begin_s)
                 best = "none fits so far" if self.best is None else f"the best takes {format_seconds(self.best.step_s)}"
                 logger.info("%d plans tried, %s", len(self.trials), best)
                 if self.best is None and candidate.marks and self._lacks_device(self.trials[-1], count):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Program
+from ...ir.program import WRITTEN_OUT, Program
 from ...ir.units import format_bytes
 from ...ir.verify import verify
 from ...passes.base import Pass, check_contracts
@@ -30,10 +30,12 @@ from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
 from ...passes.partition.partition import Partition
+from ...passes.partition_mip.partition_mip import PartitionMip
 from ...passes.receive_earlier import receive_earlier
 from ...passes.schedule.evaluation import evaluation_programs
 from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
+from ...passes.work import Work
 from ...runtime.simulate import Timeline
 from ..pipeline import PassRecord, require_complete, run_passes
 from ..steps import simulate_here, step_seconds_here
@@ -117,9 +119,14 @@ class Prefix:
     records: list[PassRecord]
 
 
+# Seconds of work: for a node of the graph and a block in a pass that candidates share; in local searches of a
+# partitioner, for a block; for an op of a program that is made, and for one that is simulated.
+NODE_S, BLOCK_S, SEARCHED_BLOCK_S, MADE_S, SIMULATED_S = 6e-5, 1e-3, 8e-3, 5e-4, 2.5e-4
+
+
 class CandidateCompiler:
     """Compiles candidates with one number of micro-batches. `decided`: decisions to apply instead of planning; `dump`:
-    see `run_passes`."""
+    see `run_passes`; `work`: where the work that is done is counted."""
 
     def __init__(
         self,
@@ -128,7 +135,9 @@ class CandidateCompiler:
         options: Options,
         decided: MappingType[str, Any] | None = None,
         dump: DumpPrograms | None = None,
+        work: Work | None = None,
     ):
+        self.work = work or Work()
         self.graph, self.hardware, self.options = graph, hardware, options
         self.decided, self.dump = decided, dump
         self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
@@ -164,6 +173,8 @@ class CandidateCompiler:
             try:
                 before = self._prefix(passes[:-1])
                 draft = _copy(before.draft)
+                block_s = SEARCHED_BLOCK_S if isinstance(passes[-1], PartitionMip) else BLOCK_S
+                self.work.add(NODE_S * len(draft.graph.nodes) + block_s * len(draft.blocks))
                 made, took = self._run(draft, passes[-1:])
                 self._known[passes] = Prefix(draft, {**before.decisions, **made}, [*before.records, *took])
             except (DoesNotFit, PassError, PlanError) as error:
@@ -176,8 +187,12 @@ class CandidateCompiler:
     def finish(self, placed: PlacedCandidate) -> CompiledCandidate:
         """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
         draft = placed.draft
-        decisions, records = self._run(draft, placed.todo)
+        try:
+            decisions, records = self._run(draft, placed.todo)
+        finally:
+            self.work.add(MADE_S * _num_ops(draft))
         check_fit(draft)
+        self.work.add(SIMULATED_S * _num_ops(draft) * _lanes_simulated(draft))
         try:
             step_s = _step_s(draft)
         except VerifyError as error:
@@ -203,6 +218,16 @@ class CandidateCompiler:
 
     def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
         return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
+
+
+def _num_ops(draft: Draft) -> int:
+    return sum(sum(1 for _ in program.ops()) for program in draft.programs)
+
+
+def _lanes_simulated(draft: Draft) -> int:
+    """The number of lanes whose programs are simulated."""
+    lanes = draft.programs[0].interface.lanes
+    return len(lanes) if lanes and draft.machine.num_devices <= WRITTEN_OUT else 1
 
 
 def _step_s(draft: Draft) -> float:

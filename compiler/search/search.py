@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Sequence
 
 from ...ir.errors import PassError, PenstockError
@@ -112,7 +111,7 @@ class Sweep(Attempts):
         """Search for many devices: first layouts and numbers of micro-batches, then everything with the best of these.
         A layout whose lower bound is no better than the best is not looked at."""
         for base in self.bases():
-            begin_s, until_s = time.process_time(), self.until_s
+            begin_s, until_s = self.work.seconds, self.until_s
             self.until_s = begin_s + LAYOUTS_SHARE * (until_s - begin_s)
             for row in varied(estimates(self.compiler(self.usual[0]).lane(base), self.usual), MOST_LAYOUTS):
                 self.look_at(row, base)

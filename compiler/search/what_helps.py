@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -53,29 +52,30 @@ class Help:
 
 
 def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> list[Help]:
-    """Plan again for each changed machine. Takes `HELP_S` of computation, or as long as a candidate for each takes."""
+    """Plan again for each changed machine. Takes `HELP_S` of work, or as much as a candidate for each takes."""
     changes = list(changed_machines(hardware))
     if wishes.options.profiler is not None:  # measured times do not change with the hardware's rates
         changes = [change for change in changes if change.faster != COMPUTATION]
         options = dataclasses.replace(wishes.options, profiler=for_machines_like(wishes.options.profiler, hardware))
         wishes = dataclasses.replace(wishes, options=options)
-    until_s = time.process_time() + HELP_S
-    found = []
+    left_s, found = HELP_S, []
     for i, change in enumerate(changes):
         if change.machine is None:
             found.append(Help(change.text, None, "there is no such change to this machine"))
             continue
-        share_s = (until_s - time.process_time()) / (len(changes) - i)
-        found.append(_planned(change.text, trace, change.machine, dataclasses.replace(wishes, search_s=share_s), plan))
+        share_s = left_s / (len(changes) - i)
+        chosen = dataclasses.replace(wishes, decided=None, dump=None, search_s=share_s)
+        attempts = Attempts(trace, change.machine, chosen)
+        found.append(_planned(change.text, attempts, plan))
+        left_s -= attempts.work.seconds
     return found
 
 
-def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan: Plan) -> Help:
+def _planned(change: str, attempts: Attempts, plan: Plan) -> Help:
     assert plan.predicted is not None
-    mesh = plan.decisions.mesh
+    mesh, machine, wishes = plan.decisions.mesh, attempts.hardware, attempts.wishes
     more_devices = machine.num_devices > (mesh.num_devices if mesh else len(plan.predicted.arena_bytes))
     nearest = micro_batch_counts(wishes.batch_size, machine)[0][:1] if more_devices and not wishes.micro_batches else []
-    attempts = Attempts(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
     try:
         for count in dict.fromkeys((plan.micro_batches, *nearest)):
             attempts.look(count, relatives(plan, attempts, count))

@@ -16,10 +16,10 @@ import heapq
 import itertools
 import math
 import random
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from ..work import Work
 from .problem import MipProblem
 
 Cuts = tuple[int, ...]
@@ -29,14 +29,18 @@ FOLLOWED = 10  # the most best starts that are improved, each for another number
 RESTARTS, ANNEALED = 4, 600  # restarts, and random moves tried after each
 WARMTH = 0.006  # the share of a step by which a move may be slower, on average, at first
 MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
+TURN_S = 1e-6  # of work, for a stage and a micro-batch of a partition that is evaluated
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 
 class Search:
-    """`best`: (seconds, cuts) by number of stages. Stops at `until_s` (of `process_time`) or when nothing helps."""
+    """`best`: (seconds, cuts) by number of stages. Stops after `most_s` of work (`passes/work.py`) or when nothing
+    helps."""
 
-    def __init__(self, problem: MipProblem, objective: Objective, until_s: float = math.inf):
-        self.problem, self.objective, self.until_s = problem, objective, until_s
+    def __init__(self, problem: MipProblem, objective: Objective, most_s: float = math.inf):
+        self.problem, self.objective, self.most_s = problem, objective, most_s
+        self.work = Work()
+        self.turn_s = TURN_S * (problem.micro_batches + 4)
         self.known: dict[Cuts, float] = {}
         self.best: dict[int, tuple[float, Cuts]] = {}
 
@@ -65,12 +69,13 @@ class Search:
         return min(self.best.values(), default=None)
 
     def is_late(self) -> bool:
-        return time.process_time() > self.until_s
+        return self.work.seconds > self.most_s
 
     def seconds(self, cuts: Cuts) -> float:
         found = self.known.get(cuts)
         if found is None:
             found = self.known[cuts] = self.objective(self.problem, cuts)
+            self.work.add(self.turn_s * len(cuts))
             count = len(cuts) - 1
             if found < math.inf and (count not in self.best or (found, cuts) < self.best[count]):
                 self.best[count] = (found, cuts)

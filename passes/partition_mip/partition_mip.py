@@ -103,7 +103,7 @@ class MipFound:
         search = Search(
             problem,
             literal_s if options.literal else contended_s,
-            begin_s + SEARCH_SHARE * options.deadline_s,
+            SEARCH_SHARE * options.deadline_s,
         )
         every = length <= EXHAUSTIVE_BLOCKS
         if fewest is None or (search.run_all(counts) if every else search.run(counts)) is None:

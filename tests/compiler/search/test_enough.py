@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import penstock
 from penstock.compiler.search import attempts
 from penstock.compiler.search.trial import Skipped
 from penstock.ir.errors import PlanError
+from penstock.passes.work import Work
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 
 
@@ -47,15 +49,26 @@ def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
         rivals(steps=steps)
 
 
-def test_none_is_begun_that_would_end_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_begun_that_would_end_late() -> None:
     """Once something fits. Before that, only the end of the time ends the search."""
-    now = [0.0]
-    monkeypatch.setattr(attempts.time, "process_time", lambda: now[0])
     tried = attempts.Attempts.__new__(attempts.Attempts)
-    tried.until_s, tried.longest_s, tried.best = 10.0, 4.0, None
-    now[0] = 9.0
+    tried.until_s, tried.longest_s, tried.best, tried.work = 10.0, 4.0, None, Work(9.0)
     assert not tried.is_late
     tried.best = object()  # type: ignore[assignment]
     assert tried.is_late
-    now[0] = 5.0
+    tried.work = Work(5.0)
     assert not tried.is_late
+
+
+@pytest.mark.slow
+def test_a_search_under_load_ends_where_it_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plan, by the same candidates, where every clock runs a hundred times faster; the limit is what ends
+    both."""
+    alone, of_alone = rivals(search_s=1.0)
+    assert of_alone[Skipped.OUT_OF_TIME.value] > 5
+    for clock in ("process_time", "perf_counter", "monotonic"):
+        usual = getattr(time, clock)
+        monkeypatch.setattr(time, clock, lambda usual=usual: 100 * usual())
+    loaded, of_loaded = rivals(search_s=1.0)
+    assert loaded.plan.hash == alone.plan.hash and of_loaded == of_alone
+    assert [rival.name for rival in loaded.plan.rivals] == [rival.name for rival in alone.plan.rivals]
