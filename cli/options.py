@@ -73,7 +73,7 @@ class JobOptions:
         ),
     ] = "auto"
     search_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="work after which auto tries nothing new, in seconds of an idle core; default 33")
+        float | None, typer.Option(min=0.0, help="work after which auto tries nothing new; default 33 s of a core")
     ] = None
     plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
     profile: Annotated[
