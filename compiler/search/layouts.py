@@ -59,6 +59,13 @@ def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
     return [*found, *(replace(mesh, by_speed=True) for mesh in found if unequal)]
 
 
+def team_layouts(hardware: Hardware) -> list[tuple[int, Mesh]]:
+    """Teams of devices of one host, each with the number of members: several teams as replicas, and as one pipeline."""
+    count, on_host = hardware.num_devices, Counter(device.host for device in hardware.devices)
+    sizes = [n for n in range(2, count + 1) if count % n == 0 and all(here % n == 0 for here in on_host.values())]
+    return [(n, Mesh(depth=depth)) for n in sizes for depth in dict.fromkeys((count // n, 1))]
+
+
 def _sizes(hardware: Hardware) -> list[int]:
     count, hosts = hardware.num_devices, len(hardware.hosts)
     divisors = [n for n in range(1, count + 1) if count % n == 0]

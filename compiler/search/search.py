@@ -27,13 +27,14 @@ from ...passes.graph.experts.split_experts import SplitExperts
 from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.tables.split_vocabulary import SplitVocabulary
+from ...passes.graph.team.split_width import SplitWidth
 from ...passes.memory.insert_fetch import InsertFetch, is_queued
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import IN_ORDER, lane_scouts, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
 from .compiled import CompiledCandidate
-from .layouts import LayoutEstimate, estimates, varied
+from .layouts import LayoutEstimate, estimates, team_layouts, varied
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
 AGAIN = RecomputePointwise()
@@ -90,6 +91,9 @@ class Sweep(Attempts):
         for base in reversed(bases) if self.best is None else ():
             self.base = base
             self.sweep_until_one_fits()
+        if self.best is None or self.wishes.batch_size < self.hardware.num_devices:
+            self.base = bases[0]
+            self.teams(self.usual[0] if self.best is None else self.best.count)
         self.best_of_counts()
 
     def sweep_until_one_fits(self) -> None:
@@ -156,6 +160,18 @@ class Sweep(Attempts):
             before, self.base = self.base, self.base.on(best.mesh)
             self.sweep(count)
             self.base = before
+
+    def teams(self, count: int) -> None:
+        """Try teams that divide the width of layers, where a layer is too large for a device, or rows are too few to
+        give each device some."""
+        for members, mesh in team_layouts(self.hardware):
+            candidate = self.base.over(*self.base.graph_passes, SplitWidth(team=members)).on(mesh)
+            try:
+                lane = self.compiler(count).lane(candidate)
+            except PassError as error:
+                self.trials.append(Trial(candidate, count, reason=error))
+                continue
+            self.look(count, lane_scouts(lane, candidate, mesh))
 
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""

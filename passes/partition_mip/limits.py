@@ -134,7 +134,7 @@ class StageLimits:
         budget = p.units[d].budget_bytes
         if self.resident[d]:
             others = math.fsum(self.least(self.limits.lasting, i) for i in stages if i != j)
-            return others + self.limits.lasting[block] + work + inputs <= budget
+            return bool(others + self.limits.lasting[block] + work + inputs <= budget)
         weights = [self.least(self.limits.weights, i) for i in before] + [self.limits.weights[block]]
         if work + inputs + max(weights) > budget:
             return False

@@ -141,3 +141,11 @@ def test_whoever_asks_for_what_cannot_be_hears_why() -> None:
     job.plan.decisions.width.regions.append("lm_head.weight")
     with pytest.raises(PassError, match=r"'lm_head.weight' ends no part of this model that 2 can divide"):
         job_of(model, batch, 2, "auto", plan=job.plan)
+
+
+@pytest.mark.slow
+def test_the_search_tries_teams_where_rows_are_too_few_for_all_devices() -> None:
+    model, batch = zoo_case("llama")
+    few = {name: value[:2] for name, value in batch.items()}
+    job = job_of(model, few, 4, "auto", micro_batches="auto", search_s=2.0)
+    assert any("split-width" in rival.name and rival.step_s for rival in job.plan.rivals)
