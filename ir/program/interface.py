@@ -41,6 +41,7 @@ class Interface:
     have no rows. Every `shards` consecutive lanes share each stage's weights; every `team` consecutive lanes, whose
     devices in one place are the group `TEAM`, run the same micro-batches together. `lane_micro_batches` has the number
     of each lane where they are not the same; `micro_batches` is then the most of them (see `shares.py`).
+    `scale_lag`: a mini-batch's loss scale knows the norms of those that are more than so many before it.
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
     stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
     copies exist beside the weights.
@@ -66,6 +67,7 @@ class Interface:
     lane_micro_batches: tuple[int, ...] = ()
     asynchronous: bool = False
     accumulate: int = 1
+    scale_lag: int = 0
     rounds: bool = False
     tiles: bool = False
     temporaries: dict[str, dict[str, int]] = field(default_factory=dict)

@@ -63,6 +63,7 @@ class ScheduleAsync(Schedule):
         staleness = self.staleness(flow, draft)
         again = recomputed(flow)
         _check_rematerialisable(flow, again)
+        _check_scaled(flow, draft)
         trained = [spec.name for spec in flow.specs if spec.trained_params]
         most = flow.interface.mini_batches - 1
         late = min(staleness.updates(staleness.of_late), most)
@@ -82,7 +83,11 @@ class ScheduleAsync(Schedule):
 
     def interface(self, draft: Draft) -> Interface:
         groups = self.updates(draft).groups
-        return replace(super().interface(draft), groups=groups, asynchronous=True, accumulate=self.each(draft))
+        made = replace(super().interface(draft), groups=groups, asynchronous=True, accumulate=self.each(draft))
+        if not Precision.of(draft.options.precision).scales_loss:
+            return made
+        staleness = self.staleness(Flow(made, draft.devices), draft)
+        return replace(made, scale_lag=staleness.updates(staleness.of_late))
 
     def each(self, draft: Draft) -> int:
         """The micro-batches of a mini-batch in each lane."""
@@ -114,12 +119,6 @@ def _check_mini_batches(p: ScheduleAsync, draft: Draft) -> None:
 
 
 def _check_options(draft: Draft) -> None:
-    options = draft.options
-    if Precision.of(options.precision).scales_loss:
-        raise PassError(
-            'precision="fp16-mixed": whether a step counts is known when all gradients of a micro-batch are there, but '
-            'asynchronous stages are updated before. Use precision="bf16-mixed" or "fp32", or a synchronous strategy'
-        )
     if draft.graph.hooks:
         raise PassError(
             f"{min(draft.graph.hooks)} has a gradient hook, which runs on the gradient of a whole batch, but an "
@@ -136,6 +135,21 @@ def _check_options(draft: Draft) -> None:
             f"mesh makes {copies} copies of the pipeline, whose updates would have to wait for each other; "
             "schedule-async runs one, on all devices: leave mesh out, or use a synchronous schedule, such as "
             "schedule-1f1b"
+        )
+
+
+def _check_scaled(flow: Flow, draft: Draft) -> None:
+    """Raise `PassError` where a loss scale would not be known where it is needed: a device learns of it from its own
+    updates, and the loss is scaled by that device."""
+    if not Precision.of(draft.options.precision).scales_loss:
+        return
+    loss = next(spec for spec in flow.specs if spec.loss)
+    idle = next((d for d in flow.devices if not any(spec.trained_params for spec in flow.on(d))), None)
+    if not loss.trained_params or idle is not None:
+        what = f"{loss.name}, which makes the loss," if not loss.trained_params else f"what device {idle} runs"
+        raise PassError(
+            f'precision="fp16-mixed": {what} has no trained parameters, so that its device never learns by which loss '
+            'scale mini-batches count. Use precision="bf16-mixed" or "fp32", or fewer stages'
         )
 
 

@@ -10,7 +10,7 @@ stream that took the memory has itself been told to wait for the reader, as the 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import BudgetExceeded
 from ...ir.program import Sizes
-from ..optimizer.gradients import Grads
+from ..optimizer.gradients import Grads, LossScales
 from ..stage.kept import Kept
 from .named_streams import Streams
 from .pacing import Pacing
@@ -147,6 +147,10 @@ class Issuing:
         self.streams, self.issues = streams.of(plan), plan.ops
         self.interface, self.index, self.device, self.stores = state.interface, state.index, state.device, state.stores
         self.loss_scale = state.gradient_scale
+        self.scales: LossScales | None = None  # of an asynchronous step, whose mini-batches have each its own
+        if state.loss_scale is not None and state.interface.asynchronous:
+            self.scales = LossScales(state.loss_scale, state.interface.scale_lag)
+        self.calls: Counter[str] = Counter()  # what has been issued of each mini-batch in turn
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
         self.learning_rates: tuple[float, ...] = ()  # of the last update in this run
         self.updates: dict[tuple[str, str], int] = {}  # of each stage, and part of its gradients, in this run

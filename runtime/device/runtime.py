@@ -74,6 +74,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         store, bound = self.stores[stage], weights.box
         boxes = [None if h is None else h.box for h in inputs]
         given = self._given(douts)
+        number = self._turn(f"backward of {stage}") // self.interface.accumulate
         reads = [box for box in (*boxes, *given) if box is not None]
         kept_box = grads_box = None
         if kept is not None:
@@ -88,6 +89,9 @@ class DeviceRuntime(Transfers, Messages, Versions):
         def run() -> list[Any]:
             so_far, flats, places = self._sum_so_far(store, grads_box)
             values = [None if box is None else box.value for box in given]
+            if self.scales is not None:
+                scale = self.scales.of(number)
+                values = [d * scale if isinstance(d, float) else value for d, value in zip(douts, values)]
             graph = None if kept_box is None else kept_box.value
             store.runner.bind(bound.value)
             inputs_now = [None if box is None else box.value for box in boxes]
@@ -98,11 +102,12 @@ class DeviceRuntime(Transfers, Messages, Versions):
         return tuple(self._launch(issue, reads, run, () if grads_box is None else (grads_box,)))
 
     def _given(self, douts: Sequence[Handle | float | None]) -> list[Box | None]:
-        """The gradients of a stage's outputs; those of the loss are numbers, and scaled here."""
+        """The gradients of a stage's outputs; those of the loss are numbers, and scaled here, unless the scale is not
+        known before the backward begins."""
         found: list[Box | None] = []
         for dout in douts:
             if isinstance(dout, float):
-                found.append(Box(None, dout * self.loss_scale))
+                found.append(Box(None, dout * self.loss_scale if self.scales is None else dout))
             else:
                 found.append(None if dout is None else dout.box)
         return found
@@ -218,13 +223,19 @@ class DeviceRuntime(Transfers, Messages, Versions):
         issue = self._next("clip")
         box, squares = grads.box, norm.box
         grads.release()
-        self.squares = squares
+        self.squares, number = squares, self._turn(f"clip of {issue.stage}")
 
         def run() -> list[Any]:
-            box.value.scale(clip_factor(squares.value, max_norm, self.loss_scale))
+            scale = self.loss_scale if self.scales is None else self.scales.of(number)
+            box.value.scale(clip_factor(squares.value, max_norm, scale))
             return [box.value]
 
         return self._launch(issue, [box, squares], run, [box])[0]
+
+    def _turn(self, call: str) -> int:
+        """The number of calls of this kind before this one."""
+        self.calls[call] += 1
+        return self.calls[call] - 1
 
     def step(
         self,
@@ -239,6 +250,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         box, squares, store = grads.box, None if norm is None else norm.box, self.stores[stage]
         staged_box = None if states is None else states.box
         factor = speculative_factor(self.loss_scale) if speculative else None
+        number = self._turn(f"step of {stage}")
         if squares is not None:
             self.squares = squares
         if states is not None:
@@ -247,7 +259,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
         def run() -> list[Any]:
             staged: Staged | None = None if staged_box is None else staged_box.value
             self._note_rates(store, box.value.part)
-            if squares is None or bool(torch.isfinite(squares.value)):
+            finite = squares is None or bool(torch.isfinite(squares.value))
+            if squares is not None and self.scales is not None:
+                self.scales.note(number, finite)
+            if finite:
                 store.update(box.value, staged, factor, self._draw(stage, box.value.part))
             else:
                 store.skip(staged)

@@ -424,7 +424,7 @@ class DeviceSession:
     def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
         if runtime.squares is None:
             return None, False
-        return self.state.judge_norm(float(runtime.squares.value))
+        return self.state.judge_norm(float(runtime.squares.value), runtime.scales)
 
     def _moved_bytes(self, plan: Issues) -> dict[str, int]:
         """The bytes per route between two memories by name. A message counts at its sender."""

@@ -15,7 +15,7 @@ from ...ir.errors import HardwareError, PlanError
 from ...ir.precision import Precision
 from ...ir.program import Account, Interface, StageHome, team_of
 from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
-from ..optimizer.gradients import LossScale
+from ..optimizer.gradients import LossScale, LossScales
 from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
@@ -268,9 +268,13 @@ class DeviceState:
         """The factor on losses, and so on gradients."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def judge_norm(self, squares: float) -> tuple[float, bool]:
+    def judge_norm(self, squares: float, scales: LossScales | None = None) -> tuple[float, bool]:
         """The gradients' norm, from their scaled sum of squares, and whether the step was skipped because it is not
-        finite. Sets the loss scale of the next step accordingly."""
+        finite. Sets the loss scale of the next step accordingly. `scales`: of an asynchronous step, whose last norm
+        this is; the step counts as skipped if one of its updates was."""
+        if scales is not None:
+            self.loss_scale = scales.last
+            return squares**0.5 / scales.of(self.interface.mini_batches - 1), scales.skipped > 0
         scale, finite = self.gradient_scale, squares < float("inf")
         if self.loss_scale is not None:
             self.loss_scale.update(finite)

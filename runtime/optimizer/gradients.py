@@ -7,8 +7,9 @@ scale exists because fp16 cannot hold unscaled gradients.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -139,3 +140,31 @@ class LossScale:
             self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0
         else:
             self.good_steps += 1
+
+
+class LossScales:
+    """The loss scales of the mini-batches of an asynchronous step. That of mini-batch k knows the norms of those before
+    k - `lag`: later ones are not known on every device when its backward begins. Several threads may note a norm."""
+
+    def __init__(self, start: LossScale, lag: int):
+        self.lag = lag
+        self._after = [replace(start)]  # after 0, 1, ... norms
+        self.skipped = 0
+        self._lock = threading.Lock()
+
+    def of(self, mini_batch: int) -> float:
+        return self._after[max(0, mini_batch - self.lag)].scale
+
+    def note(self, mini_batch: int, finite: bool) -> None:
+        """The norm of a mini-batch's gradients is known; each stage that is updated with them says so."""
+        with self._lock:
+            if mini_batch == len(self._after) - 1:
+                found = replace(self._after[-1])
+                found.update(finite)
+                self._after.append(found)
+                self.skipped += not finite
+
+    @property
+    def last(self) -> LossScale:
+        """After all norms that are known."""
+        return self._after[-1]

@@ -19,7 +19,15 @@ from ...ir.errors import BatchError, PlanError, VerifyError
 from ...ir.ops import apart, shared_params
 from ...ir.program import Interface, StageSpec, TeamPart, aligned, holders, sizes_of
 from ..optimizer.extrapolate import extrapolate
-from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
+from ..optimizer.gradients import (
+    Grads,
+    LossScale,
+    LossScales,
+    clip_factor,
+    must_redo,
+    speculative_factor,
+    sum_of_squares,
+)
 from ..optimizer.hooks import change_params, run_hooks
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from ..stage.draws import evaluation_seed, micro_batch_seed
@@ -157,6 +165,7 @@ class World:
     step: int = 0
     evaluations: int = 0  # since the last step
     loss_scale: LossScale | None = None
+    scales: LossScales | None = None  # in an asynchronous step
     finite: bool = True
     replicas: dict[tuple[int, str], ReferenceStage] = field(default_factory=dict)
     mail: dict[tuple[int, int, str], deque[Tensor]] = field(default_factory=dict)
@@ -172,6 +181,7 @@ class ReferenceRuntime:
     def __init__(self, device: int, world: World):
         self.device = device
         self.world = world
+        self._calls: dict[str, int] = {}  # what has been done of each mini-batch in turn
         self._meetings: dict[str, int] = {}  # per group, the number of collectives that this device has done
 
     def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
@@ -252,7 +262,7 @@ class ReferenceRuntime:
         douts: list[Tensor | float | None], grads: StageGrads | None = None, *, micro_batch: int,
     ) -> tuple[Any, ...]:  # fmt: skip
         runner = self._bound(stage, weights)
-        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        scale = self._loss_scale(f"backward of {stage}", self.world.interface.accumulate)
         scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
         held = None if grads is None else grads.tensors
         dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(micro_batch))
@@ -388,8 +398,17 @@ class ReferenceRuntime:
         return grads
 
     def clip(self, grads: StageGrads, norm: Tensor, *, max_norm: float) -> StageGrads:
-        grads.scale(clip_factor(norm, max_norm, self.world.loss_scale.scale if self.world.loss_scale else 1.0))
+        grads.scale(clip_factor(norm, max_norm, self._loss_scale(f"clip of {grads.stage}")))
         return grads
+
+    def _loss_scale(self, call: str, each: int = 1) -> float:
+        """The loss scale of this step; of an asynchronous one, that of the mini-batch whose turn it is, of which there
+        are `each` calls of this kind."""
+        number = self._calls.get(call, 0) // each
+        self._calls[call] = self._calls.get(call, 0) + 1
+        if self.world.scales is not None:
+            return self.world.scales.of(number)
+        return self.world.loss_scale.scale if self.world.loss_scale else 1.0
 
     def step(
         self, stage: str, grads: StageGrads, norm: Tensor | None = None, states: States | None = None,
@@ -399,7 +418,10 @@ class ReferenceRuntime:
         state.begin_update(self.world.seed, self.world.step, grads.part)
         if scale is not None and norm is None and not speculative:
             raise VerifyError(f"fp16 gradients of {stage} reach `step` without their norm", device=self.device)
-        if norm is not None and not bool(torch.isfinite(norm)):
+        finite = norm is None or bool(torch.isfinite(norm))
+        if norm is not None and self.world.scales is not None:
+            self.world.scales.note(state.draw[-1], finite)
+        if not finite:
             self.world.finite = False
         elif speculative:
             state.before = state.optimizer.snapshot() if state.optimizer is not None else None

@@ -40,7 +40,7 @@ from ...ir.program import (
     values_of,
     work_of,
 )
-from ..optimizer.gradients import Grads, LossScale
+from ..optimizer.gradients import Grads, LossScale, LossScales
 from ..optimizer.stage_optimizer import OptimizerSpec
 from ..stage.kept import Kept
 from ..stage.shards import whole_of
@@ -108,11 +108,15 @@ class Reference:
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Run one training step; returns {"loss": mean over micro-batches, "results": what the programs return}."""
-        self.world.finite = True
+        self.world.finite, interface = True, self.world.interface
+        if self.world.loss_scale is not None and interface.asynchronous:
+            self.world.scales = LossScales(self.world.loss_scale, interface.scale_lag)
         results = self._run("step", batch)
         self.world.step += 1
         self.world.evaluations = 0
-        if self.world.loss_scale is not None:
+        if self.world.scales is not None:
+            self.world.loss_scale = self.world.scales.last
+        elif self.world.loss_scale is not None:
             self.world.loss_scale.update(self.world.finite)
         return results
 

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.ir.precision import PRECISIONS, Precision
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
 from penstock.runtime.stage.draws import Draws, micro_batch_seed
 from penstock.tests.passes.running import SEED, Batch, generated
 
+FP32 = torch.float32
+INITIAL_SCALE = 65536.0  # of the loss in fp16; halved where gradients overflow
 Version = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # weights, and the optimizer's states of each
 
 
@@ -41,12 +44,18 @@ class OneStage:
     versions: list[Version] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # learning rates, one for each version
     scratch: nn.Module | None = None
+    precision: Precision = PRECISIONS["fp32"]
+    masters: dict[str, nn.Parameter] = field(default_factory=dict)  # fp32, of which `names` are copies
 
     def keep_version(self) -> None:
-        weights = {name: p.detach().clone() for name, p in self.names.items()}
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.names[name].copy_(master)
+        full = {**self.names, **self.masters}
+        weights = {name: p.detach().clone() for name, p in full.items()}
         states = {} if self.optimizer is None else self.optimizer.state
         self.rates.append(0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"]))
-        self.versions.append((weights, {n: copy.deepcopy(dict(states.get(p, {}))) for n, p in self.names.items()}))
+        self.versions.append((weights, {n: copy.deepcopy(dict(states.get(p, {}))) for n, p in full.items()}))
 
     def run(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], Any, Any]:
         """The outputs with their autograd graph, the leaves of it, and the parameters that get gradients."""
@@ -56,7 +65,8 @@ class OneStage:
             for name, param in params.items():
                 param.copy_(weights[name])
         leaves = [x.detach().requires_grad_(i.requires_grad) for x, i in zip(inputs, self.spec.inputs)]
-        with Draws(self.spec.name, self.scratch, torch.device("cpu")).seeded(seed):
+        device = torch.device("cpu")
+        with Draws(self.spec.name, self.scratch, device).seeded(seed), self.precision.autocast(device):
             outputs = self.scratch(*leaves)
         return list(outputs[: len(self.spec.outputs)]), leaves, params
 
@@ -77,11 +87,16 @@ class Sequential:
         self.mode, self.step_number = weights, 0
         interface = draft.programs[0].interface
         self.accumulate, self.lanes = interface.accumulate, max(1, len(interface.lanes))
+        self.precision = Precision.of(draft.options.precision)
         self.max_norm, self.squares = draft.options.max_grad_norm, list[float]()
+        self.scales, self.overflows, self.known = [INITIAL_SCALE], 0, 1
+        if self.precision.scales_loss and self.max_norm is None:
+            self.max_norm = math.inf
         held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
         kinds, ties = generated(draft), draft.graph.ties()
         self.stages = [
-            self._stage(s.spec, d, kinds, held, optimizer, schedule) for s, d in zip(draft.stages, draft.devices)
+            self._stage(s.spec, d, kinds, held, optimizer, schedule, self.precision)
+            for s, d in zip(draft.stages, draft.devices)
         ]
         self.maker = {o.name: s for s in self.stages for o in s.spec.outputs}
         self.sharing: dict[str, list[tuple[OneStage, str]]] = defaultdict(list)
@@ -93,7 +108,9 @@ class Sequential:
         self._delays()
 
     @staticmethod
-    def _stage(spec: StageSpec, device: int, kinds: Any, held: Any, optimizer: Any, schedule: Any) -> OneStage:
+    def _stage(
+        spec: StageSpec, device: int, kinds: Any, held: Any, optimizer: Any, schedule: Any, precision: Precision
+    ) -> OneStage:
         module = kinds[spec.name]()
         names = parameters_of(module, spec)
         with torch.no_grad():
@@ -101,9 +118,16 @@ class Sequential:
                 tensor.copy_(held[name])
         for param in spec.params:
             names[param.name].requires_grad_(param.requires_grad)
-        trained = [p for p in names.values() if p.requires_grad]
+        masters = {
+            name: nn.Parameter(held[name].detach().float().clone())
+            for name, p in names.items()
+            if p.requires_grad and precision.has_masters
+        }
+        trained = [masters.get(name, p) for name, p in names.items() if p.requires_grad]
         made = optimizer(trained) if trained else None
-        return OneStage(spec, device, module, names, made, schedule(made) if schedule and made else None)
+        found = OneStage(spec, device, module, names, made, schedule(made) if schedule and made else None)
+        found.precision, found.masters = precision, masters
+        return found
 
     def readers(self, stage: OneStage) -> list[OneStage]:
         outputs = {o.name for o in stage.spec.outputs}
@@ -134,6 +158,7 @@ class Sequential:
             stage.keep_version()
         each = len(batches) // self.lanes
         losses: dict[int, Tensor] = {}
+        self.known = len(self.scales)  # those of earlier calls are known from its beginning
         for first in range(0, each, self.accumulate):
             rows = [range(lane * each + first, lane * each + first + self.accumulate) for lane in range(self.lanes)]
             losses |= self.mini_batch([[(m, m % each, batches[m]) for m in row] for row in rows])
@@ -143,6 +168,9 @@ class Sequential:
     def mini_batch(self, lanes: Sequence[Sequence[tuple[int, int, Batch]]]) -> dict[int, Tensor]:
         """Train on one: of each lane, the numbers of its micro-batches in the batch and in the lane, and these."""
         losses: dict[int, Tensor] = {}
+        begun = len(self.scales) - self.known  # mini-batches of this call before this one
+        lag = -(-max(s.shared_delay for s in self.stages) // self.accumulate)
+        self.scale = self.scales[self.known - 1 + max(0, begun - lag)] if self.precision.scales_loss else 1.0
         grads: dict[str, dict[str, Tensor]] = {stage.spec.name: {} for stage in self.stages}
         for rows in lanes:
             own: dict[str, dict[str, Tensor]] = {stage.spec.name: {} for stage in self.stages}
@@ -151,9 +179,12 @@ class Sequential:
                 _add_to(own, found)
             _add_to(grads, own)
         self.share(grads)
-        self.clip(grads)
+        counts = self.clip(grads)
         for stage in self.stages:
-            self.update(stage, grads[stage.spec.name])
+            self.update(stage, grads[stage.spec.name] if counts else None)
+        if self.precision.scales_loss:
+            self.overflows += not counts
+            self.scales.append(self.scales[-1] if counts else self.scales[-1] / 2)
         return losses
 
     def micro_batch(self, number: int, m: int, batch: Batch) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
@@ -207,7 +238,7 @@ class Sequential:
         if not out.requires_grad:
             return None
         if out.name == stage.spec.loss:
-            share = 1.0 / (self.accumulate * self.lanes)
+            share = self.scale / (self.accumulate * self.lanes)
             return torch.full(out.shape, share, dtype=getattr(torch, out.dtype))
         readers = [s for s in self.stages if (out.name, s.spec.name) in found]
         devices = dict.fromkeys([stage.device, *(s.device for s in readers)])
@@ -226,27 +257,31 @@ class Sequential:
             for stage, name in rows:
                 grads[stage.spec.name][name] = total
 
-    def clip(self, grads: dict[str, dict[str, Tensor]]) -> None:
-        """Divide by norm / max_norm where that exceeds 1: squares are added up in fp64, device by device."""
+    def clip(self, grads: dict[str, dict[str, Tensor]]) -> bool:
+        """Divide by the loss scale, and by norm / max_norm where that exceeds 1: squares are added up in fp64, device
+        by device. Returns whether the mini-batch counts: its norm is finite, or the loss is not scaled."""
         if self.max_norm is None:
-            return
+            return True
         total = torch.zeros((), dtype=torch.float64)
         for device in sorted({stage.device for stage in self.stages}):
             own = [s for s in self.stages if s.device == device]
             counted = [(s, p.name) for s in own for p in s.spec.params if p.owner and p.name in grads[s.spec.name]]
-            norms = [torch.linalg.vector_norm(grads[s.spec.name][name]).double() for s, name in counted]
+            norms = [torch.linalg.vector_norm(grads[s.spec.name][name], dtype=FP32).double() for s, name in counted]
             total = total + (torch.stack(norms).square().sum() if norms else 0.0)
         self.squares.append(float(total))
-        factor = (self.max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        factor = (self.max_norm / (total.sqrt() / self.scale + 1e-6)).clamp(max=1.0) / self.scale
         for rows in grads.values():
             for name, grad in rows.items():
-                rows[name] = grad * factor.to(grad.dtype)
+                rows[name] = grad.to(FP32) * factor.to(FP32)
+        return not self.precision.scales_loss or math.isfinite(float(total))
 
     @staticmethod
-    def update(stage: OneStage, grads: Mapping[str, Tensor]) -> None:
-        if stage.optimizer is not None:
+    def update(stage: OneStage, grads: Mapping[str, Tensor] | None) -> None:
+        """None: neither optimizer nor schedule takes this step."""
+        if stage.optimizer is not None and grads is not None:
             for name, param in stage.names.items():
-                param.grad = grads.get(name)
+                found = grads.get(name)
+                stage.masters.get(name, param).grad = found if found is None or not stage.masters else found.float()
             stage.optimizer.step()
             if stage.scheduler is not None:
                 stage.scheduler.step()

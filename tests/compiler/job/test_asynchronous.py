@@ -17,6 +17,7 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError, PlanError
 from penstock.passes.draft import Draft
 from penstock.tests.passes.running import SEED, Batch, joined
+from penstock.tests.passes.schedule.test_schedule_async import LargeLoss
 from penstock.tests.passes.sequential import Sequential
 from penstock.tests.zoo import zoo
 
@@ -31,28 +32,52 @@ def compiled(model: torch.nn.Module, batch: Batch, **options: Any) -> penstock.J
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_the_sequential_loop_does() -> None:
-    """T5 with dropout, weights that are predicted, and a learning rate that falls with every update."""
+@pytest.mark.parametrize(("accumulate", "max_norm"), [(1, None), (2, 0.5)])
+def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_norm: float | None) -> None:
+    """T5 with dropout, weights that are predicted, and a learning rate that falls with every update; without and with
+    mini-batches of two micro-batches that are clipped."""
     model, _ = zoo()["t5"](dropout=0.1)
     batches = [zoo()["t5"](seed=seed)[1] for seed in range(4)]
     drafts: list[Draft] = []
-    options = {"optimizer": ADAMW, "lr_scheduler": DECAYING, "micro_batches": 4, "strategy": PREDICTING}
+    strategy = PREDICTING.replace("predict}", f"predict, accumulate={accumulate}}}")
+    options = {"optimizer": ADAMW, "lr_scheduler": DECAYING, "micro_batches": 4, "strategy": strategy}
+    options["max_grad_norm"] = max_norm
     with compiled(model, joined(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
         loop = Sequential(drafts[-1], "predict", ADAMW, DECAYING)
-        counted = [{**batch, "items": (batch["labels"] != -100).sum().float().reshape(1)} for batch in batches]
+        counts = [(batch["labels"] != -100).sum().float().reshape(1) for batch in batches]
+        counts = [sum(counts[m - m % accumulate :][:accumulate]) / accumulate for m in range(4)]
+        counted = [{**batch, "items": count} for batch, count in zip(batches, counts)]
         for _ in range(2):
             loss = torch.stack(loop.step(counted)).mean()
             assert torch.equal(job.step(joined(batches)), loss)
         trained = job.state_dict()
         text, said = job.code(0), explain(job.plan, drafts[-1].programs, drafts[-1].lane_hardware)
     assert loop.stages[0].optimizer is not None
-    assert loop.stages[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.001)  # eight updates
+    assert loop.stages[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (1 - 0.9 / accumulate))
     for stage in loop.stages:
         for name, value in stage.names.items():
             assert torch.equal(trained[name], value), name
-    assert job.plan.decisions.staleness == {"stage0": 1, "stage1": 0, "tie.shared.weight": 1}
+    assert job.plan.decisions.staleness == {"stage0": 1, "stage1": 1 if max_norm else 0, "tie.shared.weight": 1}
     assert "asynchronous, staleness stage0 " in " ".join(text.split())
-    assert "each micro-batch has updates of its own" in said
+    assert ("each micro-batch has updates of its own" in said) == (accumulate == 1)
+
+
+@pytest.mark.slow
+def test_two_processes_skip_what_overflows() -> None:
+    """In fp16 mini-batches whose gradients overflow on any device are skipped on both."""
+    model, batches = LargeLoss(), [LargeLoss.batch(seed) for seed in range(8)]
+    drafts: list[Draft] = []
+    options = {"optimizer": ADAMW, "micro_batches": 8, "strategy": STRATEGIES["async"], "precision": "fp16"}
+    with compiled(model, joined(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
+        loop = Sequential(drafts[-1], "current", ADAMW)
+        for _ in range(3):
+            assert torch.equal(job.step(joined(batches)), torch.stack(loop.step(batches)).mean())
+        trained, last = job.state_dict(), job.last
+    for stage in loop.stages:
+        for name, value in stage.masters.items():
+            assert torch.equal(trained[name], value), name
+    assert last is not None and 1 < loop.overflows < 20
+    assert last.loss_scale == loop.scales[-1] == loop.scales[0] / 2**loop.overflows
 
 
 def test_it_comes_only_to_who_names_it() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.compiler.capture.trace import trace
+from penstock.compiler.capture.trace import trace, trace_in
 from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.precision import Precision
 from penstock.ir.program import Program, profile_memory
 from penstock.ir.verify.asynchronous import readings
 from penstock.passes.decisions import Lanes
@@ -74,6 +75,46 @@ def test_it_trains_as_the_sequential_loop_does(
         assert all(torch.equal(copies[0], other) for other in copies)
     assert_same_versions(draft, loop, ScheduleAsync(weights=weights, accumulate=accumulate))
     assert_peaks(draft, machine)
+
+
+@pytest.mark.parametrize("weights", ["current", pytest.param("predict", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fp16_skips_mini_batches_that_overflow_in_every_stage(weights: str, accumulate: int) -> None:
+    """The loss is so large that its gradients overflow at first: then no stage takes the mini-batch, the scale of a
+    later one is halved, and, on masters, all is as in the sequential loop."""
+    model, batches = LargeLoss(), [LargeLoss.batch(seed) for seed in range(8)]
+    shapes = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in batches[0].items()}
+    graph = trace_in(Precision.of("fp16"), model, shapes)
+    draft = asynchronous(graph, weights, 3, 3, accumulate, micro_batches=8, precision="fp16", max_grad_norm=0.5)
+    assert draft.programs[0].interface.scale_lag == -(-2 // accumulate)
+    machine, loop = reference(draft, ADAMW, precision="fp16"), Sequential(draft, weights, ADAMW)
+    for _ in range(3):
+        losses = machine.step(joined(batches))["results"]["loss"]
+        assert torch.equal(torch.stack(losses), torch.stack(loop.step(batches)))
+    for stage in loop.stages:
+        for param, value in stage.masters.items():
+            assert torch.equal(machine.stage_weights[stage.spec.name][param], value), (stage.spec.name, param)
+    assert 1 < loop.overflows < 3 * 8 // accumulate - 2
+    assert machine.world.loss_scale is not None
+    assert machine.world.loss_scale.scale == loop.scales[-1] == loop.scales[0] / 2**loop.overflows
+
+
+class LargeLoss(torch.nn.Module):
+    """Three layers and a loss whose gradients, times 65536, are beyond fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": 20 * x.float().square().sum()}
+
+    @staticmethod
+    def batch(seed: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))}
 
 
 def assert_same_versions(draft: Draft, loop: Sequential, schedule: ScheduleAsync) -> None:
@@ -164,15 +205,15 @@ def test_bf16_trains() -> None:
     assert torch.equal(named["transformer.wte.weight"], named["lm_head.weight"])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"precision": "fp16"}, 'precision="bf16-mixed" or "fp32"'),
-    ],
-)
-def test_what_it_refuses(options: dict[str, Any], words: str) -> None:
-    draft = apply(draft_of(chain(), **options), *to_schedule()[:3])
-    with pytest.raises(PassError, match=words):
+def test_fp16_needs_updates_on_every_device() -> None:
+    """A device learns of overflows, and so of the loss scale, from its own updates."""
+    model, batch = zoo()["gpt2"](dropout=0.0)
+    model.requires_grad_(False)
+    model.transformer.h[0].requires_grad_(True)  # type: ignore[union-attr, index]
+    shapes = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in batch.items()}
+    graph = trace_in(Precision.of("fp16"), model, shapes)
+    draft = apply(draft_of(graph, micro_batches=2, precision="fp16"), *to_schedule(3)[:3])
+    with pytest.raises(PassError, match="which makes the loss, has no trained parameters"):
         ScheduleAsync().plan(draft)
 
 
