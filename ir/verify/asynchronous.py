@@ -59,7 +59,7 @@ def _with_versions(program: Program) -> Iterator[tuple[fx.Node, VersionPair, Ver
         elif node.target is ops.predict:
             bound = ops.predict.bind(node.args, node.kwargs)
             made[node] = (own, shared), (bound["updates"], bound["shared"])
-        elif op_of(node).parts:
+        elif op_of(node).parts:  # on the newest weights, or on a version of them
             versions, ahead = made.get(node.args[1], ((own, shared), (0, 0)))
             yield node, versions, ahead
 
@@ -70,7 +70,7 @@ def check_versions(case: Case) -> None:
     if not case.is_asynchronous:
         return
     for program in case.programs:
-        _check_resident(program)
+        _check_newest(program)
         stashing = {str(node.args[0]) for node in program.ops() if node.target is ops.stash}
         predicting = {str(node.args[0]) for node in program.ops() if node.target is ops.predict}
         begun: dict[tuple[str, int], tuple[fx.Node, VersionPair]] = {}
@@ -264,8 +264,21 @@ class _Updates:
                     fail(self.program, last, message)
 
 
-def _check_resident(program: Program) -> None:
-    names = {str(n.args[0]).partition(".")[0] for n in program.ops() if n.target is ops.resident}
+def _check_newest(program: Program) -> None:
+    """Weights that come to the device for some turns are those of the last update before these."""
+    updates: dict[str, int] = {}
+    brought: dict[fx.Node, int] = {}
     for node in program.ops():
-        if node.target is ops.forward and node.args[0] not in names:
-            fail(program, node, f"{node.args[0]} is not resident; asynchronous updates change weights on the device")
+        stage = str(node.args[0]).partition(".")[0] if node.args else ""
+        if node.target is ops.step:
+            updates[stage] = updates.get(stage, 0) + 1
+        elif node.target in (ops.fetch, ops.read) and isinstance(node.args[0], str):
+            brought[node] = updates.get(stage, 0)
+        elif node.target in (ops.fetch, ops.all_gather):
+            source = operands(node)[0]
+            brought[node] = brought.get(source, updates.get(str(node.meta["type"].stage), 0))
+        elif op_of(node).parts and node.args[1] in brought:
+            weights, found = operands(node)[0], updates.get(stage, 0)
+            if brought[weights] != found:
+                line, made = line_of(program, weights), brought[weights]
+                fail(program, node, f"{stage} has had {found} updates, but line {line} brings what {made} made")

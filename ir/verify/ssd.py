@@ -21,7 +21,7 @@ def check_states(case: Case) -> None:
             if node.target is ops.read and isinstance(node.args[0], str):
                 stage, _, what = node.args[0].partition(".")
                 if what in STATES:
-                    if stage in read:
+                    if stage in read and not case.is_asynchronous:
                         fail(program, node, f"the states of {stage} are read in line {line_of(program, read[stage])}")
                     read[stage] = node
                     _check_round(program, node, stage, what)

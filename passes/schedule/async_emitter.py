@@ -28,6 +28,7 @@ class AsyncEmitter(Emitter):
         self.read: dict[tuple[str, int], fx.Node] = {}  # per forward under way, the weights that it read
         self.updates: dict[tuple[str, bool], int] = defaultdict(int)
         self.norms: dict[int, fx.Node] = {}  # by mini-batch
+        self.complete: list[fx.Node] = []  # the gradients of each whole mini-batch
 
     def take(self, action: Action) -> None:
         if isinstance(action, AsyncUpdate):
@@ -40,8 +41,8 @@ class AsyncEmitter(Emitter):
     def weights_of_forward(self, spec: StageSpec, m: int) -> fx.Node:
         """The newest weights; in mode `predict`, those expected at the time of the update."""
         weights, mini_batch = self.weights[spec.name], m // self.staleness.accumulate
-        clipped = spec.name in self.staleness.clipped
-        missing = mini_batch - self.updates[spec.name, clipped] if self.staleness.has_unshared(spec) else 0
+        waits = self.staleness.waits(spec.name)
+        missing = mini_batch - self.updates[spec.name, waits] if self.staleness.has_unshared(spec) else 0
         shared = mini_batch - self.updates[spec.name, True] if spec.name in self.staleness.shared else 0
         if self.mode == "predict" and missing + shared:
             fields = {"shared": shared} if shared else {}
@@ -61,6 +62,7 @@ class AsyncEmitter(Emitter):
 
     def gradients(self, spec: StageSpec, m: int, grads: fx.Node) -> None:
         """Keep a mini-batch's gradients for the update with them, or for two."""
+        self.complete.append(grads)
         mini_batch, late = m // self.staleness.accumulate, spec.name in self.staleness.late
         if late and self.staleness.has_own(spec):
             names = [f"g{number_of(spec)}_m{m}_{part}" for part in ("own", "shared")]

@@ -44,12 +44,15 @@ class Staleness:
     """The number of micro-batches between the weights of a forward and the update with its gradients, once that many
     have passed: for a stage's own parameters its `distance` to the end, for what waits for several stages the largest
     distance of these. `shared`: stage -> trained parameters that it shares; `clipped`: the stages whose updates wait
-    for the norm of all gradients, none where there is no norm; `accumulate`: the micro-batches of a mini-batch."""
+    for the norm of all gradients, none where there is no norm; `accumulate`: the micro-batches of a mini-batch;
+    `whole`: the stages whose gradients are not taken apart, so that those which they do not share wait for the others.
+    """
 
     distance: Mapping[str, int]
     shared: Mapping[str, Collection[str]]
     accumulate: int = 1
     clipped: Collection[str] = ()
+    whole: Collection[str] = ()
 
     @property
     def late(self) -> list[str]:
@@ -71,7 +74,11 @@ class Staleness:
 
     def has_own(self, spec: StageSpec) -> bool:
         """Whether a stage trains parameters whose updates wait for no other stage."""
-        return not self.clipped and self.has_unshared(spec)
+        return not self.waits(spec.name) and self.has_unshared(spec)
+
+    def waits(self, stage: str) -> bool:
+        """Whether all parameters of a stage are updated late."""
+        return stage in self.clipped or (stage in self.whole and stage in self.shared)
 
     def updates(self, distance: int) -> int:
         """The most updates that a forward lacks of those that are before its own, at this distance."""
@@ -79,7 +86,7 @@ class Staleness:
 
     def lacking(self, stage: str) -> int:
         """The most updates that a forward of a stage lacks of those of parameters that it does not share."""
-        return self.updates(self.of_late if self.clipped else self.distance[stage])
+        return self.updates(self.of_late if self.waits(stage) else self.distance[stage])
 
     def ends(self, micro_batch: int) -> bool:
         """Whether a micro-batch is the last one of its mini-batch."""
@@ -90,16 +97,16 @@ class Staleness:
         return (mini_batch + 1) * self.accumulate - 1
 
 
-def staleness_of(flow: Flow, clipped: bool = False) -> Staleness:
+def staleness_of(flow: Flow, clipped: bool = False, whole: Collection[str] = ()) -> Staleness:
     """The staleness of a flow's stages; the interface's groups are those of parameters that stages share. `clipped`:
-    updates wait for the norm of all gradients."""
+    updates wait for the norm of all gradients; `whole`: see `Staleness`."""
     shared: dict[str, set[str]] = defaultdict(set)
     for rows in flow.interface.groups.values():
         for _, stage, param in rows:
             if stage:
                 shared[stage].add(param)
     trained = [spec.name for spec in flow.specs if spec.trained_params] if clipped else []
-    return Staleness(distances(flow), shared, flow.interface.accumulate, trained)
+    return Staleness(distances(flow), shared, flow.interface.accumulate, trained, whole)
 
 
 def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[StageAction]:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ...ir.errors import PassError
 from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
-from ...ir.program import SIZES, Interface, ParamSpec, Program, shard_key, sizes_spec
+from ...ir.program import SIZES, Interface, ParamSpec, shard_key, sizes_spec
 from ..base import Pass, require_own
 from ..draft import Draft
 from ..staying import staying_stages
@@ -45,11 +45,15 @@ class Schedule(Pass):
         own = self.split(self.plan(draft))
         for name, value in self.split(decision).items():
             require_own(self, name, value, own[name])
+        self.write(draft)
+
+    def write(self, draft: Draft) -> None:
+        """Write the programs."""
         if self.marks:
             draft.stages = [replace(s, spec=spec) for s, spec in zip(draft.stages, staying_stages(draft), strict=True)]
         flow = Flow(self.interface(draft), draft.devices)
         turns = self.turns(flow, draft)
-        draft.programs = self.programs(flow, draft, turns)
+        draft.programs = [Emitter(flow, device, turns).write() for device in flow.devices]
 
     @property
     def marks(self) -> bool:
@@ -63,9 +67,6 @@ class Schedule(Pass):
 
     def interface(self, draft: Draft) -> Interface:
         return interface_of(draft)
-
-    def programs(self, flow: Flow, draft: Draft, turns: Sequence[Placed]) -> list[Program]:
-        return [Emitter(flow, device, turns).write() for device in flow.devices]
 
 
 def interface_of(draft: Draft) -> Interface:

@@ -21,13 +21,17 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
+from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
-from ...ir.program import Interface, Program
+from ...ir.program import Interface, Program, profile_memory
+from ..decisions import OnSsd, StageTiers
 from ..draft import Draft
+from ..memory.insert_fetch import KINDS
 from ..optimizer.timing import Updates, updates_of
 from .async_emitter import AsyncEmitter
 from .async_order import Alternating, Staleness, recomputed, staleness_of
-from .flow import Flow, Placed
+from .async_tiers import TIERS, place
+from .flow import Flow
 from .schedule import Schedule
 
 WEIGHTS = ("current", "stash", "predict")
@@ -35,22 +39,26 @@ WEIGHTS = ("current", "stash", "predict")
 
 @dataclass(frozen=True)
 class ScheduleAsync(Schedule):
-    """`weights`: "current", "stash" or "predict"; `accumulate`: the micro-batches of a mini-batch, of all lanes.
+    """`weights`: "current", "stash" or "predict"; `accumulate`: the micro-batches of a mini-batch, of all lanes;
+    `tier`: where stages lie: all on their device; weights and states in DRAM ("dram"); states on SSD; or all on SSD;
+    auto: the first of these that fits.
 
-    Raises `PassError` for what asynchronous training cannot do: copies of the pipeline, and stages before the last that
-    must not be computed again."""
+    Raises `PassError` for what asynchronous training cannot do, such as stages before the last that must not be
+    computed again."""
 
     name: ClassVar[str] = "schedule-async"
     gives: ClassVar[tuple[str, ...]] = ("programs", "remat", "tiers", "optimizer")
     order: ClassVar[str] = "async"
-    fields: ClassVar[tuple[str, ...]] = ("schedule", "rematerialise", "fetch", "optimizer", "staleness")
+    fields: ClassVar[tuple[str, ...]] = ("schedule", "rematerialise", "fetch", "ssd", "optimizer", "staleness")
     synchronous: ClassVar[bool] = False
     final: ClassVar[str] = (
-        "asynchronous stages stay on their devices and are updated there behind each backward; for stages that are "
-        'swapped, and for choices about saved tensors, use a synchronous strategy, such as "ftpipe" or "mobius"'
+        "an asynchronous schedule decides it itself, as updates stand between its turns: where stages lie is its "
+        'option tier, and all but the last compute their forward again. For other choices use a synchronous strategy, '
+        'such as "ftpipe" or "mobius"'
     )
     weights: str = "current"
     accumulate: int = 1
+    tier: str = "device"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`staleness`: per stage, and per group of copies of a parameter that stages share, the most updates that occur
@@ -59,27 +67,65 @@ class ScheduleAsync(Schedule):
             raise PassError(f"{self.name}: weights={self.weights!r}; there are {', '.join(WEIGHTS)}")
         _check_options(draft)
         _check_mini_batches(self, draft)
+        _check_tier(self, draft)
         flow = Flow(self.interface(draft), draft.devices)
-        staleness = self.staleness(flow, draft)
         again = recomputed(flow)
         _check_rematerialisable(flow, again)
         _check_scaled(flow, draft)
-        trained = [spec.name for spec in flow.specs if spec.trained_params]
-        most = flow.interface.mini_batches - 1
+        chosen = self.chosen(flow, draft)
+        staleness, most = chosen.staleness, flow.interface.mini_batches - 1
         late = min(staleness.updates(staleness.of_late), most)
+        where = ops.DEVICE if not chosen.early else ops.SSD if chosen.on_ssd else ops.DRAM
+        fetches = {spec.name: dict.fromkeys(KINDS, len(spec.params)) for spec in flow.specs}
         return {
             "schedule": self.order,
             "rematerialise": again,
-            "fetch": {},
-            "optimizer": dict.fromkeys(trained, ops.DEVICE),
+            "fetch": {name: fetches[name] if is_early else {} for name, is_early in chosen.early.items()},
+            "ssd": OnSsd(stages=chosen.on_ssd, ahead=0) if chosen.on_ssd else OnSsd(),
+            "optimizer": {spec.name: where for spec in flow.specs if spec.trained_params},
             "staleness": {
                 **{s.name: min(staleness.lacking(s.name), most) for s in flow.specs if staleness.has_unshared(s)},
                 **{group: late for group, rows in flow.interface.groups.items() if rows[0][1]},
             },
         }
 
-    def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
-        return Alternating(flow, draft, self.staleness(flow, draft)).run()
+    def write(self, draft: Draft) -> None:
+        chosen = self.chosen(Flow(self.interface(draft), draft.devices), draft)
+        draft.programs = chosen.programs
+        draft.ssd = OnSsd(stages=chosen.on_ssd, ahead=0) if chosen.on_ssd else OnSsd()
+
+    def chosen(self, flow: Flow, draft: Draft) -> _Chosen:
+        """The programs of the tier that is asked for, or of the first that fits."""
+        auto = [t for t in TIERS if t in ("device", "dram") or all(host.ssds for host in draft.lane_hardware.hosts)]
+        tries = [self.tier] if self.tier != "auto" else auto if self.weights == "current" else auto[:1]
+        for tier in tries[:-1]:
+            found = self.on(tier, flow, draft)
+            if fits(found.programs, draft.lane_hardware):
+                return found
+        return self.on(tries[-1], flow, draft)  # the check of the budgets says what is missing
+
+    def on(self, tier: str, flow: Flow, draft: Draft) -> _Chosen:
+        """The programs with stages in one tier; weights come early where devices have room for that."""
+        names = [spec.name for spec in flow.specs if spec.params] if tier != "device" else []
+        staleness, updates = staleness_of(flow, self.updates(draft).max_norm is not None, names), self.updates(draft)
+        turns = Alternating(flow, draft, staleness).run()
+        on_ssd: StageTiers = dict.fromkeys(names, tier) if tier in ("states", "all") else {}  # type: ignore[arg-type]
+        early: dict[str, bool] = {}
+        programs = []
+        for device in flow.devices:
+            budget = draft.lane_hardware.devices[device].budget_bytes
+            own = [spec.name for spec in flow.on(device) if spec.name in names]
+            for ahead in (True, False) if own else (False,):
+                emitter = AsyncEmitter(flow, device, turns, self.weights, staleness, updates)
+                program = emitter.write()
+                if own:
+                    place(program, emitter.complete, dict.fromkeys(own, ahead), on_ssd, is_shared=False)
+                if not ahead or profile_memory(program).peak_bytes[ops.DEVICE] <= budget:
+                    break
+            early.update(dict.fromkeys(own, ahead))
+            programs.append(program)
+        order = [spec.name for spec in flow.specs]
+        return _Chosen({name: early[name] for name in order if name in early}, on_ssd, staleness, programs)
 
     def interface(self, draft: Draft) -> Interface:
         groups = self.updates(draft).groups
@@ -99,9 +145,45 @@ class ScheduleAsync(Schedule):
     def staleness(self, flow: Flow, draft: Draft) -> Staleness:
         return staleness_of(flow, self.updates(draft).max_norm is not None)
 
-    def programs(self, flow: Flow, draft: Draft, turns: Sequence[Placed]) -> list[Program]:
-        staleness, updates = self.staleness(flow, draft), self.updates(draft)
-        return [AsyncEmitter(flow, d, turns, self.weights, staleness, updates).write() for d in flow.devices]
+
+@dataclass(frozen=True)
+class _Chosen:
+    """`early`: the stages that are fetched, and whether before their turns; `on_ssd`: what of them lies on SSD."""
+
+    early: dict[str, bool]
+    on_ssd: StageTiers
+    staleness: Staleness
+    programs: list[Program]
+
+
+def fits(programs: Sequence[Program], hardware: Hardware) -> bool:
+    """Whether programs keep to the budgets of all memories."""
+    hosts: dict[str, list[int]] = {memory: [0] * len(hardware.hosts) for memory in (ops.DRAM, ops.SSD)}
+    for program in programs:
+        device, peaks = hardware.devices[program.device], profile_memory(program).peak_bytes
+        if peaks[ops.DEVICE] > device.budget_bytes:
+            return False
+        for memory, taken in hosts.items():
+            taken[device.host] += peaks[memory]
+    budgets = {ops.DRAM: hardware.dram_budget_bytes, ops.SSD: hardware.ssd_budget_bytes}
+    return all(
+        num_bytes <= budgets[memory](host)
+        for memory, taken in hosts.items()
+        for host, num_bytes in enumerate(taken)
+        if num_bytes
+    )
+
+
+def _check_tier(p: ScheduleAsync, draft: Draft) -> None:
+    if p.tier not in ("auto", *TIERS):
+        raise PassError(f"{p.name}: tier={p.tier!r}; there are auto, {', '.join(TIERS)}")
+    if p.tier in ("states", "all") and not all(host.ssds for host in draft.lane_hardware.hosts):
+        raise PassError(f"{p.name}: tier={p.tier}, but {draft.machine.name} has a host without SSDs; use tier=dram")
+    if p.weights != "current" and p.tier not in ("auto", "device"):
+        raise PassError(
+            f"{p.name}: weights={p.weights} with tier={p.tier}: versions of weights are made of what stays on the "
+            "device; use weights=current, or tier=device"
+        )
 
 
 def _check_mini_batches(p: ScheduleAsync, draft: Draft) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.ops import apart, shared_params
+from ...ir.ops import DEVICE, apart, shared_params
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads
 from ..stage.store import StageStore
@@ -20,8 +20,9 @@ class Versions(Issuing):
 
     def _let_go(self, store: StageStore, weights: dict[str, Tensor]) -> None:
         """A stage has run on these weights: bind its newest ones, if they are another version, since a `free` gives
-        that one's memory back."""
-        if weights is not store.weights and self.interface.asynchronous:
+        that one's memory back. Weights that come anew for each phase have no newest ones on the device."""
+        stays = store.home.weights == DEVICE and store.flat_stage is None
+        if stays and weights is not store.weights and self.interface.asynchronous:
             store.runner.bind(store.weights)
 
     def stash(self, stage: str, weights: Handle) -> Handle:

@@ -79,12 +79,18 @@ def parameters_of(module: nn.Module, spec: StageSpec) -> dict[str, nn.Parameter]
 
 class Sequential:
     """Trains the stages of a draft, whose programs say how many micro-batches a mini-batch has, and whose options what
-    is clipped. `weights`: "current", "stash" or "predict"."""
+    is clipped. `weights`: "current", "stash" or "predict". `whole`: a stage that shares a parameter updates its others
+    with it."""
 
     def __init__(
-        self, draft: Draft, weights: str, optimizer: Callable[..., Any], schedule: Callable[..., Any] | None = None
+        self,
+        draft: Draft,
+        weights: str,
+        optimizer: Callable[..., Any],
+        schedule: Callable[..., Any] | None = None,
+        whole: bool = False,
     ):
-        self.mode, self.step_number = weights, 0
+        self.mode, self.step_number, self.whole = weights, 0, whole
         interface = draft.programs[0].interface
         self.accumulate, self.lanes = interface.accumulate, max(1, len(interface.lanes))
         self.precision = Precision.of(draft.options.precision)
@@ -143,6 +149,8 @@ class Sequential:
             stage.shared = frozenset(name for rows in self.sharing.values() for s, name in rows if s is stage)
             stage.shared_delay = max((depth[name] for name in tied), default=0) if stage.shared else 0
             stage.late = stage.shared
+            if self.whole and stage.shared:
+                stage.delay, stage.late = stage.shared_delay, frozenset(stage.names)
             if self.max_norm is not None:
                 trained = [s for s in self.stages if s.optimizer is not None]
                 stage.delay = stage.shared_delay = max(depth[s.spec.name] for s in trained)

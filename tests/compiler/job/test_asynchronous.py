@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,40 @@ def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_no
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tier", ["dram", "states", "all"])
+def test_two_processes_train_with_stages_off_their_devices(tier: str, tmp_path: Path) -> None:
+    """GPT-2 with tied weights, four stages on two devices, mini-batches of two micro-batches that are clipped."""
+    model, _ = zoo()["gpt2"](dropout=0.1)
+    batches = [zoo()["gpt2"](seed=seed)[1] for seed in range(4)]
+    drafts: list[Draft] = []
+    schedule = f"schedule-async{{accumulate=2, tier={tier}}}"
+    job = penstock.compile(
+        model,
+        hardware=penstock.Hardware.cpu(num_devices=2, ssd="1GB", ssd_dir=tmp_path),
+        example_inputs=joined(batches),
+        seed=SEED,
+        optimizer=ADAMW,
+        micro_batches=4,
+        max_grad_norm=0.5,
+        strategy=f"coarsen, partition-balanced{{stages=4, asynchronous=true}}, map-round-robin, {schedule}",
+        dump=lambda name, draft: drafts.append(draft),
+    )
+    with job:
+        loop = Sequential(drafts[-1], "current", ADAMW, whole=True)
+        counts = [(batch["labels"][:, 1:] != -100).sum().float().reshape(1) for batch in batches]
+        counts = [sum(counts[m - m % 2 :][:2]) / 2 for m in range(4)]
+        names = drafts[-1].graph.inputs.keys() - batches[0].keys()
+        counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+        for _ in range(2):
+            assert torch.equal(job.step(joined(batches)), torch.stack(loop.step(counted)).mean())
+        trained = job.state_dict()
+    for stage in loop.stages:
+        for name, value in stage.names.items():
+            assert torch.equal(trained[name], value), name
+    assert set(job.plan.decisions.optimizer.values()) == {"dram" if tier == "dram" else "ssd"}
+
+
+@pytest.mark.slow
 def test_two_processes_skip_what_overflows() -> None:
     """In fp16 mini-batches whose gradients overflow on any device are skipped on both."""
     model, batches = LargeLoss(), [LargeLoss.batch(seed) for seed in range(8)]
@@ -100,6 +135,6 @@ def test_what_jobs_refuse() -> None:
 
 @pytest.mark.parametrize("after", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])
 def test_no_pass_decides_behind_it(after: str) -> None:
-    with pytest.raises(PassError, match=r'asynchronous stages stay on their devices .* such as "ftpipe" or "mobius"'):
+    with pytest.raises(PassError, match=r'updates stand between its turns.* such as "ftpipe" or "mobius"'):
         parse_pipeline(f"{STRATEGIES['async']}, {after}", 2)
     require_complete(parse_pipeline("ftpipe-async", 2))

@@ -14,7 +14,7 @@ from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.precision import Precision
-from penstock.ir.program import Program, profile_memory
+from penstock.ir.program import Program, homes_of, profile_memory
 from penstock.ir.verify.asynchronous import readings
 from penstock.passes.decisions import Lanes
 from penstock.passes.draft import Draft
@@ -115,6 +115,53 @@ class LargeLoss(torch.nn.Module):
     @staticmethod
     def batch(seed: int) -> dict[str, torch.Tensor]:
         return {"x": torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("tier", ["dram", pytest.param("states", marks=pytest.mark.slow), "all"])
+@pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.slow)])
+def test_stages_off_the_device_train_as_the_sequential_loop_does(tier: str, max_norm: float | None) -> None:
+    """Weights are fetched again after each update, in DRAM or on states that come from SSD and go back there."""
+    graph, batches = traced("gpt2")
+    hardware = Hardware.cpu(num_devices=2, ssd="1GB")
+    draft = draft_of(graph, hardware, micro_batches=6, max_grad_norm=max_norm)
+    schedule = ScheduleAsync(accumulate=2, tier=tier)
+    apply(draft, *to_schedule(4)[:3], schedule, memory=True)
+    machine, loop = reference(draft, ADAMW), Sequential(draft, "current", ADAMW, whole=True)
+    for _ in range(2):
+        losses = machine.step(joined([*batches, *batches]))["results"]["loss"]
+        assert torch.equal(torch.stack(losses), torch.stack(loop.step([*batches, *batches])))
+    for stage in loop.stages:
+        for param, value in stage.names.items():
+            assert torch.equal(machine.stage_weights[stage.spec.name][param], value), (stage.spec.name, param)
+    homes = {name: home for program in draft.programs for name, home in homes_of(program).items()}
+    wanted = {"dram": ("dram", "dram"), "states": ("dram", "ssd"), "all": ("ssd", "ssd")}[tier]
+    assert {(home.weights, home.states) for home in homes.values()} == {wanted}
+    assert_same_versions(draft, loop, schedule)
+
+
+def test_a_tier_is_the_first_that_fits() -> None:
+    """The device while it holds everything, then DRAM; what an early fetch would overfill is fetched late."""
+    graph, found = chain(depth=4, width=64, rows=2), {}
+    for memory in ("600kB", "300kB", "220kB"):
+        draft = draft_of(graph, Hardware.cpu(num_devices=2, memory=memory, ssd="1GB"), micro_batches=6)
+        apply(draft, *to_schedule(4)[:3], ScheduleAsync(tier="auto"), memory=True)
+        plan = ScheduleAsync(tier="auto").plan(draft)
+        found[memory] = set(plan["optimizer"].values()), any(plan["fetch"].values())
+    assert found == {"600kB": ({"device"}, False), "300kB": ({"dram"}, True), "220kB": ({"dram"}, False)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (ScheduleAsync(tier="disk"), "tier='disk'; there are auto, device, dram, states, all"),
+        (ScheduleAsync(tier="all"), "has a host without SSDs; use tier=dram"),
+        (ScheduleAsync(tier="dram", weights="stash"), "use weights=current, or tier=device"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(schedule: ScheduleAsync, words: str) -> None:
+    draft = apply(draft_of(chain(), micro_batches=2), *to_schedule()[:3])
+    with pytest.raises(PassError, match=words):
+        schedule.plan(draft)
 
 
 def assert_same_versions(draft: Draft, loop: Sequential, schedule: ScheduleAsync) -> None:
