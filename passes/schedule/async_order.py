@@ -144,6 +144,7 @@ class Alternating(Timetable):
         self.staleness = staleness
         self.recomputed = frozenset(recomputed(flow))
         self.sums_s = self.sums_seconds()
+        self.lanes_s = {spec.name: self.lanes_seconds(spec, draft) for spec in flow.specs}
         self.update_s = {spec.name: self.update_seconds(spec, draft) for spec in flow.specs}
         self.todo = {spec.name: deque(sequence(spec, flow, self.staleness)) for spec in flow.specs}
         self.late = staleness.late
@@ -153,7 +154,10 @@ class Alternating(Timetable):
         """The next action of each stage."""
         for action in (actions[0] for actions in self.todo.values() if actions):
             if isinstance(action, AsyncUpdate):
-                summed_s = self.ended_all_s(action.mini_batch) + self.sums_s if action.is_shared else 0.0
+                last = Turn(action.stage, self.staleness.last_of(action.mini_batch), True)
+                summed_s = self.ended_s[last] + self.lanes_s[action.stage]
+                if action.is_shared:
+                    summed_s = max(summed_s, self.ended_all_s(action.mini_batch) + self.sums_s)
                 begin_s, m = self.free_s[self.flow.device_of[action.stage]], self.staleness.last_of(action.mini_batch)
                 yield max(begin_s, summed_s), 0, m, action
             else:
@@ -178,6 +182,15 @@ class Alternating(Timetable):
             hop_s = max((self.messages.seconds(a, b, part_bytes) for a, b in ring), default=0.0)
             total += 2 * (len(devices) - 1) * hop_s
         return total
+
+    def lanes_seconds(self, spec: StageSpec, draft: Draft) -> float:
+        """Seconds to add up a stage's gradients over lanes."""
+        lanes, role = draft.mesh.lanes, self.flow.device_of[spec.name]
+        if len(lanes) < 2:
+            return 0.0
+        first, second = (draft.machine.devices[lane[role]].name for lane in lanes[:2])
+        hop_s = spec.grad_bytes / len(lanes) / draft.machine.bandwidth(first, second)
+        return 2 * (len(lanes) - 1) * (hop_s + draft.machine.latency_s(first, second))
 
     def update_seconds(self, spec: StageSpec, draft: Draft) -> float:
         """Seconds of a stage's update where its weights are, by the bytes that it moves."""

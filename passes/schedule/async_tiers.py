@@ -52,10 +52,10 @@ def bring_weights(program: Program, early: Mapping[str, bool], on_ssd: StageTier
     """Replace the resident weights of the stages in `early`, for each phase, by fetches, or by gathers of resident
     shards where the stages are shared. Weights of which "all" lies on SSD are read into DRAM first."""
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
-    moving = early.keys() & residents.keys()
+    moving = [stage for stage in residents if stage in early]
     shards: dict[str, fx.Node] = {}
-    for stage in moving if is_shared else ():
-        with program.graph.inserting_before(residents[stage]):
+    for stage in reversed(moving if is_shared else ()):
+        with program.graph.inserting_after(program.batch):
             names = [f"{residents[stage].name}_shard"]
             (shards[stage],) = program.emit(ops.resident, f"{stage}.weights", group=ops.SHARDS, names=names)
     position = {node: i for i, node in enumerate(program.graph.nodes)}

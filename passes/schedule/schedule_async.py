@@ -15,7 +15,7 @@ forwards on what the optimizer is expected to have made of the weights by the ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
 from ...ir.program import Interface, Program, profile_memory
-from ..decisions import OnSsd, StageTiers
+from ..decisions import OnSsd, Sharding, StageTiers
 from ..draft import Draft
 from ..memory.insert_fetch import KINDS
 from ..optimizer.timing import Updates, updates_of
@@ -49,7 +49,15 @@ class ScheduleAsync(Schedule):
     name: ClassVar[str] = "schedule-async"
     gives: ClassVar[tuple[str, ...]] = ("programs", "remat", "tiers", "optimizer")
     order: ClassVar[str] = "async"
-    fields: ClassVar[tuple[str, ...]] = ("schedule", "rematerialise", "fetch", "ssd", "optimizer", "staleness")
+    fields: ClassVar[tuple[str, ...]] = (
+        "schedule",
+        "rematerialise",
+        "fetch",
+        "sharding",
+        "ssd",
+        "optimizer",
+        "staleness",
+    )
     synchronous: ClassVar[bool] = False
     final: ClassVar[str] = (
         "an asynchronous schedule decides it itself, as updates stand between its turns: where stages lie is its "
@@ -75,12 +83,14 @@ class ScheduleAsync(Schedule):
         chosen = self.chosen(flow, draft)
         staleness, most = chosen.staleness, flow.interface.mini_batches - 1
         late = min(staleness.updates(staleness.of_late), most)
-        where = ops.DEVICE if not chosen.early else ops.SSD if chosen.on_ssd else ops.DRAM
+        fetched = {} if chosen.sharding else chosen.early
+        where = ops.DEVICE if not fetched else ops.SSD if chosen.on_ssd else ops.DRAM
         fetches = {spec.name: dict.fromkeys(KINDS, len(spec.params)) for spec in flow.specs}
         return {
             "schedule": self.order,
             "rematerialise": again,
-            "fetch": {name: fetches[name] if is_early else {} for name, is_early in chosen.early.items()},
+            "fetch": {name: fetches[name] if is_early else {} for name, is_early in fetched.items()},
+            "sharding": chosen.sharding,
             "ssd": OnSsd(stages=chosen.on_ssd, ahead=0) if chosen.on_ssd else OnSsd(),
             "optimizer": {spec.name: where for spec in flow.specs if spec.trained_params},
             "staleness": {
@@ -89,15 +99,21 @@ class ScheduleAsync(Schedule):
             },
         }
 
+    def gather(self, decided: Mapping[str, Any] | None) -> Any:
+        """As in the base, but a plan without shards says nothing of them."""
+        found = super().gather(None if decided is None else {**decided, "sharding": decided.get("sharding") or ""})
+        return None if found is None else {**found, "sharding": found["sharding"] or None}
+
     def write(self, draft: Draft) -> None:
         chosen = self.chosen(Flow(self.interface(draft), draft.devices), draft)
-        draft.programs = chosen.programs
+        draft.programs, draft.sharding = chosen.programs, chosen.sharding
         draft.ssd = OnSsd(stages=chosen.on_ssd, ahead=0) if chosen.on_ssd else OnSsd()
 
     def chosen(self, flow: Flow, draft: Draft) -> _Chosen:
         """The programs of the tier that is asked for, or of the first that fits."""
         auto = [t for t in TIERS if t in ("device", "dram") or all(host.ssds for host in draft.lane_hardware.hosts)]
-        tries = [self.tier] if self.tier != "auto" else auto if self.weights == "current" else auto[:1]
+        stays = self.weights != "current" or draft.mesh.shards > 1
+        tries = [self.tier] if self.tier != "auto" else auto[:1] if stays else auto
         for tier in tries[:-1]:
             found = self.on(tier, flow, draft)
             if fits(found.programs, draft.lane_hardware):
@@ -106,7 +122,8 @@ class ScheduleAsync(Schedule):
 
     def on(self, tier: str, flow: Flow, draft: Draft) -> _Chosen:
         """The programs with stages in one tier; weights come early where devices have room for that."""
-        names = [spec.name for spec in flow.specs if spec.params] if tier != "device" else []
+        is_shared = draft.mesh.shards > 1
+        names = [spec.name for spec in flow.specs if spec.params] if tier != "device" or is_shared else []
         staleness, updates = staleness_of(flow, self.updates(draft).max_norm is not None, names), self.updates(draft)
         turns = Alternating(flow, draft, staleness).run()
         on_ssd: StageTiers = dict.fromkeys(names, tier) if tier in ("states", "all") else {}  # type: ignore[arg-type]
@@ -118,14 +135,16 @@ class ScheduleAsync(Schedule):
             for ahead in (True, False) if own else (False,):
                 emitter = AsyncEmitter(flow, device, turns, self.weights, staleness, updates)
                 program = emitter.write()
-                if own:
-                    place(program, emitter.complete, dict.fromkeys(own, ahead), on_ssd, is_shared=False)
+                if own or flow.interface.lanes:
+                    place(program, emitter.complete, dict.fromkeys(own, ahead), on_ssd, is_shared)
                 if not ahead or profile_memory(program).peak_bytes[ops.DEVICE] <= budget:
                     break
             early.update(dict.fromkeys(own, ahead))
             programs.append(program)
         order = [spec.name for spec in flow.specs]
-        return _Chosen({name: early[name] for name in order if name in early}, on_ssd, staleness, programs)
+        early = {name: early[name] for name in order if name in early}
+        sharding = Sharding(tier=ops.DEVICE, ahead=int(all(early.values()))) if is_shared else None
+        return _Chosen(early, on_ssd, sharding, staleness, programs)
 
     def interface(self, draft: Draft) -> Interface:
         groups = self.updates(draft).groups
@@ -148,10 +167,12 @@ class ScheduleAsync(Schedule):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """`early`: the stages that are fetched, and whether before their turns; `on_ssd`: what of them lies on SSD."""
+    """`early`: the stages that are fetched, or gathered, and whether before their turns; `on_ssd`: what of them lies on
+    SSD; `sharding`: None where lanes share nothing."""
 
     early: dict[str, bool]
     on_ssd: StageTiers
+    sharding: Sharding | None
     staleness: Staleness
     programs: list[Program]
 
@@ -179,6 +200,10 @@ def _check_tier(p: ScheduleAsync, draft: Draft) -> None:
         raise PassError(f"{p.name}: tier={p.tier!r}; there are auto, {', '.join(TIERS)}")
     if p.tier in ("states", "all") and not all(host.ssds for host in draft.lane_hardware.hosts):
         raise PassError(f"{p.name}: tier={p.tier}, but {draft.machine.name} has a host without SSDs; use tier=dram")
+    if p.tier not in ("auto", "device") and draft.mesh.shards > 1:
+        raise PassError(f"{p.name}: tier={p.tier} with shards, which stay on their devices here; use tier=device")
+    if p.weights != "current" and draft.mesh.shards > 1:
+        raise PassError(f"{p.name}: weights={p.weights} with shards, which are gathered anew; use weights=current")
     if p.weights != "current" and p.tier not in ("auto", "device"):
         raise PassError(
             f"{p.name}: weights={p.weights} with tier={p.tier}: versions of weights are made of what stays on the "
@@ -212,11 +237,11 @@ def _check_options(draft: Draft) -> None:
             "which reaches other versions of the weights in asynchronous training than in eager: leave it out, or use "
             "a synchronous strategy"
         )
-    if (copies := len(draft.mesh.lanes)) > 1:
+    if draft.mesh.team > 1 or draft.mesh.micro_batches:
+        what = f"teams of {draft.mesh.team}" if draft.mesh.team > 1 else "unequal shares of the batch"
         raise PassError(
-            f"mesh makes {copies} copies of the pipeline, whose updates would have to wait for each other; "
-            "schedule-async runs one, on all devices: leave mesh out, or use a synchronous schedule, such as "
-            "schedule-1f1b"
+            f"mesh has {what}: of an asynchronous pipeline all lanes run mini-batches of one size, each on its own. "
+            "Leave that out, or use a synchronous schedule, such as schedule-1f1b"
         )
 
 

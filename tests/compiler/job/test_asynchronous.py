@@ -98,6 +98,38 @@ def test_two_processes_train_with_stages_off_their_devices(tier: str, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2])
+def test_four_processes_train_in_two_lanes(shards: int) -> None:
+    """Each mini-batch has a micro-batch of each lane; the sum over two processes is the same in either order."""
+    model, _ = zoo()["gpt2"](dropout=0.1)
+    batches = [zoo()["gpt2"](seed=seed)[1] for seed in range(8)]
+    drafts: list[Draft] = []
+    lanes = f"coarsen, mesh{{depth=2, shards={shards}}}, partition-balanced{{stages=2, asynchronous=true}}"
+    job = penstock.compile(
+        model,
+        hardware=penstock.Hardware.cpu(num_devices=4),
+        example_inputs=joined(batches),
+        seed=SEED,
+        optimizer=ADAMW,
+        micro_batches=8,
+        strategy=f"{lanes}, map-round-robin, schedule-async{{accumulate=2}}",
+        dump=lambda name, draft: drafts.append(draft),
+    )
+    with job:
+        loop = Sequential(drafts[-1], "current", ADAMW, whole=shards > 1)
+        counts = [(batch["labels"][:, 1:] != -100).sum().float().reshape(1) for batch in batches]
+        counts = [(counts[m % 4] + counts[m % 4 + 4]) / 2 for m in range(8)]
+        names = drafts[-1].graph.inputs.keys() - batches[0].keys()
+        counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
+        for _ in range(2):
+            torch.testing.assert_close(job.step(joined(batches)), torch.stack(loop.step(counted)).mean())
+        trained = job.state_dict()
+    for stage in loop.stages:
+        for name, value in stage.names.items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.slow
 def test_two_processes_skip_what_overflows() -> None:
     """In fp16 mini-batches whose gradients overflow on any device are skipped on both."""
     model, batches = LargeLoss(), [LargeLoss.batch(seed) for seed in range(8)]

@@ -18,7 +18,11 @@ from penstock.ir.program import Program, homes_of, profile_memory
 from penstock.ir.verify.asynchronous import readings
 from penstock.passes.decisions import Lanes
 from penstock.passes.draft import Draft
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.mapping.map_round_robin import MapRoundRobin
+from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.schedule.schedule_async import ScheduleAsync
+from penstock.passes.sharding.mesh import Mesh
 from penstock.runtime.reference.run import Reference
 from penstock.tests.passes.running import apply, chain, draft_of, joined, reference, to_schedule, traced, traced_model
 from penstock.tests.passes.sequential import Sequential
@@ -136,6 +140,35 @@ def test_stages_off_the_device_train_as_the_sequential_loop_does(tier: str, max_
     homes = {name: home for program in draft.programs for name, home in homes_of(program).items()}
     wanted = {"dram": ("dram", "dram"), "states": ("dram", "ssd"), "all": ("ssd", "ssd")}[tier]
     assert {(home.weights, home.states) for home in homes.values()} == {wanted}
+    assert_same_versions(draft, loop, schedule)
+
+
+LANES = {
+    "replicas": (1, "current", 2, None),
+    "replicas-stash": (1, "stash", 2, None),
+    "replicas-clipped": (1, "predict", 4, 0.05),
+    "shards": (2, "current", 4, None),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if "-" in c else []) for c in LANES])
+def test_lanes_train_as_the_sequential_loop_does(case: str) -> None:
+    """Two pipelines of two devices and three stages: each mini-batch has micro-batches of both, whose gradients are
+    summed before the update. Shards are gathered again after each update."""
+    shards, weights, accumulate, max_norm = LANES[case]
+    graph, batches = traced("gpt2")
+    draft = draft_of(graph, Hardware.cpu(num_devices=4), micro_batches=12, max_grad_norm=max_norm)
+    schedule = ScheduleAsync(weights=weights, accumulate=accumulate)
+    apply(draft, Coarsen(), Mesh(shards=shards, depth=2), PartitionBalanced(stages=3), MapRoundRobin())
+    apply(draft, schedule, memory=True)
+    machine, loop = reference(draft, ADAMW), Sequential(draft, weights, ADAMW, whole=shards > 1)
+    assert loop.lanes == 2 and loop.accumulate == accumulate // 2
+    for _ in range(2):
+        losses = machine.step(joined(batches * 4))["results"]["loss"]
+        assert torch.equal(torch.stack(losses), torch.stack(loop.step(batches * 4)))
+    for stage in loop.stages:
+        for param, value in stage.names.items():
+            assert torch.equal(machine.stage_weights[stage.spec.name][param], value), (stage.spec.name, param)
     assert_same_versions(draft, loop, schedule)
 
 
@@ -269,7 +302,10 @@ def test_it_knows_its_options_and_runs_alone() -> None:
     with pytest.raises(PassError, match="weights='old'; there are current, stash, predict"):
         ScheduleAsync(weights="old").plan(draft)
     draft.mesh = Lanes(lanes=[[0], [1]])
-    with pytest.raises(PassError, match="leave mesh out"):
+    with pytest.raises(PassError, match=r"each of 2 copies of the pipeline takes an equal part; .* is accumulate=2"):
+        ScheduleAsync().plan(draft)
+    draft.mesh = Lanes(lanes=[[0], [1]], team=2)
+    with pytest.raises(PassError, match="mesh has teams of 2"):
         ScheduleAsync().plan(draft)
     draft.mesh = Lanes(lanes=[])
     decision = {**ScheduleAsync().plan(draft), "staleness": {}}
