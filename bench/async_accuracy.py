@@ -39,7 +39,7 @@ from topics import GROUPS, Encoder, Passage, epochs, passages
 WEIGHTS = Path(get_model_path())
 DEVICES, TOKENS, ANSWER = 4, 48, 6
 MINI_BATCH, ACCUMULATE = 16, 2  # rows, and the micro-batches into which they are cut
-LR, MAX_NORM = 2e-4, 1.0
+MAX_NORM = 1.0
 WAYS = ("synchronous", "current", "stash", "predict")
 TARGET = 0.8  # accuracy
 Batch = dict[str, Tensor]
@@ -104,16 +104,19 @@ def main() -> None:
     parser.add_argument("--task", choices=sorted(TASKS), help="default: both")
     parser.add_argument("--way", choices=WAYS, help="default: each")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=2e-4, help="the highest; it falls linearly to zero")
+    parser.add_argument("--warmup", type=float, default=0.0, help="the share of updates in which it rises before")
     parser.add_argument("--seed", type=int, default=0, help="of the order of samples, and of dropout")
     parser.add_argument("--out", type=Path, help="append the rows here; default: bench/results/async_accuracy.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in [args.task] if args.task else sorted(TASKS):
         for way in [args.way] if args.way else WAYS:
-            rows.save("async_accuracy", run(name, way, args.epochs, args.seed), args.out)
+            found = run(name, way, args.epochs, args.seed, args.lr, args.warmup)
+            rows.save("async_accuracy", found, args.out)
 
 
-def run(name: str, way: str, num_epochs: int, seed: int) -> dict[str, Any]:
+def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: float) -> dict[str, Any]:
     """Fine-tune in one way; returns the row."""
     task = TASKS[name]()
     training, held_out = passages()
@@ -125,7 +128,7 @@ def run(name: str, way: str, num_epochs: int, seed: int) -> dict[str, Any]:
     count = 1 if way == "synchronous" else each
     calls = [[task.batch(part) for part in order[i : i + count]] for i in range(0, len(order), count)]
     took_s, losses = 0.0, []
-    with compiled(model, way, calls[0], len(order), seed) as job:
+    with compiled(model, way, calls[0], falling(len(order), lr, warmup), lr, seed) as job:
         for number, call in enumerate(calls, 1):
             begin_s = time.perf_counter()
             losses.append(float(job.step(joined(call))))
@@ -146,25 +149,34 @@ def run(name: str, way: str, num_epochs: int, seed: int) -> dict[str, Any]:
         "task": name, "way": way, "seed": seed, "params": params, "devices": DEVICES,
         "stages": len(plan.decisions.stages), "staleness": plan.decisions.staleness,
         "samples": MINI_BATCH * len(order), "updates": len(order),
-        "rows": MINI_BATCH, "accumulate": ACCUMULATE, "lr": LR, "max_grad_norm": MAX_NORM, "curve": curve,
-        "epochs_to_target": reached, "target": TARGET, "held_out": len(held_out),
+        "rows": MINI_BATCH, "accumulate": ACCUMULATE, "lr": lr, "warmup": warmup, "max_grad_norm": MAX_NORM,
+        "curve": curve, "epochs_to_target": reached, "target": TARGET, "held_out": len(held_out),
     }  # fmt: skip
 
 
-def compiled(model: nn.Module, way: str, call: Sequence[Batch], updates: int, seed: int) -> penstock.Job:
+def falling(updates: int, lr: float, warmup: float) -> Any:
+    """A learning rate that rises linearly in a share of the updates, and falls linearly to zero in the others."""
+    schedules = torch.optim.lr_scheduler
+    if not warmup:
+        return partial(schedules.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=updates)
+    return partial(
+        schedules.OneCycleLR, max_lr=lr, total_steps=updates + 1, pct_start=warmup, anneal_strategy="linear",
+        cycle_momentum=False, div_factor=100.0,
+    )  # fmt: skip
+
+
+def compiled(model: nn.Module, way: str, call: Sequence[Batch], schedule: Any, lr: float, seed: int) -> penstock.Job:
     """The synchronous pipeline, or an asynchronous one in which a call has several mini-batches."""
-    schedule = f"schedule-async{{weights={way}, accumulate={ACCUMULATE}}}"
-    strategy = "1f1b" if way == "synchronous" else STRATEGIES["async"].replace("schedule-async", schedule)
+    own = f"schedule-async{{weights={way}, accumulate={ACCUMULATE}}}"
+    strategy = "1f1b" if way == "synchronous" else STRATEGIES["async"].replace("schedule-async", own)
     return penstock.compile(
         model,
         penstock.Hardware.cpu(num_devices=DEVICES, memory="2GB", dram="8GB"),
         example_inputs=joined(call),
         micro_batches=ACCUMULATE * len(call),
         strategy=strategy,
-        optimizer=partial(torch.optim.AdamW, lr=LR, fused=True),
-        lr_scheduler=partial(
-            torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=updates
-        ),
+        optimizer=partial(torch.optim.AdamW, lr=lr, fused=True),
+        lr_scheduler=schedule,
         max_grad_norm=MAX_NORM,
         seed=seed,
     )
