@@ -21,6 +21,7 @@ Whatever else lets tokens meet is refused, with the user's line.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Sequence
@@ -33,7 +34,15 @@ from torch import fx
 
 from ....ir.calls import call_name
 from ....ir.errors import PassError
-from ....runtime.functions import among_zeros, attend_first, attend_next, attention_of, own_tokens
+from ....runtime.functions import (
+    among_zeros,
+    attend_first,
+    attend_next,
+    attention_of,
+    chunked_cross_entropy,
+    evaluation_logits,
+    own_tokens,
+)
 from ...decisions import By, TokenSplit
 from ...draft import Draft
 from ..blocks import shared_nodes
@@ -185,8 +194,10 @@ class _Splitter:
             self.parts[node] = MemberPart.LOCAL
         elif self.facts.is_token_wise(node) and self._all_placed(node):
             self._local(node)
-        elif class_loss(self.graph, node) is not None:
-            self._class_loss(node)
+        elif node.target is evaluation_logits:
+            self._evaluation_logits(node)
+        elif (reduction := self._reduction_of_loss(node)) is not None:
+            self._class_loss(node, reduction)
         elif call_name(node) in SUMS and self._sums_tokens(node):
             self._sum(node)
         else:
@@ -250,12 +261,28 @@ class _Splitter:
 
     # --- sums over tokens
 
-    def _class_loss(self, node: fx.Node) -> None:
+    def _evaluation_logits(self, node: fx.Node) -> None:
+        """Logits that evaluation alone makes, token by token; in training they have no rows."""
+        hidden = node.args[0]
+        assert isinstance(hidden, fx.Node)
+        if self._place(hidden) is None or self.parts.get(hidden) is not MemberPart.LOCAL:
+            self._refuse(node, "has tokens in no place that is known")
+        self.values.set(node)
+        self.parts[node], self.facts.places[node] = MemberPart.LOCAL, self.facts.places[hidden]
+
+    def _reduction_of_loss(self, node: fx.Node) -> str | None:
+        """How a loss of classes puts its tokens together; None for another call."""
+        if node.target is chunked_cross_entropy:
+            bound = inspect.signature(chunked_cross_entropy).bind(*node.args, **node.kwargs)
+            bound.apply_defaults()
+            return str(bound.arguments["reduction"])
         call = class_loss(self.graph, node)
-        assert call is not None
-        if call.reduction == "none":
+        return None if call is None else call.reduction
+
+    def _class_loss(self, node: fx.Node, reduction: str) -> None:
+        if reduction == "none":
             self._refuse(node, "gives a loss for each token in another place than its own")
-        if call.reduction == "mean":
+        if reduction == "mean":
             self._refuse(node, "takes the mean over what the tokens at hand count; sum it, and divide by a count")
         self._cut_operands(node)
         self.values.set(node)
