@@ -78,6 +78,8 @@ class Lanes(BaseModel):
         replicas = self.num_devices // (beside * depth)
         parts = [f"{replicas} replicas"] if replicas > 1 else []
         groups = {"shards": self.shards, "lanes that are a team": self.team}
+        if self.shards == self.team > 1:
+            groups = {"shards that are a team": self.team}
         for most, name in sorted(((count, name) for name, count in groups.items() if count > 1), reverse=True):
             parts.append(f"{most} {name}")
         parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []

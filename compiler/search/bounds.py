@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import StageSpec, are_alike
 from ...passes.draft import Draft
+from ...passes.graph.team.exchanges import MEMBER
 from ...passes.mapping.mapping import equal_devices
 from ...passes.stage_time import stage_seconds
 from ...passes.staying import staying_stages
+from .teams import has_long_rows
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ def device_seconds(hardware: Hardware, measured: bool, seconds: Callable[[Device
 
 def machine_bound(draft: Draft) -> Bound:
     """The bound of any plan for this machine and number of micro-batches: the computation of all blocks, divided among
-    all devices without a rest; one micro-batch through all blocks on the fastest device; or the way from SSD and back
-    of the bytes that devices and DRAM together cannot hold."""
+    all devices without a rest; one micro-batch through all blocks on the fastest device, unless a team may share it; or
+    the way from SSD and back of the bytes that devices and DRAM together cannot hold."""
     hardware, precision = draft.machine, draft.options.precision
     count = draft.mesh.total_micro_batches(draft.options.micro_batches)
     specs = [stage.spec for stage in draft.stages]
@@ -218,13 +220,13 @@ def machine_bound(draft: Draft) -> Bound:
     )
     if not all(per_device):
         return Bound(0.0, "nothing")
-    shared_s = count / sum(1.0 / seconds for seconds in per_device)
-    return max(
-        Bound(shared_s, "computation shared by all devices"),
-        Bound(min(per_device), "one micro-batch through all stages"),
-        *_machine_disks(draft),
-        key=lambda bound: bound.seconds,
-    )
+    tokens_divided = any(node.op == "placeholder" and node.target == MEMBER for node in draft.graph.nodes)
+    parts = draft.graph.team if tokens_divided else 1  # of width, members have parts in common
+    shared_s = count * parts / sum(1.0 / seconds for seconds in per_device)
+    alone = draft.graph.team == 1 and not (hardware.num_devices > 1 and has_long_rows(draft.graph))
+    bounds = [Bound(shared_s, "computation shared by all devices"), *_machine_disks(draft)]
+    bounds += [Bound(min(per_device), "one micro-batch through all stages")] if alone else []
+    return max(bounds, key=lambda bound: bound.seconds)
 
 
 def _machine_disks(draft: Draft) -> list[Bound]:

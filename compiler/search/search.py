@@ -9,7 +9,8 @@ activations and inputs of stages go to DRAM. Where DRAM holds everything, the be
 move, and with an optimizer under the backward pass.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
-them with a few candidates each, then everything with the best.
+them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
+lanes may share each sequence (`teams.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import IN_ORDER, lane_scouts, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
 from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, team_layouts, varied
+from .teams import divided, has_long_rows, team_meshes
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
 AGAIN = RecomputePointwise()
@@ -95,6 +97,23 @@ class Sweep(Attempts):
             self.base = bases[0]
             self.teams(self.usual[0] if self.best is None else self.best.count)
         self.best_of_counts()
+        if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
+            self.share_sequences()
+
+    def share_sequences(self) -> None:
+        """Try teams that share sequences, with the fewest micro-batches that they can share out."""
+        base = self.bases()[0]
+        for team, mesh in team_meshes(self.hardware):
+            teams = self.hardware.num_devices // team
+            count = next((n for n in sorted({*self.usual, *self.last_resort}) if n % teams == 0), None)
+            if count is None:
+                continue
+            for found in divided(base, self.compiler(count).lane(base), team):
+                if isinstance(found, PassError):
+                    self.trials.append(Trial(base.on(mesh), count, reason=found))
+                    continue
+                candidate = found.on(mesh)
+                self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
 
     def sweep_until_one_fits(self) -> None:
         for count in (*self.usual, *self.last_resort):

@@ -1,0 +1,56 @@
+"""The search tries teams where rows are long, and nowhere else while something fits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.compiler.search.teams import LONG_TOKENS, team_meshes
+from penstock.passes.sharding.mesh import Mesh
+from penstock.tests.passes.graph.team.sequences import WIDTH, WORDS, Layer
+
+
+class Long(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(WORDS, WIDTH), Layer(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        h = self.layer(self.embed(ids), torch.arange(ids.shape[1])[:, None] / 7.0)
+        return {"loss": F.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())}
+
+
+def planned(tokens: int) -> Any:
+    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "search_s": 20.0}
+    batch = {"ids": torch.zeros(1, tokens, dtype=torch.int64)}
+    return penstock.compile(Long(), penstock.Hardware.cpu(num_devices=2), example_inputs=batch, **options).plan
+
+
+@pytest.mark.slow
+def test_one_long_row_is_shared_by_all_devices() -> None:
+    """Attention takes nearly all of the time, and each member does half of it."""
+    plan = planned(LONG_TOKENS)
+    assert plan.decisions.context is not None and plan.decisions.context.team == 2
+    others = [rival for rival in plan.rivals if "split-context" not in rival.passes]
+    alone = min(rival.step_s for rival in others if rival.step_s is not None)
+    assert plan.predicted is not None and plan.predicted.step_s < 0.7 * alone
+    assert plan.predicted.bound_s <= plan.predicted.step_s
+
+
+@pytest.mark.slow
+def test_short_rows_are_not_divided() -> None:
+    plan = planned(64)
+    assert plan.decisions.context is None
+    assert not any("split-context" in rival.passes for rival in plan.rivals)
+
+
+def test_teams_are_large_first_and_divide_the_devices() -> None:
+    assert list(team_meshes(penstock.Hardware.cpu(num_devices=6))) == [
+        (6, Mesh(shards=6)), (6, Mesh()), (3, Mesh(shards=6)), (3, Mesh()),
+    ]  # fmt: skip
