@@ -8,11 +8,14 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from ..ir.tiles import TiledPart, mark_of, with_parts
+from ..runtime.tiles import in_tiles
 from .expressions import IN_PLACE, Expressions, Text, literal
 from .imports import Imports
 from .layout import Line, statement, type_text
@@ -40,8 +43,8 @@ class CallText(Protocol):
 class Body:
     """Writes one forward when it is made. `path` is the dotted path of the module that the forward belongs to.
 
-    `hints` are wanted names. The results are `lines`, `returned` (the text of each output) and `first_names` (the names
-    of the inputs as arguments).
+    `hints` are wanted names; `is_tile`: the steps are those of a tiled part. The results are `lines`, `returned` (the
+    text of each output) and `first_names` (the names of the inputs as arguments).
     """
 
     def __init__(
@@ -53,15 +56,20 @@ class Body:
         path: str = "",
         call_text: Callable[[BlockCall], CallText] | None = None,
         hints: dict[fx.Node, str] | None = None,
+        is_tile: bool = False,
     ):
         self.steps = [s for s in steps if not (isinstance(s, fx.Node) and is_switch(s))]
+        self.steps = self.steps if is_tile else with_parts(self.steps)
+        self.describe = describe_tile if is_tile else describe
         self.inputs, self.outputs, self.path, self.imports = inputs, list(outputs), path, imports
         self.call_text = call_text
         self.hints = hints or {}
         self.expressions = Expressions(imports, path, self._name, self._device)
         for step in self.steps:  # what is imported must be known before anything is named
-            if isinstance(step, fx.Node):
-                self.expressions.prepare(step)
+            for node in step.nodes if isinstance(step, TiledPart) else [step] if isinstance(step, fx.Node) else []:
+                self.expressions.prepare(node)
+            if isinstance(step, TiledPart):
+                self.imports.function(in_tiles)
         roots = (n for n in self.steps if isinstance(n, fx.Node) and n.meta.get("module_path") == "")
         self.leaves = {str(n.target) for n in self.steps if isinstance(n, fx.Node) and n.op == "call_module"}
         self.root_type = next((str(n.meta.get("module_type", "")) for n in roots), "")
@@ -112,7 +120,10 @@ class Body:
             else:
                 self._switch(_PLAIN)
                 self._release()
-                self._loop(step) if isinstance(step, Loop) else self._call(step)
+                write = (
+                    self._loop if isinstance(step, Loop) else self._tiles if isinstance(step, TiledPart) else self._call
+                )
+                write(step)  # type: ignore[operator]
         self.now += 1
         self._switch(_PLAIN)
         self.returned = [self._name(node).text for node in self.outputs]
@@ -121,7 +132,7 @@ class Body:
     # --- statements
 
     def _node(self, node: fx.Node) -> None:
-        types = describe(node)
+        types = self.describe(node)
         args: tuple[Any, ...] = node.args
         if node.meta.get("random"):
             draw = _call_text("draw_at", ["self", *self._place(node)])
@@ -177,6 +188,28 @@ class Body:
         names = [self._bind(n, usable(name)) for n, name in zip(call.outputs, results)]
         left = f"{', '.join(names)} = " if names else ""
         self._emit(left, _call_text(member("self", "", call.path), arguments), describe_all(call.outputs))
+
+    def _tiles(self, part: TiledPart) -> None:
+        """Write a part as a function of a tile, and the call that runs it over all tiles."""
+        texts = [self._name(n).text for n in part.inputs]
+        wanted = {n: self._called(n) or usable(op_name(n)) for n in part.inputs}
+        body = Body(part.nodes, _distinct(wanted), part.outputs, self.imports, self.path, is_tile=True)
+        name = self.names.take("tile", self.now, self.now)
+        arguments = ", ".join(body.first_names.values())
+        of = f"of {part.tokens} tokens; backward computes it again"
+        self.lines += [Line(0, [""])] if self.lines and self.lines[-1].texts != [""] else []
+        self.lines.append(Line(0, [f"def {name}({arguments}):"], of))
+        self.lines += [replace(line, depth=line.depth + 1) for line in body.lines]
+        self.lines += [Line(1, [f"return {', '.join(body.returned)}"]), Line(0, [""])]
+        rows = [f"[{', '.join(map(str, row))}]" for row in (texts, part.dims, part.results)]
+        weights = [member("self", self.path, weight) for weight in part.weights]
+        if weights:  # one by one, so that lines break between them
+            weights[0] = f"weights=[{weights[0]}"
+            weights[-1] += "]"
+        function = self.imports.function(in_tiles)
+        call = _call_text(function, [name, str(part.tokens), *rows, *weights])
+        results = [self._bind(n, usable(r) if r.isidentifier() else name) for n, r in zip(part.outputs, body.returned)]
+        self._emit(f"{', '.join(results)} = ", call, describe_all(part.outputs))
 
     def _loop(self, loop: Loop) -> None:
         """Write `for i in range(...)`; each round takes the results of the round before under the same names."""
@@ -350,6 +383,18 @@ class Body:
         self.lines.append(statement(left, text, comment, depth + self._depth()))
 
 
+def _distinct(wanted: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """The names, numbered where several nodes would have the same."""
+    found: dict[fx.Node, str] = {}
+    for node, name in wanted.items():
+        number, free = 1, name
+        while free in found.values():
+            number += 1
+            free = f"{name}_{number}"
+        found[node] = free
+    return found
+
+
 def _call_text(function: str, arguments: list[str]) -> Text:
     return Text(f"{function}({', '.join(arguments)})", arguments=(function, *arguments))
 
@@ -373,6 +418,15 @@ def _bytes(node: fx.Node) -> int:
 def describe(node: fx.Node) -> str:
     """The type of a node's value for a comment: `f32[2, 512, 768]`, or `f32[2, sequence, 768]`."""
     return _described(node.meta.get("val"), node.meta.get("shown"))
+
+
+def describe_tile(node: fx.Node) -> str:
+    """The same inside a tiled part: `f32[2, tile, 768]`."""
+    value, mark = node.meta.get("val"), mark_of(node)
+    if mark is None or mark.result is None or not isinstance(value, torch.Tensor):
+        return ""
+    size = "tile" if mark.each == 1 else f"{mark.each}*tile"
+    return _described(value, [size if dim == mark.result else str(n) for dim, n in enumerate(value.shape)])
 
 
 def _described(value: Any, shape: Sequence[str] | None = None) -> str:

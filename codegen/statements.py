@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import fx
 
+from ..ir.tiles import TiledPart
 from .expressions import IN_PLACE
 from .inlining import inlined, is_in_place_method
 from .loops import Loop
 from .names import FOREVER
 from .segments import BlockCall, item_reads
 
-Statement = fx.Node | BlockCall | Loop
+Statement = fx.Node | BlockCall | Loop | TiledPart
 _MAX_UNPACKED = 16
 
 
@@ -89,4 +90,6 @@ class Statements:
 
 def step_reads(step: Statement) -> list[fx.Node]:
     """Values that a step reads, in training or in evaluation mode."""
+    if isinstance(step, TiledPart):
+        return step.inputs
     return step.reads() if isinstance(step, Loop) else item_reads(step)

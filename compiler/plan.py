@@ -94,6 +94,7 @@ class Decisions(BaseModel):
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     interleaved: bool = False  # whether independent forwards of one model run layer by layer
     context: TokenSplit | None = None  # how tokens are divided among the members of a team
+    tiles: dict[str, Annotated[int, Field(ge=1)]] = {}  # token-wise part -> the number of tokens of its tiles
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
@@ -136,7 +137,7 @@ class Plan(BaseModel):
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
         # Later than others: plans without them keep their hash.
-        for name in ("vocabulary", "experts", "interleaved", "context", "width"):
+        for name in ("vocabulary", "experts", "interleaved", "context", "width", "tiles"):
             if getattr(self.decisions, name) == type(self.decisions).model_fields[name].default:
                 decided["decisions"].pop(name)
         if self.decisions.mesh is not None and self.decisions.mesh.team == 1:

@@ -12,6 +12,7 @@ from ..passes.graph.recompute_pointwise import RecomputePointwise
 from ..passes.graph.tables.split_vocabulary import SplitVocabulary
 from ..passes.graph.team.split_context import SplitContext
 from ..passes.graph.team.split_width import SplitWidth
+from ..passes.graph.tokens.tile_sequence import TileSequence
 from ..passes.mapping.map_cross import MapCross
 from ..passes.mapping.map_round_robin import MapRoundRobin
 from ..passes.mapping.map_sequential import MapSequential
@@ -49,6 +50,7 @@ PASSES: dict[str, type[Pass]] = {
         ChunkLoss,
         InterleaveForwards,
         SplitContext,
+        TileSequence,
         Coarsen,
         Mesh,
         PartitionBalanced,

@@ -18,6 +18,7 @@ from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
 from .quantised.linear_torchao import linear_torchao
 from .ring_attention import as_autocast, attend_first, attend_next, attention_of
+from .tiles import in_tiles
 from .token_parts import among_zeros, own_tokens
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "cross_entropy_of_parts",
     "document_borders",
     "evaluation_logits",
+    "in_tiles",
     "join_part",
     "joined_statistics",
     "linear_4bit",

@@ -24,9 +24,9 @@ MAY_IMPORT = {
 }
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
-    "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "program", "verify"),
+    "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "tiles", "program", "verify"),
     "runtime": (
-        "accelerator", "modules", "chunked_loss", "expert_parts", "part_loss", "document_borders", "quantised",
+        "accelerator", "modules", "chunked_loss", "expert_parts", "part_loss", "tiles", "document_borders", "quantised",
         "ring_attention", "token_parts", "functions", "forced_eager", "model_names", "scratch", "nodes", "team",
         "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure",
         "processes",

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ...ir.machine.call_mix import NO_CALLS, CallMix
 from ...ir.program import ParamSpec
+from ...ir.tiles import mark_of
 from ..stage_time import TurnSeconds
 from .opgraph import OpGraph, is_mode_switch, value_tensors
 from .sizes.named import shown
@@ -180,7 +181,7 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
         args = shown(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
         in_evaluation = (node.meta.get("eval_args"), node.meta.get("eval_kwargs"))
         evaluation = shown(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
-        flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"))
+        flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"), *_tile(node))
         path = _local(name, node.meta.get("module_path", ""))
         text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
     outside = [number[n] for n in node_outputs(nodes)]
@@ -190,6 +191,11 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
     if graph.pointwise_again:
         text.append("pointwise again")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _tile(node: fx.Node) -> tuple[Any, ...]:
+    mark = mark_of(node)
+    return () if mark is None else (mark.part.rpartition("/")[2], mark.tokens, mark.dims, mark.result)
 
 
 class _Name(str):

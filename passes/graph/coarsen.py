@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ...ir.errors import PassError, PlanError
+from ...ir.tiles import mark_of
 from ..base import Pass
 from ..draft import Draft
 from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
@@ -75,7 +76,7 @@ def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:
     """The model's blocks, still without costs. Raises `PassError` for an unknown level."""
     if level not in LEVELS:
         raise PassError(f"coarsen: level={level!r}; allowed are {', '.join(LEVELS)}")
-    layers = _runs(graph)
+    layers = layer_runs(graph)
     if level != "layer" and graph.team > 1:
         raise PassError(f"coarsen: level={level} knows no teams, and the work is divided among {graph.team} members")
     if level == "layer":
@@ -111,7 +112,8 @@ def make_blocks(graph: OpGraph, runs: list[NamedNodes], layers: Sequence[str] = 
     return blocks
 
 
-def _runs(graph: OpGraph) -> list[NamedNodes]:
+def layer_runs(graph: OpGraph) -> list[NamedNodes]:
+    """The layers of the model and what lies between them, by name, each with its nodes in recorded order."""
     runs = [piece for run in split_runs(graph) for piece in _calls(graph, run)]
     return _unique(_join_leading(graph, _join_inseparable(graph, runs)))
 
@@ -226,6 +228,9 @@ def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node
         for name in buffers_of(graph, node):
             if ties.get(name, name) in written:
                 pairs.append((holder.setdefault(ties.get(name, name), node), node))
+        mark = mark_of(node)
+        if mark is not None:
+            pairs.append((holder.setdefault(f"part {mark.part}", node), node))
     return [(a, b) for a, b in pairs if a in home and b in home]
 
 

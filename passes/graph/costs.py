@@ -27,8 +27,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
+from ...ir.tiles import TiledPart, mark_of, with_parts
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
+from ...runtime.tiles import in_tiles
 from .blocks import AgainCost, Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
 from .forwards.first_only import unread_by_gradients
 from .kernels.attention import cuda_attention
@@ -54,7 +56,7 @@ def measure(
     largest tensor are left, and what of that has no room counts in the peaks.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = _BlockRun(graph, block, mode, device_kind)
+    run = BlockRun(graph, block, mode, device_kind)
     with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast), _attention_of(device_kind):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
@@ -81,7 +83,7 @@ def measure(
         backward_peak_bytes=backward.peak_bytes,
         launches=forward.launches,
         again=None if again is None else _again_cost(again),
-        calls=None if recurrent else _costly_calls(forward.costly, light.costly),
+        calls=None if recurrent else _costly_calls(forward.costly, light.costly, _tiled(block)),
         uncounted=tuple(sorted(forward.uncounted | backward.uncounted | light.uncounted)),
     )
 
@@ -104,23 +106,39 @@ def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
     return node.target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-def _costly_calls(forward: Sequence[_Costly], light: Sequence[_Costly]) -> tuple[CostlyCall, ...] | None:
-    """A block's costly calls, from its forwards with and without gradients; None where these make different calls."""
+def _tiled(block: Block) -> set[int]:
+    """The numbers of the nodes whose calls are of one tile of tokens each."""
+    return {i for i, node in enumerate(block.nodes) if mark_of(node) is not None}
+
+
+def _costly_calls(
+    forward: Sequence[_Costly], light: Sequence[_Costly], tiled: Collection[int]
+) -> tuple[CostlyCall, ...] | None:
+    """A block's costly calls, from its forwards with and without gradients; None where these make different calls.
+    Those of tiles cannot be kept: backward would make them again."""
     if [(row.node, row.look[0]) for row in forward] != [(row.node, row.look[0]) for row in light]:
         return None
     return tuple(
-        CostlyCall(a.node, a.bytes, a.flops, a.is_saved, a.look == b.look and not (a.is_changed or b.is_changed))
+        CostlyCall(
+            a.node,
+            a.bytes,
+            a.flops,
+            a.is_saved,
+            a.look == b.look and not (a.is_changed or b.is_changed or a.node in tiled),
+        )  # fmt: skip
         for a, b in zip(forward, light)
     )
 
 
-class _BlockRun:
+class BlockRun:
     """One block on fake inputs and fake parameters of its own."""
 
     def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str):
         self.graph, self.block, self.mode, self.cuda = graph, block, mode, device_kind == "cuda"
         self.tensors: dict[int, torch.Tensor] = {}  # real or meta tensor's id -> fake
         self.inputs: dict[fx.Node, Any] = {}
+        self.places = {node: i for i, node in enumerate(block.nodes)}
+        self.parameters = {k: p for node in block.nodes for k, p in graph.node_parameters(node).items()}
         self.now = 0  # the number of the node that runs
 
     def fake(self, tensor: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
@@ -151,21 +169,48 @@ class _BlockRun:
         values = dict(self.inputs)
         last: dict[fx.Node, int] = {}
         keep = set(self.block.outputs)
-        for i, node in enumerate(self.block.nodes):
-            for arg in node.all_input_nodes:
+        steps = with_parts(self.block.nodes)
+        for i, step in enumerate(steps):
+            for arg in step.inputs if isinstance(step, TiledPart) else step.all_input_nodes:
                 last[arg] = i
-        for i, node in enumerate(self.block.nodes):
-            self.now = i
-            if node in without:
+        for i, step in enumerate(steps):
+            if isinstance(step, TiledPart):
+                self.run_part(step, values)
+                read = step.inputs
+            elif step in without:
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
-                values[node] = self.call(node, args, kwargs)
-            for arg in node.all_input_nodes:
+            else:
+                self.run_node(step, values)
+                read = step.all_input_nodes
+            for arg in read:
                 if last[arg] == i and arg not in keep and arg not in self.inputs:
                     values.pop(arg, None)
-            del args, kwargs
         return values
+
+    def run_node(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        self.now = self.places[node]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
+            values[node] = self.call(node, args, kwargs)
+
+    def run_part(self, part: TiledPart, values: dict[fx.Node, Any]) -> None:
+        """Run a part as the printed stage does."""
+        held = {n: values[n] for node in part.nodes for n in node.all_input_nodes if n.op == "get_attr"}
+
+        def body(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            inside = {**held, **dict(zip(part.inputs, operands))}
+            last = {arg: node for node in part.nodes for arg in node.all_input_nodes}
+            for node in part.nodes:
+                self.run_node(node, inside)
+                for arg in node.all_input_nodes:
+                    if last[arg] is node and arg not in part.outputs:
+                        inside.pop(arg, None)
+            return tuple(inside[node] for node in part.outputs)
+
+        operands = [values[n] for n in part.inputs]
+        weights = [self.fake(self.parameters[name]) for name in part.weights]
+        made = in_tiles(body, part.tokens, operands, part.dims, part.results, weights)
+        values.update(zip(part.outputs, made if isinstance(made, tuple) else (made,)))
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
@@ -275,7 +320,7 @@ class _Costly:
 class _Meter(TorchDispatchMode, KernelCalls):
     """Counts FLOPs, bytes read and written, calls by size, and the peak of live new storages; notes costly calls."""
 
-    def __init__(self, run: _BlockRun) -> None:
+    def __init__(self, run: BlockRun) -> None:
         super().__init__()
         self.run = run
         self.costly: list[_Costly] = []

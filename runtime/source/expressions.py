@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from ..tiles import in_tiles
 from . import allowed
 from .names import FileNames, is_autograd_function, refuse, shown
 
 
 class ExpressionCheck:
     """Checks expressions of one function. `values`: its local names; `members`: the names that the file's classes give
-    parts of the model. Raises `VerifyError` at the first that goes beyond what is printed."""
+    parts of the model; `tiles`: the functions inside it. Raises `VerifyError` at the first that goes beyond what is
+    printed."""
 
-    def __init__(self, names: FileNames, values: set[str], members: set[str]):
-        self.names, self.values, self.members = names, values, members
+    def __init__(self, names: FileNames, values: set[str], members: set[str], tiles: Collection[str] = ()):
+        self.names, self.values, self.members, self.tiles = names, values, members, tiles
         self.kinds: dict[type[ast.AST], Callable[..., None]] = {
             ast.Constant: self._constant,
             ast.Name: self._name,
@@ -88,7 +90,7 @@ class ExpressionCheck:
     # --- calls
 
     def _call(self, node: ast.Call) -> None:
-        for argument in node.args:
+        for argument in node.args[1:] if self._runs_tiles(node) else node.args:
             self.value(argument)
         for given in node.keywords:
             if given.arg is None:
@@ -108,6 +110,15 @@ class ExpressionCheck:
             self._method(function)
         else:
             refuse(node, f"{shown(function)} is nothing that a stage may call")
+
+    def _runs_tiles(self, node: ast.Call) -> bool:
+        """Whether this is `functions.in_tiles(tile, ...)`: it alone is given a function, one of this forward."""
+        if self.names.root(node.func) is None or self.names.find(node.func) is not in_tiles:
+            return False
+        first = node.args[0] if node.args else node
+        if not isinstance(first, ast.Name) or first.id not in self.tiles:
+            refuse(node, f"{shown(node)}: its first argument is a function of the same forward")
+        return True
 
     def _function(self, function: ast.expr) -> None:
         owner = function.value if isinstance(function, ast.Attribute) and function.attr == "apply" else None

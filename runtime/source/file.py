@@ -19,6 +19,7 @@ from .allowed import BUILTINS
 from .forward import check_forward
 from .members import check_init
 from .names import FileNames, refuse, shown
+from .signature import check_signature
 from .trust import Trust
 
 FUNCTIONS = ("step", "evaluate")
@@ -125,25 +126,11 @@ def _check_class(node: ast.ClassDef) -> None:
     if found != ["__init__", "forward"] or len(found) != len(node.body):
         refuse(node, f"class {node.name}: it holds `__init__` and `forward`, nothing else")
     init, forward = _function(node, 0), _function(node, 1)
-    _check_signature(init, ("self",), exact=True)
-    _check_signature(forward, ("self",), exact=False)
+    check_signature(init, ("self",), exact=True)
+    check_signature(forward, ("self",), exact=False)
 
 
 def _check_program(node: ast.FunctionDef) -> None:
     if node.name not in FUNCTIONS:
         refuse(node, f"def {node.name}: the functions of a file are step and evaluate")
-    _check_signature(node, ("rt", "batch"), exact=True)
-
-
-def _check_signature(function: ast.FunctionDef, names: tuple[str, ...], exact: bool) -> None:
-    arguments = function.args
-    found = tuple(argument.arg for argument in arguments.args)
-    more = (
-        function.decorator_list, function.returns, getattr(function, "type_params", None), arguments.posonlyargs,
-        arguments.vararg, arguments.kwonlyargs, arguments.kw_defaults, arguments.kwarg, arguments.defaults,
-        [argument for argument in arguments.args if argument.annotation is not None],
-    )  # fmt: skip
-    if any(more):
-        refuse(function, f"def {function.name}: it has no decorators, defaults or annotations")
-    if (found if exact else found[: len(names)]) != names or len(set(found)) < len(found):
-        refuse(function, f"def {function.name} takes ({', '.join(names)}{'' if exact else ', ...'})", beyond=False)
+    check_signature(node, ("rt", "batch"), exact=True)

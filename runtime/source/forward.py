@@ -9,22 +9,22 @@ from collections.abc import Callable, Sequence
 from ..modules import draw_at
 from .expressions import ExpressionCheck, is_member_chain, is_self
 from .names import FileNames, refuse, shown
+from .signature import check_signature
 
 
 def check_forward(function: ast.FunctionDef, names: FileNames, members: set[str]) -> None:
     """Raises `VerifyError` where the function goes beyond what is printed."""
+    tiles = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
     values = {argument.arg for argument in function.args.args[1:]}
+    values |= {argument.arg for tile in tiles for argument in tile.args.args}
     values |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    for name in sorted(values):
+    parts = {tile.name for tile in tiles}
+    for name in sorted(values | parts):
         if name != "_":
             names.check_new(function, name)
-    *body, last = function.body
-    check = _ForwardCheck(ExpressionCheck(names, values, members))
-    check.body(body)
-    if not isinstance(last, ast.Return):
-        refuse(last, "`forward` ends with `return`", beyond=False)
-    if last.value is not None:  # a block that changes its operands in place may return nothing
-        check.expressions.value(last.value)
+        if name in values and name in parts:
+            refuse(function, f"{name!r} is a function of a tile and a value", beyond=False)
+    _ForwardCheck(ExpressionCheck(names, values, members, parts)).function(function)
 
 
 class _ForwardCheck:
@@ -38,7 +38,22 @@ class _ForwardCheck:
             ast.With: self._with,
             ast.If: self._if,
             ast.Delete: self._delete,
+            ast.FunctionDef: self._tile,
         }
+
+    def function(self, function: ast.FunctionDef) -> None:
+        """Statements, and one `return` at the end."""
+        *body, last = function.body
+        self.body(body)
+        if not isinstance(last, ast.Return):
+            refuse(last, f"`{function.name}` ends with `return`", beyond=False)
+        if last.value is not None:  # a block that changes its operands in place may return nothing
+            self.expressions.value(last.value)
+
+    def _tile(self, node: ast.FunctionDef) -> None:
+        """The function of a tile of tokens, which `functions.in_tiles` is given."""
+        check_signature(node, (), exact=False)
+        self.function(node)
 
     def body(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:

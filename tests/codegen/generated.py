@@ -40,7 +40,7 @@ class Generated:
 def generate(model: nn.Module, batch: Any, num_stages: int = 1) -> Generated:
     """Trace, cut the blocks evenly, print."""
     graph = trace(model, batch)
-    blocks = coarsen.make_blocks(graph, coarsen._runs(graph))
+    blocks = coarsen.make_blocks(graph, coarsen.layer_runs(graph))
     names = [block.name for block in blocks]
     cuts = [len(names) * i // num_stages for i in range(num_stages + 1)]
     stages = build_stages(graph, blocks, [names[a:b] for a, b in pairwise(cuts)])

@@ -1,0 +1,138 @@
+"""A token-wise part of a stage over tiles of tokens, so that what lies inside it exists for one tile at a time.
+
+Forward runs the part tile by tile without autograd and saves what enters it. Backward runs each tile again, with
+autograd, and goes back through it at once: the gradients of what is cut are written tile by tile, those of weights add
+up over tiles, in fp32 where they have fewer bits. (Bekman et al. 2025, "Arctic Long Sequence Training", 3.1: TiledMLP,
+there written for one layer; here for any part that `tile-sequence` finds on the graph.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Values = Tensor | tuple[Tensor, ...]
+
+
+def in_tiles(
+    body: Callable[..., Values],
+    tokens: int,
+    operands: Sequence[Tensor],
+    dims: Sequence[int | None],
+    results: Sequence[int],
+    weights: Sequence[Tensor] = (),
+) -> Values:
+    """`body(*operands)`, computed for `tokens` tokens at a time.
+
+    `dims`: the dimension along which each operand has its tokens, None for one that every tile needs whole; `results`:
+    the same for each result. `weights`: the parameters inside the body that may get gradients.
+    Raises ValueError where operands have different numbers of tokens, and for a body that gives a tile another number.
+    """
+    lengths = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
+    if len(lengths) != 1:
+        raise ValueError(f"what is cut into tiles has {sorted(lengths)} tokens; one number is allowed")
+    kind = operands[0].device.type
+    state = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    rule = _Rule(body, tokens, lengths.pop(), tuple(dims), tuple(results), tuple(weights), kind, *state)
+    made = _InTiles.apply(rule, *operands, *weights)
+    return made[0] if len(results) == 1 else made  # type: ignore[no-any-return]
+
+
+class _Rule(NamedTuple):
+    body: Callable[..., Values]
+    tokens: int
+    length: int
+    dims: tuple[int | None, ...]
+    results: tuple[int, ...]
+    weights: tuple[Tensor, ...]
+    kind: str
+    autocasts: bool
+    dtype: torch.dtype
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Where each tile begins, and the number of its tokens."""
+        for start in range(0, self.length, self.tokens):
+            yield start, min(self.tokens, self.length - start)
+
+    def tile(self, operands: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
+        """What of the operands a tile needs."""
+        return [x if dim is None else x.narrow(dim, start, size) for x, dim in zip(operands, self.dims)]
+
+    def run(self, operands: Sequence[Tensor], size: int) -> tuple[Tensor, ...]:
+        """The results of one tile."""
+        with self._autocast():
+            found = self.body(*operands)
+        made = (found,) if isinstance(found, Tensor) else found
+        if [part.shape[dim] for part, dim in zip(made, self.results, strict=True)] != [size] * len(made):
+            raise ValueError(f"a tile of {size} tokens gave results of shapes {[tuple(part.shape) for part in made]}")
+        return made
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # Without the cache: what a forward without autograd has cast must not serve one with it.
+        return torch.autocast(self.kind, dtype=self.dtype, enabled=self.autocasts, cache_enabled=False)
+
+
+class _InTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: _Rule, *tensors: Tensor) -> tuple[Tensor, ...]:
+        operands = tensors[: len(rule.dims)]
+        ctx.rule = rule
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
+        whole: list[Tensor] = []
+        for start, size in rule.slices():
+            parts = rule.run(rule.tile(operands, start, size), size)
+            if not whole:
+                whole = [_like(part, dim, rule.length) for part, dim in zip(parts, rule.results)]
+            for result, part, dim in zip(whole, parts, rule.results):
+                result.narrow(dim, start, size).copy_(part)
+            del parts
+        return tuple(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        rule: _Rule = ctx.rule
+        operands, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        found: list[Tensor | None] = [None] * len(needs)
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        for start, size in rule.slices():
+            with torch.enable_grad():
+                parts = rule.tile([x.detach() for x in operands], start, size)
+                parts = [x.requires_grad_() if need else x for x, need in zip(parts, needs)]
+                made = rule.run(parts, size)
+            sources = [t for t, need in zip((*parts, *rule.weights), needs) if need]
+            ends = [grads[i].narrow(rule.results[i], start, size) for i in given]  # type: ignore[union-attr]
+            gradients = iter(torch.autograd.grad([made[i] for i in given], sources, ends, allow_unused=True))
+            del made, parts, sources
+            for i, need in enumerate(needs):
+                gradient = next(gradients) if need else None
+                dim = rule.dims[i] if i < len(operands) else None
+                if gradient is not None and dim is not None:
+                    if found[i] is None:
+                        found[i] = _like(operands[i], dim, rule.length)
+                    found[i].narrow(dim, start, size).copy_(gradient)  # type: ignore[union-attr]
+                elif gradient is not None:
+                    found[i] = _added(found[i], gradient)
+        return (None, *found)
+
+
+def _like(part: Tensor, dim: int, length: int) -> Tensor:
+    """Memory for the whole of which a tile is a part, laid out as that is."""
+    shape = [*part.shape]
+    shape[dim] = length
+    order = sorted(range(part.dim()), key=lambda d: (part.stride(d), -d), reverse=True)
+    return torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+
+
+def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """A sum over tiles, in fp32 at least."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    if total is None:
+        return gradient.to(wide, copy=True)  # it may be that of another weight, too
+    return total.add_(gradient)
