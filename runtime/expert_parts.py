@@ -47,6 +47,32 @@ def join_part(found: Tensor | None, part: Tensor, offsets: Tensor, begin: int, e
     return torch.where(is_own, part, 0.0 if found is None else found)
 
 
+def member_rows(rows: Tensor, offsets: Tensor, member: Tensor, members: int) -> Tensor:
+    """The same rows, those of a team's member's experts first. `member`: its number of `members`, [1]."""
+    found: Tensor = _Turned.apply(rows, _member_start(offsets, member, members))
+    return found
+
+
+def member_offsets(offsets: Tensor, member: Tensor, members: int) -> Tensor:
+    """Where the rows of each of a member's experts end, after `member_rows`."""
+    own = offsets.view(members, -1).index_select(0, member).squeeze(0)
+    return own - _member_start(offsets, member, members)
+
+
+def member_result(part: Tensor, offsets: Tensor, member: Tensor, members: int) -> Tensor:
+    """A member's results in the places of its experts' rows, and zeros in those of others."""
+    start, place = _member_start(offsets, member, members), _places(part, offsets)
+    stop = offsets.view(members, -1)[:, -1].index_select(0, member)
+    is_own = ((place >= start) & (place < stop)).view(-1, *[1] * (part.dim() - 1))
+    return torch.where(is_own, _Turned.apply(part, -start), 0.0)
+
+
+def _member_start(offsets: Tensor, member: Tensor, members: int) -> Tensor:
+    """The place of the first row of a member's experts, [1]."""
+    ends = offsets.view(members, -1)[:, -1]
+    return torch.where(member > 0, ends.index_select(0, (member - 1).clamp(min=0)), 0)
+
+
 def _places(rows: Tensor, offsets: Tensor) -> Tensor:
     return torch.arange(rows.shape[0], dtype=offsets.dtype, device=offsets.device)
 

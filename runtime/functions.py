@@ -12,7 +12,15 @@ from torch import Tensor
 from .accelerator import generator_of
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
-from .expert_parts import join_part, part_offsets, part_product, part_rows
+from .expert_parts import (
+    join_part,
+    member_offsets,
+    member_result,
+    member_rows,
+    part_offsets,
+    part_product,
+    part_rows,
+)
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
@@ -36,6 +44,9 @@ __all__ = [
     "linear_4bit",
     "linear_8bit",
     "linear_torchao",
+    "member_offsets",
+    "member_result",
+    "member_rows",
     "own_tokens",
     "packed_attention",
     "part_offsets",

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from ....ir.errors import PassError
 from ....ir.units import format_bytes
-from ....runtime.expert_parts import join_part, part_offsets, part_product, part_rows
+from ....runtime.expert_parts import join_part, part_offsets, part_rows
 from ...draft import Draft
-from ..blocks import compute_dtype
-from ..edit import GraphEdit
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph
 from ..row_parts import (
@@ -33,7 +30,8 @@ from ..row_parts import (
     refused_by_optimizer,
     wrong_boundaries,
 )
-from .layers import ExpertLayer, find_expert_layers, is_of_rows, weight_of
+from .layers import ExpertLayer, find_expert_layers
+from .share import ExpertShare, replace_layer
 
 ExpertBoundaries = dict[str, list[int]]  # layer -> 0, the first expert of each further part, the number of experts
 
@@ -120,84 +118,25 @@ def split_layer(graph: OpGraph, layer: ExpertLayer, experts: Sequence[int]) -> N
     found: dict[fx.Node, fx.Node] = {}
     for begin, end in pairwise(experts):
         part = _Part(graph, layer, begin, end)
-        results = part.compute()
-        for node in layer.leaving:
-            found[node] = part.call(join_part, found.get(node), results[node], layer.offsets, begin, end)
-    edit = GraphEdit(graph, layer.inside[-1])
-    for node in reversed(layer.inside):
-        if node in found:
-            edit.replace(node, found[node])
-        else:
-            graph.graph.erase_node(node)
-    for node in reversed(graph.nodes):
-        if node.op != "output" and not node.users and _only_reads(graph, node, layer):
-            graph.graph.erase_node(node)
+        for node, result in part.compute().items():
+            found[node] = part.call(join_part, found.get(node), result, layer.offsets, begin, end)
+    replace_layer(graph, layer, found)
 
 
-def _only_reads(graph: OpGraph, node: fx.Node, layer: ExpertLayer) -> bool:
-    """Whether a node is the read of a whole weight of a layer, or a view of it, which nothing needs any more."""
-    while node.op == "call_method" and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node.op == "get_attr" and graph.ties().get(str(node.target), str(node.target)) in layer.weights
-
-
-class _Part:
-    """One part of a layer: its parameters, and the nodes that compute with them, before the last one of the layer."""
+class _Part(ExpertShare):
+    """Some experts of a layer, from `begin` to before `end`."""
 
     def __init__(self, graph: OpGraph, layer: ExpertLayer, begin: int, end: int):
-        self.graph, self.layer, self.begin, self.end = graph, layer, begin, end
-        self.edit = GraphEdit(graph, layer.inside[-1])
-        self.call = self.edit.call
-        self.edit.path = f"{layer.name}[{begin}:{end}]"
-        self.copies: dict[fx.Node, fx.Node] = {}
+        super().__init__(graph, layer, f"{layer.name}[{begin}:{end}]")
+        self.begin, self.end = begin, end
 
-    def compute(self) -> dict[fx.Node, fx.Node]:
-        """The part's nodes by those of the layer. A weight is read first, so that the part's block begins there."""
-        weights = [self.weight(product) for product in self.layer.products]
-        offsets = self.call(part_offsets, self.layer.offsets, self.begin, self.end, view_of=self.offsets_shared())
-        for node in self.layer.entering:
-            if is_of_rows(node, self.layer.rows):
-                shared = node if self.begin == 0 else None
-                self.copies[node] = self.call(part_rows, node, self.layer.offsets, self.begin, view_of=shared)
-        for node in self.layer.inside:
-            if node in self.layer.products:
-                rows = fx.map_arg(node.args[0], self.copy_of)
-                weight = weights[self.layer.products.index(node)]
-                self.copies[node] = self.call(part_product, rows, weight, offsets, self.layer.experts)
-            else:
-                self.copies[node] = self.copied(node)
-        return self.copies
+    def parameter(self, whole: str) -> str:
+        return add_part(self.graph, whole, self.layer.weights[whole], self.begin, self.end)
 
-    def offsets_shared(self) -> fx.Node | None:
-        return self.layer.offsets if self.begin == 0 else None
+    def own_offsets(self) -> fx.Node:
+        shared = self.layer.offsets if self.begin == 0 else None
+        return self.call(part_offsets, self.layer.offsets, self.begin, self.end, view_of=shared)
 
-    def copy_of(self, node: fx.Node) -> fx.Node:
-        return self.copies.get(node, node)
-
-    def copied(self, node: fx.Node) -> fx.Node:
-        with self.graph.graph.inserting_before(self.layer.inside[-1]):
-            copy = self.graph.graph.node_copy(node, self.copy_of)
-        copy.meta = {**node.meta, "module_path": self.edit.path}
-        for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-            if key in copy.meta:
-                copy.meta[key] = fx.map_arg(copy.meta[key], self.copy_of)
-        return copy
-
-    def weight(self, product: fx.Node) -> fx.Node:
-        """The part's matrices as a product takes them."""
-        found = weight_of(self.graph, product)
-        assert found is not None
-        name, chain = found
-        part = add_part(self.graph, name, self.layer.weights[name], self.begin, self.end)
-        value = self.graph.parts[part].tensor
-        read = self.edit.parameter(part, value, compute_dtype(self.graph, value))
-        for node in chain[1:]:
-            with self.graph.graph.inserting_before(self.layer.inside[-1]):
-                view = self.graph.graph.call_method(str(node.target), (read, *node.args[1:]), dict(node.kwargs))
-            with self.edit.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]):
-                made = getattr(read.meta["val"], str(node.target))(*node.args[1:], **node.kwargs)
-            alias = read if node.meta["alias_of"] is not None else None
-            view.meta = {**node.meta, "val": made, "module_path": self.edit.path, "alias_of": alias}
-            view.meta.pop("dims", None)
-            read = view
-        return read
+    def own_rows(self, rows: fx.Node) -> fx.Node:
+        shared = rows if self.begin == 0 else None
+        return self.call(part_rows, rows, self.layer.offsets, self.begin, view_of=shared)

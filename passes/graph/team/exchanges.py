@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ....ir.program import Exchange, TensorSpec
+from ..opgraph import OpGraph, plain_meta, value_tensors
 
 MEMBER = "team_member"  # the input that has a device's number in its team
 
@@ -89,6 +91,18 @@ EXCHANGES: dict[Callable[..., Any], ExchangeOps] = {
     own_part: ExchangeOps("own_part", "gather_parts", ("dim",)),
     pass_on: ExchangeOps("pass_on", "pass_on"),
 }
+
+
+def member_input(graph: OpGraph) -> fx.Node:
+    """A new input of the graph, which has the device's number in its team: [1], int64."""
+    last = next(n for n in reversed(graph.nodes) if n.op == "placeholder")
+    with graph.graph.inserting_after(last):
+        node = graph.graph.placeholder(MEMBER)
+    fake_mode = next(t.fake_mode for t in value_tensors(last.meta["val"]) if isinstance(t, FakeTensor))
+    with fake_mode:
+        value = torch.zeros(1, dtype=torch.int64)
+    node.meta = {**plain_meta(last), "val": value, "source": ""}
+    return node
 
 
 def is_exchange(node: fx.Node) -> bool:

@@ -50,10 +50,10 @@ from ..edit import GraphEdit
 from ..graph_pass import GraphPass
 from ..loss.class_loss import class_loss
 from ..masks.drop_masks import ATTENTION
-from ..opgraph import OpGraph, is_check, is_mode_switch, plain_meta, value_tensors
+from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from ..tokens.facts import TokenFacts, TokenPlace, sequence_lengths, token_facts
 from .attention import SharedAttention, attention_call, unrepeated
-from .exchanges import MEMBER, add_up, all_to_all, pass_on, sum_parts
+from .exchanges import add_up, all_to_all, member_input, pass_on, sum_parts
 from .local import LocalValues, with_local_sizes
 
 HEADS, TOKENS = 1, 2  # dimensions of the operands of attention
@@ -166,12 +166,7 @@ class _Splitter:
 
     def _member(self) -> fx.Node:
         """The input that has the device's number in its team."""
-        last = next(n for n in reversed(self.graph.nodes) if n.op == "placeholder")
-        with self.graph.graph.inserting_after(last):
-            node = self.graph.graph.placeholder(MEMBER)
-        with self.values.fake_mode:
-            value = torch.zeros(1, dtype=torch.int64)
-        node.meta = {**plain_meta(last), "val": value, "source": ""}
+        node = member_input(self.graph)
         self.shared.add(node)
         return node
 

@@ -2,8 +2,8 @@
 
 In: the op graph. Out: a graph of what one member computes: some columns of the first products of a region, its part of
 what is computed of them, such as some heads of attention, and its rows of the last products, whose summands the team
-adds up (`sum_parts`; in backward the gradients of what the region reads). `regions.py` finds regions. All members have
-the rest of the model, with the same bits.
+adds up (`sum_parts`; in backward the gradients of what the region reads). `regions.py` finds regions. Of a layer of
+experts a member has some (`member_experts.py`). All members have the rest of the model, with the same bits.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from ....ir.errors import PassError
-from ....ir.program import TeamPart
 from ...decisions import Width
 from ...draft import Draft
 from ..blocks import compute_dtype
 from ..edit import GraphEdit
+from ..experts.layers import ExpertLayer, find_expert_layers
 from ..graph_pass import GraphPass
-from ..opgraph import OpGraph, PartParam, value_tensors
+from ..opgraph import OpGraph, value_tensors
 from ..row_parts import refused_by_optimizer
-from .exchanges import share, sum_parts
+from .exchanges import member_input, share, sum_parts
+from .member_experts import add_team_part, divide_experts
 from .regions import WideProduct, WidthRegion, find_regions
 
 RESHAPES = ("view", "reshape", "expand", "unflatten")  # calls whose numbers say the shape of the result
@@ -47,11 +48,11 @@ class SplitWidth(GraphPass):
         """Raises `PassError` where nothing of the model can be divided among so many."""
         if self.team == 1:
             return Width()
-        regions = find_regions(draft.graph, self.team)
-        kept = [region.name for region in regions if not _refused_by_optimizer(draft, region)]
+        regions = _parts_of_model(draft.graph, self.team)
+        kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
         if not kept:
-            refused = next((_refused_by_optimizer(draft, region) for region in regions), "")
-            near = next((n for n in range(self.team - 1, 1, -1) if find_regions(draft.graph, n)), 1)
+            refused = next((_refused_by_optimizer(draft, region) for region in regions.values()), "")
+            near = next((n for n in range(self.team - 1, 1, -1) if _parts_of_model(draft.graph, n)), 1)
             why = refused or (
                 "no linear layers of this model follow each other so that members could have some columns of the first "
                 f"and the same rows of the last; the nearest team that can has {near}"
@@ -65,7 +66,8 @@ class SplitWidth(GraphPass):
         if draft.graph.team > 1:
             raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
         graph = draft.graph.copy()
-        regions = {region.name: region for region in find_regions(graph, decision.team)}
+        regions = _parts_of_model(graph, decision.team)
+        member: fx.Node | None = None
         for name in decision.regions:
             if name not in regions:
                 known = ", ".join(regions) or "none"
@@ -75,7 +77,12 @@ class SplitWidth(GraphPass):
             refused = _refused_by_optimizer(draft, regions[name])
             if refused:
                 raise PassError(f"split-width: {name} cannot be divided: {refused}")
-            _Divided(graph, regions[name], decision.team).write()
+            region = regions[name]
+            if isinstance(region, WidthRegion):
+                _Divided(graph, region, decision.team).write()
+            else:
+                member = member or member_input(graph)
+                divide_experts(graph, region, member, decision.team)
         for node in reversed(graph.nodes):
             if node.op == "get_attr" and not node.users:
                 graph.graph.erase_node(node)
@@ -84,9 +91,20 @@ class SplitWidth(GraphPass):
         draft.notes[self.name] = f"{len(decision.regions)} parts of the model are divided among {decision.team} members"
 
 
-def _refused_by_optimizer(draft: Draft, region: WidthRegion) -> str:
+def _parts_of_model(graph: OpGraph, team: int) -> dict[str, WidthRegion | ExpertLayer]:
+    """What members can divide: regions by the name of a weight, and layers of experts by that of their module."""
+    found: dict[str, WidthRegion | ExpertLayer] = {region.name: region for region in find_regions(graph, team)}
+    layers = find_expert_layers(graph).items()
+    return found | {name: layer for name, layer in layers if not layer.refusal and layer.experts % team == 0}
+
+
+def _refused_by_optimizer(draft: Draft, region: WidthRegion | ExpertLayer) -> str:
     parameters = draft.graph.parameters()
-    names = [name for product in (*region.columns, *region.rows) for name in (product.weight, product.bias) if name]
+    if isinstance(region, ExpertLayer):
+        names = list(region.weights)
+    else:
+        products = (*region.columns, *region.rows)
+        names = [name for product in products for name in (product.weight, product.bias) if name]
     return next(filter(None, (refused_by_optimizer(draft, name, parameters[name]) for name in names)), "")
 
 
@@ -139,15 +157,8 @@ class _Divided:
     def part(self, edit: GraphEdit, name: str, dim: int, blocks: int) -> fx.Node:
         """A read of a member's part of a parameter."""
         whole = self.parameters[name]
-        shape = list(whole.shape)
-        shape[dim] //= self.team
-        owner, _, leaf = name.rpartition(".")
-        part = f"{owner}[/{self.team}].{leaf}"
-        tensor = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), requires_grad=whole.requires_grad)
-        self.graph.parts[part] = PartParam(TeamPart(name, dim, self.team, blocks), tensor)
-        if name in self.graph.hooks:
-            self.graph.hooks[part] = self.graph.hooks[name]
-        return edit.parameter(part, tensor, compute_dtype(self.graph, whole))
+        part = add_team_part(self.graph, name, whole, dim, self.team, blocks)
+        return edit.parameter(part, self.graph.parts[part].tensor, compute_dtype(self.graph, whole))
 
     def inside(self, node: fx.Node, places: Sequence[tuple[int, int]]) -> None:
         """Give a node the shapes of one member."""

@@ -20,7 +20,7 @@ from penstock.ir.errors import PassError
 from penstock.ir.program import parse_program, work_of
 from penstock.passes.graph.team.regions import find_regions
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states, zoo_case
-from penstock.tests.zoo import zoo
+from penstock.tests.zoo import VOCABULARY, zoo
 
 # Sums over members and over columns are added in another order than eager's: a few units of fp32's last place.
 TOLERANCE = 5e-6
@@ -39,6 +39,13 @@ def job_of(model: nn.Module, batch: Any, num_devices: int, text: str, memory: st
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory=memory, dram="1GB")
     given = {"optimizer": SGD, "micro_batches": 4, **options}
     return penstock.compile(model, hardware, example_inputs=batch, strategy=text, **given)
+
+
+def experts_case(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A mixture of experts without dropout, and a batch of eight rows."""
+    model, _ = getattr(penstock.tests.zoo, name)(dropout=0.0)
+    ids = torch.randint(0, VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def assert_trains_like_eager(job: Job, batch: Any, **options: Any) -> None:
@@ -149,3 +156,25 @@ def test_the_search_tries_teams_where_rows_are_too_few_for_all_devices() -> None
     few = {name: value[:2] for name, value in batch.items()}
     job = job_of(model, few, 4, "auto", micro_batches="auto", search_s=2.0)
     assert any("split-width" in rival.name and rival.step_s for rival in job.plan.rivals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, team", [("mixtral", 2), ("qwen3_moe", 4), ("deepseek_v3", 2)])
+def test_members_have_experts_of_their_own(name: str, team: int) -> None:
+    """Each member takes the rows of its experts, and adds up over tokens."""
+    model, batch = experts_case(name)
+    job = job_of(model, batch, team, strategy(team))
+    layers = [name for name in job.plan.decisions.width.regions if name.endswith(".experts")]
+    assert len(layers) == (1 if name == "deepseek_v3" else 2)
+    assert_trains_like_eager(job, batch)
+
+
+def test_members_of_experts_add_up_tokens_not_rows() -> None:
+    model, batch = experts_case("mixtral")
+    text = strategy(2)
+    job = job_of(model, batch, 2, text)
+    program = parse_program(job.code(0), job.folder.interface, 0, "step")
+    moved = {work_of(program, node).moved_bytes for node in program.ops() if node.target is ops.sum_parts}
+    tokens, width, rows = 2 * 8, 32, 2 * 8 * 2
+    assert max(moved) == tokens * width * 4  # hidden states; a router's gradient is smaller
+    assert min(moved) == rows * 4
