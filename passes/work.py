@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class Work:
+class WorkDone:
     """The work done so far, in seconds."""
 
     seconds: float = 0.0

@@ -21,7 +21,7 @@ from ...ir.program import Program
 from ...ir.units import format_seconds
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
-from ...passes.work import Work
+from ...passes.work import WorkDone
 from ..plan import Plan, Rival
 from .bounds import machine_bound
 from .candidate import PLAIN, Candidate
@@ -76,7 +76,7 @@ class Attempts:
         self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
         self.seen: dict[tuple[int, Any], Trial] = {}  # (micro-batches, what decides the programs) -> its trial
         self.done: set[tuple[int, Candidate]] = set()
-        self.work = Work()
+        self.work = WorkDone()
         self.until_s = wishes.search_s
         self.longest_s = 0.0  # of work for one candidate
         self.bounds_s: dict[int, float] = {}  # by number of micro-batches, what no plan undercuts

@@ -35,7 +35,7 @@ from ...passes.receive_earlier import receive_earlier
 from ...passes.schedule.evaluation import evaluation_programs
 from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
-from ...passes.work import Work
+from ...passes.work import WorkDone
 from ...runtime.simulate import Timeline
 from ..pipeline import PassRecord, require_complete, run_passes
 from ..steps import simulate_here, step_seconds_here
@@ -135,9 +135,9 @@ class CandidateCompiler:
         options: Options,
         decided: MappingType[str, Any] | None = None,
         dump: DumpPrograms | None = None,
-        work: Work | None = None,
+        work: WorkDone | None = None,
     ):
-        self.work = work or Work()
+        self.work = work or WorkDone()
         self.graph, self.hardware, self.options = graph, hardware, options
         self.decided, self.dump = decided, dump
         self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from ...ir.machine.hardware import Hardware
 from ..draft import Draft
-from ..work import Work
+from ..work import WorkDone
 from .mapping import Mapping, equal_devices
 
 Complex = tuple[int, int]  # host, root complex
@@ -85,7 +85,7 @@ class _Search:
         self.near = [dict.fromkeys(self.rooms, 0.0) for _ in self.homes]  # contention with what is placed already
         self.chosen: dict[int, Complex] = {}
         self.pairs: dict[tuple[int, ...], float] = {}
-        self.most_s, self.work = deadline_s, Work()
+        self.most_s, self.work = deadline_s, WorkDone()
         self.proven = True
 
     def run(self) -> dict[int, int]:

@@ -19,7 +19,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from ..work import Work
+from ..work import WorkDone
 from .problem import MipProblem
 
 Cuts = tuple[int, ...]
@@ -39,7 +39,7 @@ class Search:
 
     def __init__(self, problem: MipProblem, objective: Objective, most_s: float = math.inf):
         self.problem, self.objective, self.most_s = problem, objective, most_s
-        self.work = Work()
+        self.work = WorkDone()
         self.turn_s = TURN_S * (problem.micro_batches + 4)
         self.known: dict[Cuts, float] = {}
         self.best: dict[int, tuple[float, Cuts]] = {}

@@ -26,13 +26,12 @@ import mip
 from .limits import BlockLimits
 
 GB = 1e9
-Residents = Sequence[bool | None]  # None: either
 
 
 class TotalsModel:
     """`model` minimises `end`, for every number of stages from `fewest` to `most`. `residents`: by device."""
 
-    def __init__(self, limits: BlockLimits, fewest: int, most: int, residents: Residents):
+    def __init__(self, limits: BlockLimits, fewest: int, most: int, residents: Sequence[bool | None]):
         p = limits.p
         self.limits, self.p, self.fewest, self.n, self.m = limits, p, fewest, len(p.units), p.micro_batches
         self.used = min(self.n, most)  # devices that may have a stage

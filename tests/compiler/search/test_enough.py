@@ -12,7 +12,7 @@ import penstock
 from penstock.compiler.search import attempts
 from penstock.compiler.search.trial import Skipped
 from penstock.ir.errors import PlanError
-from penstock.passes.work import Work
+from penstock.passes.work import WorkDone
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 
 
@@ -52,11 +52,11 @@ def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
 def test_none_is_begun_that_would_end_late() -> None:
     """Once something fits. Before that, only the end of the time ends the search."""
     tried = attempts.Attempts.__new__(attempts.Attempts)
-    tried.until_s, tried.longest_s, tried.best, tried.work = 10.0, 4.0, None, Work(9.0)
+    tried.until_s, tried.longest_s, tried.best, tried.work = 10.0, 4.0, None, WorkDone(9.0)
     assert not tried.is_late
     tried.best = object()  # type: ignore[assignment]
     assert tried.is_late
-    tried.work = Work(5.0)
+    tried.work = WorkDone(5.0)
     assert not tried.is_late
 
 
