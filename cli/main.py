@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
-from .options import JobOptions, TrainOptions, machine, takes
+from .options import JobOptions, PlanOptions, TrainOptions, machine, takes
 from .working import working
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock
     "--sequence 2048 --precision fp16. To compare: penstock plan --model gpt2-xl --hardware mobius-8gpu "
     "--hardware mobius-v100 --precision fp16"
 )
-@takes(JobOptions)
+@takes(PlanOptions)
 def plan(
-    options: JobOptions,
+    options: PlanOptions,
     out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
     dump_passes: Annotated[
         bool, typer.Option("--dump-passes", help="also the programs after each pass: in OUT/passes, or printed")

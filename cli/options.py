@@ -239,6 +239,18 @@ class JobOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions(JobOptions):
+    """The options that `penstock plan` takes in addition: what else batches are like that do not exist."""
+
+    padding: Annotated[
+        bool, typer.Option(help="rows may end in padding, so that there is a mask; else all rows are full")
+    ] = True
+
+    def named_model(self) -> NamedModel:
+        return dataclasses.replace(super().named_model(), padding=self.padding)
+
+
+@dataclass(frozen=True)
 class TrainOptions(JobOptions):
     """The options that `penstock train` takes in addition."""
 

@@ -120,10 +120,12 @@ class Body:
             else:
                 self._switch(_PLAIN)
                 self._release()
-                write = (
-                    self._loop if isinstance(step, Loop) else self._tiles if isinstance(step, TiledPart) else self._call
-                )
-                write(step)  # type: ignore[operator]
+                if isinstance(step, Loop):
+                    self._loop(step)
+                elif isinstance(step, TiledPart):
+                    self._tiles(step)
+                else:
+                    self._call(step)
         self.now += 1
         self._switch(_PLAIN)
         self.returned = [self._name(node).text for node in self.outputs]
@@ -192,7 +194,7 @@ class Body:
     def _tiles(self, part: TiledPart) -> None:
         """Write a part as a function of a tile, and the call that runs it over all tiles."""
         texts = [self._name(n).text for n in part.inputs]
-        wanted = {n: self._called(n) or usable(op_name(n)) for n in part.inputs}
+        wanted = {n: text if text.isidentifier() else usable(op_name(n)) for n, text in zip(part.inputs, texts)}
         body = Body(part.nodes, _distinct(wanted), part.outputs, self.imports, self.path, is_tile=True)
         name = self.names.take("tile", self.now, self.now)
         arguments = ", ".join(body.first_names.values())

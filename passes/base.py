@@ -28,6 +28,7 @@ class Pass:
     automatic: ClassVar[tuple[str, ...]] = ()  # numeric options that the pass can choose itself: 0, written "auto"
     synchronous: ClassVar[bool] = True  # False: the pass changes the training, so it must be asked for by name
     slow: ClassVar[bool] = False  # whether it takes longer than all others of its kind together
+    closes: ClassVar[tuple[str, ...]] = ()  # passes that may not come after it, as they would change what it has made
     final: ClassVar[str] = ""  # of a pass with several decisions, why no other pass may make one of them
 
     def plan(self, draft: Draft) -> Any:
@@ -59,10 +60,10 @@ def require_own(p: Pass, field_name: str, decision: object, own: object) -> None
 
 def check_contracts(passes: Sequence[Pass]) -> None:
     """Raise `PassError` where a pass needs what no earlier pass gives, leaves to another what none gives, or comes
-    twice, or where two passes decide the same field."""
+    twice, or after one that it would change, or where two passes decide the same field."""
     given: set[str] = set()
     decided: dict[str, Pass] = {}
-    seen: set[str] = set()
+    seen: dict[str, Pass] = {}
     for p in passes:
         missing = [need for need in p.needs if need not in given]
         if missing:
@@ -71,6 +72,11 @@ def check_contracts(passes: Sequence[Pass]) -> None:
             raise PassError(f"pass {p.name!r} needs {', '.join(missing)}, which no pass before it gives{hint}")
         if p.name in seen:
             raise PassError(f"pass {p.name!r} comes twice")
+        closing = next((other for other in seen.values() if p.name in other.closes), None)
+        if closing is not None:
+            raise PassError(
+                f"pass {p.name!r} comes after {closing.name!r}, whose work it would change; put it before it"
+            )
         for name in p.fields or (p.decides,):
             other = decided.setdefault(name, p)
             if other is not p:
@@ -78,7 +84,7 @@ def check_contracts(passes: Sequence[Pass]) -> None:
                 raise PassError(
                     f"pass {p.name!r} decides {name}, as {other.name} does; leave one out{f': {why}' if why else ''}"
                 )
-        seen.add(p.name)
+        seen[p.name] = p
         given.update(p.gives)
     for p in passes:
         p.check_pipeline(given)

@@ -8,7 +8,7 @@ there written for one layer; here for any part that `tile-sequence` finds on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Values = Tensor | tuple[Tensor, ...]
+Slices = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 def in_tiles(
@@ -26,11 +27,13 @@ def in_tiles(
     dims: Sequence[int | None],
     results: Sequence[int],
     weights: Sequence[Tensor] = (),
+    slices: Slices | None = None,
 ) -> Values:
     """`body(*operands)`, computed for `tokens` tokens at a time.
 
     `dims`: the dimension along which each operand has its tokens, None for one that every tile needs whole; `results`:
-    the same for each result. `weights`: the parameters inside the body that may get gradients.
+    the same for each result. `weights`: the parameters inside the body that may get gradients. `slices`: where each
+    tile begins and its number of tokens, by the length and `tokens`; `tile_slices` unless given.
     Raises ValueError where operands have different numbers of tokens, and for a body that gives a tile another number.
     """
     lengths = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
@@ -38,9 +41,17 @@ def in_tiles(
         raise ValueError(f"what is cut into tiles has {sorted(lengths)} tokens; one number is allowed")
     kind = operands[0].device.type
     state = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    rule = _Rule(body, tokens, lengths.pop(), tuple(dims), tuple(results), tuple(weights), kind, *state)
+    rule = _Rule(
+        body, tokens, lengths.pop(), tuple(dims), tuple(results), tuple(weights), kind, *state, slices or tile_slices
+    )
     made = _InTiles.apply(rule, *operands, *weights)
     return made[0] if len(results) == 1 else made  # type: ignore[no-any-return]
+
+
+def tile_slices(length: int, tokens: int) -> Iterator[tuple[int, int]]:
+    """Where each tile begins, and the number of its tokens: the last one may have fewer."""
+    for start in range(0, length, tokens):
+        yield start, min(tokens, length - start)
 
 
 class _Rule(NamedTuple):
@@ -53,11 +64,10 @@ class _Rule(NamedTuple):
     kind: str
     autocasts: bool
     dtype: torch.dtype
+    slices: Slices
 
-    def slices(self) -> Iterator[tuple[int, int]]:
-        """Where each tile begins, and the number of its tokens."""
-        for start in range(0, self.length, self.tokens):
-            yield start, min(self.tokens, self.length - start)
+    def tiles(self) -> Iterable[tuple[int, int]]:
+        return self.slices(self.length, self.tokens)
 
     def tile(self, operands: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
         """What of the operands a tile needs."""
@@ -85,7 +95,7 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
         whole: list[Tensor] = []
-        for start, size in rule.slices():
+        for start, size in rule.tiles():
             parts = rule.run(rule.tile(operands, start, size), size)
             if not whole:
                 whole = [_like(part, dim, rule.length) for part, dim in zip(parts, rule.results)]
@@ -101,7 +111,7 @@ class _InTiles(torch.autograd.Function):
         operands, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
         found: list[Tensor | None] = [None] * len(needs)
         given = [i for i, grad in enumerate(grads) if grad is not None]
-        for start, size in rule.slices():
+        for start, size in rule.tiles():
             with torch.enable_grad():
                 parts = rule.tile([x.detach() for x in operands], start, size)
                 parts = [x.requires_grad_() if need else x for x, need in zip(parts, needs)]

@@ -45,6 +45,7 @@ class NamedModel:
     adapter: LoraChoice | None = None
     base: str = ""  # the form of the frozen weights under an adapter; "" for the model's own
     make: Callable[[], nn.Module] | None = None  # of a model that Python code makes
+    padding: bool = True  # whether rows of its batches may end in padding, so that these have an attention_mask
 
     @property
     def has_weights(self) -> bool:
@@ -111,7 +112,8 @@ class NamedModel:
         labels = (
             one_label if self.head == "classification" else {"shape": [batch, targets or sequence], "dtype": "int64"}
         )
-        return {"input_ids": tokens, "attention_mask": tokens, "labels": labels}
+        mask = {"attention_mask": tokens} if self.padding else {}
+        return {"input_ids": tokens, **mask, "labels": labels}
 
     def items(self, batch: int, sequence: int) -> tuple[int, str]:
         """What a batch is made of: how many, and the word for one of them. Tokens of labels do not count."""

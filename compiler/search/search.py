@@ -6,7 +6,9 @@ If the winner is faster with another number, that one is swept as well. `attempt
 
 Where scouts lack DRAM and there are SSDs, all candidates use SSDs; where they lack device memory and there are none,
 activations and inputs of stages go to DRAM. Where DRAM holds everything, the best is also tried with activations that
-move, and with an optimizer under the backward pass.
+move, and with an optimizer under the backward pass. Where a layer alone is too large for every device, sequences are
+cut into tiles from the beginning, elsewhere where nothing else fits; where memory is short, the best is tried with
+tiles, too.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
 them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
@@ -19,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from ...ir.errors import PassError, PenstockError
+from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
@@ -29,7 +31,9 @@ from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.tables.split_vocabulary import SplitVocabulary
 from ...passes.graph.team.split_width import SplitWidth
+from ...passes.graph.tokens.tile_sequence import TileSequence
 from ...passes.memory.insert_fetch import InsertFetch, is_queued
+from ...passes.partition.slices import Slices
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
@@ -39,7 +43,7 @@ from .layouts import LayoutEstimate, estimates, team_layouts, varied
 from .teams import divided, has_long_rows, team_meshes
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
-AGAIN = RecomputePointwise()
+AGAIN, TILES = RecomputePointwise(), TileSequence()
 LEADERS = 3  # partitions whose schedules and tiers are tried
 FAR = 0.1  # by how much the first may be slower than the best: schedules and tiers gain less
 MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
@@ -83,26 +87,34 @@ class Sweep(Attempts):
             self.fleet()
             return
         bases = self.bases()
+        self.first_that_fits(bases)
+        if self.best is None and not any(TILES in base.graph_passes for base in bases):
+            self.first_that_fits(self.tiled(bases))
+        if self.best is None or self.wishes.batch_size < self.hardware.num_devices:
+            self.base = next(base for base in bases if TILES not in base.graph_passes)
+            self.teams(self.usual[0] if self.best is None else self.best.count)
+        self.best_of_counts()
+        if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
+            self.share_sequences()
+
+    def first_that_fits(self, bases: Sequence[Candidate]) -> None:
+        """Try the bases in order until something fits."""
         for base in bases:
             self.base = base
             self.scout()
             if self.has_ssds and not self.lacks_host_memory:  # without SSDs, what needs less memory is tried first
                 self.sweep_until_one_fits()
             if self.best is not None:
-                break
-        for base in reversed(bases) if self.best is None else ():
+                return
+        for base in reversed(bases):
             self.base = base
             self.sweep_until_one_fits()
-        if self.best is None or self.wishes.batch_size < self.hardware.num_devices:
-            self.base = bases[0]
-            self.teams(self.usual[0] if self.best is None else self.best.count)
-        self.best_of_counts()
-        if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
-            self.share_sequences()
 
     def share_sequences(self) -> None:
-        """Try teams that share sequences, with the fewest micro-batches that they can share out."""
-        base = self.bases()[0]
+        """Try teams that share sequences, with the fewest micro-batches that they can share out; where layers are too
+        large, also with tiles of a member's tokens, and with activations that move."""
+        bases = self.bases()
+        base = next(base for base in bases if TILES not in base.graph_passes)
         for team, mesh in team_meshes(self.hardware):
             teams = self.hardware.num_devices // team
             count = next((n for n in sorted({*self.usual, *self.last_resort}) if n % teams == 0), None)
@@ -112,8 +124,12 @@ class Sweep(Attempts):
                 if isinstance(found, PassError):
                     self.trials.append(Trial(base.on(mesh), count, reason=found))
                     continue
-                candidate = found.on(mesh)
-                self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
+                candidates = [found.on(mesh)]
+                if TILES in bases[0].graph_passes:
+                    tiled = found.over(*found.graph_passes, TILES).on(mesh)
+                    candidates += [tiled] if tiled.is_shared else [tiled, tiled.leaving()]
+                for candidate in candidates:
+                    self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
 
     def sweep_until_one_fits(self) -> None:
         for count in (*self.usual, *self.last_resort):
@@ -198,7 +214,21 @@ class Sweep(Attempts):
             usual = [PLAIN, LEAVING]
         else:
             usual = [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
-        return self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
+        plain = self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
+        return [*(self.tiled(usual) if self.has_large_layers() else ()), *plain]
+
+    def tiled(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates with token-wise parts in tiles of tokens; none where no part is large for a device."""
+        draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
+        return [base.over(*base.graph_passes, TILES) for base in candidates] if TILES.plan(draft) else []
+
+    def has_large_layers(self) -> bool:
+        """Whether a layer alone, with what it saves, is too large for every device, whatever the micro-batch."""
+        counts = dict.fromkeys((self.usual[0], max([*self.usual, *self.last_resort])))
+        try:
+            return all(Slices(self.compiler(count).lane(PLAIN)).fewest() is None for count in counts)
+        except (DoesNotFit, PassError, PlanError):
+            return False
 
     def with_parts(self, candidates: list[Candidate]) -> list[Candidate]:
         """The candidates, and after them, where a table or a layer of experts is large for a device, the same with its
@@ -234,6 +264,7 @@ class Sweep(Attempts):
         for row in self.leaders(count)[:1]:
             self.other_tiers(row)
         self.look(count, self.computed_again(count))
+        self.look(count, self.other_tiles(count))
         self.look(count, self.other_losses(count))
         self.hybrids(count)
         if not self.is_late and not self.base.is_shared:
@@ -247,6 +278,7 @@ class Sweep(Attempts):
         self.like_the_best(count, cuts, maps)
         self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])
         self.look(count, self.computed_again(count))
+        self.look(count, self.other_tiles(count))
         self.look(count, self.other_losses(count))
         self.look(count, self.one_phase_ahead(count))
 
@@ -265,6 +297,14 @@ class Sweep(Attempts):
             return []
         others = [p for p in best.graph_passes if p != AGAIN]
         return [best.over(*others) if AGAIN in best.graph_passes else best.over(*others, AGAIN)]
+
+    def other_tiles(self, count: int) -> list[Candidate]:
+        """The best candidate with token-wise parts in tiles, or without; none where everything is kept."""
+        best = self.best_candidate
+        if self.best is None or self.best.count != count or self.trial_of(count, best).keeps_all:
+            return []
+        others = [p for p in best.graph_passes if not isinstance(p, TileSequence)]
+        return [best.over(*others) if len(others) < len(best.graph_passes) else best.over(*others, TILES)]
 
     def other_losses(self, count: int) -> list[Candidate]:
         """The best candidate with whole logits, if it makes them in chunks, or with chunks, if it could."""

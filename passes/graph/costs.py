@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...ir.tiles import TiledPart, mark_of, with_parts
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
-from ...runtime.tiles import in_tiles
+from ...runtime.tiles import in_tiles, tile_slices
 from .blocks import AgainCost, Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
 from .forwards.first_only import unread_by_gradients
 from .kernels.attention import cuda_attention
@@ -118,16 +118,11 @@ def _costly_calls(
     Those of tiles cannot be kept: backward would make them again."""
     if [(row.node, row.look[0]) for row in forward] != [(row.node, row.look[0]) for row in light]:
         return None
-    return tuple(
-        CostlyCall(
-            a.node,
-            a.bytes,
-            a.flops,
-            a.is_saved,
-            a.look == b.look and not (a.is_changed or b.is_changed or a.node in tiled),
-        )  # fmt: skip
-        for a, b in zip(forward, light)
-    )
+    found = []
+    for a, b in zip(forward, light):
+        can_be_kept = a.look == b.look and not (a.is_changed or b.is_changed or a.node in tiled)
+        found.append(CostlyCall(a.node, a.bytes, a.flops, a.is_saved, can_be_kept))
+    return tuple(found)
 
 
 class BlockRun:
@@ -140,6 +135,7 @@ class BlockRun:
         self.places = {node: i for i, node in enumerate(block.nodes)}
         self.parameters = {k: p for node in block.nodes for k, p in graph.node_parameters(node).items()}
         self.now = 0  # the number of the node that runs
+        self.times = 1  # the number of calls that each call stands for
 
     def fake(self, tensor: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
         if id(tensor) not in self.tensors:
@@ -209,8 +205,20 @@ class BlockRun:
 
         operands = [values[n] for n in part.inputs]
         weights = [self.fake(self.parameters[name]) for name in part.weights]
-        made = in_tiles(body, part.tokens, operands, part.dims, part.results, weights)
+        made = in_tiles(body, part.tokens, operands, part.dims, part.results, weights, self.some_tiles)
         values.update(zip(part.outputs, made if isinstance(made, tuple) else (made,)))
+
+    def some_tiles(self, length: int, tokens: int) -> Iterator[tuple[int, int]]:
+        """The first tile, the second in place of all others of its size, and the last one where it is smaller: the more
+        tiles there are, the more are alike."""
+        first, *others = tile_slices(length, tokens)
+        alike = [row for row in others if row[1] == first[1]]
+        yield first
+        if alike:
+            self.times = len(alike)
+            yield alike[0]
+        self.times = 1
+        yield from others[len(alike) :]
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
@@ -341,18 +349,18 @@ class _Meter(TorchDispatchMode, KernelCalls):
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         before = {t.untyped_storage()._cdata for t in read}
         new = [t for t in made if t.untyped_storage()._cdata not in before]
-        flops = flops_of(func, args, kwargs, out)
-        self.flops += flops
+        flops, times = flops_of(func, args, kwargs, out), self.run.times
+        self.flops += flops * times
         if func in COSTLY:
             self.note(look_of(func, args, kwargs, out), parts_of(out), result_bytes(out), flops)
         for tensor in written(func, args, kwargs):
             if tensor.untyped_storage()._cdata in self.outputs:
                 self.outputs[tensor.untyped_storage()._cdata].is_changed = True
         if new or func._schema.is_mutable:
-            self.launches += 1
+            self.launches += times
             moved_bytes = sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
-            self.traffic_bytes += moved_bytes
-            self.rows.note(func, args, flops, moved_bytes)
+            self.traffic_bytes += moved_bytes * times
+            self.rows.note(func, args, flops, moved_bytes, times)
         for tensor in new:
             self.born(tensor.untyped_storage())
         if self.run.cuda:
@@ -368,8 +376,9 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
 
     def kernel(self, call: Product | AttentionCall) -> None:
-        self.flops += call.flops
-        self.rows.add(call)
+        for _ in range(self.run.times):
+            self.flops += call.flops
+            self.rows.add(call)
 
     def made(self, call: Product | AttentionCall, results: tuple[torch.Tensor, ...]) -> None:
         num_bytes = attention_bytes(results[0]) if isinstance(call, AttentionCall) else result_bytes(results)
@@ -379,7 +388,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         """A costly call. Results with gaps cannot be kept, as no flat buffer holds them."""
         has_gaps = any(t.untyped_storage().nbytes() > t.nbytes for t in results)
         call = _Costly(self.run.now, look, num_bytes, flops, is_changed=has_gaps)
-        self.costly.append(call)
+        self.costly += [call] * self.run.times
         self.outputs.update((part.untyped_storage()._cdata, call) for part in results)
 
     def mix(self) -> CallMix:

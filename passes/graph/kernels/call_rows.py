@@ -68,15 +68,15 @@ class MixRows:
         else:
             self.attention.append(call)
 
-    def note(self, func: Any, args: Sequence[Any], flops: float, moved_bytes: int) -> None:
-        """A call that reads and writes `moved_bytes`; one with FLOPs that is no product has no row."""
+    def note(self, func: Any, args: Sequence[Any], flops: float, moved_bytes: int, times: int = 1) -> None:
+        """`times` calls that read and write `moved_bytes`; those with FLOPs that are no products have no row."""
         packet = func._overloadpacket
         if packet in PRODUCTS:
-            self.products.append(_product(*args[PRODUCTS[packet] :][:2]))
+            self.products += [_product(*args[PRODUCTS[packet] :][:2])] * times
         elif packet in CPU_ATTENTION:
-            self.attention.append(_cpu_attention(func, args, CPU_ATTENTION[packet]))
+            self.attention += [_cpu_attention(func, args, CPU_ATTENTION[packet])] * times
         elif not flops and packet not in MOVES_NOTHING:
-            self.pointwise[moved_bytes] += 1
+            self.pointwise[moved_bytes] += times
 
     def mix(self, flops: float, traffic_bytes: float) -> CallMix:
         """The mix behind these sums. FLOPs of no row are those of calls of other kinds."""

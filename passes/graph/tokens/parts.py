@@ -23,6 +23,7 @@ from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from .facts import TokenFacts, sequence_lengths, token_facts
 
 SIZE = 3  # of the tile on which nodes are tried: no size of its own broadcasts
+_FORMS = {"reshape", "contiguous", "clone", "to", "float", "type_as", "repeat", "repeat_interleave", "cat", "stack"}
 _SHAPED = ("view", "reshape", "expand")  # their arguments may name the number of tokens, which tiles do not have
 
 
@@ -192,6 +193,8 @@ class _Finder:
         root = storage_root(node)
         if root is not node:
             return self._can_leave(root)
+        if call_name(node) not in _FORMS:
+            return False
         sources = {storage_root(n) for n in node.all_input_nodes if n in inside}
         new = [n for n in sources if all(user in inside for user in n.users)]  # what it does not give anyway
         return _size(node) > sum(map(_size, new))

@@ -21,6 +21,7 @@ from ....ir.units import format_bytes
 from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph
+from .facts import sequence_lengths
 from .parts import TokenPart, token_parts
 
 LEAST_TOKENS = 1024  # of a tile whose size is not given: smaller products reach less of a GPU's speed
@@ -37,10 +38,13 @@ class TileSequence(GraphPass):
     name: ClassVar[str] = "tile-sequence"
     decides: ClassVar[str] = "tiles"
     automatic: ClassVar[tuple[str, ...]] = ("tokens",)
+    closes: ClassVar[tuple[str, ...]] = ("drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary")
     tokens: int = 0
 
     def plan(self, draft: Draft) -> Tiles:
         """Raises `PassError` where `tokens` is given and no part of the model can be cut."""
+        if not self.tokens and max(sequence_lengths(draft.graph), default=0) < LARGE_TILES * LEAST_TOKENS:
+            return {}
         parts = token_parts(draft.graph, draft.machine.devices[0].kind)
         room_bytes = min(device.budget_bytes for device in draft.machine.devices)
         if self.tokens:

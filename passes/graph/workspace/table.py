@@ -29,11 +29,12 @@ HOLD_NOTHING = frozenset(
     for name in (
         "_fused_rms_norm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_to_copy", "_unsafe_view",
         "arange", "bucketize", "cat", "clone", "constant_pad_nd", "copy_", "dot", "embedding", "empty", "empty_like",
-        "empty_strided", "fill_", "flip", "floor_divide", "full", "full_like", "gather", "glu", "index", "index_add",
-        "index_copy", "index_select", "leaky_relu_backward", "native_dropout", "native_dropout_backward",
-        "native_layer_norm", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nll_loss_backward",
-        "nll_loss_forward", "ones", "ones_like", "roll", "scalar_tensor", "scatter", "scatter_add", "scatter_reduce",
-        "searchsorted", "select_backward", "slice_backward", "stack", "tril", "triu", "zero_", "zeros", "zeros_like",
+        "empty_permuted", "empty_strided", "fill_", "flip", "floor_divide", "full", "full_like", "gather", "glu",
+        "index", "index_add", "index_copy", "index_select", "leaky_relu_backward", "native_dropout",
+        "native_dropout_backward", "native_layer_norm", "new_empty", "new_empty_strided", "new_full", "new_ones",
+        "new_zeros", "nll_loss_backward", "nll_loss_forward", "ones", "ones_like", "roll", "scalar_tensor", "scatter",
+        "scatter_add", "scatter_reduce", "searchsorted", "select_backward", "slice_backward", "stack", "tril", "triu",
+        "zero_", "zeros", "zeros_like",
     )
 )  # fmt: skip
 # Their kernels write the whole weight, which is their result, and need no more.
