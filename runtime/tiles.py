@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Values = Tensor | tuple[Tensor, ...]
-Slices = Callable[[int, int], Iterable[tuple[int, int]]]
+TileBounds = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 def in_tiles(
@@ -27,7 +27,7 @@ def in_tiles(
     dims: Sequence[int | None],
     results: Sequence[int],
     weights: Sequence[Tensor] = (),
-    slices: Slices | None = None,
+    slices: TileBounds | None = None,
 ) -> Values:
     """`body(*operands)`, computed for `tokens` tokens at a time.
 
@@ -64,7 +64,7 @@ class _Rule(NamedTuple):
     kind: str
     autocasts: bool
     dtype: torch.dtype
-    slices: Slices
+    slices: TileBounds
 
     def tiles(self) -> Iterable[tuple[int, int]]:
         return self.slices(self.length, self.tokens)

@@ -56,7 +56,7 @@ def measure(
     largest tensor are left, and what of that has no room counts in the peaks.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = BlockRun(graph, block, mode, device_kind)
+    run = FakeBlockRun(graph, block, mode, device_kind)
     with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast), _attention_of(device_kind):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
@@ -125,7 +125,7 @@ def _costly_calls(
     return tuple(found)
 
 
-class BlockRun:
+class FakeBlockRun:
     """One block on fake inputs and fake parameters of its own."""
 
     def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str):
@@ -328,7 +328,7 @@ class _Costly:
 class _Meter(TorchDispatchMode, KernelCalls):
     """Counts FLOPs, bytes read and written, calls by size, and the peak of live new storages; notes costly calls."""
 
-    def __init__(self, run: BlockRun) -> None:
+    def __init__(self, run: FakeBlockRun) -> None:
         super().__init__()
         self.run = run
         self.costly: list[_Costly] = []

@@ -15,6 +15,7 @@ from penstock.passes.graph.recompute_pointwise import RecomputePointwise
 from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
 from penstock.passes.graph.team.split_context import SplitContext
 from penstock.passes.graph.team.split_width import SplitWidth
+from penstock.passes.graph.tokens.tile_sequence import TileSequence
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
@@ -67,6 +68,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     # The search adds these where memory is short, or steps are long.
     searched = {SplitVocabulary.name, SplitExperts.name, RecomputePointwise.name}
     searched |= {SplitContext.name, SplitWidth.name}
+    searched.add(TileSequence.name)
     assert set(PASSES) == named | searched and not named & searched
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ....ir.calls import call_name
 from ..blocks import Block, storage_root
 from ..coarsen import layer_runs
-from ..costs import BlockRun
+from ..costs import FakeBlockRun
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from .facts import TokenFacts, sequence_lengths, token_facts
 
@@ -48,10 +48,16 @@ class TokenPart:
 def token_parts(graph: OpGraph, device_kind: str = "cpu") -> list[TokenPart]:
     """The parts in order; none of a graph whose sizes differ from batch to batch, or into which no sequence enters.
     Where sequences of several lengths enter, those of the longest are cut."""
-    lengths = sequence_lengths(graph)
-    if graph.sizes or graph.symbols or not lengths or lengths[0] <= SIZE:
+    if graph.sizes or graph.symbols:
         return []
-    facts = token_facts(graph, lengths[0], device_kind)
+    whole = max(sequence_lengths(graph), default=0)
+    lengths = dict.fromkeys((whole // graph.team, whole))  # members of a team may have a part of the tokens each
+    return next((found for n in lengths if n > SIZE and (found := _parts(graph, n, device_kind))), [])
+
+
+def _parts(graph: OpGraph, length: int, device_kind: str) -> list[TokenPart]:
+    """The parts of sequences of this length."""
+    facts = token_facts(graph, length, device_kind)
     modes = (t.fake_mode for n in graph.nodes for t in value_tensors(n.meta.get("val")) if isinstance(t, FakeTensor))
     mode = next(modes)
     with mode, torch.no_grad():
@@ -63,7 +69,7 @@ class _Finder:
 
     def __init__(self, graph: OpGraph, facts: TokenFacts, layer: str, mode: FakeTensorMode):
         self.facts, self.layer = facts, layer
-        self.runner = BlockRun(graph, Block(layer, ()), mode, "cpu")
+        self.runner = FakeBlockRun(graph, Block(layer, ()), mode, "cpu")
         self.found: list[TokenPart] = []
         self.written = {storage_root(w) for n in graph.nodes for w in n.meta.get("mutates", ())}
         self.open: dict[fx.Node, Any] = {}  # node of the part -> its value on a tile

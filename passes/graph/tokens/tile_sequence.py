@@ -38,7 +38,9 @@ class TileSequence(GraphPass):
     name: ClassVar[str] = "tile-sequence"
     decides: ClassVar[str] = "tiles"
     automatic: ClassVar[tuple[str, ...]] = ("tokens",)
-    closes: ClassVar[tuple[str, ...]] = ("drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary")
+    closes: ClassVar[tuple[str, ...]] = (
+        "drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary", "split-experts", "split-context",
+    )  # fmt: skip
     tokens: int = 0
 
     def plan(self, draft: Draft) -> Tiles:

@@ -62,6 +62,7 @@ PLACES = {
     "a choice in forward": (_FIRST, "        value = 1 if {} else 2\n" + _FIRST),
     "a with in forward": ("with torch.no_grad():", "with torch.set_grad_enabled(bool({} and 0)):"),
     "a function in forward": (_FIRST, "        def more():\n            {}\n        more()\n" + _FIRST),
+    "a tile in forward": (_FIRST, "        def tile(x):\n            return {}\n        tile(ids)\n" + _FIRST),
     "a return of forward": (_RETURN, "        return ({}, cross_entropy)[1], logits "),
     "a statement of __init__": ("        self.blocks = Scope()", "        {}\n        self.blocks = Scope()"),
     "a member of __init__": ("        self.blocks = Scope()", "        self.x = {}\n        self.blocks = Scope()"),
