@@ -94,7 +94,7 @@ class Decisions(BaseModel):
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     interleaved: bool = False  # whether independent forwards of one model run layer by layer
     context: TokenSplit | None = None  # how tokens are divided among the members of a team
-    tiles: dict[str, Annotated[int, Field(ge=1)]] = {}  # token-wise part -> the number of tokens of its tiles
+    tiles: dict[str, Annotated[int, Field(ge=2)]] = {}  # token-wise part -> the number of tokens of its tiles
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for

@@ -34,7 +34,8 @@ def in_tiles(
     `dims`: the dimension along which each operand has its tokens, None for one that every tile needs whole; `results`:
     the same for each result. `weights`: the parameters inside the body that may get gradients. `slices`: where each
     tile begins and its number of tokens, by the length and `tokens`; `tile_slices` unless given.
-    Raises ValueError where operands have different numbers of tokens, and for a body that gives a tile another number.
+    Raises ValueError where operands have different numbers of tokens, for a body that gives a tile another number, and
+    in backward for a trained parameter inside that `weights` lacks.
     """
     lengths = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
     if len(lengths) != 1:
@@ -116,6 +117,8 @@ class _InTiles(torch.autograd.Function):
                 parts = rule.tile([x.detach() for x in operands], start, size)
                 parts = [x.requires_grad_() if need else x for x, need in zip(parts, needs)]
                 made = rule.run(parts, size)
+            if start == 0:
+                _check_weights(made, (*parts, *rule.weights))
             sources = [t for t, need in zip((*parts, *rule.weights), needs) if need]
             ends = [grads[i].narrow(rule.results[i], start, size) for i in given]  # type: ignore[union-attr]
             gradients = iter(torch.autograd.grad([made[i] for i in given], sources, ends, allow_unused=True))
@@ -130,6 +133,22 @@ class _InTiles(torch.autograd.Function):
                 elif gradient is not None:
                     found[i] = _added(found[i], gradient)
         return (None, *found)
+
+
+def _check_weights(made: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Refuse a body with leaves that get gradients and are not known: these would be lost."""
+    ids = {id(tensor) for tensor in known}
+    stack = [part.grad_fn for part in made]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ids:
+            raise ValueError(f"a parameter of shape {tuple(leaf.shape)} inside a tile is not among its weights")
+        stack += [function for function, _ in node.next_functions]
 
 
 def _like(part: Tensor, dim: int, length: int) -> Tensor:

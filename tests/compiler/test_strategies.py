@@ -67,8 +67,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     named = {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
     # The search adds these where memory is short, or steps are long.
     searched = {SplitVocabulary.name, SplitExperts.name, RecomputePointwise.name}
-    searched |= {SplitContext.name, SplitWidth.name}
-    searched.add(TileSequence.name)
+    searched |= {SplitContext.name, SplitWidth.name, TileSequence.name}
     assert set(PASSES) == named | searched and not named & searched
 
 

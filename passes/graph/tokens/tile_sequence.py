@@ -40,6 +40,7 @@ class TileSequence(GraphPass):
     automatic: ClassVar[tuple[str, ...]] = ("tokens",)
     closes: ClassVar[tuple[str, ...]] = (
         "drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary", "split-experts", "split-context",
+        "split-width",
     )  # fmt: skip
     tokens: int = 0
 

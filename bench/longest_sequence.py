@@ -1,0 +1,85 @@
+"""Which sequences of Llama-8B a machine takes by plan, in bf16 with AdamW: one row of full length, no padding.
+
+A row says whether the length fits, the predicted step, and the peaks of a device and of DRAM. Without --strategy the
+search chooses. Nothing runs: plans are simulated, with weights, states and what waits in DRAM counted. DeepSpeed's
+published lengths for the same model (Bekman et al. 2025, "Arctic Long Sequence Training", abstract) stand in the rows
+of machines that these were measured on: 500,000 tokens on one H100, 3,700,000 on eight.
+
+Run: python bench/longest_sequence.py --machine rtx4090 --dram 256GB --sequence 131072 196608 [--strategy PASSES]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.bench.peers import rows
+from penstock.cli.options import machine
+from penstock.compiler.models.named import find_model
+from penstock.ir.errors import DoesNotFit, PlanError
+
+PUBLISHED = {"h100": 500_000, "h100x1": 500_000, "h100x8": 3_700_000}  # ALST, tokens
+IN_DRAM = "choose-activations{swap=true}, insert-fetch{swap=true}, insert-optimizer"
+ALONE = (
+    "drop-masks, chunk-loss, tile-sequence, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, "
+    f"schedule-pipeline, {IN_DRAM}"
+)
+TEAM = ALONE.replace("tile-sequence, coarsen", "split-context{team=8}, tile-sequence, coarsen, mesh")
+STRATEGIES = {"auto": "auto", "alone": ALONE, "team": TEAM}
+
+
+def look(name: str, dram: str | None, sequence: int, strategy: str) -> dict[str, Any]:
+    """Plan one length on one machine."""
+    hardware = machine(name, [] if dram is None else [f"dram={dram}"])
+    named = find_model(f"llama-8b:max_position_embeddings={sequence}")
+    spec = {key: row for key, row in named.batch_spec(1, sequence).items() if key != "attention_mask"}
+    row: dict[str, Any] = {"model": "llama-8b", "machine_planned": name, "dram": dram, "sequence": sequence}
+    row |= {"precision": "bf16-true", "strategy": strategy, "published_tokens": PUBLISHED.get(name)}
+    begin_s = time.process_time()
+    try:
+        plan = penstock.compile(
+            named.on_meta(),
+            hardware,
+            example_inputs=spec,
+            optimizer=partial(torch.optim.AdamW, lr=1e-5),
+            strategy=STRATEGIES.get(strategy, strategy),
+            precision="bf16-true",
+        ).plan
+    except (DoesNotFit, PlanError) as error:
+        return {**row, "fits": False, "reason": str(error)[:300], "planning_s": time.process_time() - begin_s}
+    found = plan.predicted
+    assert found is not None
+    return {
+        **row,
+        "fits": True,
+        "step_s": found.step_s,
+        "tokens_per_s": sequence / found.step_s,
+        "device_peak_gib": max(size for key, size in found.peak_bytes.items() if not key.startswith("dram")) / 2**30,
+        "dram_peak_gib": max(size for key, size in found.peak_bytes.items() if key.startswith("dram")) / 2**30,
+        "tiles": dict(list(plan.decisions.tiles.items())[:2]),
+        "passes": plan.passes,
+        "planning_s": time.process_time() - begin_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", default="rtx4090")
+    parser.add_argument("--dram")
+    parser.add_argument("--sequence", type=int, nargs="+", default=[131072])
+    parser.add_argument("--strategy", default="auto", help="auto, alone, team, or passes as text")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for sequence in options.sequence:
+        row = look(options.machine, options.dram, sequence, options.strategy)
+        rows.save("longest_sequence", row, options.out)
+
+
+if __name__ == "__main__":
+    main()
