@@ -15,8 +15,11 @@ from penstock.tests.passes.running import apply, draft_of, to_schedule, traced
 
 @functools.cache
 def programs(weights: str) -> tuple[Program, ...]:
-    draft = draft_of(traced("gpt2")[0], micro_batches=3)
-    return tuple(apply(draft, *to_schedule(2)[:3], ScheduleAsync(weights=weights)).programs)
+    options = {"max_grad_norm": 0.5} if weights == "clipped" else {}
+    draft = draft_of(traced("gpt2")[0], micro_batches=3, **options)
+    kinds = {"clipped": ScheduleAsync(), "fetched": ScheduleAsync(tier="dram")}
+    schedule = kinds.get(weights) or ScheduleAsync(weights=weights)
+    return tuple(apply(draft, *to_schedule(2)[:3], schedule).programs)
 
 
 def edited(weights: str, device: int, old: str, new: str) -> list[Program]:
@@ -45,6 +48,8 @@ CASES = {
         "runs on weights as of version 2, but mini-batch 1",
     ),
     "predicted": ("predict", 0, 'backward("stage0", w0, ', 'backward("stage0", w0_for_m1, ', "not on predicted ones"),
+    "other-norm": ("clipped", 0, "norm_m1_world, max", "norm_m0_world, max", "mini-batch 1 meet the norm of 0"),
+    "stale": ("fetched", 0, 'forward("stage0", w0_2', 'forward("stage0", w0_1', "stage0 has had 1 updates, but line"),
     "swapped": ("current", 0, 'rt.resident("stage0', 'rt.fetch("stage0', "is fetched, so it is stepped in dram"),
 }
 
