@@ -100,6 +100,7 @@ class Decisions(BaseModel):
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
     mesh: Lanes | None = None  # None: one lane of all devices
     devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
+    copies: dict[str, list[int]] = {}  # stage that several devices of a lane run in turn -> these
     schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> saved tensors that backward finds; for others all or none
@@ -137,7 +138,7 @@ class Plan(BaseModel):
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
         # Later than others: plans without them keep their hash.
-        for name in ("vocabulary", "experts", "interleaved", "context", "width", "tiles"):
+        for name in ("vocabulary", "experts", "interleaved", "context", "width", "tiles", "copies"):
             if getattr(self.decisions, name) == type(self.decisions).model_fields[name].default:
                 decided["decisions"].pop(name)
         if self.decisions.mesh is not None and self.decisions.mesh.team == 1:

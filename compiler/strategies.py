@@ -14,6 +14,7 @@ from ..passes.graph.team.split_context import SplitContext
 from ..passes.graph.team.split_width import SplitWidth
 from ..passes.graph.tokens.tile_sequence import TileSequence
 from ..passes.mapping.map_cross import MapCross
+from ..passes.mapping.map_replicas import MapReplicas
 from ..passes.mapping.map_round_robin import MapRoundRobin
 from ..passes.mapping.map_sequential import MapSequential
 from ..passes.memory.choose_activations import ChooseActivations
@@ -64,6 +65,7 @@ PASSES: dict[str, type[Pass]] = {
         MapRoundRobin,
         MapCross,
         MapSequential,
+        MapReplicas,
         SchedulePipeline,
         Schedule1F1B,
         ScheduleInterleaved,

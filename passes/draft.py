@@ -108,7 +108,8 @@ class Draft:
     partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
     stages: list[PlannedStage] = field(default_factory=list)
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
-    devices: list[int] = field(default_factory=list)  # stage -> device
+    devices: list[int] = field(default_factory=list)  # stage -> device, the first one of those that run it
+    copies: dict[str, list[int]] = field(default_factory=dict)  # stage that several devices run -> these
     programs: list[Program] = field(default_factory=list)
     mesh: Lanes = field(default_factory=lambda: Lanes(lanes=[]))  # no lanes: one lane of all devices
     lane_part: Hardware | None = None  # the part of the machine that one lane has; None: all of it
@@ -126,4 +127,4 @@ class Draft:
         return next(s for s in self.stages if s.spec.name == name)
 
     def stages_on(self, device: int) -> list[PlannedStage]:
-        return [stage for stage, d in zip(self.stages, self.devices) if d == device]
+        return [s for s, d in zip(self.stages, self.devices) if device in self.copies.get(s.spec.name, [d])]

@@ -48,7 +48,8 @@ def lower_bound(
     specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
     loads = _compute(draft, specs, split, synchronous)
     lanes = draft.mesh.lanes
-    if not lanes or are_alike(draft.machine, lanes):  # else other lanes may have other parts than the first
+    alike = not lanes or are_alike(draft.machine, lanes)  # else other lanes may have other parts than the first
+    if alike and not draft.copies:  # whose devices send some of the messages each
         loads += _traffic(draft, specs, swap, tier)
     loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
@@ -68,7 +69,8 @@ def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool, synchronous:
         if read:
             before[i] = max(before[j] + took[j].forward_s for j, _ in read)
             after[i] = max((after[j] + took[j].backward_s for j, learns in read if learns), default=0.0)
-        busy_s[draft.devices[i]] += draft.options.micro_batches * (took[i].forward_s + took[i].backward_s * trained[i])
+        own = -(-draft.options.micro_batches // len(draft.copies.get(spec.name, [0])))  # those of the first device
+        busy_s[draft.devices[i]] += own * (took[i].forward_s + took[i].backward_s * trained[i])
     found = []
     for d, own_s in busy_s.items():
         mine = [i for i, at in enumerate(draft.devices) if at == d]

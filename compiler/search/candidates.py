@@ -10,12 +10,14 @@ from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...passes.draft import Draft
 from ...passes.mapping.map_cross import MapCross
+from ...passes.mapping.map_replicas import MapReplicas
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping, equal_devices
 from ...passes.partition.partition import Partition
 from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.partition.partition_max_stage import PartitionMaxStage
 from ...passes.partition.partition_min_stage import PartitionMinStage
+from ...passes.partition.partition_pipedream import PartitionPipedream
 from ...passes.partition_mip.partition_mip import PartitionMip, candidates
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_1f1b import Schedule1F1B
@@ -29,6 +31,19 @@ FEW_BLOCKS = 32  # up to this number, or eight a device, the search tries stages
 MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
 IN_ORDER = (PartitionMinStage, PartitionMaxStage)
+
+
+def copied(lane: Draft, base: Candidate) -> list[Candidate]:
+    """Candidates of which some stages run on several devices in turn, on a lane of three equal devices or more: cut for
+    that, and by balance into fewer stages than devices."""
+    hardware, count = lane.lane_hardware, lane.lane_hardware.num_devices
+    trained = base.is_synchronous and not base.is_shared and lane.graph.team == 1
+    if count < 3 or len(set(hardware.device_kinds)) > 1 or lane.options.micro_batches < 2 or not trained:
+        return []
+    numbers = [n for n in (2, 3, count // 2, count - 1) if 1 < n < min(count, len(lane.blocks) + 1)]
+    cuts: list[Partition] = [PartitionPipedream(replicas=True)]
+    cuts += [PartitionBalanced(stages=n) for n in dict.fromkeys(numbers)]
+    return [base.with_(cut, MapReplicas(), Schedule1F1B()) for cut in cuts]
 
 
 def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
@@ -133,10 +148,11 @@ def more_of_mip(draft: Draft) -> list[PartitionMip]:
 
 
 def mappings(hardware: Hardware) -> list[Mapping]:
-    """Every registered mapping, the most promising one first: cross where devices share several root complexes."""
+    """Every registered mapping that gives a stage one device (of the others see `copied`), the most promising one
+    first: cross where devices share several root complexes."""
     homes = {(device.host, device.root_complex) for device in hardware.devices}
     first = MapCross if len(homes) > 1 and hardware.num_devices > 2 else MapRoundRobin
-    found = [kind() for kind in PASSES.values() if issubclass(kind, Mapping)]
+    found = [kind() for kind in PASSES.values() if issubclass(kind, Mapping) and kind is not MapReplicas]
     return sorted(found, key=lambda mapping: not isinstance(mapping, first))
 
 

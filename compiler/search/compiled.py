@@ -89,7 +89,7 @@ class PlacedCandidate:
     def key(self) -> tuple[str, tuple[Pass, ...]]:
         """Equal for candidates that come to the same programs. Passes over the op graph may do nothing."""
         names = [p.decides for p in self.candidate.graph_passes if self.decisions.get(p.decides)]
-        placed = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices")}
+        placed = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices", "copies")}
         return json.dumps(placed, default=str), self.todo
 
     @property

@@ -37,7 +37,17 @@ from ...passes.partition.slices import Slices
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
-from .candidates import IN_ORDER, lane_scouts, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
+from .candidates import (
+    IN_ORDER,
+    copied,
+    lane_scouts,
+    mappings,
+    micro_batch_counts,
+    more_of_mip,
+    partitions,
+    schedules,
+    scouts,
+)
 from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, team_layouts, varied
 from .teams import divided, has_long_rows, team_meshes
@@ -267,6 +277,7 @@ class Sweep(Attempts):
         self.look(count, self.other_tiles(count))
         self.look(count, self.other_losses(count))
         self.hybrids(count)
+        self.look(count, copied(lane, self.base))
         if not self.is_late and not self.base.is_shared:
             self.look(count, [self.base.with_(cut, maps[0]) for cut in more_of_mip(lane)])
         self.leaders_like_the_best(count)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host|rack)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
 WRITTEN_OUT = 16  # devices
 DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
+COPIES = "copies"  # with a stage's name: the devices that run it in turn
 WORLD = "world"  # all devices that have a part of one copy of the weights
 GroupRow = tuple[int, str, str]
 
@@ -107,6 +108,19 @@ def bound_interface(interface: Interface) -> Interface:
         team=1,
         lane_micro_batches=(),
     )
+
+
+def copies_group(stage: str) -> str:
+    """The group of the devices of a lane that run a stage in turn, each on its micro-batches."""
+    return f"{COPIES}.{stage}"
+
+
+def norm_device(interface: Interface, stage: str, device: int) -> int:
+    """The device in whose part of a norm the gradients count that `device` has of a stage: of devices that run it in
+    turn, which have the same sum, the first."""
+    name = copies_group(stage)
+    found = [rows for group, rows in interface.groups.items() if group == name or group.startswith(f"{name}.")]
+    return next((rows[0][0] for rows in found if device in [member for member, _, _ in rows]), device)
 
 
 def members_of(interface: Interface, lane: int, role: int, group: str) -> list[int]:

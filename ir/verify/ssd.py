@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from .. import ops
-from ..program import Program, operands, producer_of
+from ..program import Program, norm_device, operands, producer_of
 from .case import Case, fail, line_of
 
 STATES = ("states", "all")
@@ -96,12 +96,16 @@ def _check_norm(program: Program, redo: fx.Node, stepped: dict[int, set[str]]) -
         reached |= set(program.interface.members(str(made.kwargs["group"])))
         made = producer_of(operands(made)[0])
     counted = {value.meta["type"].stage for value in operands(made)}
-    missing = sorted(stepped[program.device] - counted)
+    interface, device = program.interface, program.device
+    elsewhere = {stage for stage in stepped[device] if norm_device(interface, stage, device) in reached - {device}}
+    if elsewhere & counted:
+        fail(program, made, f"the gradients of {min(elsewhere & counted)} count in the norm of another device already")
+    missing = sorted(stepped[device] - counted - elsewhere)
     if missing:
         fail(program, made, f"the norm for a redo lacks the gradients of {', '.join(missing)}")
-    elsewhere = {device for device, stages in stepped.items() if stages - counted}
-    if elsewhere - reached:
-        names = ", ".join(map(str, sorted(elsewhere - reached)))
+    others = {device for device, stages in stepped.items() if stages - counted}
+    if others - reached:
+        names = ", ".join(map(str, sorted(others - reached)))
         fail(program, redo, f"its norm lacks the gradients of device {names}")
 
 

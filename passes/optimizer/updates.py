@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import WORLD, Program, place_frees
+from ...ir.program import WORLD, Program, norm_device, place_frees
 from ..phases import phases
 from ..sharding.gradient_sums import short, sum_once
 from .timing import Timing, Updates
@@ -188,8 +188,11 @@ class _Writer:
             self.grads.update(zip(mine, reduced))
 
     def total_norm(self) -> fx.Node:
-        """The sum of squares over all devices, wherever their gradients lie."""
-        (own,) = self.program.emit(ops.norm, *self.grads.values(), names=["norm"])
+        """The sum of squares over all devices, wherever their gradients lie; a stage that several devices run counts on
+        the first of them."""
+        interface, device = self.program.interface, self.program.device
+        mine = [g for stage, g in self.grads.items() if norm_device(interface, stage, device) == device]
+        (own,) = self.program.emit(ops.norm, *mine, names=["norm"])
         if WORLD not in self.updates.groups:  # every device has all gradients
             return own
         (total,) = self.program.emit(ops.all_reduce, own, names=["norm_world"], group=WORLD)

@@ -82,7 +82,7 @@ class Emitter:
             if i.name == MEMBER:
                 self.values[message] = self.member()
             elif i.name in self.flow.maker:
-                self.values[message] = self.receive(self.flow.device_of[self.flow.maker[i.name]], message)
+                self.values[message] = self.receive(self.flow.at(self.flow.maker[i.name], m), message)
             else:
                 (self.values[message],) = self.program.emit(
                     ops.load, self.program.batch, i.name, micro_batch=m, names=[message.name]
@@ -182,8 +182,8 @@ class Emitter:
                 self.exchange_gradient(spec, e, m)
         message = Message(out.name, m, is_gradient=True)
         total = self.values.get(message)
-        for src in self.flow.reading_devices(out.name):
-            if self.flow.gradient_stage(out.name, src) is None:
+        for src in self.flow.reading_devices(out.name, m):
+            if self.flow.gradient_stage(out.name, src, m) is None:
                 continue
             arrived = self.receive(src, message)
             if total is None:

@@ -27,7 +27,7 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
     into the arena of training in DRAM.
     """
     interface = draft.programs[0].interface if draft.programs else interface_of(draft)
-    flow = Flow(interface, draft.devices)
+    flow = Flow(interface, draft.devices, draft.copies, in_turn=False)
     order = ended_in_turn(flow, draft, {device: flow.forwards(device) for device in flow.devices})
     programs = [EvaluationEmitter(flow, device, order).write() for device in flow.devices]
     if draft.sharding is not None:

@@ -4,6 +4,7 @@ messages between devices."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...ir.program import Interface, StageSpec, TensorSpec
@@ -65,16 +66,25 @@ Placed = tuple[int, Action]  # the device, and what it does
 class Flow:
     """Which stage makes each value, which stages read it, and what therefore travels between which devices.
 
+    `copies`: the devices of stages that several run; micro-batches go to these `in_turn`, or each device takes its
+    neighbours, so that results come in the order of the batch.
     `trained`: the stages that have a backward; `closing`: for each stage the first trained one from it on, whose
     backward frees what the stage's forward makes.
     """
 
-    def __init__(self, interface: Interface, devices: list[int]):
-        self.interface = interface
+    def __init__(
+        self,
+        interface: Interface,
+        devices: Sequence[int],
+        copies: Mapping[str, Sequence[int]] | None = None,
+        in_turn: bool = True,
+    ):
+        self.interface, self.in_turn = interface, in_turn
         self.devices = range(interface.num_devices)
         self.specs: list[StageSpec] = list(interface.stages.values())
         self.place = {spec.name: i for i, spec in enumerate(self.specs)}
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
+        self.copies = {name: list((copies or {}).get(name, [device])) for name, device in self.device_of.items()}
         self.maker = {out.name: spec.name for spec in self.specs for out in spec.made}
         self.readers: dict[str, list[str]] = defaultdict(list)
         self.learners: dict[str, list[str]] = defaultdict(list)  # readers that hand back a gradient
@@ -91,24 +101,35 @@ class Flow:
             closing = self.closing[spec.name] = spec.name if spec.name in self.trained else closing
 
     def on(self, device: int) -> list[StageSpec]:
-        return [spec for spec in self.specs if self.device_of[spec.name] == device]
+        return [spec for spec in self.specs if device in self.copies[spec.name]]
 
-    def reading_devices(self, value: str) -> list[int]:
+    def at(self, stage: str, micro_batch: int) -> int:
+        """The device that runs a stage on a micro-batch."""
+        copies = self.copies[stage]
+        if self.in_turn:
+            return copies[micro_batch % len(copies)]
+        return copies[micro_batch * len(copies) // self.interface.micro_batches]
+
+    def reading_devices(self, value: str, micro_batch: int) -> list[int]:
         """Other devices that read a value, in the order of their first reading stage."""
-        home = self.device_of[self.maker[value]]
-        return list(dict.fromkeys(d for r in self.readers[value] if (d := self.device_of[r]) != home))
+        home = self.at(self.maker[value], micro_batch)
+        return list(dict.fromkeys(d for r in self.readers[value] if (d := self.at(r, micro_batch)) != home))
 
-    def first_reader(self, value: str, device: int) -> str:
-        return next(r for r in self.readers[value] if self.device_of[r] == device)
+    def first_reader(self, message: Message, device: int) -> str:
+        return next(r for r in self.readers[message.value] if self.at(r, message.micro_batch) == device)
 
-    def gradient_stage(self, value: str, device: int) -> str | None:
+    def gradient_stage(self, value: str, device: int, micro_batch: int) -> str | None:
         """The stage whose backward completes the gradient of `value` on a reading device: its first reader there that
         hands a gradient back."""
-        return next((r for r in self.learners[value] if self.device_of[r] == device), None)
+        return next((r for r in self.learners[value] if self.at(r, micro_batch) == device), None)
 
     def forwards(self, device: int) -> list[Turn]:
-        """The forwards of a device, stage by stage, each on all micro-batches."""
-        return [Turn(spec.name, m) for spec in self.on(device) for m in range(self.interface.micro_batches)]
+        """The forwards of a device, stage by stage, each on all of the device's micro-batches."""
+        return [Turn(spec.name, m) for spec in self.on(device) for m in self.micro_batches(spec.name, device)]
+
+    def micro_batches(self, stage: str, device: int) -> list[int]:
+        """The micro-batches on which a device runs a stage."""
+        return [m for m in range(self.interface.micro_batches) if self.at(stage, m) == device]
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
         """(destination, message) of what leaves the device after one turn: what is read first leaves first."""
@@ -116,10 +137,10 @@ class Flow:
         if turn.is_weight:
             return []
         if not turn.is_backward:
-            sent = [(dst, Message(o.name, m)) for o in spec.made for dst in self.reading_devices(o.name)]
-            return sorted(sent, key=lambda row: self.place[self.first_reader(row[1].value, row[0])])
-        gone = self.gradients_sent(spec, self.device_of[spec.name])
-        back = [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
+            sent = [(dst, Message(o.name, m)) for o in spec.made for dst in self.reading_devices(o.name, m)]
+            return sorted(sent, key=lambda row: self.place[self.first_reader(row[1], row[0])])
+        gone = self.gradients_sent(spec, m)
+        back = [(self.at(self.maker[i.name], m), Message(i.name, m, is_gradient=True)) for i in gone]
         return sorted(back, key=lambda row: -self.place[self.maker[row[1].value]])
 
     def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
@@ -129,13 +150,14 @@ class Flow:
             return [(Turn(reader, m, True), out) for out in spec.made for reader in self.learners[out.name]]
         return [(Turn(self.maker[i.name], m), i) for i in spec.inputs if i.name in self.maker]
 
-    def gradients_sent(self, spec: StageSpec, device: int) -> list[TensorSpec]:
-        """Inputs of `spec` whose whole gradient on this device leaves for the producer after its backward."""
+    def gradients_sent(self, spec: StageSpec, micro_batch: int) -> list[TensorSpec]:
+        """Inputs of `spec` whose whole gradient on its device leaves for the producer after its backward."""
+        device = self.at(spec.name, micro_batch)
         return [
             i
             for i in spec.inputs
             if i.requires_grad
             and i.name in self.maker
-            and self.device_of[self.maker[i.name]] != device
-            and self.gradient_stage(i.name, device) == spec.name
+            and self.at(self.maker[i.name], micro_batch) != device
+            and self.gradient_stage(i.name, device, micro_batch) == spec.name
         ]

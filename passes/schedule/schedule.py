@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ...ir.errors import PassError
 from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
-from ...ir.program import SIZES, Interface, ParamSpec, shard_key, sizes_spec
+from ...ir.program import SIZES, Interface, ParamSpec, copies_group, shard_key, sizes_spec
 from ..base import Pass, require_own
 from ..draft import Draft
 from ..staying import staying_stages
@@ -36,6 +36,7 @@ class Schedule(Pass):
     decides: ClassVar[str] = "schedule"
     order: ClassVar[str]  # what a plan calls it
     splits_backward: ClassVar[bool] = False  # whether the gradients of parameters may come after those of inputs
+    takes_copies: ClassVar[bool] = False  # whether several devices may run a stage in turn
     staying: bool = True
 
     def plan(self, draft: Draft) -> Any:
@@ -51,7 +52,12 @@ class Schedule(Pass):
         """Write the programs."""
         if self.marks:
             draft.stages = [replace(s, spec=spec) for s, spec in zip(draft.stages, staying_stages(draft), strict=True)]
-        flow = Flow(self.interface(draft), draft.devices)
+        if draft.copies and not self.takes_copies:
+            raise PassError(
+                f"{self.name} has every stage on one device, and {min(draft.copies)} runs on several; use "
+                "schedule-1f1b, or another pass in place of map-replicas"
+            )
+        flow = Flow(self.interface(draft), draft.devices, draft.copies)
         turns = self.turns(flow, draft)
         draft.programs = [Emitter(flow, device, turns).write() for device in flow.devices]
 
@@ -98,6 +104,7 @@ def interface_of(draft: Draft) -> Interface:
         cuda_graphs=draft.options.cuda_graphs,
         sizes=sizes,
         divided=draft.graph.divided,
+        groups={copies_group(stage): tuple((d, stage, "") for d in devices) for stage, devices in draft.copies.items()},
     )
 
 

@@ -30,6 +30,7 @@ ROUNDING = 1e-9  # is taken from a ratio of seconds before that is rounded up to
 class Schedule1F1B(Schedule):
     name: ClassVar[str] = "schedule-1f1b"
     order: ClassVar[str] = "1f1b"
+    takes_copies: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
         return BackwardFirst(flow, draft).run()
@@ -40,7 +41,9 @@ class BackwardFirst(Timetable):
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)
-        self.on_device_s = [sum(self.took_s[s.name].both_s for s in flow.on(d)) for d in flow.devices]
+        self.on_device_s = [
+            sum(self.took_s[s.name].both_s / len(flow.copies[s.name]) for s in flow.on(d)) for d in flow.devices
+        ]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
         self.after: dict[str, str | None] = {}  # the stage whose backward comes just before one's own on its device
         after: dict[int, str] = {}

@@ -20,6 +20,7 @@ from .timetable import ended_in_turn
 class SchedulePipeline(Schedule):
     name: ClassVar[str] = "schedule-pipeline"
     order: ClassVar[str] = "fill-drain"
+    takes_copies: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
         return ended_in_turn(flow, draft, {d: flow.forwards(d) + backwards(flow, d) for d in flow.devices})
@@ -28,4 +29,4 @@ class SchedulePipeline(Schedule):
 def backwards(flow: Flow, device: int) -> list[Turn]:
     """The backwards of a device in reverse stage order, each stage on all micro-batches."""
     back = [spec.name for spec in reversed(flow.on(device)) if spec.name in flow.trained]
-    return [Turn(name, m, is_backward=True) for name in back for m in range(flow.interface.micro_batches)]
+    return [Turn(name, m, is_backward=True) for name in back for m in flow.micro_batches(name, device)]

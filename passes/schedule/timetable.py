@@ -41,7 +41,7 @@ class Timetable:
         raise NotImplementedError
 
     def do(self, action: StageAction, begin_s: float) -> None:
-        device = self.flow.device_of[action.stage]
+        device = self.device(action)
         self.ended_s[action] = self.free_s[device] = begin_s + self.lasts_s(action)
         self.ends.append((self.free_s[device], (device, action)))
 
@@ -51,14 +51,19 @@ class Timetable:
 
     def begin_s(self, turn: Turn) -> float:
         """When a turn can begin; infinity while it waits for something whose end is not known yet."""
-        return max([self.free_s[self.flow.device_of[turn.stage]], *self.waits_s(turn)])
+        return max([self.free_s[self.device(turn)], *self.waits_s(turn)])
+
+    def device(self, action: StageAction) -> int:
+        """The device of an action; a stage that is updated has one only."""
+        if isinstance(action, Turn):
+            return self.flow.at(action.stage, action.micro_batch)
+        return self.flow.device_of[action.stage]
 
     def waits_s(self, turn: Turn) -> list[float]:
         """The times at which the values that a turn reads from other stages are on its device."""
-        device_of = self.flow.device_of
-        here = device_of[turn.stage]
+        here = self.device(turn)
         return [
-            self.ended_s.get(made, math.inf) + self.messages.seconds(device_of[made.stage], here, value.bytes)
+            self.ended_s.get(made, math.inf) + self.messages.seconds(self.device(made), here, value.bytes)
             for made, value in self.flow.needed(turn)
         ]
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ...ir import ops
 from ...ir.calls import op_of
-from ...ir.program import Program, place_frees, producer_of
+from ...ir.program import Program, copies_group, place_frees, producer_of
 
 STEP, TWO_HOP, MICRO_BATCH = "step", "two-hop", "micro-batch"
 WAYS = (STEP, TWO_HOP, MICRO_BATCH)
@@ -30,9 +30,13 @@ def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> N
 
 
 def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
-    """After the last backward, scatter the sum over the group's lanes and add it up over the replicas."""
-    name, interface = short("g", str(total.meta["type"].stage)), program.interface
+    """After the last backward, add the sum up over the devices that run the stage in turn, scatter it over the group's
+    lanes, and add it up over the replicas."""
+    stage, interface = str(total.meta["type"].stage), program.interface
+    name, copies = short("g", stage), copies_group(stage)
     with program.graph.inserting_before(total.next):
+        if copies in interface.groups:
+            (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_copies"], group=copies)
         if interface.shards > 1:
             (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
         if interface.replicas > 1:
