@@ -102,7 +102,7 @@ class Sweep(Attempts):
             self.first_that_fits(self.tiled(bases))
         if self.best is None or self.wishes.batch_size < self.hardware.num_devices:
             self.base = next(base for base in bases if TILES not in base.graph_passes)
-            self.teams(self.usual[0] if self.best is None else self.best.count)
+            self.share_width(self.usual[0] if self.best is None else self.best.count)
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
             self.share_sequences()
@@ -206,7 +206,7 @@ class Sweep(Attempts):
             self.sweep(count)
             self.base = before
 
-    def teams(self, count: int) -> None:
+    def share_width(self, count: int) -> None:
         """Try teams that divide the width of layers, where a layer is too large for a device, or rows are too few to
         give each device some."""
         for members, mesh in team_layouts(self.hardware):
