@@ -89,6 +89,13 @@ def test_unequal_shares_take_less_time() -> None:
     assert steps[0] < 0.7 * steps[1]
 
 
+def test_an_asynchronous_schedule_refuses_unequal_shares() -> None:
+    with pytest.raises(PassError, match="replicas with 6, 2 micro-batches cannot update together"):
+        hardware = slower(Hardware.cpu(num_devices=2), 1, 3.0)
+        line = "coarsen, mesh{by_speed=true}, partition-balanced, map-round-robin, schedule-async{accumulate=2}"
+        apply(draft_of(chain(), hardware, micro_batches=8), *parse_pipeline(line, 2))
+
+
 def test_shares_that_are_not_the_batch_are_refused() -> None:
     hardware = slower(Hardware.cpu(num_devices=4), 2, 3.0)
     passes = parse_pipeline("coarsen, mesh{shards=2, by_speed=true}", 4)
