@@ -79,6 +79,15 @@ class FleetRun:
         return f"computes {self.computing:.0%} of its time and is in collectives {self.moving:.0%} of it"
 
     @property
+    def forward_s(self) -> tuple[float, float]:
+        """Seconds of a lane's gathers and of its computation before its first backward."""
+        spans = self.timeline.spans
+        end_s = min(span.start_s for span in spans if span.op == "backward")
+        before = [span for span in spans if span.start_s < end_s and span.device == spans[0].device]
+        gathered = sum(span.end_s - span.start_s for span in before if span.op == "all_gather")
+        return gathered, sum(span.end_s - span.start_s for span in before if span.stream == ops.COMPUTE)
+
+    @property
     def useful_tflops(self) -> float | None:
         """Without what is computed again: a forward in four."""
         return self.tflops and 0.75 * self.tflops

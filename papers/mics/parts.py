@@ -11,6 +11,7 @@ from ..report import Finding
 from ..table import AT_LEAST_ONE, FigureTable
 from .experiments import Mics
 from .programs import (
+    DEEPSPEED,
     FLAT,
     GPUS,
     MICS,
@@ -59,6 +60,28 @@ def fig2(paper: Mics) -> Finding:
         "bytes that a member gets from others over the time of one gather that has the network to itself.",
         table,
         charts=[Curves("fig2", "Effective bandwidth of a gather, p3dn", "hosts of 8", "GB/s", curves, points=True)],
+    )
+
+
+def gathers(paper: Mics) -> Finding:
+    """Section 2.3: how long a forward's gathers take."""
+    table, hosts = FigureTable(), max(paper.hosts)
+    run, where = paper.run(paper.usual, DEEPSPEED, hosts, 0), f"{paper.usual}, {GPUS * hosts} GPUs"
+    if run is None:
+        table.add(where, "gathers / computation of a forward", None)
+    else:
+        moved_s, computed_s = run.forward_s
+        why = (
+            f"{1e3 * moved_s:.0f} and {1e3 * computed_s:.0f} ms a micro-batch; the paper does not say on how many GPUs"
+        )
+        table.ratio(where, "gathers / computation of a forward", moved_s, computed_s, 2.85, why=why)
+    return Finding(
+        "gathers",
+        "how long ZeRO-3's gathers take (section 2.3)",
+        "gathering parameters can take 2.85 times as long as the computation of a forward, for BERT 10B.",
+        "simulated seconds of all gathers, and of all computation, before the first backward of DeepSpeed's step, on "
+        "the largest of figure 7's machines.",
+        table,
     )
 
 
