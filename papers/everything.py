@@ -17,19 +17,22 @@ LONGEST_FIRST = ("mobius", "mics", "fuyou", "ftpipe")
 ROWS = "rows.json"
 
 
-def reproduce_all(out: Path, jobs: int, say: Callable[[str], None] = to_stderr) -> list[Path]:
-    """Write every paper's page into a folder of its name in `out`, and `out`/README.md, `jobs` papers at a time."""
+def reproduce_all(
+    out: Path, jobs: int, only: Mapping[str, Sequence[str]] | None = None, say: Callable[[str], None] = to_stderr
+) -> list[Path]:
+    """Write every paper's page into a folder of its name in `out`, and `out`/README.md, `jobs` papers at a time. `only`:
+    findings by paper; without it, all."""
     written: list[Path] = []
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_one, paper, out / paper): paper for paper in LONGEST_FIRST}
+        running = {pool.submit(_one, paper, out / paper, (only or {}).get(paper, ())): paper for paper in LONGEST_FIRST}
         for done in as_completed(running):
             written += done.result()
             say(f"{running[done]} is done")
     return [*written, *write_summary(out)]
 
 
-def _one(paper: str, out: Path) -> list[Path]:
-    return write(reproduce(paper, say=lambda text: to_stderr(f"{paper}: {text}")), out)
+def _one(paper: str, out: Path, only: Sequence[str]) -> list[Path]:
+    return write(reproduce(paper, only, say=lambda text: to_stderr(f"{paper}: {text}")), out)
 
 
 def write_summary(out: Path) -> list[Path]:

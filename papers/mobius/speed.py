@@ -77,7 +77,8 @@ def _gpipe(table: FigureTable, paper: Mobius, model: str) -> None:
     step = paper.lab.trial(paper.work(model, hardware), hardware, GPIPE)
     swaps = any(t.op == "fetch" for t in step.transfers)
     fits = "fits" if step.timeline and not swaps else "out of memory"
-    table.words(model, "GPipe, all on the GPUs", "fits" if model == "3B" else "out of memory", fits, step.misses)
+    why = step.misses or f"{step.params / 1e9:.1f} B parameters of 4 bytes lie on {hardware.num_devices} GPUs"
+    table.words(model, "GPipe, all on the GPUs", "fits" if model == "3B" else "out of memory", fits, why)
 
 
 def fig8(paper: Mobius) -> Finding:

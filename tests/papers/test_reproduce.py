@@ -13,8 +13,10 @@ import pytest
 from penstock.cli.main import main
 from penstock.ir.errors import PlanError
 from penstock.ir.machine.hardware import Hardware
+from penstock.papers.everything import reproduce_all
 from penstock.papers.figures import Bars, Curves, draw
 from penstock.papers.ftpipe import FineTuning, FtPipe
+from penstock.papers.ftpipe.experiments import passing_row_s
 from penstock.papers.lab import Lab, SimulatedStep, Transfer, Workload, exposed_share, profile_s, share_of_bytes
 from penstock.papers.mobius import Mobius, mobius
 from penstock.papers.report import (
@@ -81,6 +83,26 @@ def test_exposed_is_what_moves_while_nothing_is_computed() -> None:
     ]
     # device 0: moves from 0 to 5, of which 1 to 2 and 4.5 to 5 are hidden; device 1: all hidden
     assert exposed_share(made_by_hand([], spans)) == pytest.approx((3.5 + 0.0) / 2 / 10)
+
+
+def test_a_step_by_eq_3_ends_with_the_last_backward() -> None:
+    spans = [
+        Span(0, "compute", "forward", "", 0.0, 2.0),
+        Span(1, "compute", "backward", "", 2.0, 5.0),
+        Span(0, "cpu", "step", "", 5.0, 9.0),
+    ]
+    trial = made_by_hand([], spans)
+    assert (trial.step_s, trial.computed_s) == (9.0, 5.0)
+
+
+def test_a_row_takes_what_it_takes_while_the_pipeline_is_full() -> None:
+    """8 micro-batches of 2 rows, each 3 s apart in the middle, further apart while the pipeline fills and drains."""
+    ends = [10.0, 15.0, 18.0, 21.0, 24.0, 27.0, 30.0, 40.0]
+    spans = [Span(1, "compute", "backward", "", end - 1, end) for end in ends]
+    spans += [Span(0, "compute", "forward", "", 0.0, 1.0)]
+    trial = made_by_hand([], spans)
+    trial.workload = Workload(GPT, 2, 8)
+    assert passing_row_s(trial) == pytest.approx(3.0 / 2)
 
 
 def test_bytes_count_by_the_rate_of_their_transfer() -> None:
@@ -192,7 +214,11 @@ def test_every_finding_of_a_toy(paper: str, setup: Any, tmp_path: Path) -> None:
     said: list[str] = []
     report = reproduce(paper, setup=setup, say=said.append)
     assert [finding.key for finding in report.findings] == [f.__name__ for f in paper_module(paper).FINDINGS]
-    assert all(finding.rows and finding.claim and finding.rule and finding.reason for finding in report.findings)
+    assert all(finding.rows and finding.claim and finding.rule for finding in report.findings)
+    differing = [
+        row for finding in report.findings if not finding.sizes for row in finding.rows if row.verdict == DIFFERS
+    ]
+    assert differing and all(row.why for row in differing)
     assert said and len(list(tables(report))) == len(report.findings) + 2
     written = write(report, tmp_path)
     assert all(path.stat().st_size < 200_000 for path in written)
@@ -219,6 +245,8 @@ def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
     [
         (["modius"], "allowed are mobius, ftpipe"),
         (["mobius", "--only", "fig99"], "mobius has table3, fig5"),
+        (["all"], "reproduce all with no --out"),
+        (["all", "--only", "fig5", "--out", "out"], "reproduce all with --only fig5"),
     ],
 )
 def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +271,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert [row["value"] for row in finding["rows"]] == pytest.approx([3.33, 8.27, 12.85, 51.44], abs=0.01)
     assert (tmp_path / "README.md").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_all_pages_by_one_command(tmp_path: Path) -> None:
+    """The cheapest finding of each paper, each paper in its own process."""
+    cheap = {"mobius": ["table3"], "ftpipe": ["granularity"], "fuyou": ["table2"], "mics": ["fig2"]}
+    written = reproduce_all(tmp_path, 2, cheap)
+    assert {tmp_path / paper / "rows.json" for paper in cheap} | {tmp_path / "README.md"} <= set(written)
+    text = (tmp_path / "README.md").read_text()
+    assert all(f"]({paper}/README.md)" in text for paper in cheap) and "| **all** |" in text
 
 
 @pytest.mark.slow
