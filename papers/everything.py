@@ -20,8 +20,10 @@ ROWS = "rows.json"
 def reproduce_all(
     out: Path, jobs: int, only: Mapping[str, Sequence[str]] | None = None, say: Callable[[str], None] = to_stderr
 ) -> list[Path]:
-    """Write every paper's page into a folder of its name in `out`, and `out`/README.md, `jobs` papers at a time. `only`:
-    findings by paper; without it, all."""
+    """Write every paper's page into a folder of its name in `out`, and `out`/README.md, `jobs` papers at a time.
+
+    `only`: findings by paper; without it, all.
+    """
     written: list[Path] = []
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(_one, paper, out / paper, (only or {}).get(paper, ())): paper for paper in LONGEST_FIRST}

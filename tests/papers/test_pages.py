@@ -24,6 +24,7 @@ REMEDY = "is older than the code that makes it; see CONTRIBUTING.md"
 def test_a_page_is_as_new_as_its_experiments(paper: str) -> None:
     made = FOUND[paper]["made_from"]
     assert made["hash"] == page_hash(paper, paper_module(paper).EXPERIMENTS()), f"docs/reproduce/{paper} {REMEDY}"
+    assert [f["key"] for f in FOUND[paper]["findings"]] == [f.__name__ for f in paper_module(paper).FINDINGS]
 
 
 @pytest.mark.parametrize("paper", PAPERS)
