@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,6 +75,12 @@ def batches_of(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
 def graph_of(make: Callable[[], nn.Module] = Decoder) -> OpGraph:
     torch.manual_seed(3)
     return trace(make().double(), batches_of(1)[0])
+
+
+@functools.cache
+def small() -> OpGraph:
+    """The graph of one layer, shared by tests, which do not change it."""
+    return graph_of(lambda: Decoder(depth=1))
 
 
 def drafted(graph: OpGraph, line: str, devices: int, micro_batches: int = 2, **options: Any) -> Draft:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir import ops
+from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import work_of
@@ -31,6 +32,7 @@ from penstock.tests.passes.graph.team.sequences import (
     graph_of,
     lines,
     names_of,
+    small,
 )
 
 SHARED = (
@@ -42,7 +44,7 @@ LAYOUTS = {
     "two teams": (4, 2, "mesh", PLAIN),
     "weights over the team": (2, 2, "mesh{shards=2}", SHARED % "device"),
     "weights over two teams": (4, 2, "mesh{shards=4}", SHARED % "dram"),
-    "weights over half a team": (2, 2, "mesh{shards=1}", PLAIN.replace("insert-fetch", "insert-fetch{swap=true}")),
+    "weights in DRAM": (2, 2, "mesh{shards=1}", PLAIN.replace("insert-fetch", "insert-fetch{swap=true}")),
     "a pipeline of teams": (4, 2, "mesh{depth=2}", PLAIN.replace("stages=1", "stages=2")),
     "split backwards": (4, 2, "mesh{depth=2}", PLAIN.replace("stages=1", "stages=2").replace("1f1b", "zero-bubble")),
     "activations in DRAM": (
@@ -60,7 +62,7 @@ CASES = [f"{by}: {layout}" for by in ("heads", "ring") for layout in LAYOUTS]
 def test_a_team_trains_as_eager(case: str) -> None:
     by, layout = case.split(": ")
     devices, team, mesh, rest = LAYOUTS[layout]
-    graph = graph_of(lambda: Decoder(depth=1))
+    graph = small()
     draft = drafted(graph, lines(by, team, mesh, rest), devices)
     assert_a_team_trains_as_eager(graph, draft)
     if layout == "two teams":
@@ -80,8 +82,8 @@ def test_larger_teams_and_attention_to_everything(by: str, is_causal: bool, team
 def test_bytes_on_links_are_those_of_theory() -> None:
     """A member sends (N - 1) / N of the queries, keys, values and results of its own tokens, forward and back again for
     their gradients, and its loss; keys and values once for each of their own heads."""
-    team, depth = 2, 2
-    draft = drafted(graph_of(), lines("heads", team, rest=PLAIN.partition(", insert")[0]), team)
+    team, depth = 2, 1
+    draft = drafted(small(), lines("heads", team, rest=PLAIN.partition(", insert")[0]), team)
     told = (ops.all_to_all, ops.sum_parts)
     works = [(n.target, work_of(p, n)) for p in draft.programs for n in p.ops() if n.target in told]
     moved = [work.moved_bytes for op, work in works if op is ops.all_to_all]
@@ -91,14 +93,32 @@ def test_bytes_on_links_are_those_of_theory() -> None:
     assert [work.moved_bytes for op, work in works if op is ops.sum_parts] == [size, size]
 
 
+@pytest.mark.slow
 def test_a_ring_sends_keys_and_values_once_for_each_other_member() -> None:
     """N - 1 times, of their own heads, and their gradients back."""
     team, depth = 4, 1
     line = lines("ring", team, rest=PLAIN.partition(", insert")[0])
-    draft = drafted(graph_of(lambda: Decoder(depth)), line, team, micro_batches=1)
+    draft = drafted(small(), line, team, micro_batches=1)
     works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.pass_on]
     keys = 2 * (TOKENS // team) * GROUPS * (WIDTH // HEADS) * 8
     assert {work.moved_bytes for work in works} == {keys} and len(works) == 2 * 2 * (team - 1) * depth
+
+
+class Summed(Decoder):
+    """A loss that needs logits only to compare them."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.layers[0](self.embed(ids), torch.arange(TOKENS)[:, None] / 7.0))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 9, "logits": logits}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["heads", "ring"])
+def test_a_team_goes_without_whole_logits(by: str) -> None:
+    graph = graph_of(lambda: Summed(depth=1))
+    draft = drafted(graph, f"chunk-loss{{tokens=3}}, {lines(by, 2)}", 2)
+    assert any(call_name(node) == "chunked_cross_entropy" for node in draft.graph.nodes)
+    assert_a_team_trains_as_eager(graph, draft)
 
 
 class Odd(nn.Module):
@@ -152,7 +172,7 @@ def test_what_lets_tokens_meet_is_refused_with_its_line(call: Any, said: str) ->
 )
 def test_a_wish_that_cannot_be_met_is_refused(line: str, said: str) -> None:
     with pytest.raises(PassError, match=said):
-        drafted(graph_of(lambda: Decoder(depth=1)), line, 8, micro_batches=8)
+        drafted(small(), line, 8, micro_batches=8)
 
 
 class Pooled(nn.Module):
@@ -168,6 +188,7 @@ class Pooled(nn.Module):
         return {"loss": loss + self.last.weight.square().sum(), "logits": logits}
 
 
+@pytest.mark.slow
 def test_a_sum_that_layers_read_is_added_up_by_the_team() -> None:
     graph = graph_of(Pooled)
     draft = drafted(graph, lines("heads", 2), 2)
