@@ -36,8 +36,11 @@ class Vgg16(nn.Module):
         layers: list[nn.Module] = []
         before = 3
         for width in WIDTHS:
-            layers.append(nn.Sequential(nn.Conv2d(before, width, 3, padding=1), nn.ReLU()) if width else nn.MaxPool2d(2))
-            before = width or before
+            if width:
+                layers.append(nn.Sequential(nn.Conv2d(before, width, 3, padding=1), nn.ReLU()))
+                before = width
+            else:
+                layers.append(nn.MaxPool2d(2))
         self.features = nn.ModuleList(layers)
         self.first, self.second = nn.Linear(512 * 7 * 7, 4096), nn.Linear(4096, 4096)
         self.head = nn.Linear(4096, 1000)

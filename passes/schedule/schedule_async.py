@@ -214,11 +214,6 @@ def _check_tier(p: ScheduleAsync, draft: Draft) -> None:
 def _check_mini_batches(p: ScheduleAsync, draft: Draft) -> None:
     """Raise `PassError` where the batch is no whole number of mini-batches, or these cannot be shared out to lanes."""
     lanes = max(1, len(draft.mesh.lanes))
-    if draft.mesh.micro_batches:
-        raise PassError(
-            f"{p.name}: replicas with {', '.join(map(str, draft.mesh.micro_batches))} micro-batches cannot update "
-            "together after each mini-batch; use mesh without by_speed, or a synchronous schedule"
-        )
     count = draft.options.micro_batches * lanes
     if p.accumulate < 1 or p.accumulate % lanes or count % p.accumulate:
         near = [k for k in range(lanes, count + 1, lanes) if count % k == 0]
