@@ -15,12 +15,13 @@ from rich.console import Console
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
 from ..compiler.report.explain import device_name
+from ..compiler.report.failures import FailureReport, failure_text
 from ..compiler.report.tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
 from ..compiler.report.wear import wear_of
 from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.units import format_bytes, format_seconds, spell_bytes
+from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
 from .compare import figure, price
 from .options import JobOptions, natural_precision, with_ssds
 
@@ -32,7 +33,7 @@ LORA, SSD = "lora:r=16", "2TB"
 # A short search, in seconds of computation, for what other passes may suit better.
 ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": None}
 FASTER = 1.05  # times; less is no advice
-SECONDS_AN_HOUR, MINUTES_AN_HOUR, HOURS_A_DAY = 3600.0, 60, 24
+SECONDS_AN_HOUR = 3600.0
 BUSY = {  # a device's stream -> what it does while it is busy
     ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
     ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
@@ -159,7 +160,12 @@ def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative
 
 
 def answer(
-    options: JobOptions, job: Job, tokens: float | None, price_per_hour: float | None, others: list[Alternative]
+    options: JobOptions,
+    job: Job,
+    tokens: float | None,
+    price_per_hour: float | None,
+    others: list[Alternative],
+    failures: FailureReport | None = None,
 ) -> list[str]:
     """The answer, a line each."""
     plan, hardware, named = job.plan, job.hardware, options.named_model()
@@ -178,7 +184,10 @@ def answer(
         _line("plan", _stages(job)),
     ]
     if tokens is not None:
-        lines.append(_line(f"{_short(tokens)} tokens", _duration(job, rate, tokens)))
+        useful = 1.0 if failures is None else failures.useful_share
+        lines.append(_line(f"{_short(tokens)} tokens", _duration(job, rate * useful, tokens)))
+    if failures is not None:
+        lines.append(_line("failures", failure_text(failures)))
     lines.append(_line("cost", _cost(hardware, rate, item, tokens, price_per_hour)))
     lines += _instead(rate, item, others)
     return [*lines, _line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
@@ -272,14 +281,6 @@ def _duration(job: Job, rate: float, tokens: float) -> str:
         life = f", {written / wear.endurance_bytes:.1%} of its life" if wear.endurance_bytes else ""
         parts.append(f"{figure(written / 1e12)} TB written to {wear.memory}{life}")
     return "; ".join(parts)
-
-
-def time_text(seconds: float) -> str:
-    """Seconds in the unit that people take: "35 s", "17 minutes", "18.0 hours", "75.0 hours (3.1 days)"."""
-    hours = seconds / SECONDS_AN_HOUR
-    if hours < 2:
-        return f"{hours * MINUTES_AN_HOUR:,.0f} minutes" if seconds >= 120 else format_seconds(seconds)
-    return f"{hours:,.1f} hours" + (f" ({hours / HOURS_A_DAY:,.1f} days)" if hours >= 2 * HOURS_A_DAY else "")
 
 
 def _cost(hardware: Hardware, rate: float, item: str, tokens: float | None, per_hour: float | None) -> str:

@@ -57,6 +57,15 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
     tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, where the hardware has none")] = None,
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            help="mean time between failures of a device, such as 50000h: how often to save, what is lost"
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="at which all hosts together write checkpoints, such as 100GB/s; default: SSDs")
+    ] = None,
     alternatives: Annotated[
         bool, typer.Option(help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes")
     ] = True,
@@ -67,6 +76,7 @@ def plan(
 
     With several --hardware: what each of them makes of the model, and for how much money.
     """
+    from ..compiler.report.failures import failure_report, with_failures
     from .answer import alternatives as other_plans
     from .answer import answer, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
 
@@ -76,6 +86,8 @@ def plan(
         raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
     if (several or as_json) and (count is not None or price is not None):
         raise PlanError("--tokens and --price are for the answer in words about one machine; leave them out")
+    if several and (mtbf is not None or storage is not None):
+        raise PlanError("--mtbf and --storage are for one machine; give one --hardware with them")
     if count is not None:
         require_tokens(options)
     if html is not None:
@@ -87,23 +99,28 @@ def plan(
             compare(options, as_json, html)
             return
         looks = alternatives and not as_json and options.plan is None
+        failing = with_failures(options.machine(), mtbf, storage)
         try:
             job = options.compile(Dump(out) if dump_passes else None)
         except DoesNotFit as miss:
             raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
         others = other_plans(options, job, tell) if looks else []
+    failures = failure_report(job.plan, job.folder.interface, failing)
     if out is not None:
         job.write(out)
         options.remember(out)
     if html is not None:
         job.report(html, price_per_hour=price)
     if as_json:
-        print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
+        document = {"hash": job.plan.hash, **job.plan.model_dump(mode="json")}
+        if failures is not None:
+            document["failures"] = failures.document()
+        print(json.dumps(document, indent=1))
         return
     from .tables import console, plan_tables
 
     screen = console()
-    print_answer(screen, answer(options, job, count, price, others))
+    print_answer(screen, answer(options, job, count, price, others, failures))
     if full:
         for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
             screen.print(table)

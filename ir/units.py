@@ -95,7 +95,8 @@ SHARE = Quantity("share", "0.9", {}, ())
 SECONDS = Quantity(
     "time",
     "10us",
-    {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")},
+    {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
+    | {"min": Decimal(60), "h": Decimal(3600), "d": Decimal(86400)},
     ("s", "ms", "us", "ns"),
 )
 # Files prefer the unit in which a size is a round number: 1.5TB as much as 24GiB.
@@ -158,3 +159,11 @@ def format_flops(value: float) -> str:
 def format_seconds(value: float) -> str:
     """A time for people: "41.2 ms"."""
     return SECONDS.format(value)
+
+
+def time_text(seconds: float) -> str:
+    """Seconds in the unit that people take: "35 s", "17 minutes", "18.0 hours", "75.0 hours (3.1 days)"."""
+    hours = seconds / 3600
+    if hours < 2:
+        return f"{seconds / 60:,.0f} minutes" if seconds >= 120 else format_seconds(seconds)
+    return f"{hours:,.1f} hours" + (f" ({hours / 24:,.1f} days)" if hours >= 48 else "")

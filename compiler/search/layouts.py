@@ -29,17 +29,20 @@ from .bounds import device_seconds
 
 SHARED_STAGES = 32  # stages of a lane that shares them: enough that each is a small part of a device
 MOST_TURNS = 1024  # stages times micro-batches of a lane
+TURN_S = (0.007, 0.013)  # of work, for a stage and a micro-batch of a lane of one device, and of several
 NOT_UNDER = 0.1  # the share of transfers that does not run under computation although it could
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """The lower bound and the estimated step, in seconds, of a layout with `count` micro-batches."""
+    """The lower bound and the estimated step, in seconds, of a layout with `count` micro-batches. `scout_s`: about the
+    work of looking at it, in seconds; long pipelines with many micro-batches take most."""
 
     mesh: Mesh
     count: int
     bound_s: float
     estimate_s: float
+    scout_s: float = 0.0
 
 
 def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
@@ -146,7 +149,8 @@ class LayoutEstimator:
             compute_s = lane_s * (1 + self._again(mesh, held, smaller))
             moving_s = rounds * (3 * (beyond > 0) * dram_s + self._gathers_s(mesh, lanes))
             guesses.append(max(compute_s, moving_s) + NOT_UNDER * min(compute_s, moving_s))
-        return LayoutEstimate(mesh, count, bound_s, min(guesses) + self._sums_s(mesh, lanes))
+        scout_s = TURN_S[mesh.depth > 1] * most * self.stages(mesh)
+        return LayoutEstimate(mesh, count, bound_s, min(guesses) + self._sums_s(mesh, lanes), scout_s)
 
     def _lanes(self, mesh: Mesh, count: int) -> Lanes | None:
         """The lanes with `count` micro-batches; None where they cannot be shared out so, or where shares by speed are

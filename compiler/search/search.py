@@ -181,7 +181,7 @@ class Sweep(Attempts):
         if self.best is not None and row.bound_s >= self.best.step_s:
             self.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
             return
-        if self.best is not None and self.is_late:
+        if self.best is not None and (self.is_late or row.scout_s > self.until_s - self.work.seconds):
             self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
             return
         try:

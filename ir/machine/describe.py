@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..units import format_bytes, format_flops, format_rate, format_seconds
+from ..units import format_bytes, format_flops, format_rate, format_seconds, time_text
 from .rates import RateCurve, table_text
 from .shares import message_text
 
@@ -32,6 +32,9 @@ def describe_hardware(hardware: Hardware) -> str:
         lines.append(f"  {'; '.join(parts)}" if len(parts) > 2 else f"  {', '.join(parts)}")
         if network.racks is not None:
             lines[-1] += f"; {_describe_racks(network.racks, hardware, network.bandwidth)}"
+    if hardware.failures is not None:
+        mtbf_s = hardware.failures.mtbf_s(hardware.num_devices, len(hardware.hosts))
+        lines.append(f"  a failure in {time_text(mtbf_s)}, {time_text(hardware.failures.restart_s)} to go on after one")
     if hardware.throttled:
         lines.append("  transfers are held down to these rates")
     lines.append(f"  figures: {hardware.source}")

@@ -20,6 +20,7 @@ from ..precision import PRECISIONS
 from .call_mix import CallMix
 from .copies import KEY, copied, copies_in, first_of, taken_out
 from .describe import describe_hardware
+from .failures import Failures
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
@@ -261,6 +262,7 @@ class Hardware(MachinePart):
     hosts: Annotated[list[Host], Field(min_length=1)]
     devices: Annotated[list[Device], Field(min_length=1)]
     network: Network | None = None
+    failures: Failures | None = None  # None: nothing is said of them
     throttled: bool = False  # the runtime holds transfers of CPU devices down to the rates written here
     fitted_to: dict[str, str] = {}  # a paper and its finding ("mics fig2") -> what here was fitted to it
 

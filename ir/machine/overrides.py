@@ -20,7 +20,7 @@ _CONSTANT_FOR = {
     "memory_bandwidth": ("pointwise",),
 }  # fmt: skip
 LONGEST = 120  # characters of a value in a machine's source
-_TOP_LEVEL = ("name", "source", "network", "throttled", "fitted_to", "hosts", "devices")
+_TOP_LEVEL = ("name", "source", "network", "failures", "throttled", "fitted_to", "hosts", "devices")
 # A data-centre disk on PCIe 4, for machines that had none. Intel P5510 datasheet: 6.5 and 3.4 GB/s, one drive write a
 # day over five years.
 STOCK_SSD = {

@@ -15,13 +15,13 @@ from penstock.cli.answer import (
     parse_tokens,
     print_answer,
     require_tokens,
-    time_text,
     what_fits,
 )
 from penstock.cli.options import JobOptions, natural_precision
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import DoesNotFit, PlanError
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.units import time_text
 
 SMALL = "gpt2:n_layer=2,n_embd=128,n_head=4,vocab_size=512"
 
