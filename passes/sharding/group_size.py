@@ -17,7 +17,7 @@ def smallest_group(draft: Draft, depth: int) -> int:
     """The smallest group size, of those that divide the machine's devices equally, with which a device holds its part
     of weights, gradients, masters and optimizer states beside what runs; where there is none, the smallest with which
     the hosts' DRAM holds the parts; else the largest."""
-    able = _sizes(draft.machine.num_devices, depth)
+    able = _sizes(draft.machine, depth)
     lasting, running = _lasting_bytes(draft), _running_bytes(draft, depth)
     budget = min(device.budget_bytes for device in draft.machine.devices)
     on_device = (p for p in able if p * depth * (budget - running) >= lasting)
@@ -25,10 +25,15 @@ def smallest_group(draft: Draft, depth: int) -> int:
     return next(on_device, None) or next(in_dram, able[-1])
 
 
-def _sizes(count: int, depth: int) -> list[int]:
-    """The group sizes that divide the lanes, from 2 on; 1 where there is only one lane."""
-    lanes = max(1, count // depth)
-    return [p for p in range(2, lanes + 1) if lanes % p == 0] or [1]
+def _sizes(hardware: Hardware, depth: int) -> list[int]:
+    """The group sizes that divide the lanes, from 2 on, and part no host or rack but into equal groups, if there are
+    such; 1 where there is only one lane."""
+    lanes = max(1, hardware.num_devices // depth)
+    sizes = [p for p in range(2, lanes + 1) if lanes % p == 0] or [1]
+    here = [device.host for device in hardware.devices].count(0)
+    units = [here, here * hardware.racks.count(hardware.racks[0])] if hardware.racks else [here]
+    whole = [p for p in sizes if all(unit % (p * depth) == 0 or (p * depth) % unit == 0 for unit in units)]
+    return whole or sizes
 
 
 def _dram_holds(hardware: Hardware, part_bytes: float) -> bool:

@@ -8,7 +8,7 @@ from penstock.compiler.pipeline import parse_pipeline, run_passes
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
-from penstock.passes.sharding.group_size import smallest_group
+from penstock.passes.sharding.group_size import _sizes, smallest_group
 from penstock.passes.sharding.mesh import Mesh
 from penstock.tests.passes.running import chain, draft_of
 
@@ -27,6 +27,13 @@ def test_less_memory_takes_more_devices() -> None:
     assert group("100kB") == 2  # on no device: in DRAM, which is large
     assert group("100kB", dram="1MB") == 8
     assert group("8MB", devices=3) == 3 and group("8MB", devices=1) == 1
+
+
+def test_groups_part_no_host_and_no_rack() -> None:
+    """Five hosts of 8: no groups of 5, 10 or 20. Racks of three hosts: a group of two hosts would lie in two racks."""
+    assert _sizes(Hardware.preset("mics-p3dn:5"), 1) == [2, 4, 8, 40]
+    assert _sizes(Hardware.preset("mics-p3dn:5"), 2) == [2, 4, 20]
+    assert _sizes(Hardware.preset("mics-p3dn:6-rack3"), 1) == [2, 4, 8, 24, 48]
 
 
 @pytest.mark.parametrize("memory", ["8MB", "1.5MB"])
