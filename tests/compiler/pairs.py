@@ -59,6 +59,7 @@ WAYS: dict[str, Way] = {
         end="choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer",
         but=("shards", "dram"),
     ),
+    "tiles": Way(graph=("tile-sequence{tokens=3}",)),  # the last: no pass over the graph may come after it
 }
 
 

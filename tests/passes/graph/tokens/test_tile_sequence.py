@@ -25,6 +25,7 @@ from penstock.passes.graph.tokens.tile_sequence import TileSequence
 from penstock.runtime.tiles import tile_slices
 from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close
+from penstock.tests.passes.graph.team import sequences
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 from penstock.tests.zoo import token_batch, zoo
@@ -235,3 +236,12 @@ def test_an_edited_plan_names_parts_of_the_model() -> None:
     known = ", ".join(part.name for part in token_parts(draft.graph))
     with pytest.raises(PassError, match=f"'layers.9/1' is no token-wise part of this model; it has {known}"):
         TileSequence().rewrite(draft, {"layers.9/1": 3})
+
+
+@pytest.mark.slow
+def test_members_of_a_team_cut_their_own_tokens() -> None:
+    graph = sequences.graph_of(lambda: sequences.Decoder(depth=1))
+    line = sequences.lines("heads", 2).replace("coarsen", "tile-sequence{tokens=2}, coarsen", 1)
+    draft = sequences.drafted(graph, line, 2)
+    assert any(isinstance(step, TiledPart) for step in with_parts(draft.graph.nodes))
+    sequences.assert_a_team_trains_as_eager(graph, draft)
