@@ -32,7 +32,7 @@ def page_hash(name: str, experiments: Experiments) -> str:
     for path in sources(name):
         digest.update(code_of(path.read_text()).encode())
     for preset in experiments.presets:
-        digest.update(Hardware.preset(preset).model_dump_json().encode())
+        digest.update(Hardware.preset(preset).model_dump_json(exclude_defaults=True).encode())
     return digest.hexdigest()[:16]
 
 
