@@ -35,7 +35,9 @@ def first_micro_batches(program: Program, count: int) -> Program:
         elif node.op == "output":
             node.args = ({name: _left(given, instead) for name, given in node.args[0].items()},)
     for node in reversed(nodes):
-        is_unread = node in had_readers and not _readers(node)
+        # An op that stays has a name for each of its results, such as gradients of a stage without parameters.
+        results = list(node.all_input_nodes[0].users) if node.target is operator.getitem else [node]
+        is_unread = all(value in had_readers and not _readers(value) for value in results)
         if node in instead or (is_unread and node.op == "call_function"):
             for free in list(node.users):
                 free.args = tuple(value for value in free.args if value is not node)

@@ -1,9 +1,9 @@
 """Ways to divide a model and its batch over devices, to be composed pairwise: one table, and every pair a test.
 
-A way says what it adds to a pipeline of passes. `pairs` composes every two of them that can be; each is compiled as a
-user's would be, trained, and compared with plain PyTorch over the whole batch: losses, every gradient (through the
-weights that SGD with momentum reaches), weights. `test_pairs.py` runs them in one process by the reference runtime, and
-some on processes joined by gloo. To extend: a row in `WAYS`.
+A way says what it adds to a pipeline of passes. `pairs` composes every two of them, and has each alone, on 2 and on 4
+devices. A pair is compiled as a user's would be, trained, and compared with plain PyTorch over the whole batch: losses,
+every gradient, weights; or it is in `REFUSED`, with what the error says. `test_pairs.py` runs all in one process by the
+reference runtime; `pair_ranks.py` runs them on processes joined by gloo. To extend: a row in `WAYS`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,82 +25,151 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.slower import with_slower
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.tests.compiler.fleet_matrix import REFUSALS, SGD, Outcome, distance, in_process, with_counts
-from penstock.tests.zoo import gpt2
+from penstock.tests.compiler.eager_baseline import optimizer_states
+from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SGD, SSD, TIERS, distance, in_process, with_counts
+from penstock.tests.zoo import gpt2, llama, mixtral, qwen3_moe
 
-DEVICES, MICRO_BATCHES, STEPS = 4, 8, 3
-# How far weights may end from eager's, as a share of how far eager moved them: the same terms of each gradient are
-# added in another order, each addition rounding by 2^-24 of the sum.
+ROWS, STEPS = 8, 2
+MOMENTUM = SGD.keywords["momentum"]
+# The largest difference of a loss as a share of eager's; of any entry of a parameter's gradients as a share of its
+# largest one; of all weights, by 2-norm, as a share of how far eager moved them. The same terms of sums are added in
+# another order: over micro-batches, tokens, columns, members. Each addition rounds by 2^-24 (6e-8) of the sum.
 TOLERANCE = 1e-5
-USUAL_END = "insert-remat, insert-fetch, insert-optimizer"
-SHARED_END = "insert-remat, insert-shard{tier=device, hold=false}, insert-two-hop, insert-optimizer"
+# A gradient that is zero but for rounding (of the bias of keys, which softmax takes away) is compared with this share
+# of the model's largest one.
+LEAST_SHARE = 1e-2
 
 
 @dataclass(frozen=True)
 class Way:
-    """What one way of dividing adds. `mesh`: options of that pass; `graph`: passes before `coarsen`; `schedule` and
-    `end`: the passes from the schedule on, in place of the usual ones. `unequal`: the first half of the devices is
-    three times as fast as the others. `but`: names of ways with which it cannot be composed, by the nature of things.
-    """
+    """What one way of dividing adds. `mesh`: options of that pass; `graph`: a pass before `coarsen`, for as many
+    members as `{team}` says; `schedule`: the pass in place of `schedule-pipeline`; `tier`: where weights and states
+    are. `experts`: the model is a mixture of them. `unequal`: the first half of the devices is three times as fast as
+    the others. `divides`: members of a team that do not see all of a value, so that none may draw random numbers."""
 
     mesh: dict[str, Any] = field(default_factory=dict)
-    graph: tuple[str, ...] = ()
+    graph: str = ""
     schedule: str = ""
-    end: str = ""
+    tier: str = ""
+    experts: bool = False
     unequal: bool = False
-    but: tuple[str, ...] = ()
+    divides: bool = False
 
 
 WAYS: dict[str, Way] = {
+    "Ulysses": Way(graph="split-context{{by=heads, team={team}}}", divides=True),
+    "ring": Way(graph="split-context{{by=ring, team={team}}}", divides=True),
+    "width": Way(graph="split-width{{team={team}}}", divides=True),
+    "experts": Way(graph="split-experts{{parts=2}}", experts=True),
     "unequal shares": Way(mesh={"by_speed": "true"}, unequal=True),
     "pipeline": Way(mesh={"depth": 2}, schedule="schedule-1f1b"),
-    "shards": Way(mesh={"shards": 2}, end=SHARED_END),
-    "dram": Way(end="insert-remat{always=true}, insert-fetch{swap=true}, insert-optimizer", but=("shards",)),
-    "ssd": Way(
-        end="choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer",
-        but=("shards", "dram"),
-    ),
-    "tiles": Way(graph=("tile-sequence{tokens=3}",)),  # the last: no pass over the graph may come after it
+    "shards": Way(mesh={"shards": 2}),
+    "dram": Way(tier=DRAM),
+    "ssd": Way(tier=SSD),
+}
+
+# By the names of two ways, and perhaps the number of devices: what the refusal says.
+REFUSED: dict[tuple[str, ...], str] = {
+    ("Ulysses", "ring"): "'split-context' comes twice",
+    ("Ulysses", "width"): "divided among 2 members already",
+    ("ring", "width"): "divided among 2 members already",
+    ("Ulysses", "experts"): r"sort \(.*\) lets tokens meet",  # a router sorts the tokens of all rows by expert
+    ("ring", "experts"): r"sort \(.*\) lets tokens meet",
+    ("width", "shards"): "have parts of weights already, which no lanes can share",
+    ("Ulysses", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("ring", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("width", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("pipeline", "shards", "2"): "2 shards x 2 deep are 4 devices",
 }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways together, or one way with itself, which is that way alone."""
+    """Two ways together, or one way with itself, which is that way alone; on so many devices."""
 
     first: str
     second: str
+    devices: int = 4
 
     @property
     def name(self) -> str:
-        return self.first if self.first == self.second else f"{self.first} with {self.second}"
+        ways = self.first if self.first == self.second else f"{self.first} with {self.second}"
+        return f"{ways}, {self.devices} devices"
 
     @property
     def ways(self) -> list[Way]:
         return [WAYS[name] for name in dict.fromkeys((self.first, self.second))]
 
     @property
+    def divides(self) -> bool:
+        return any(way.divides for way in self.ways)
+
+    @property
+    def unequal(self) -> bool:
+        return any(way.unequal for way in self.ways)
+
+    @property
+    def refused(self) -> str:
+        """What the refusal says; "" where the pair trains."""
+        names = self.first, self.second
+        return REFUSED.get((*names, str(self.devices)), REFUSED.get(names, ""))
+
+    @property
+    def beside(self) -> int:
+        """The number of lanes that meet in every micro-batch: all alone, else half of four."""
+        alone = self.first == self.second
+        return self.devices if self.divides and alone else 2 if self.divides or "shards" in self else 1
+
+    def __contains__(self, way: str) -> bool:
+        return way in (self.first, self.second)
+
+    @property
+    def mesh(self) -> dict[str, Any]:
+        return {key: value for way in self.ways for key, value in way.mesh.items()}
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the pair differs from each of its ways alone: shares of one lane, or one team, are not unequal."""
+        return not self.unequal or self.devices >= 2 * self.beside * self.mesh.get("depth", 1)
+
+    @property
+    def micro_batches(self) -> int:
+        return ROWS if self.unequal else ROWS // 2
+
+    @property
     def strategy(self) -> str:
-        mesh = {key: value for way in self.ways for key, value in way.mesh.items()}
-        graph = [text for way in self.ways for text in way.graph]
+        mesh = self.mesh
+        graph = [way.graph.format(team=self.beside) for way in self.ways if way.graph]
         schedule = next((way.schedule for way in self.ways if way.schedule), "schedule-pipeline")
-        end = next((way.end for way in self.ways if way.end), USUAL_END)
-        lanes = [f"mesh{{{', '.join(f'{key}={value}' for key, value in mesh.items())}}}"]
-        return ", ".join(
-            [*graph, "coarsen", *lanes, f"partition-balanced{{stages={mesh.get('depth', 1) * 2}}}", "map-round-robin",
-             schedule, end]
-        )  # fmt: skip
+        tier = next((way.tier for way in self.ways if way.tier), DEVICE)
+        lanes = f"mesh{{{', '.join(f'{key}={value}' for key, value in mesh.items())}}}" if mesh else "mesh"
+        cut = f"partition-balanced{{stages={mesh.get('depth', 1) * 2}}}"
+        end = TIERS[tier, "shards" in self]
+        return ", ".join(["drop-masks", *graph, "coarsen", lanes, cut, "map-round-robin", schedule, end])
 
     @property
     def hardware(self) -> Hardware:
-        hardware = penstock.Hardware.cpu(num_devices=DEVICES, memory="64MB", dram="1GB", ssd="1GB")
-        return slower(hardware, DEVICES // 2, 3.0) if any(way.unequal for way in self.ways) else hardware
+        hardware = penstock.Hardware.cpu(num_devices=self.devices, memory="64MB", dram="1GB", ssd="1GB")
+        return slower(hardware, self.devices // 2, 3.0) if self.unequal else hardware
 
-    def compiled(self) -> penstock.Job:
-        model, batch = made()
+    @property
+    def model(self) -> str:
+        """One of four models."""
+        dense, sparse = ("llama", "mixtral") if self.devices == 2 else ("gpt2", "qwen3_moe")
+        return sparse if any(way.experts for way in self.ways) else dense
+
+    def made(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        return made(self.model, self.dropout)
+
+    @property
+    def dropout(self) -> float:
+        return 0.0 if self.divides else 0.1
+
+    def compiled(self, ssd_dir: str | None = None) -> penstock.Job:
+        model, batch = self.made()
         return penstock.compile(
-            model, self.hardware, example_inputs=batch, optimizer=SGD, micro_batches=MICRO_BATCHES,
-            strategy=self.strategy,
+            model, self.hardware, example_inputs=batch, optimizer=SGD, micro_batches=self.micro_batches,
+            strategy=self.strategy, timeout_s=120.0, ssd_dirs=[ssd_dir] if ssd_dir and "ssd" in self else None,
         )  # fmt: skip
 
 
@@ -109,50 +179,101 @@ def slower(hardware: Hardware, first: int, times: float) -> Hardware:
 
 
 def pairs() -> Iterator[Pair]:
-    """Every two ways that can be composed, and each alone."""
-    for first, second in itertools.combinations_with_replacement(WAYS, 2):
-        if second not in WAYS[first].but and first not in WAYS[second].but:
-            yield Pair(first, second)
+    """Every two ways on 2 and 4 devices, and each alone. A stage is in one tier."""
+    for devices in (2, 4):
+        for first, second in itertools.combinations_with_replacement(WAYS, 2):
+            pair = Pair(first, second, devices)
+            one_tier = first == second or not (WAYS[first].tier and WAYS[second].tier)
+            if one_tier and pair.is_one:
+                yield pair
 
 
-def outcome_of(pair: Pair) -> Outcome:
-    """How far the reference runtime's run is from eager's."""
-    model, batch = made()
-    try:
-        job = pair.compiled()
-    except REFUSALS as error:
-        return Outcome(refused=f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    assert bool(job.folder.smaller) == any(way.unequal for way in pair.ways)
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from eager's, each by the measure of `TOLERANCE`; `worst` is the parameter with `gradients`."""
+
+    loss: float
+    gradients: float
+    weights: float
+    worst: str = ""
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.weights)
+
+
+def by_reference(pair: Pair) -> Difference:
+    """How far the reference runtime's run is from eager's, in this process."""
+    model, batch = pair.made()
+    job = pair.compiled()
+    assert bool(job.folder.smaller) == pair.unequal
     machine, given = in_process(job, model), with_counts(job, batch)
-    losses = [float(machine.step(given)["loss"]) for _ in range(STEPS)]
-    return compared(losses, machine.weights())
+    losses, sums = [], dict[str, Tensor]()
+    for _ in range(STEPS):
+        losses.append(float(machine.step(given)["loss"]))
+        sums = {name: grad + MOMENTUM * sums.get(name, torch.zeros(())) for name, grad in machine.grads.items()}
+    return compared(pair, losses, sums, machine.weights())
 
 
-def compared(losses: list[float], weights: dict[str, Tensor]) -> Outcome:
-    want_losses, want, start = by_eager()
-    ties = ties_of(made()[0])
-    found = {ties.get(name, name): weight for name, weight in weights.items()}
-    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, want_losses, strict=True))
-    return Outcome(loss=loss, weights=distance(want, found) / distance(want, start))
+def on_processes(pair: Pair, rank: int, ssd_dir: str) -> Difference | None:
+    """The same of this rank of torchrun with all others; the first one compares. `ssd_dir`: of files of stages."""
+    _, batch = pair.made()
+    with pair.compiled(ssd_dir) as job:
+        losses = [float(job.step(batch)) for _ in range(STEPS)]
+        sums = {name: row["momentum_buffer"] for (_, name), row in optimizer_states(job).items()}
+        weights = job.state_dict()
+    return compared(pair, losses, sums, weights) if rank == 0 else None
+
+
+def compared(pair: Pair, losses: list[float], sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Difference:
+    """`sums`: by parameter, the gradients of all steps as SGD's momentum adds them up."""
+    want = by_eager(pair.model, pair.dropout, pair.micro_batches)
+    ties = ties_of(pair.made()[0])
+    sums = {ties.get(name, name): value for name, value in sums.items()}
+    found = {ties.get(name, name): value for name, value in weights.items()}
+    assert sums.keys() == want.sums.keys()
+    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, want.losses, strict=True))
+    least = LEAST_SHARE * max(float(value.abs().max()) for value in want.sums.values())
+    each = {
+        name: float((sums[name] - value).abs().max()) / max(float(value.abs().max()), least)
+        for name, value in want.sums.items()
+    }
+    worst = max(each, key=lambda name: each[name])
+    moved = distance(want.weights, want.start)
+    return Difference(loss, each[worst], distance(want.weights, found) / moved, worst)
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    losses: list[float]
+    sums: dict[str, Tensor]  # by parameter, SGD's momentum after the last step
+    weights: dict[str, Tensor]  # after the last step
+    start: dict[str, Tensor]
+
+
+MODELS = {
+    "gpt2": partial(gpt2, num_layers=2), "llama": llama, "mixtral": mixtral, "qwen3_moe": qwen3_moe
+}  # fmt: skip
 
 
 @functools.cache
-def made() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model with tied weights and dropout, and a global batch whose micro-batches count different tokens."""
-    parts = [gpt2(0.1, num_layers=4, seed=seed)[1] for seed in range(MICRO_BATCHES)]
-    batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    labels = batch["labels"].clone()
-    for row in range(len(labels)):
+def made(name: str, dropout: float) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model, and a global batch whose micro-batches count different tokens."""
+    parts = [MODELS[name](dropout, seed=seed)[1] for seed in range(ROWS // 2)]
+    ids = torch.cat([part["input_ids"] for part in parts])
+    labels = ids.clone()
+    for row in range(ROWS):
         labels[row, : row % 5] = -100
-    return gpt2(0.1, num_layers=4, seed=0)[0], {**batch, "labels": labels}
+    return MODELS[name](dropout, seed=0)[0], {"input_ids": ids, "labels": labels}
 
 
 @functools.cache
-def by_eager() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """All losses, weights after the last and before the first, as plain PyTorch has them on whole batches."""
-    model, batch = made()
+def by_eager(name: str, dropout: float, micro_batches: int) -> EagerRun:
+    """What plain PyTorch has on whole batches; dropout draws what as many micro-batches draw."""
+    model, batch = made(name, dropout)
     mine = copy.deepcopy(model)
-    eager = Eager(mine, module_runner(mine, "fp32", draws=MICRO_BATCHES), OptimizerSpec.from_callable(SGD),
+    eager = Eager(mine, module_runner(mine, "fp32", draws=micro_batches), OptimizerSpec.from_callable(SGD),
                   micro_batches=1, precision="fp32")  # fmt: skip
     losses = [eager.step(batch) for _ in range(STEPS)]
-    return losses, {name: p.detach() for name, p in eager.masters.items()}, eager.start
+    sums = {name: eager.optimizer.state[p]["momentum_buffer"] for name, p in eager.masters.items()}
+    return EagerRun(losses, sums, {name: p.detach() for name, p in eager.masters.items()}, eager.start)
