@@ -148,7 +148,8 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def in_process(job: penstock.Job, model: nn.Module, seed: int = 0, optimizer: Any = SGD) -> Reference:
     """The job's programs and generated stages with the model's weights."""
     source, interface = LiveWeights(model), job.folder.interface
-    weights = {name: w for spec in interface.stages.values() for name, w in stage_weights(source, spec).items()}
+    weights = {name: param.detach() for name, param in model.named_parameters()}  # of which members take their parts
+    weights |= {name: w for spec in interface.stages.values() for name, w in stage_weights(source, spec).items()}
     buffers = {name: b for spec in interface.stages.values() for name, b in stage_buffers(source, spec).items()}
     with tempfile.TemporaryDirectory() as folder:
         files = open_directory(job.write(folder), interface, trust=OWN)
