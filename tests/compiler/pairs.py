@@ -61,6 +61,7 @@ WAYS: dict[str, Way] = {
     "ring": Way(graph="split-context{{by=ring, team={team}}}", divides=True),
     "width": Way(graph="split-width{{team={team}}}", divides=True),
     "experts": Way(graph="split-experts{{parts=2}}", experts=True),
+    "tiles": Way(graph="tile-sequence{{tokens=2}}"),
     "unequal shares": Way(mesh={"by_speed": "true"}, unequal=True),
     "pipeline": Way(mesh={"depth": 2}, schedule="schedule-1f1b"),
     "shards": Way(mesh={"shards": 2}),

@@ -128,6 +128,10 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
         return None
     if any(row.hidden not in own for row in rows):
         return None
+    # Of what is trained and read whole, such as a norm over each head, members would each have a part of the gradient.
+    read = {value for node in inside for value in node.all_input_nodes if value not in own}
+    if any(tensor.requires_grad for value in read for tensor in value_tensors(value.meta["val"])):
+        return None
     ordered = {node: i for i, node in enumerate(graph.nodes)}
     first = sorted(columns, key=lambda c: ordered[c.node])
     for blocks in range(1, MOST_BLOCKS + 1) if len(columns) == 1 else (1,):
