@@ -113,7 +113,10 @@ class ExpressionCheck:
 
     def _runs_tiles(self, node: ast.Call) -> bool:
         """Whether this is `functions.in_tiles(tile, ...)`: it alone is given a function, one of this forward."""
-        if self.names.root(node.func) is None or self.names.find(node.func) is not in_tiles:
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if called != in_tiles.__name__ or self.names.root(node.func) is None:
+            return False
+        if self.names.find(node.func) is not in_tiles:
             return False
         first = node.args[0] if node.args else node
         if not isinstance(first, ast.Name) or first.id not in self.tiles:
