@@ -13,9 +13,12 @@ KINDS: dict[str, tuple[ops.Op, ...]] = {
     "to the device": (ops.load, ops.fetch),
     "from the device": (ops.offload,),
     "SSD": (ops.read, ops.write),
-    "messages": (ops.send, ops.recv, ops.all_reduce, ops.all_gather, ops.reduce_scatter),
-    "other": (ops.add, ops.split),
-}
+    "messages": (
+        ops.send, ops.recv, ops.all_reduce, ops.all_gather, ops.reduce_scatter,
+        ops.all_to_all, ops.gather_parts, ops.scatter_sum, ops.sum_parts, ops.pass_on,
+    ),
+    "other": (ops.add, ops.split, ops.own_part),
+}  # fmt: skip
 _KIND_OF = {op: kind for kind, members in KINDS.items() for op in members}
 
 
