@@ -16,6 +16,7 @@ from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
 from penstock.passes.graph.team.split_context import SplitContext
 from penstock.passes.graph.team.split_width import SplitWidth
 from penstock.passes.graph.tokens.tile_sequence import TileSequence
+from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
@@ -67,7 +68,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     named = {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
     # The search adds these where memory is short, or steps are long.
     searched = {SplitVocabulary.name, SplitExperts.name, RecomputePointwise.name}
-    searched |= {SplitContext.name, SplitWidth.name, TileSequence.name}
+    searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name}
     assert set(PASSES) == named | searched and not named & searched
 
 
