@@ -11,6 +11,7 @@ begins (`team/exchanges.py`). With `level=operator` blocks are single operators
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
     ]
     runs: list[NamedNodes] = []
     seen: set[fx.Node] = set()
-    for node in nodes:
+    for node in _reads_late(nodes) if graph.team > 1 else nodes:
         key = _block_path(node.meta.get("module_path", ""))
         read_for = list(node.users)[:1] if node.op == "get_attr" else []  # a weight is read where it is used
         met = set[fx.Node]().union(*map(borders, (node, *read_for))) - seen
@@ -138,6 +139,20 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
         else:
             runs.append((key, [node]))
     return runs
+
+
+def _reads_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes, where what is exchanged is read between a parameter's read and its first reader, with the read right
+    before the reader: no border lies between them."""
+    place = {node: i for i, node in enumerate(nodes)}
+    met = list(itertools.accumulate((bool(borders(node)) for node in nodes), initial=0))
+    late: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        first = min((user for user in node.users if user in place), key=place.__getitem__, default=None)
+        if node.op == "get_attr" and first is not None and met[place[first]] > met[place[node]]:
+            late.setdefault(first, []).append(node)
+    moved = {read for reads in late.values() for read in reads}
+    return [each for node in nodes if node not in moved for each in (*late.get(node, ()), node)]
 
 
 def _block_path(path: str) -> str:

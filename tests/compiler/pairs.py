@@ -84,10 +84,6 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("pipeline", "shards", "2"): "2 shards x 2 deep are 4 devices",
 }
 
-# What does not compile although it should: a part that runs over tiles spans the sum before a divided MLP, where stages
-# are cut, so that a stage lacks the weight of a norm (KeyError).
-FAILS = {("width", "tiles", 2)}
-
 
 @dataclass(frozen=True)
 class Pair:

@@ -228,9 +228,10 @@ def test_tables_show_tiers_and_what_disks_bear(reservoir: penstock.Job) -> None:
 
 def test_machines_with_ssds_may_have_more_of_them() -> None:
     machines = machines_of(penstock.Hardware.preset("fuyou-4090"))
+    # Twelve disks together reach a share of their rates.
     more, fast = machines["one more SSD"], machines["SSDs 2x as fast"]
     assert more is not None and len(more.hosts[0].ssds) == 13 and "ssd0.12.read" in more.links()
-    assert fast is not None and fast.bandwidth("ssd0", "dram0") == pytest.approx(2 * 12 * 6.5e9 * 0.39)  # of 12 together
+    assert fast is not None and fast.bandwidth("ssd0", "dram0") == pytest.approx(2 * 12 * 6.5e9 * 0.39)
     assert not [text for text in machines_of(penstock.Hardware.cpu(1)) if "SSD" in text]
 
 
