@@ -19,6 +19,7 @@ from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.program import parse_program, work_of
 from penstock.passes.graph.team.regions import find_regions
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states, zoo_case
 from penstock.tests.zoo import VOCABULARY, zoo
 
@@ -57,7 +58,7 @@ def assert_trains_like_eager(job: Job, batch: Any, **options: Any) -> None:
         assert_close(job.state_dict(), eager.model.state_dict(), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", IN_ATTENTION_AND_MLP)
+@pytest.mark.parametrize("name", slow_but(("gpt2",), IN_ATTENTION_AND_MLP))
 def test_attention_and_mlp_of_every_layer_are_found(name: str) -> None:
     model, batch = zoo()[name](dropout=0.0)
     found = find_regions(trace(model, batch), 2)
@@ -85,6 +86,7 @@ def test_dropout_between_the_products_keeps_them_whole() -> None:
     assert all("self_attn" not in region.name for region in find_regions(trace(model, batch), 2))
 
 
+@pytest.mark.slow
 def test_sums_move_what_theory_says() -> None:
     """Two sums of a micro-batch's hidden states a layer, forward and backward (Megatron-LM 3)."""
     model, batch = zoo_case("gpt2")
@@ -142,6 +144,7 @@ def test_what_is_saved_is_whole_and_resumes_without_a_team(tmp_path: Path) -> No
             assert_close({"loss": job.step(batch)}, {"loss": wanted}, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_whoever_asks_for_what_cannot_be_hears_why() -> None:
     model, batch = zoo_case("llama")
     with pytest.raises(PassError, match=r"the nearest team that can has 2"):
