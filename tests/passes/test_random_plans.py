@@ -23,6 +23,7 @@ from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.blocks import Block
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
+from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.mapping.mapping import Mapping
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
@@ -98,7 +99,7 @@ def partitioners() -> list[type[Partition]]:
 
 def mappings() -> list[type[Mapping]]:
     """Those that give each stage one device."""
-    return [kind for kind in PASSES.values() if issubclass(kind, Mapping) and "devices" in kind.gives]
+    return [kind for kind in PASSES.values() if issubclass(kind, Mapping) and kind is not MapReplicas]
 
 
 def schedules() -> list[type[Schedule]]:

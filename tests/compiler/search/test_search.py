@@ -108,7 +108,7 @@ def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out()
         assert (
             rival.step_s is not None
             or rival.reason.startswith(("pruned", "does not fit", "the same plan"))
-            or any(word in rival.reason for word in ("cannot", "need", "nearest"))
+            or any(word in rival.reason for word in ("cannot", "need", "nearest", "use map-round-robin"))
         ), rival
 
 

@@ -94,7 +94,7 @@ def report(speed: float) -> dict[str, Any]:
     row = {"backend": "flash", "dtypes": ["fp32"], "head_size": 64, "forward": curve, "backward": curve}
     return {
         "rates": {"products": {"fp32": curve}, "attention": [row], "pointwise": {"100": 1e9, "1000": 2e9 * speed}},
-        "copy": 5e9, "copy_latency_s": 1e-5, "op_overhead_s": 5e-6, "adamw": 1e9, "disks": [],
+        "copy": 5e9, "copy_latency_s": 1e-5, "op_overhead_s": 5e-6, "adamw": 1e9, "disks": [], "disk_shares": None,
     }  # fmt: skip
 
 
