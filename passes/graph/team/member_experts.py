@@ -27,7 +27,7 @@ MOVES = ("reshape", "view", "contiguous", "transpose", "permute", "index_select"
 def divide_experts(graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int) -> None:
     """Let a member compute its experts' share of a layer. `member`: the input with its number."""
     for node in layer.entering:
-        _share_source(graph, node, team)
+        _share_source(graph, layer, node, team)
     part = _Member(graph, layer, member, team)
     found = {n: part.call(member_result, r, layer.offsets, member, team) for n, r in part.compute().items()}
     replace_layer(graph, layer, found)
@@ -65,22 +65,19 @@ def add_team_part(graph: OpGraph, name: str, whole: nn.Parameter, dim: int, team
     return part
 
 
-def _share_source(graph: OpGraph, node: fx.Node, team: int) -> None:
-    """Let the gradient of what enters a layer be added up over members: where rows are gathered, that of the tokens."""
+def _share_source(graph: OpGraph, layer: ExpertLayer, node: fx.Node, team: int) -> None:
+    """Let the gradient of what enters a layer be added up over members: where rows are gathered, that of the tokens.
+    What reads the same value outside of the layer has its whole gradient already."""
     if not node.meta["val"].requires_grad:
         return
-    reader: fx.Node | None = None
-    source = node
+    readers, source = [user for user in node.users if user in layer.inside], node
     while len(source.users) == 1 and (before := _linear_in(source)) is not None:
-        reader, source = source, before
-    if reader is None:
-        users = [user for user in source.users]
-        edit = GraphEdit(graph, users[0])
-        shared = edit.call(share, source, team)
-        for user in users:
-            user.replace_input_with(source, shared)
-        return
-    reader.replace_input_with(source, GraphEdit(graph, reader).call(share, source, team))
+        if any(other.meta["val"].requires_grad for other in source.all_input_nodes if other is not before):
+            break
+        readers, source = [source], before
+    shared = GraphEdit(graph, readers[0]).call(share, source, team)
+    for reader in readers:
+        reader.replace_input_with(source, shared)
 
 
 def _sum_of_tokens(graph: OpGraph, node: fx.Node, team: int) -> None:

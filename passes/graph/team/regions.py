@@ -68,7 +68,8 @@ def find_regions(graph: OpGraph, team: int) -> list[WidthRegion]:
         if region is None:
             continue
         own = {*region.columns, *region.rows}
-        if used & own or any(readers[name] > {p.node for p in own} for p in own for name in (p.weight, p.bias) if name):
+        names = {name for p in own for name in (p.weight, p.bias) if name}
+        if used & own or any(readers[name] - {p.node for p in own} for name in names):
             continue
         found.append(region)
         used |= own

@@ -187,3 +187,19 @@ def test_members_of_experts_add_up_tokens_not_rows() -> None:
     tokens, width, rows = 2 * 8, 32, 2 * 8 * 2
     assert max(moved) == tokens * width * 4  # hidden states; a router's gradient is smaller
     assert min(moved) == rows * 4
+
+
+class Tied(nn.Module):
+    """Two layers, of which the second reads the first one's weight once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(torch.tanh(self.up(x)))
+        return torch.nn.functional.linear(hidden.tanh(), self.up.weight).square().mean()
+
+
+def test_a_weight_that_something_else_reads_stays_whole() -> None:
+    assert find_regions(trace(Tied(), {"x": torch.ones(4, 8)}), 2) == []
