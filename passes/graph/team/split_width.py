@@ -68,6 +68,7 @@ class SplitWidth(GraphPass):
         graph = draft.graph.copy()
         regions = _parts_of_model(graph, decision.team)
         member: fx.Node | None = None
+        now: dict[fx.Node, fx.Node] = {}  # what stands in the place of products that are divided
         for name in decision.regions:
             if name not in regions:
                 known = ", ".join(regions) or "none"
@@ -79,7 +80,7 @@ class SplitWidth(GraphPass):
                 raise PassError(f"split-width: {name} cannot be divided: {refused}")
             region = regions[name]
             if isinstance(region, WidthRegion):
-                _Divided(graph, region, decision.team).write()
+                _Divided(graph, region, decision.team, now).write()
             else:
                 member = member or member_input(graph)
                 divide_experts(graph, region, member, decision.team)
@@ -111,8 +112,8 @@ def _refused_by_optimizer(draft: Draft, region: WidthRegion | ExpertLayer) -> st
 class _Divided:
     """One region, rewritten to what a member computes of it."""
 
-    def __init__(self, graph: OpGraph, region: WidthRegion, team: int):
-        self.graph, self.region, self.team = graph, region, team
+    def __init__(self, graph: OpGraph, region: WidthRegion, team: int, now: dict[fx.Node, fx.Node]):
+        self.graph, self.region, self.team, self.now = graph, region, team, now
         self.parameters = graph.parameters()
         self.shared: dict[fx.Node, fx.Node] = {}
 
@@ -127,22 +128,23 @@ class _Divided:
 
     def column(self, product: WideProduct, blocks: int) -> None:
         edit = GraphEdit(self.graph, product.node)
-        if product.hidden not in self.shared:
-            self.shared[product.hidden] = edit.call(share, product.hidden, self.team)
-        hidden = self.shared[product.hidden]
+        hidden = self.now.get(product.hidden, product.hidden)
+        if hidden not in self.shared:
+            self.shared[hidden] = edit.call(share, hidden, self.team)
+        hidden = self.shared[hidden]
         weight = self.part(edit, product.weight, product.out_dim, blocks)
         bias = self.part(edit, product.bias, 0, blocks) if product.bias else None
-        self.renamed(product.node, self.product(edit, product, hidden, weight, bias))
+        self.put(product.node, self.product(edit, product, hidden, weight, bias))
 
     def row(self, product: WideProduct, blocks: int) -> None:
         edit = GraphEdit(self.graph, product.node)
         weight = self.part(edit, product.weight, product.in_dim, blocks)
-        found = self.product(edit, product, product.hidden, weight, None)
+        found = self.product(edit, product, self.now.get(product.hidden, product.hidden), weight, None)
         found = edit.call(sum_parts, found, self.team)
         if product.bias:
             value = self.parameters[product.bias]
             found = edit.call(torch.add, found, edit.parameter(product.bias, value, compute_dtype(self.graph, value)))
-        self.renamed(product.node, found)
+        self.put(product.node, found)
 
     def product(
         self, edit: GraphEdit, product: WideProduct, hidden: fx.Node, weight: fx.Node, bias: fx.Node | None
@@ -151,8 +153,9 @@ class _Divided:
             return edit.call(F.linear, hidden, weight, bias)
         return edit.call(torch.mm, hidden, weight) if bias is None else edit.call(torch.addmm, bias, hidden, weight)
 
-    def renamed(self, old: fx.Node, new: fx.Node) -> None:
+    def put(self, old: fx.Node, new: fx.Node) -> None:
         GraphEdit(self.graph, old).replace(old, new)
+        self.now[old] = new
 
     def part(self, edit: GraphEdit, name: str, dim: int, blocks: int) -> fx.Node:
         """A read of a member's part of a parameter."""

@@ -203,3 +203,25 @@ class Tied(nn.Module):
 
 def test_a_weight_that_something_else_reads_stays_whole() -> None:
     assert find_regions(trace(Tied(), {"x": torch.ones(4, 8)}), 2) == []
+
+
+class Chain(nn.Module):
+    """Products with nothing between them: each is a region's last one, and its result the next one's first operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_products_one_after_the_other_train_like_eager() -> None:
+    torch.manual_seed(0)
+    model, batch = Chain(), {"x": torch.randn(8, 8)}
+    job = job_of(model, batch, 2, strategy(2))
+    assert len(job.plan.decisions.width.regions) == 2
+    assert_trains_like_eager(job, batch)
