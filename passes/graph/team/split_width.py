@@ -129,9 +129,9 @@ class _Divided:
     def column(self, product: WideProduct, blocks: int) -> None:
         edit = GraphEdit(self.graph, product.node)
         hidden = self.now.get(product.hidden, product.hidden)
-        if hidden not in self.shared:
+        if hidden not in self.shared and hidden.meta["val"].requires_grad:  # else it has no gradient to add up
             self.shared[hidden] = edit.call(share, hidden, self.team)
-        hidden = self.shared[hidden]
+        hidden = self.shared.get(hidden, hidden)
         weight = self.part(edit, product.weight, product.out_dim, blocks)
         bias = self.part(edit, product.bias, 0, blocks) if product.bias else None
         self.put(product.node, self.product(edit, product, hidden, weight, bias))
