@@ -20,12 +20,13 @@ from ....ir.errors import PassError
 from ...decisions import Width
 from ...draft import Draft
 from ..blocks import compute_dtype
+from ..coarsen import find_blocks
 from ..edit import GraphEdit
 from ..experts.layers import ExpertLayer, find_expert_layers
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph, value_tensors
 from ..row_parts import refused_by_optimizer
-from .exchanges import member_input, share, sum_parts
+from .exchanges import is_exchange, member_input, share, source_of, sum_parts
 from .member_experts import add_team_part, divide_experts
 from .regions import WideProduct, WidthRegion, find_regions
 
@@ -48,8 +49,11 @@ class SplitWidth(GraphPass):
         """Raises `PassError` where nothing of the model can be divided among so many."""
         if self.team == 1:
             return Width()
+        _refuse_sizes(draft)
         regions = _parts_of_model(draft.graph, self.team)
         kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
+        while kept and (whole := _uncut(*_divided(draft.graph, kept, self.team))):
+            kept = [name for name in kept if name not in whole]
         if not kept:
             refused = next((_refused_by_optimizer(draft, region) for region in regions.values()), "")
             near = next((n for n in range(self.team - 1, 1, -1) if _parts_of_model(draft.graph, n)), 1)
@@ -65,10 +69,8 @@ class SplitWidth(GraphPass):
             return
         if draft.graph.team > 1:
             raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
-        graph = draft.graph.copy()
-        regions = _parts_of_model(graph, decision.team)
-        member: fx.Node | None = None
-        now: dict[fx.Node, fx.Node] = {}  # what stands in the place of products that are divided
+        _refuse_sizes(draft)
+        regions = _parts_of_model(draft.graph, decision.team)
         for name in decision.regions:
             if name not in regions:
                 known = ", ".join(regions) or "none"
@@ -78,18 +80,54 @@ class SplitWidth(GraphPass):
             refused = _refused_by_optimizer(draft, regions[name])
             if refused:
                 raise PassError(f"split-width: {name} cannot be divided: {refused}")
-            region = regions[name]
-            if isinstance(region, WidthRegion):
-                _Divided(graph, region, decision.team, now).write()
-            else:
-                member = member or member_input(graph)
-                divide_experts(graph, region, member, decision.team)
-        for node in reversed(graph.nodes):
-            if node.op == "get_attr" and not node.users:
-                graph.graph.erase_node(node)
-        graph.team = decision.team
-        draft.graph = graph.copy()
+        graph, exchanged = _divided(draft.graph, decision.regions, decision.team)
+        whole = _uncut(graph, exchanged)
+        if whole:
+            raise PassError(
+                f"split-width: {min(whole)} cannot be divided: what its members exchange stands in the middle of a "
+                "block; take it out of the plan's decision `width`"
+            )
+        draft.graph = graph
         draft.notes[self.name] = f"{len(decision.regions)} parts of the model are divided among {decision.team} members"
+
+
+def _refuse_sizes(draft: Draft) -> None:
+    if draft.graph.sizes or draft.graph.symbols:
+        raise PassError("split-width: it takes batches of one size; leave dynamic_shapes out, or use another strategy")
+
+
+def _divided(graph: OpGraph, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
+    """A copy of the graph in which members divide these parts, and the exchanges of each."""
+    graph = graph.copy()
+    regions = _parts_of_model(graph, team)
+    member: fx.Node | None = None
+    now: dict[fx.Node, fx.Node] = {}  # what stands in the place of products that are divided
+    exchanged: dict[str, set[fx.Node]] = {}
+    for name in names:
+        region, before = regions[name], set(filter(is_exchange, graph.nodes))
+        if isinstance(region, WidthRegion):
+            _Divided(graph, region, team, now).write()
+        else:
+            member = member or member_input(graph)
+            divide_experts(graph, region, member, team)
+        exchanged[name] = set(filter(is_exchange, graph.nodes)) - before
+    for node in reversed(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.graph.erase_node(node)
+    graph.team = team
+    graph.rebuild()  # over what its nodes read now
+    return graph, exchanged
+
+
+def _uncut(graph: OpGraph, exchanged: dict[str, set[fx.Node]]) -> set[str]:
+    """The parts of which an exchange is read in the block that gives its value, or in an earlier one: no stage could be
+    cut there, as something else holds the block together."""
+    home = {node: i for i, block in enumerate(find_blocks(graph)) for node in block.nodes}
+
+    def is_cut(node: fx.Node) -> bool:
+        return all(home.get(user, len(home)) > home.get(source_of(node), -1) for user in node.users)
+
+    return {name for name, nodes in exchanged.items() if not all(map(is_cut, nodes))}
 
 
 def _parts_of_model(graph: OpGraph, team: int) -> dict[str, WidthRegion | ExpertLayer]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -224,4 +225,20 @@ def test_products_one_after_the_other_train_like_eager() -> None:
     model, batch = Chain(), {"x": torch.randn(8, 8)}
     job = job_of(model, batch, 2, strategy(2))
     assert len(job.plan.decisions.width.regions) == 2
+    assert_trains_like_eager(job, batch)
+
+
+@pytest.mark.slow
+def test_what_stands_in_the_middle_of_a_block_stays_whole() -> None:
+    """PEFT's adapters of queries, keys and values lie between views that belong to one block."""
+    model, batch = zoo_case("llama")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    job = job_of(peft.get_peft_model(model, config), batch, 2, strategy(2))
+    assert any("lora_B" in name for name in job.plan.decisions.width.regions)
+    assert_trains_like_eager(job, batch)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    job = job_of(peft.get_peft_model(zoo_case("llama")[0], config), batch, 2, strategy(2))
+    kept = job.plan.decisions.width.regions
+    assert any("q_proj" in name for name in kept) and not any("k_proj" in name or "v_proj" in name for name in kept)
     assert_trains_like_eager(job, batch)
