@@ -62,17 +62,17 @@ class SplitExperts(GraphPass):
     def look(self, draft: Draft) -> tuple[ExpertBoundaries, list[str]]:
         """What to split, and why large layers cannot be."""
         found: ExpertBoundaries = {}
-        refused = []
+        refused: dict[str, list[str]] = {}
         for name, layer in find_expert_layers(draft.graph).items():
             count = self.parts or _parts_needed(layer, device_room(draft))
             refusal = layer.refusal or _refused_by_optimizer(draft, layer)
             if count > 1 and not refusal and self.parts > layer.experts:
                 refusal = f"it has {layer.experts} experts only"
             if count > 1 and refusal:
-                refused.append(f"{name} stays whole: {refusal}")
+                refused.setdefault(refusal, []).append(name)
             elif count > 1:
                 found[name] = even_boundaries(layer.experts, min(count, layer.experts))
-        return found, refused
+        return found, [f"{_few(names)} whole: {refusal}" for refusal, names in refused.items()]
 
     def rewrite(self, draft: Draft, decision: ExpertBoundaries) -> None:
         if not decision:
@@ -87,6 +87,10 @@ class SplitExperts(GraphPass):
         draft.graph = graph.copy()  # over what its nodes read now
         told = [f"the experts of {name} are {len(experts) - 1} parts" for name, experts in decision.items()]
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{names[0]} stays" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more stay"
 
 
 def _parts_needed(layer: ExpertLayer, room_bytes: int) -> int:

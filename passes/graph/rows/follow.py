@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....runtime.stage.saved_classes import written
 from ..blocks import compute_dtype
+from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
-from ..kernels.stand_ins import SHAPE_RULES
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from . import contractions, indexing, layers, pointwise, reductions, views
 from .call import RULES, OperatorCall, nonlinear, operator_name, plain
@@ -199,7 +199,7 @@ class Follower(TorchDispatchMode):
         mode = next((t.fake_mode for t in self._fake_tensors(node)), None)
         try:
             with mode or nullcontext(), _Unsmoothed(), self:
-                out = self._call(node, args, kwargs)
+                out = call_node(self.graph, node, args, kwargs, self._fake)
         except Exception as error:  # a call that works only while it is traced
             self.operator = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self.met(Kind.UNKNOWN)
@@ -213,16 +213,6 @@ class Follower(TorchDispatchMode):
     def _fake_tensors(self, node: fx.Node) -> list[Any]:
         values = [node.meta["val"], *(n.meta["val"] for n in node.all_input_nodes)]
         return [t for value in values for t in value_tensors(value) if hasattr(t, "fake_mode")]
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "call_module":
-            leaf = self.graph.module.get_submodule(str(node.target))
-            own = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
-            return torch.func.functional_call(leaf, {name: self._fake(t) for name, t in own}, args, kwargs)
-        target: Any = SHAPE_RULES.get(node.target, node.target)
-        return target(*args, **kwargs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.fakes:

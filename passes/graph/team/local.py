@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from ....ir.calls import call_name
 from ....ir.errors import PassError
 from ..blocks import compute_dtype
+from ..kernels.call_node import call_node
 from ..opgraph import OpGraph, value_tensors
 from ..tokens.facts import TokenPlace
 
@@ -89,7 +90,7 @@ class LocalValues:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         try:
             with torch.random.fork_rng(devices=[]), self.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]):
-                made = self._call(node, args, kwargs)
+                made = call_node(self.graph, node, args, kwargs, self._fake)
                 before, now = list(value_tensors(node.meta["val"])), list(value_tensors(made))
                 same = len(before) == len(now) and all(a.dtype == b.dtype for a, b in zip(before, now))
                 if not same and len(before) == len(now) == 1:  # the step runs under autocast
@@ -100,16 +101,6 @@ class LocalValues:
                 f"{str(error).splitlines()[0][:200]}"
             ) from error
         node.meta["val"] = made
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "call_module":
-            leaf = self.graph.module.get_submodule(str(node.target))
-            own = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
-            return torch.func.functional_call(leaf, {name: self._fake(t) for name, t in own}, args, kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self.fakes:

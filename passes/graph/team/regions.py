@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..loss.head_loss import product_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
@@ -131,7 +131,9 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
         return None
     # Of what is trained and read whole, such as a norm over each head, members would each have a part of the gradient.
     read = {value for node in inside for value in node.all_input_nodes if value not in own}
-    if any(tensor.requires_grad for value in read for tensor in value_tensors(value.meta["val"])):
+    tensors = [tensor for value in read for tensor in value_tensors(value.meta["val"])]
+    tensors += [weight for node in inside for weight in graph.node_parameters(node).values()]  # of modules
+    if any(tensor.requires_grad for tensor in tensors):
         return None
     ordered = {node: i for i, node in enumerate(graph.nodes)}
     first = sorted(columns, key=lambda c: ordered[c.node])
@@ -196,10 +198,3 @@ def _proven(
             return None
         found[product] = tensor.shape[-1] // (team * state.inner)
     return WidthRegion(columns, found, places)
-
-
-def local_shape(tensor: Tensor, dim: int, team: int) -> list[int]:
-    """The shape of a member's part of a value."""
-    shape = list(tensor.shape)
-    shape[dim] //= team
-    return shape

@@ -24,6 +24,7 @@ from ..coarsen import find_blocks
 from ..edit import GraphEdit
 from ..experts.layers import ExpertLayer, find_expert_layers
 from ..graph_pass import GraphPass
+from ..kernels.call_node import call_node
 from ..opgraph import OpGraph, value_tensors
 from ..row_parts import refused_by_optimizer
 from .exchanges import is_exchange, member_input, share, source_of, sum_parts
@@ -242,12 +243,6 @@ def _made(edit: GraphEdit, node: fx.Node, args: Any, kwargs: Any) -> Any:
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     try:
         with edit.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]), edit.autocast():
-            if node.op == "call_method":
-                return getattr(given[0], str(node.target))(*given[1:], **named)
-            if node.op == "call_module":
-                leaf = edit.graph.module.get_submodule(str(node.target))
-                return leaf(*given, **named) if not list(leaf.parameters()) else None
-            assert callable(node.target)
-            return node.target(*given, **named)
+            return call_node(edit.graph, node, given, named, lambda t: torch.empty(t.shape, dtype=t.dtype))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None

@@ -161,7 +161,7 @@ def test_parts_cost_together_what_the_layer_does() -> None:
 @pytest.mark.slow
 def test_whoever_asks_for_what_cannot_be_hears_why() -> None:
     model, batch = case()
-    with pytest.raises(PassError, match=r"mlp.experts stays whole: it has 4 experts only"):
+    with pytest.raises(PassError, match=r"layers.0.mlp.experts and 1 more stay whole: it has 4 experts only"):
         job_of(model, batch, strategy=split(5))
     with pytest.raises(PassError, match="its optimizer looks at whole parameters"):
         job_of(model, batch, strategy=split(2), optimizer=partial(torch.optim.Adafactor, lr=1e-3))

@@ -242,3 +242,21 @@ def test_what_stands_in_the_middle_of_a_block_stays_whole() -> None:
     kept = job.plan.decisions.width.regions
     assert any("q_proj" in name for name in kept) and not any("k_proj" in name or "v_proj" in name for name in kept)
     assert_trains_like_eager(job, batch)
+
+
+class NormOfHeads(nn.Module):
+    """A norm over each head, with a weight that all heads share, as a module between two products."""
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(4, elementwise_affine=learns), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.norm(self.up(x).view(-1, 4, 4))
+        return self.down(heads.reshape(-1, 16)).square().mean()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_trained_weight_of_all_columns_keeps_them_whole(learns: bool) -> None:
+    """Of its gradient each member would have a part."""
+    assert bool(find_regions(trace(NormOfHeads(learns), {"x": torch.ones(4, 8)}), 2)) != learns
