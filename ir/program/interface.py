@@ -301,21 +301,7 @@ def _contradictions(interface: Interface) -> Iterator[str]:
     if len(interface.stages) > MOST:
         yield f"it has {len(interface.stages)} stages"
     for name, spec in interface.stages.items():
-        if spec.name != name or not PLAIN_NAME.fullmatch(name):
-            yield f"stage {name!r:.60} is called {spec.name!r:.60}"
-        if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
-            yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
-        rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
-        rows += [*spec.params, *spec.buffers, *(exchange.result for exchange in spec.exchanges)]
-        known_ops = ("", *ops.team.__all__)
-        odd = next((e for e in spec.exchanges if e.op not in known_ops or e.back not in known_ops), None)
-        if odd is not None:
-            yield f"stage {name} exchanges {odd.source!r:.60} by {odd.op!r:.60} and {odd.back!r:.60}"
-        yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
-        yield from (f"stage {name}: {found}" for found in _wrong_sizes(interface, rows))
-        numbers = (value for value in vars(spec).values() if isinstance(value, int | float))
-        if not all(0 <= number < math.inf for number in numbers):
-            yield f"stage {name} has a cost below 0 or without end"
+        yield from _wrong_stage(interface, name, spec)
     yield from (f"the batch's {found}" for found in _wrong_rows(interface.batch.values()))
     yield from (f"the batch's {found}" for found in _wrong_sizes(interface, interface.batch.values()))
     for label, of in interface.sizes.items():
@@ -323,14 +309,6 @@ def _contradictions(interface: Interface) -> Iterator[str]:
             yield f"its size {label!r:.60} is {of.least} to {of.most}"
     if interface.sizes and interface.batch.get(SIZES) != sizes_spec(interface.sizes):
         yield f"its batch has no {SIZES} of {len(interface.sizes)} sizes"
-    for spec in interface.stages.values():
-        if spec.staying and (interface.shards > 1 or not all(param.requires_grad for param in spec.staying)):
-            yield f"stage {name} is shared, or frozen, and a part of it stays on the device"
-        if any(first.stays and not second.stays for first, second in pairwise(spec.params)):
-            yield f"stage {name} has parameters that stay on the device before others"
-        for param in spec.params:
-            calls = (*wrong_calls(param.hook), *wrong_calls(param.change))
-            yield from (f"{param.name!r:.60} has a hook or a change that {found}" for found in calls)
     yield from wrong_parts(param for spec in interface.stages.values() for param in spec.params)
     places = range(interface.num_devices)
     for group, members in interface.groups.items():
@@ -338,6 +316,38 @@ def _contradictions(interface: Interface) -> Iterator[str]:
             yield f"group {group!r:.60} has a member of no stage, or none of the {interface.num_devices} devices"
     if interface.micro_batches % max(1, interface.accumulate):
         yield f"{interface.micro_batches} micro-batches are no whole number of mini-batches of {interface.accumulate}"
+    yield from _wrong_lanes(interface)
+    yield from _wrong_bytes(interface)
+
+
+def _wrong_stage(interface: Interface, name: str, spec: StageSpec) -> Iterator[str]:
+    """What cannot be of a stage."""
+    if spec.name != name or not PLAIN_NAME.fullmatch(name):
+        yield f"stage {name!r:.60} is called {spec.name!r:.60}"
+    if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
+        yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
+    rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
+    rows += [*spec.params, *spec.buffers, *(exchange.result for exchange in spec.exchanges)]
+    known_ops = ("", *ops.team.__all__)
+    odd = next((e for e in spec.exchanges if e.op not in known_ops or e.back not in known_ops), None)
+    if odd is not None:
+        yield f"stage {name} exchanges {odd.source!r:.60} by {odd.op!r:.60} and {odd.back!r:.60}"
+    yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
+    yield from (f"stage {name}: {found}" for found in _wrong_sizes(interface, rows))
+    numbers = (value for value in vars(spec).values() if isinstance(value, int | float))
+    if not all(0 <= number < math.inf for number in numbers):
+        yield f"stage {name} has a cost below 0 or without end"
+    if spec.staying and (interface.shards > 1 or not all(param.requires_grad for param in spec.staying)):
+        yield f"stage {name} is shared, or frozen, and a part of it stays on the device"
+    if any(first.stays and not second.stays for first, second in pairwise(spec.params)):
+        yield f"stage {name} has parameters that stay on the device before others"
+    for param in spec.params:
+        calls = (*wrong_calls(param.hook), *wrong_calls(param.change))
+        yield from (f"{param.name!r:.60} has a hook or a change that {found}" for found in calls)
+
+
+def _wrong_lanes(interface: Interface) -> Iterator[str]:
+    """What cannot be of lanes, teams and those that share stages."""
     lanes = interface.lanes
     devices = sorted(device for lane in lanes for device in lane)
     if lanes and devices != list(range(interface.world_size)):
@@ -359,6 +369,10 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         yield f"{len(lanes)} lanes have {list(shares)} micro-batches, of which the most are {interface.micro_batches}"
     elif any(len(set(shares[i : i + beside])) > 1 for i in range(0, len(shares), beside)):
         yield f"lanes of one team, or that share stages, have different numbers of micro-batches, {list(shares)}"
+
+
+def _wrong_bytes(interface: Interface) -> Iterator[str]:
+    """What cannot be counted of optimizers."""
     known = {key for name in interface.stages for key in (name, shard_key(name, interface.shards))}
     if interface.states.keys() - known or (interface.states and interface.stages.keys() - interface.states.keys()):
         yield "it counts optimizer states of other stages than it has"
