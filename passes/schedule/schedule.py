@@ -43,6 +43,11 @@ class Schedule(Pass):
         return self.order
 
     def rewrite(self, draft: Draft, decision: Any) -> None:
+        if draft.copies and not self.takes_copies:
+            raise PassError(
+                f"{self.name} has every stage on one device, and {min(draft.copies)} runs on several; use "
+                "schedule-1f1b, or another pass in place of map-replicas"
+            )
         own = self.split(self.plan(draft))
         for name, value in self.split(decision).items():
             require_own(self, name, value, own[name])
@@ -52,11 +57,6 @@ class Schedule(Pass):
         """Write the programs."""
         if self.marks:
             draft.stages = [replace(s, spec=spec) for s, spec in zip(draft.stages, staying_stages(draft), strict=True)]
-        if draft.copies and not self.takes_copies:
-            raise PassError(
-                f"{self.name} has every stage on one device, and {min(draft.copies)} runs on several; use "
-                "schedule-1f1b, or another pass in place of map-replicas"
-            )
         flow = Flow(self.interface(draft), draft.devices, draft.copies)
         turns = self.turns(flow, draft)
         draft.programs = [Emitter(flow, device, turns).write() for device in flow.devices]

@@ -146,6 +146,10 @@ def test_tied_stages_and_changed_buffers_are_refused() -> None:
 def test_what_cannot_be_copied_is_refused() -> None:
     with pytest.raises(PassError, match="use schedule-1f1b"):
         drafted(chain(depth=3), 4, 2, schedule="zero-bubble")
+    copied = draft_of(chain(depth=3), Hardware.cpu(num_devices=4), micro_batches=4)
+    line = "coarsen, partition-balanced{stages=2}, map-replicas, schedule-async"
+    with pytest.raises(PassError, match="schedule-async has every stage on one device, and stage0 runs on several"):
+        apply(copied, *parse_pipeline(line, 4))
     with pytest.raises(PassError, match=r"one stage a device or fewer, such as partition-balanced\{stages=1\}"):
         drafted(chain(depth=4), 2, 4)
     draft = draft_of(chain(depth=3), with_slower(Hardware.cpu(num_devices=3), {1: 2.0}), micro_batches=4)
