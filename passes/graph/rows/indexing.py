@@ -10,7 +10,7 @@ import torch
 from .call import OperatorCall, nonlinear, plain, rule
 from .pointwise import Operand, combined, together
 from .reductions import PER_ROW
-from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, whole
+from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
 from .views import moved
 
 
@@ -273,8 +273,18 @@ def part_written(call: OperatorCall) -> RowState:
         source = moved(source, [d + (d >= dim) for d in range(call["src"].dim())])
     if any(isinstance(s, Mixed) for s in (source, state)):
         return Mixed()
-    if isinstance(source, ByRow | OverRows | Permutation) or isinstance(state, OverRows | Permutation):
-        return _agreeing(call, state, source) if isinstance(source, ByRow) else call.mix(Kind.REUSED)
+    if not isinstance(source, ByRow | Free) or not isinstance(state, ByRow | Free):
+        return call.mix(Kind.REUSED)
+    for rows, other in ((state, source), (source, state)):
+        if not isinstance(rows, ByRow):
+            continue
+        part = call.name == "select_scatter" or call["src"].shape[dim] != value.shape[dim]
+        if rows.dim == dim and part:
+            return call.mix(Kind.ROW_NUMBER)
+        if isinstance(other, Free) and differs(other, rows.dim, rows.inner, call.rows):
+            call.watcher.met(Kind.ROW_NUMBER)
+    if isinstance(source, ByRow):
+        return _agreeing(call, state, source)
     return state if isinstance(state, ByRow) else Free(varies=whole(range(value.dim())))
 
 

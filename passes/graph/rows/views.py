@@ -226,8 +226,10 @@ def _joined_constants(states: Sequence[RowState], dim: int) -> Free:
 @rule("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
       "replication_pad2d", "replication_pad3d", "_pad_circular", "_pad_enum")  # fmt: skip
 def padded(call: OperatorCall) -> RowState:
-    """The last dimensions grow."""
-    return _but_dims(call, {d for d, (a, b) in enumerate(zip(call["self"].shape, call.results()[0].shape)) if a != b})
+    """The last dimensions grow, or shrink where a number is negative; they may move and keep their size."""
+    numbers = call.given["padding"] if "padding" in call.given else call["pad"]
+    last = call["self"].dim() - 1
+    return _but_dims(call, {last - i // 2 for i, number in enumerate(numbers) if number})
 
 
 def _but_dims(call: OperatorCall, changed: set[int]) -> RowState:

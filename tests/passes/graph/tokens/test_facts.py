@@ -117,6 +117,9 @@ class Odd(nn.Module):
         lambda x: x.transpose(1, 2).reshape(2, 7, 5),  # as many elements, other tokens
         lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
         lambda x: x.sort(1).values,
+        lambda x: F.pad(x, (0, 0, 1, -1)),
+        lambda x: x.select_scatter(torch.ones(2, 5), 1, 0),
+        lambda x: x.slice_scatter(torch.ones(2, 2, 5), 1, 0, 2),
     ],
 )
 def test_what_mixes_tokens_is_told(call: Any) -> None:
