@@ -49,8 +49,11 @@ class FailureReport:
 
 def with_failures(hardware: Hardware, mtbf: str | None, storage: str | None) -> Hardware:
     """The machine with this mean time between failures of a device, and this rate of writing checkpoints, in place of
-    what its document says. Raises `HardwareError` for a rate alone."""
+    what its document says. Raises `HardwareError` for a rate alone, and where nothing says how fast checkpoints are
+    written: before a plan is looked for."""
     if mtbf is None and storage is None:
+        if hardware.failures is not None:
+            _write_rate(hardware, 1)
         return hardware
     known = hardware.failures.model_dump() if hardware.failures is not None else {}
     said = {"device_mtbf_s": mtbf, "storage_bandwidth": storage}
@@ -59,7 +62,9 @@ def with_failures(hardware: Hardware, mtbf: str | None, storage: str | None) -> 
             f"--storage {storage}: it is for failures, of which {hardware.name} says nothing; give --mtbf, too, such "
             "as --mtbf 50000h for a device"
         )
-    return hardware.with_(failures=known | {name: value for name, value in said.items() if value is not None})
+    failing = hardware.with_(failures=known | {name: value for name, value in said.items() if value is not None})
+    _write_rate(failing, 1)
+    return failing
 
 
 def failure_text(report: FailureReport) -> str:
@@ -84,7 +89,7 @@ def failure_report(plan: Plan, interface: Interface, hardware: Hardware) -> Fail
     first, network = hardware.hosts[0], hardware.network
     gather_rate = sum(complex_.bandwidth_up for complex_ in first.root_complexes)
     if lane_hosts > 1 and network is not None:
-        gather_rate = min(gather_rate, network.bandwidth)
+        gather_rate = min(gather_rate, network.reached(part_bytes, lane_hosts))
     write_s = part_bytes / _write_rate(hardware, lane_hosts)
     run = FailingRun(
         failures.mtbf_s(hardware.num_devices, len(hardware.hosts)),
@@ -120,10 +125,11 @@ def _write_rate(hardware: Hardware, hosts: int) -> float:
     storage = hardware.failures.storage_bandwidth
     if storage is not None:
         return storage / hosts
-    rate = sum(ssd.write_bandwidth for ssd in hardware.hosts[0].ssds)
+    host = hardware.hosts[0]
+    _, rate = host.ssd_bandwidths
     if not rate:
         raise HardwareError(
             "failures.storage_bandwidth: missing, and the hosts have no SSDs; say how fast all hosts together write "
             "checkpoints, such as --storage 100GB/s"
         )
-    return rate
+    return rate if host.ssd_uplink_bandwidth is None else min(rate, host.ssd_uplink_bandwidth)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .hardware import Hardware
 
 KEY = "copies"
+MOST = 100_000
 _NAME = re.compile(r"(?P<word>.*?)(?P<number>\d+)")
 
 
@@ -24,8 +25,8 @@ def taken_out(document: Any) -> tuple[Any, int]:
     if not isinstance(document, Mapping) or KEY not in document:
         return document, 1
     copies = document[KEY]
-    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-        raise HardwareError(f"{KEY}: found {copies!r}, allowed: a whole number of 1 or more")
+    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= MOST:
+        raise HardwareError(f"{KEY}: found {copies!r}, allowed: a whole number from 1 to {MOST:,}")
     return {key: value for key, value in document.items() if key != KEY}, copies
 
 

@@ -26,7 +26,7 @@ class Racks(MachinePart):
     hosts_per_rack: Annotated[int, Field(gt=0)] | None = None
     rack_of_host: list[Annotated[int, Field(ge=0)]] = []
     uplink_bandwidth: Rate | None = None
-    oversubscription: Annotated[float, Field(gt=0)] | None = None
+    oversubscription: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     latency_s: Seconds = 0.0
 
     @model_validator(mode="after")

@@ -54,7 +54,7 @@ class FailingRun:
         low, high = 0.0, self.mtbf_s
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            grows = (1 - middle / self.mtbf_s) * math.exp((middle + self.stall_s) / self.mtbf_s) > 1
+            grows = 1 - middle / self.mtbf_s > math.exp(-(middle + self.stall_s) / self.mtbf_s)
             low, high = (middle, high) if grows else (low, middle)
         return max(low, self.write_s - self.stall_s)
 
@@ -80,14 +80,12 @@ def draw_failures(run: FailingRun, interval_s: float, *, failures: int = DRAWN, 
     """Simulate a run until it has failed so often."""
     draw = np.random.default_rng(seed)
     turn_s = interval_s + run.stall_s
-    until_s = draw.exponential(run.mtbf_s, failures)  # from the end of a restart to the next failure
+    apart_s = draw.exponential(run.mtbf_s, failures)  # from a failure to the next one
+    until_s = np.maximum(apart_s - run.restart_s, 0.0)  # of these after the restart; 0 if that failed
     saves = np.floor(until_s / turn_s)
     saves -= (saves > 0) & (until_s - saves * turn_s < run.write_s)  # the last one did not count yet
-    again = draw.geometric(math.exp(-run.restart_s / run.mtbf_s), failures) - 1  # restarts that failed, too
-    short = draw.random(int(again.sum()))  # of these, when they failed: exponential, before the restart's end
-    failed_s = -run.mtbf_s * np.log1p(short * math.expm1(-run.restart_s / run.mtbf_s))
     useful_s, saves_s = float(saves.sum()) * interval_s, float(saves.sum()) * run.stall_s
-    restarts_s = failures * run.restart_s + float(failed_s.sum())
-    whole_s = float(until_s.sum()) + restarts_s
-    lost_s = whole_s - useful_s - saves_s - restarts_s
+    restarts_s = float(np.minimum(apart_s, run.restart_s).sum())
+    lost_s = float(until_s.sum()) - useful_s - saves_s
+    whole_s = float(apart_s.sum())
     return TimeShares(useful_s / whole_s, saves_s / whole_s, lost_s / whole_s, restarts_s / whole_s)

@@ -45,9 +45,31 @@ def test_without_storage_hosts_write_to_their_own_disks() -> None:
     report = failure_report(*planned(hardware), hardware)
     assert report is not None
     assert report.run.write_s == pytest.approx(report.checkpoint_bytes / 4 / 2e9)  # two disks of 1 GB/s
+    shared = hardware.with_(ssd_shares={1: 1, 2: 0.75})
+    found = failure_report(*planned(shared), shared)
+    assert found is not None and found.run.write_s == pytest.approx(report.run.write_s / 0.75)
+    narrow = hardware.with_(ssd_uplink_bandwidth="500MB/s")
+    found = failure_report(*planned(narrow), narrow)
+    assert found is not None and found.run.write_s == pytest.approx(4 * report.run.write_s)
     bare = hardware.with_(ssds=0)
     with pytest.raises(HardwareError, match=r"failures.storage_bandwidth: missing, .* such as --storage 100GB/s"):
         failure_report(*planned(bare), bare)
+
+
+def test_a_rate_that_is_missing_is_asked_for_before_the_plan() -> None:
+    bare = racked(8, 4).with_(ssds=0)
+    for hardware, mtbf in ((bare, "1000h"), (bare.with_(failures={"device_mtbf_s": "1000h"}), None)):
+        with pytest.raises(HardwareError, match="such as --storage 100GB/s"):
+            with_failures(hardware, mtbf, None)
+        assert with_failures(hardware, "1000h", "1GB/s").failures
+
+
+def test_parts_travel_at_what_the_network_reaches() -> None:
+    hardware = with_failures(racked(8, 4), "1000h", "1GB/s")
+    assert hardware.network is not None
+    network = hardware.network.model_dump(exclude_defaults=True) | {"host_shares": {2: 1, 4: 0.5}}
+    whole, half = (failure_report(*planned(h), h) for h in (hardware, hardware.with_(network=network)))
+    assert whole is not None and half is not None and half.run.stall_s == pytest.approx(2 * whole.run.stall_s)
 
 
 def test_what_is_said_of_failures() -> None:

@@ -53,6 +53,7 @@ def test_racks_by_number_and_by_uplink() -> None:
         ({"hosts_per_rack": 2}, "one of uplink_bandwidth and oversubscription; this has neither"),
         ({**RACKS, "rack_of_host": [0] * 6}, "one of hosts_per_rack and rack_of_host; this has both"),
         ({**RACKS, "hosts_per_rack": 0}, r"network.racks.hosts_per_rack: found 0, allowed: greater than 0"),
+        ({**RACKS, "oversubscription": float("inf")}, r"network.racks.oversubscription: found inf, allowed: a finite"),
         ({"rack_of_host": [0, 1], "oversubscription": 2}, r"rack_of_host: found 2 numbers, allowed: one for each of"),
         ({"hosts": 2}, "unknown key"),
     ],
@@ -85,7 +86,7 @@ def test_hosts_that_differ_are_all_written(tmp_path: Path) -> None:
 
 def test_copies_that_cannot_be() -> None:
     for copies in (0, "2", True):
-        with pytest.raises(HardwareError, match=r"copies: found .*, allowed: a whole number of 1 or more"):
+        with pytest.raises(HardwareError, match=r"copies: found .*, allowed: a whole number from 1 to 100,000"):
             Hardware.from_any(fleet(copies=copies))
     document = fleet()
     document["devices"][1]["name"] = "other"

@@ -75,3 +75,7 @@ def test_the_best_interval_is_youngs_where_failures_are_rare() -> None:
 
 def test_a_machine_that_fails_at_once_makes_no_progress() -> None:
     assert FailingRun(1.0, 10.0, 0.0, 3600.0).useful_share(100.0) == 0.0
+    for run in (FailingRun(1e-3, 10.0, 0.0, 3600.0), FailingRun(30.0, 10.0, 0.0, 3600.0)):
+        assert 0.0 <= run.best_interval_s <= run.mtbf_s and run.best_steps(7.0) >= 1
+        shares = draw_failures(run, 7.0)
+        assert shares.useful == 0.0 and shares.restarts == pytest.approx(1.0)
