@@ -12,7 +12,7 @@ import torch
 
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
-from penstock.tests.gpu.two_gpus import SCHEDULES, trained
+from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, trained
 
 __all__ = ["exact"]  # a fixture
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -26,27 +26,33 @@ def test_workers_on_two_gpus(strategy: str) -> None:
     assert apart.within("fp32"), apart
 
 
+@pytest.mark.parametrize("way", TEAMS)
+def test_a_team_of_two_gpus(way: str) -> None:
+    apart = trained(way)
+    assert apart.within("fp32"), apart
+
+
 @pytest.mark.parametrize(("strategy", "precision"), [("1f1b", "bf16"), ("mobius", "bf16"), ("gpipe", "fp16")])
 def test_workers_on_two_gpus_in_low_precision(strategy: str, precision: str) -> None:
     apart = trained(strategy, precision)
     assert apart.within(precision), apart
 
 
-@pytest.mark.emulated_core
-def test_ranks_of_torchrun_on_two_gpus() -> None:
-    """All schedules one after the other in the same two ranks."""
+@pytest.mark.parametrize("names", [pytest.param(SCHEDULES, marks=pytest.mark.emulated_core), TEAMS])
+def test_ranks_of_torchrun_on_two_gpus(names: dict[str, str]) -> None:
+    """All of them one after the other in the same two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "penstock.tests.gpu.two_gpus", *SCHEDULES]
+    command += ["-m", "penstock.tests.gpu.two_gpus", *names]
     done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for rank in range(2):
-        assert [row["name"] for row in rows if row["rank"] == rank] == list(SCHEDULES)
+        assert [row["name"] for row in rows if row["rank"] == rank] == list(names)
     assert all(row["within"] and row["retries"] == 0 for row in rows), rows
 
 
 @pytest.mark.skipif("FAKECUDA_TORCH" not in os.environ, reason="only an emulated driver says what it loads")
-@pytest.mark.parametrize("strategy", SCHEDULES)
+@pytest.mark.parametrize("strategy", [*SCHEDULES, *TEAMS])
 def test_nothing_is_loaded_while_a_message_is_under_way(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated driver refuses the first launch of a kernel beside a message, for which a real one may wait."""
     monkeypatch.setenv("FAKECUDA_LAZY", "2")

@@ -32,6 +32,12 @@ SCHEDULES = {
     "mics": RESIDENT,
     "fuyou": RESIDENT,
 }
+_REST = "mesh, partition-balanced, map-round-robin, schedule-1f1b, insert-remat, insert-fetch, insert-optimizer"
+TEAMS = {  # ways in which two GPUs share the work inside layers, as pipelines of passes
+    "width": f"drop-masks, split-width{{team=2}}, coarsen, {_REST}",
+    "heads": f"drop-masks, split-context{{by=heads, team=2}}, coarsen, {_REST}",
+    "ring": f"drop-masks, split-context{{by=ring, team=2}}, coarsen, {_REST}",
+}
 ON_SSD = ("fuyou",)
 SSD = {"size_bytes": "1GB", "read_bandwidth": "1GB/s", "write_bandwidth": "1GB/s"}
 
@@ -46,12 +52,13 @@ def trained(strategy: str, precision: str = "fp32") -> parity.Parity:
     model, data = model_of(), batches()
     # The size of a disk is what is free there: it may change while ranks compare what they found.
     ssds: Any = [SSD] if strategy in ON_SSD else 0
-    hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", ssds=ssds, memory=SCHEDULES[strategy])
+    memory = SCHEDULES.get(strategy, RESIDENT)
+    hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", ssds=ssds, memory=memory)
     options: dict[str, Any] = {"optimizer": parity.SGD, "micro_batches": parity.MICRO_BATCHES, "max_grad_norm": 1.0}
-    options |= {"strategy": strategy, "precision": precision}
+    options |= {"strategy": TEAMS.get(strategy, strategy), "precision": precision}
     options |= {"ssd_dirs": [tempfile.gettempdir()]} if strategy in ON_SSD else {}
     with penstock.compile(model, hardware, example_inputs=data[0], **options) as job:
-        assert job.plan.decisions.fetch or SCHEDULES[strategy] != SWAPPED
+        assert job.plan.decisions.fetch or memory != SWAPPED
         found = parity.train_job(job, data)
     return parity.compare(found, eager(precision), parity.start_of(model))
 
