@@ -8,7 +8,7 @@ plans are made in one process, the smallest machine first: `cpu_s` has no import
 the process so far, has all of them. `machine_s` is the part of `cpu_s` that it takes to make the hardware document.
 `failures` is what one failure in 50,000 hours of each GPU would take, with storage of 100 GB/s.
 
-`python bench/scale.py --chart FILE` draws the rows in bench/results/scale.jsonl, both axes logarithmic.
+`python bench/scale.py --chart FILE` draws the newest rows in bench/results/scale.jsonl, seconds and tokens with both axes logarithmic.
 """
 
 from __future__ import annotations
@@ -99,6 +99,11 @@ def draw(path: Path) -> None:
             if key == "tokens_per_s":
                 first = found[case, gpus[0]][key] / gpus[0]
                 axis.loglog(gpus, [first * count for count in gpus], linestyle=":", color="gray")
+        if key == "cpu_s":
+            axis.set_ylim(1, 1000)
+        if key == "peak_rss_gb":  # less than a factor of two
+            axis.set_yscale("linear")
+            axis.set_ylim(bottom=0)
         axis.set_title(title)
         axis.set_xlabel("GPUs")
     axes[0].legend(fontsize=7)

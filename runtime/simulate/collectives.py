@@ -4,6 +4,10 @@
   a part to the next member. A gather or a scatter of M bytes over n members has n-1 rounds of M/n bytes; an all-reduce
   has twice as many (a scatter and a gather). A round takes at least the latency of the slowest hop, which is the term
   p alpha (2 p alpha for an all-reduce) of MiCS 2.3: so small messages over many members leave links idle.
+- Over many hosts GPUs add up in two binary trees of the hosts, each with half of the bytes, down which the sums come
+  back; NCCL chooses what takes fewer rounds, and so do we. A leaf of one tree is an inner host of the other, so that a
+  host sends as many bytes as in a ring, and neighbours in the order of hosts are neighbours in the trees: links carry
+  the same bytes. Parts take the latency of a hop to pass it, so that each hop of depth counts as two rounds.
 - Between hosts with several root complexes there are as many rings side by side as root complexes. Each has an equal
   share of the bytes and another member at the border of a host, so that all network cards of a host are in use.
 - In a hierarchical gather (MiCS 3.3) the members with the same place in their hosts gather among themselves first, all
@@ -16,6 +20,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +62,7 @@ def rounds_of(
     hosts = by_host(devices, hardware)
     sizes = {len(members) for members in hosts}
     if hierarchical and len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
-        return _hierarchical(hosts, moved_bytes, times)
+        return _hierarchical(hosts, hardware, moved_bytes, times)
     return [_ring(hosts, hardware, moved_bytes, times)]
 
 
@@ -79,7 +84,17 @@ def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float
     for number in range(side_by_side):
         order = [device for members in hosts for device in _turned(members, number, side_by_side)]
         _add_ring(hops, order, each_bytes)
-    return Rounds(hops, times * (count - 1), moved_bytes / count / side_by_side)
+    return Rounds(hops, _count(hosts, hardware, times), moved_bytes / count / side_by_side)
+
+
+def _count(hosts: Sequence[Sequence[int]], hardware: Hardware, times: int) -> int:
+    """The number of rounds: those of a ring, or of trees of the hosts in which the members of a host are a chain."""
+    members = [device for host in hosts for device in host]
+    ring = times * (len(members) - 1)
+    if times == 1 or any(hardware.devices[device].kind != "cuda" for device in members):
+        return ring  # gloo adds up in a ring
+    depth = math.ceil(math.log2(len(hosts))) + max(map(len, hosts)) - 1
+    return min(ring, times * 2 * depth)
 
 
 def _rings_between(hosts: Sequence[Sequence[int]], hardware: Hardware) -> int:
@@ -93,7 +108,7 @@ def _turned(members: Sequence[int], number: int, of: int) -> list[int]:
     return [*members[first:], *members[:first]]
 
 
-def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int) -> list[Rounds]:
+def _hierarchical(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> list[Rounds]:
     local = len(hosts[0])
     between: dict[tuple[int, int], float] = {}
     inside: dict[tuple[int, int], float] = {}
@@ -103,7 +118,7 @@ def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int
     for members in hosts:
         _add_ring(inside, members, times * (local - 1) * part_bytes)
     return [
-        Rounds(between, times * (len(hosts) - 1), part_bytes / len(hosts)),
+        Rounds(between, _count([host[:1] for host in hosts], hardware, times), part_bytes / len(hosts)),
         Rounds(inside, times * (local - 1), part_bytes),
     ]
 

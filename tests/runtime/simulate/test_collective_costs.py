@@ -83,8 +83,20 @@ def test_a_ring_passes_each_network_card_once(num_hosts: int, times: int) -> Non
         assert load[f"nic{host}.up"] == load[f"nic{host}.down"] == pytest.approx(once)
         # Two rings: each root complex has one of the two borders out of the host, and one into it.
         assert [load[f"rc{host}.{i}.{way}"] for i in (0, 1) for way in ("up", "down")] == pytest.approx([once / 2] * 4)
-    assert cost.fixed_s == pytest.approx(times * (count - 1) * BETWEEN_S)
+    trees = 2 * 2 * (2 + 3)  # of four hosts with four devices each: they are two deep, a chain in a host three
+    assert cost.fixed_s == pytest.approx((trees if times == 2 else count - 1) * BETWEEN_S)
     assert alone_s(cost, hardware) == pytest.approx(cost.fixed_s + once / NETWORK)
+
+
+@pytest.mark.parametrize(("num_hosts", "rounds"), [(2, 2), (4, 6), (8, 12), (256, 32), (1280, 44)])
+def test_sums_over_many_hosts_take_trees(num_hosts: int, rounds: int) -> None:
+    hardware = cluster(num_hosts, gpus=1, complexes=1)
+    cost = collective(hardware, 64 * MB, times=2)
+    assert cost.fixed_s == pytest.approx(rounds * BETWEEN_S)
+    assert on_links(cost)["nic0.up"] == pytest.approx(2 * (num_hosts - 1) / num_hosts * 64 * MB)
+    cpus = [device.model_copy(update={"kind": "cpu"}) for device in hardware.devices]
+    (ring,) = rounds_of(range(num_hosts), hardware.model_copy(update={"devices": cpus}), 64 * MB, 2)
+    assert ring.count == 2 * (num_hosts - 1)  # gloo knows no trees
 
 
 def test_a_ring_inside_a_host_uses_nvlink_alone() -> None:
