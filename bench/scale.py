@@ -8,7 +8,8 @@ plans are made in one process, the smallest machine first: `cpu_s` has no import
 the process so far, has all of them. `machine_s` is the part of `cpu_s` that it takes to make the hardware document.
 `failures` is what one failure in 50,000 hours of each GPU would take, with storage of 100 GB/s.
 
-`python bench/scale.py --chart FILE` draws the newest rows in bench/results/scale.jsonl, seconds and tokens with both axes logarithmic.
+`python bench/scale.py --chart FILE` draws the newest rows in bench/results/scale.jsonl; the axes of seconds and
+tokens are logarithmic.
 """
 
 from __future__ import annotations
