@@ -134,6 +134,16 @@ def assert_same_states(job: Job, eager: Eager, tolerance: float) -> None:
         assert_close(row, expected[ties.get(name, name)], tolerance, name)
 
 
+def assert_trains_like_eager(job: Job, batch: Any, tolerance: float = 0.0, **options: Any) -> None:
+    """Losses, every gradient and the updated weights of three steps; `options` are those of `Eager`."""
+    eager = Eager(job.model, **options)
+    with job:
+        for _ in range(3):
+            assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, tolerance and 1e-6)
+        assert_same_states(job, eager, tolerance)
+        assert_close(job.state_dict(), eager.model.state_dict(), tolerance)
+
+
 def assert_close(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor], tolerance: float, what: str = "") -> None:
     """Equal names, and entries that differ by at most `tolerance` times the largest entry; 0 means bit for bit."""
     assert set(found) == set(expected)

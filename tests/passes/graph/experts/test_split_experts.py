@@ -24,7 +24,7 @@ from penstock.passes.graph.experts.split_experts import split_layer
 from penstock.passes.graph.measured import measure_blocks
 from penstock.tests import zoo
 from penstock.tests.alike import slow_but
-from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states
+from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, assert_close, assert_trains_like_eager
 
 BALANCED = STRATEGIES["balanced"]
 MODELS = {"mixtral": zoo.mixtral, "qwen3_moe": zoo.qwen3_moe, "deepseek_v3": zoo.deepseek_v3}
@@ -52,15 +52,6 @@ def job_of(model: nn.Module, batch: Any, memory: str = "64MB", num_devices: int 
         example_inputs=batch,
         **{"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": split(2), **options},
     )
-
-
-def assert_trains_like_eager(job: Job, batch: Any, tolerance: float = 0.0, **options: Any) -> None:
-    eager = Eager(job.model, **options)
-    with job:
-        for _ in range(3):
-            assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, tolerance and 1e-6)
-        assert_same_states(job, eager, tolerance)
-        assert_close(job.state_dict(), eager.model.state_dict(), tolerance)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PenstockError
 from penstock.tests.alike import slow_but
-from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.compiler.eager_baseline import (
+    MICRO_BATCHES,
+    SGD,
+    Eager,
+    assert_close,
+    assert_trains_like_eager,
+    zoo_case,
+)
 
 BALANCED = STRATEGIES["balanced"]
 # Statistics of parts give the loss by sums in another order than the whole row of logits does, and a tied table's
@@ -62,15 +69,6 @@ def job_of(model: nn.Module, batch: Any, memory: str = "64MB", num_devices: int 
         example_inputs=batch,
         **{"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": split(3), **options},
     )
-
-
-def assert_trains_like_eager(job: Job, batch: Any, tolerance: float = 0.0, **options: Any) -> None:
-    eager = Eager(job.model, **options)
-    with job:
-        for _ in range(3):
-            assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, tolerance and 1e-6)
-        assert_same_states(job, eager, tolerance)
-        assert_close(job.state_dict(), eager.model.state_dict(), tolerance)
 
 
 @pytest.mark.parametrize("parts", [2, 5])
