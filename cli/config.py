@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "training": ("batch", "epochs", "max_steps", "seed", "eval_every", "best_by", "patience"),
     "logging": ("log", "serve"),
-    "saving": ("out", "save_every", "save_on_stop", "resume", "elastic"),
+    "saving": ("out", "save_every", "save_on_stop", "resume", "elastic", "offered"),
 }  # fmt: skip
 FILE = "config.yaml"
 LineNumbers = Mapping[tuple[str, ...], int]  # a section, or a section and a key -> its line

@@ -303,6 +303,13 @@ class TrainOptions(JobOptions):
         bool,
         typer.Option(help="go on from the checkpoint in OUT if there is one, else begin anew"),
     ] = False
+    offered: Annotated[
+        bool,
+        typer.Option(
+            help="carry out the plan that a run offered and left in OUT/offer, in place of --hardware, --set, --dram, "
+            "--ssd, --strategy and --micro-batches"
+        ),
+    ] = False
     merge: Annotated[
         bool, typer.Option(help="with --adapter: at the end also the model with the adapter merged in")
     ] = False
@@ -324,6 +331,29 @@ class TrainOptions(JobOptions):
     eval_data: Annotated[
         list[Path] | None, typer.Option(help="held-out data in files of their own, of the same kind; repeatable")
     ] = None
+
+    @property
+    def offer_directory(self) -> Path:
+        """Where a run leaves the plan that it offers."""
+        return self.out / "offer"
+
+    def planned(self) -> TrainOptions:
+        """The options to plan by: with --offered, machine and plan are those of the offer in OUT. Raises `PlanError`
+        where there is none, and for --plan beside it."""
+        from ..compiler.search.offer import HARDWARE_FILE, PLAN_FILE
+
+        if not self.offered:
+            return self
+        if self.plan is not None:
+            raise PlanError(f"--offered and --plan {self.plan}: a run has one plan; leave one of them out")
+        plan, hardware = self.offer_directory / PLAN_FILE, self.offer_directory / HARDWARE_FILE
+        if not (plan.is_file() and hardware.is_file()):
+            raise PlanError(
+                f"--offered: {self.offer_directory} holds no offer; a run leaves one there where a device is slower "
+                "than planned and another plan is faster. Leave --offered out"
+            )
+        known: dict[str, Any] = {"hardware": [str(hardware)], "set": None, "dram": None, "ssd": None, "plan": plan}
+        return dataclasses.replace(self, **known, strategy="auto", micro_batches=None)
 
     def data_spec(self, paths: list[Path]) -> DataSpec:
         """What to read of these files. Raises `PlanError` for an unknown kind or wish, with those there are."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..compiler.job.job import Job
 from ..compiler.job.preflight import own_device
+from ..compiler.search.offer import Offer
 from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
 from ..ir.units import format_seconds
@@ -36,6 +37,7 @@ from ..training.live.lines import memory_text
 from ..training.live.server import PageServer
 from ..training.live.terminal import view_on
 from ..training.logs.find import find_logs
+from ..training.watch import StragglerWatch
 from .best import BestSoFar
 from .config import FILE, config_text
 from .interruptible import interruptible
@@ -76,10 +78,11 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
     with ExitStack() as pages:
         listeners = _listeners(options, screen, pages) if is_main else []
-        hardware = options.machine()
+        planned = options.planned()
+        hardware = planned.machine()
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
-            job = compile_task(options, task, hardware)
+            job = compile_task(planned, task, hardware)
         screen.print(
             f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
         )
@@ -118,6 +121,7 @@ class _Run:
         self.options, self.task, self.job, self.screen = options, task, job, screen
         self.checkpoint = options.out / "checkpoint"
         self.broadcast = Broadcast(job, listeners)
+        self.watch = StragglerWatch(job, task.steps)
         self.best = BestSoFar(options.best_by, options.patience)
         self.result = TrainResult()
         self.saved_step = 0
@@ -203,6 +207,8 @@ class _Run:
             batch = next(batches)
             result.losses.append(float(job.step(batch)))
             self.broadcast.stepped(options.batch * _tokens_of_a_row(batch))
+            if (offer := self.watch.stepped()) is not None:
+                self.tell(offer)
             if options.eval_every and job.step_count % options.eval_every == 0:
                 self.look()
             if self.is_over or (options.save_every and job.step_count % options.save_every == 0):
@@ -227,6 +233,14 @@ class _Run:
                 f"{memory_text(job.last.peak_bytes)}",
                 soft_wrap=True,
             )
+
+    def tell(self, offer: Offer) -> None:
+        """Print, log and leave in OUT what another plan would gain, and say what takes it."""
+        how = "end this run with Ctrl-C, then the same command with --resume --offered"
+        if self.job.driver.is_main:
+            offer.write(self.options.offer_directory)
+        self.broadcast.offered(offer, how)
+        self.screen.print(f"{offer.describe()}; to take the plan, {how}", soft_wrap=True)
 
     @property
     def is_over(self) -> bool:

@@ -40,7 +40,7 @@ ORDER = {
         "packing", "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job",
         "dynamic_shapes", "any_rows", "preference", "arguments", "load", "check", "api",
     ),
-    "training": ("listener", "plain", "records", "broadcast", "logs", "live"),
+    "training": ("listener", "plain", "records", "watch", "broadcast", "logs", "live"),
     "integrations": ("transformers", "trl"),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder

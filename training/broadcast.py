@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..compiler.job.job import Job
-from .listener import Listener, RunFacts
+from ..compiler.search.offer import Offer
+from .listener import Listener, OfferRecord, RunFacts
 from .records import StepRecords
 
 
 class Broadcast:
-    """`begin` once the job is compiled or resumed, `stepped` after each `job.step`, `evaluated`, and `end`, which comes
-    in any case if the job is used in `telling`. Nothing here waits for a step."""
+    """`begin` once the job is compiled or resumed, `stepped` after each `job.step`, `evaluated`, `offered`, and `end`,
+    which comes in any case if the job is used in `telling`. Nothing here waits for a step."""
 
     def __init__(self, job: Job, listeners: Sequence[Listener], records: StepRecords | None = None):
         self.job, self.listeners = job, list(listeners)
@@ -36,6 +37,14 @@ class Broadcast:
         self.tell_ended()
         for listener in self._begun:
             listener.evaluated(self.job.step_count, metrics)
+
+    def offered(self, offer: Offer, how: str) -> None:
+        """There is a faster plan, and `how` says what takes it."""
+        self.tell_ended()
+        slow, before_s, after_s = offer.times, offer.before_s, offer.after_s
+        told = OfferRecord(self.job.step_count, slow, before_s, after_s, offer.plan.hash, offer.describe(), how)
+        for listener in self._begun:
+            listener.offered(told)
 
     def tell_ended(self) -> None:
         """Tell of the steps that have ended, which after `job.last` are all."""

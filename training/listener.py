@@ -44,6 +44,21 @@ class StepRecord:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class OfferRecord:
+    """A faster plan for the machine as it was up to `step`: `times` is how many times as long as planned each slow
+    device takes; `before_s` and `after_s` are simulated steps there of the plan at hand and of `plan`, a hash. `text`
+    says so in a sentence, `how` what takes the plan."""
+
+    step: int
+    times: Mapping[str, float]
+    before_s: float
+    after_s: float
+    plan: str
+    text: str
+    how: str
+
+
 class Listener:
     """Is told of a run, in the order of these methods. A listener does nothing that a step would wait for."""
 
@@ -55,6 +70,9 @@ class Listener:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation on held-out rows."""
+
+    def offered(self, offer: OfferRecord) -> None:
+        """After a look at the run in which a device was slower than planned, where another plan is faster."""
 
     def flush(self) -> None:
         """Waits until all that it was told is shown or written."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...ir.errors import PenstockError
@@ -30,6 +31,7 @@ from .what_helps import relatives
 OFFER_S = 20.0  # of computation
 LEAST_GAIN = 0.05  # of the step; less is no offer
 MORE = (1, 2, 4)  # times the number of micro-batches at hand: finer shares
+PLAN_FILE, HARDWARE_FILE = "plan.json", "hardware.yaml"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,31 @@ class Offer:
         """The share of the step that the new plan saves."""
         return 1 - self.after_s / self.before_s
 
+    @property
+    def gain_s(self) -> float:
+        """The seconds of a step that the new plan saves."""
+        return self.before_s - self.after_s
+
+    def describe(self) -> str:
+        """One sentence: which devices are slow and how much, and what the plan would gain."""
+        slow = ", ".join(f"{name} takes {times:.1f}x as long as planned" for name, times in self.times.items())
+        mesh = self.plan.decisions.mesh
+        how = "other stages" if mesh is None or not mesh.micro_batches else mesh.describe().partition(": ")[2]
+        return (
+            f"{slow}: with {how}, a step would take {format_seconds(self.gain_s)}, {self.gain:.0%}, less (simulated: "
+            f"{format_seconds(self.after_s)}, not {format_seconds(self.before_s)})"
+        )
+
+    def write(self, directory: str | Path) -> tuple[Path, Path]:
+        """Write the plan and the machine's document into the directory, in place of an earlier offer. Returns their
+        paths, which `compile` takes as `plan` and `hardware`."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        plan, hardware = folder / PLAN_FILE, folder / HARDWARE_FILE
+        self.plan.save(plan)
+        self.hardware.save(hardware)
+        return plan, hardware
+
     def to_data(self) -> dict[str, Any]:
         """As plain data, for other ranks."""
         documents = {"plan": self.plan.model_dump_json(), "hardware": self.hardware.model_dump_json()}
@@ -60,13 +87,9 @@ class Offer:
         return Offer(plan, hardware, dict(data["times"]), data["before_s"], data["after_s"])
 
     def __str__(self) -> str:
-        slow = ", ".join(f"{name} takes {times:.1f}x as long as planned" for name, times in self.times.items())
-        mesh = self.plan.decisions.mesh
-        how = "other stages" if mesh is None or not mesh.micro_batches else mesh.describe().partition(": ")[2]
         return (
-            f"{slow}: with {how}, a step would take {self.gain:.0%} less time (simulated: "
-            f"{format_seconds(self.after_s)}, not {format_seconds(self.before_s)}); to take it, job.save(DIRECTORY), "
-            "compile with hardware=offer.hardware and plan=offer.plan, then job.resume(DIRECTORY)"
+            f"{self.describe()}; to take it, job.save(DIRECTORY), compile with hardware=offer.hardware and "
+            "plan=offer.plan, then job.resume(DIRECTORY)"
         )
 
 

@@ -16,12 +16,14 @@ from transformers.trainer_callback import ProgressCallback
 
 from ...compiler.api import compile as compile_job
 from ...compiler.job.job import Job
+from ...compiler.search.offer import Offer
 from ...ir.errors import BatchError, PlanError, WorkerError
 from ...runtime.processes.interrupt import finishing
 from ...training.broadcast import Broadcast, facts_of, telling
 from ...training.listener import Listener
 from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
+from ...training.watch import StragglerWatch
 from .batches import TOKENS, BatchForm, count_rows, form_of, joined, why_not_fillable
 from .evaluation import evaluate, shifts_labels
 from .refusals import PRECISIONS, refuse_arguments, refuse_trainer, require_known_optimizer, require_whole_batches
@@ -33,6 +35,7 @@ else:
     Host = object
 
 FOLDER = "penstock"  # the job's part of a checkpoint
+OFFER = "penstock-offer"  # in the output directory: a plan that a run offers
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +67,7 @@ class StepsByJob(Host):
         self.job: Job | None = None
         self._form: BatchForm | None = None
         self._broadcast: Broadcast | None = None
+        self._watch: StragglerWatch | None = None
         self._run = ExitStack()
         self._waiting: list[Any] = []
         self._checkpoint: str | None = None
@@ -97,7 +101,7 @@ class StepsByJob(Host):
                             logger.warning("a second Ctrl-C broke a step off: the model has older weights")
                     raise
         finally:
-            self.job = self._form = self._broadcast = None
+            self.job = self._form = self._broadcast = self._watch = None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.optimizer, self.lr_scheduler = None, None
@@ -143,10 +147,26 @@ class StepsByJob(Host):
         tokens = batch[TOKENS].numel() if TOKENS in batch else count_rows(batch)
         if self.job is None:
             self.job, self._broadcast = self._begun(batch)
-        assert self._broadcast is not None
+            self._watch = StragglerWatch(self.job, self._total_steps)
+        assert self._broadcast is not None and self._watch is not None
         loss = self._stepped(self.job, self._filled(batch))
         self._broadcast.stepped(tokens)
+        if (offer := self._watch.stepped()) is not None:
+            self._tell(offer)
         return loss.detach().to(self.args.device)
+
+    def _tell(self, offer: Offer) -> None:
+        """Log what another plan would gain, leave it in the output directory, and say what takes it."""
+        if not self.is_world_process_zero():
+            return
+        assert self._broadcast is not None
+        plan, hardware = offer.write(Path(self.args.output_dir) / OFFER)
+        how = (
+            f"begin again with hardware={str(hardware)!r} and compile_options={{'plan': {str(plan)!r}}}, and resume "
+            "from the last checkpoint"
+        )
+        self._broadcast.offered(offer, how)
+        logger.warning("%s; to take the plan, %s", offer.describe(), how)
 
     def _filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch with as many rows as every step has."""

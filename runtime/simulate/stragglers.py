@@ -67,9 +67,19 @@ def find_stragglers(
     least_ratio: float = LEAST_RATIO,
 ) -> list[Straggler]:
     """The stragglers of one measured step, the costliest first. `programs` are those of a lane or of all devices."""
+    predicted = durations(simulate(programs, hardware, precision=precision).spans)
+    return _stragglers(measured, predicted, programs, hardware, least_ratio)
+
+
+def _stragglers(
+    measured: Timeline,
+    predicted: SecondsByKey,
+    programs: Sequence[Program],
+    hardware: Hardware,
+    least_ratio: float = LEAST_RATIO,
+) -> list[Straggler]:
     interface, bound = programs[0].interface, bind(programs)
     found = durations(measured.spans)
-    predicted = durations(simulate(programs, hardware, precision=precision).spans)
     roles = {device: place_of(interface, device)[1] for device in found}
     if set(predicted) != set(found):  # one lane was simulated in place of all
         predicted = {device: predicted[role] for device, role in roles.items()}
@@ -91,7 +101,8 @@ def slow_devices(
 ) -> dict[int, float]:
     """The devices that held up steps by their computation, each with its ratio, the median over the steps: in a step
     that it did not hold up, a device counts as one that takes the time expected."""
-    found = [find_stragglers(step, programs, hardware, precision=precision) for step in steps]
+    predicted = durations(simulate(programs, hardware, precision=precision).spans)
+    found = [_stragglers(step, predicted, programs, hardware) for step in steps]
     rows = [{row.device: row.ratio for row in each if row.stream == ops.COMPUTE} for each in found]
     medians = {d: median_low(row.get(d, 1.0) for row in rows) for d in sorted({d for row in rows for d in row})}
     return {device: ratio for device, ratio in medians.items() if ratio >= LEAST_RATIO}

@@ -32,6 +32,7 @@ def facts(now: Snapshot) -> dict[str, Any]:
         "limit_bytes": now.limit_bytes,
         "curve": now.curve,
         "evaluations": now.evaluations,
+        "offer": None if now.offer is None else {"step": now.offer.step, "text": now.offer.text, "how": now.offer.how},
     }
     plain = finite(found)
     assert isinstance(plain, dict)

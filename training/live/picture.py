@@ -23,7 +23,7 @@ def picture(now: Snapshot, width: int, height: int) -> Text:
     the fullest are shown."""
     memories = sorted(name for name, peak in now.peak_bytes.items() if peak)
     # The lines that are there with any number of devices and memories, blank ones included.
-    others = 2 + 3 * bool(now.busy_share) + bool(memories) + bool(now.evaluations)
+    others = 2 + 3 * bool(now.busy_share) + bool(memories) + bool(now.evaluations) + bool(now.offer)
     room = max(2, height - others - (LEAST_PLOT + 2 if now.curve else 0))
     num_devices = min(len(now.busy_share), max(1, room // 2, room - len(memories)))
     num_memories = min(len(memories), max(1, room - num_devices))
@@ -37,6 +37,8 @@ def picture(now: Snapshot, width: int, height: int) -> Text:
         lines += [Text(), *_filled(now, memories, width, num_memories)]
     if now.evaluations:
         lines.append(_evaluation(now))
+    if now.offer:
+        lines.append(Text.assemble((f"slower than planned, at step {now.offer.step}: ", STRONG), now.offer.text))
     for line in lines:
         line.truncate(width)
     return Text("\n", no_wrap=True, overflow="crop").join(lines[:height])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compiler.report.page.write import shared_script
-from ..listener import Listener, RunFacts, StepRecord
+from ..listener import Listener, OfferRecord, RunFacts, StepRecord
 from .facts import facts
 from .place import listen
 from .state import RunState
@@ -62,6 +62,9 @@ class PageServer(Listener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.state.evaluated(step, metrics)
+
+    def offered(self, offer: OfferRecord) -> None:
+        self.state.offered(offer)
 
     def end(self, interrupted: bool = False) -> None:
         self.state.end(interrupted)

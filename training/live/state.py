@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from ...ir import ops
-from ..listener import Listener, RunFacts, StepRecord
+from ..listener import Listener, OfferRecord, RunFacts, StepRecord
 from .curve import Curve
 
 RECENT = 20  # the number of steps over which figures are averaged
@@ -36,6 +36,7 @@ class Snapshot:
     peak_bytes: Mapping[str, int] = field(default_factory=dict)  # memory -> the highest peak of the run
     curve: list[tuple[float, float]] = field(default_factory=list)  # steps and losses
     evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    offer: OfferRecord | None = None  # the last one
     version: int = 0  # grows with all that is told
 
     @property
@@ -79,6 +80,7 @@ class RunState(Listener):
         self._peak_bytes: dict[str, int] = {}
         self._curve = Curve()
         self._evaluations: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_EVALUATIONS)
+        self._offer: OfferRecord | None = None
 
     def begin(self, run: RunFacts) -> None:
         with self._lock:
@@ -101,6 +103,11 @@ class RunState(Listener):
             self._evaluations.append((step, dict(metrics)))
             self._version += 1
 
+    def offered(self, offer: OfferRecord) -> None:
+        with self._lock:
+            self._offer = offer
+            self._version += 1
+
     def end(self, interrupted: bool = False) -> None:
         with self._lock:
             self._phase = INTERRUPTED if interrupted else ENDED
@@ -113,12 +120,12 @@ class RunState(Listener):
     def snapshot(self) -> Snapshot:
         with self._lock:  # which `step` waits for, so that no more than copies are made
             records, told_s = list(self._records), list(self._told_s)
-            phase, run, version = self._phase, self._run, self._version
+            phase, run, version, offer = self._phase, self._run, self._version, self._offer
             peak_bytes, evaluations = dict(self._peak_bytes), list(self._evaluations)
             curve = self._curve.points()
         done = run.done_steps if run is not None else 0
         if not records:
-            return Snapshot(phase, run, step=done, evaluations=evaluations, version=version)
+            return Snapshot(phase, run, step=done, evaluations=evaluations, offer=offer, version=version)
         last = records[-1]
         elapsed_s = told_s[-1] - told_s[0]
         if elapsed_s > 0:
@@ -139,6 +146,7 @@ class RunState(Listener):
             peak_bytes=peak_bytes,
             curve=curve,
             evaluations=evaluations,
+            offer=offer,
             version=version,
         )
 

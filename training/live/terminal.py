@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
-from ..listener import Listener, RunFacts, StepRecord
+from ..listener import Listener, OfferRecord, RunFacts, StepRecord
 from .lines import ProgressLines
 from .picture import picture
 from .state import RunState
@@ -42,6 +42,9 @@ class TerminalView(Listener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.state.evaluated(step, metrics)
+
+    def offered(self, offer: OfferRecord) -> None:
+        self.state.offered(offer)
 
     def end(self, interrupted: bool = False) -> None:
         self.state.end(interrupted)

@@ -1,4 +1,4 @@
-"""A log of one JSON object a line: `begin`, `step`, `evaluation` and `end`, in the order of their "event"s."""
+"""A log of one JSON object a line, whose "event" is begin, step, evaluation, offer or end, in their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...ir.errors import PlanError
-from ..listener import RunFacts, StepRecord
+from ..listener import OfferRecord, RunFacts, StepRecord
 from ..plain import finite
 from .queued import QueuedListener
 
@@ -41,6 +41,9 @@ class JsonLog(QueuedListener):
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write("evaluation", {"step": step, "metrics": metrics})
 
+    def write_offer(self, offer: OfferRecord) -> None:
+        self._write("offer", _fields_of(offer))
+
     def write_end(self, interrupted: bool) -> None:
         self._write("end", {"interrupted": interrupted})
         self._file.close()
@@ -59,5 +62,5 @@ def _is_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _fields_of(row: RunFacts | StepRecord) -> dict[str, Any]:
+def _fields_of(row: RunFacts | StepRecord | OfferRecord) -> dict[str, Any]:
     return {field.name: getattr(row, field.name) for field in fields(row)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 
-from ..listener import Listener, RunFacts, StepRecord
+from ..listener import Listener, OfferRecord, RunFacts, StepRecord
 
 BURST_S = 0.5  # at least, from one burst of writing to the next
 
@@ -44,6 +44,9 @@ class QueuedListener(Listener):
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the figures of an evaluation."""
 
+    def write_offer(self, offer: OfferRecord) -> None:
+        """Write that there is a faster plan."""
+
     def write_end(self, interrupted: bool) -> None:
         """Write the end, and close what `open` has opened."""
 
@@ -60,6 +63,9 @@ class QueuedListener(Listener):
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         found = dict(metrics)
         self._put(lambda: self.write_evaluation(step, found))
+
+    def offered(self, offer: OfferRecord) -> None:
+        self._put(lambda: self.write_offer(offer))
 
     def end(self, interrupted: bool = False) -> None:
         """Waits until all is written."""

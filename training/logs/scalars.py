@@ -1,8 +1,8 @@
-"""A step's record as one number per name, for logs that draw curves."""
+"""A record as one number per name, for logs that draw curves."""
 
 from __future__ import annotations
 
-from ..listener import StepRecord
+from ..listener import OfferRecord, StepRecord
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
@@ -25,3 +25,9 @@ def scalars(record: StepRecord) -> dict[str, float]:
     found |= {f"peak_bytes/{memory}": peak for memory, peak in record.peak_bytes.items()}
     found |= {f"moved_bytes/{route.replace(' -> ', '_to_')}": count for route, count in record.moved_bytes.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def offer_scalars(offer: OfferRecord) -> dict[str, float]:
+    """The step of the plan at hand and of the one offered on the machine as it is, and the slowness of devices."""
+    slow = {f"offer/times_as_long/{device}": times for device, times in offer.times.items()}
+    return {"offer/step_s": offer.before_s, "offer/offered_step_s": offer.after_s, **slow}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...ir.errors import PlanError
-from ..listener import RunFacts, StepRecord
+from ..listener import OfferRecord, RunFacts, StepRecord
 from .queued import QueuedListener
-from .scalars import scalars
+from .scalars import offer_scalars, scalars
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -43,6 +43,9 @@ class TensorBoardLog(QueuedListener):
 
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._add_scalars(step, {f"evaluation/{name}": value for name, value in metrics.items()})
+
+    def write_offer(self, offer: OfferRecord) -> None:
+        self._add_scalars(offer.step, offer_scalars(offer))
 
     def write_end(self, interrupted: bool) -> None:
         self._writer.close()

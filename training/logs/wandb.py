@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...ir.errors import PlanError
-from ..listener import RunFacts, StepRecord
+from ..listener import OfferRecord, RunFacts, StepRecord
 from .queued import QueuedListener
-from .scalars import scalars
+from .scalars import offer_scalars, scalars
 
 if TYPE_CHECKING:
     import wandb
@@ -48,6 +48,9 @@ class WandbLog(QueuedListener):
 
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **{f"evaluation/{name}": value for name, value in metrics.items()}})
+
+    def write_offer(self, offer: OfferRecord) -> None:
+        self._run.log({"step": offer.step, **offer_scalars(offer)})
 
     def write_end(self, interrupted: bool) -> None:
         self._run.finish(exit_code=1 if interrupted else 0)

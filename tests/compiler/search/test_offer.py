@@ -13,6 +13,7 @@ import penstock
 from penstock.compiler.search.offer import Offer
 from penstock.ir.errors import PlanError
 from penstock.ir.machine.slower import slower, with_slower
+from penstock.ir.units import format_seconds
 from penstock.runtime.simulate import simulate
 
 TIERS = "insert-remat, insert-fetch, insert-optimizer"
@@ -36,7 +37,7 @@ def compiled(**options: object) -> penstock.Job:
     return penstock.compile(Net(), example_inputs=example, optimizer=optimizer, **given)  # type: ignore[arg-type]
 
 
-def test_an_offer_says_what_it_gains_and_how_to_take_it() -> None:
+def test_an_offer_says_what_it_gains_and_how_to_take_it(tmp_path: Path) -> None:
     job = compiled()
     assert job._offer_finder is not None
     offer = job._offer_finder({1: 3.0})
@@ -45,9 +46,11 @@ def test_an_offer_says_what_it_gains_and_how_to_take_it() -> None:
     assert 0.3 < offer.gain < 0.6  # at best 6 in place of 12 units of the fast device's seconds
     said = str(offer)
     assert said.startswith("cpu1 takes 3.0x as long as planned: with 2 replicas, which run 6, 2 micro-batches, a step")
-    assert f"a step would take {offer.gain:.0%} less time" in said and "plan=offer.plan" in said
-    taken = compiled(hardware=offer.hardware, plan=offer.plan, strategy="auto", micro_batches="auto")
-    assert taken.plan.hash == offer.plan.hash
+    less = f"a step would take {format_seconds(offer.before_s - offer.after_s)}, {offer.gain:.0%}, less"
+    assert less in said and "plan=offer.plan" in said
+    plan, hardware = offer.write(tmp_path / "offer")
+    taken = compiled(hardware=hardware, plan=plan, strategy="auto", micro_batches="auto")
+    assert taken.plan.hash == offer.plan.hash and taken.hardware == offer.hardware
     assert taken.plan.predicted is not None and taken.plan.predicted.step_s == pytest.approx(offer.after_s)
     assert Offer.from_data(offer.to_data()) == offer
 

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from penstock.errors import PlanError
 from penstock.integrations.transformers import PenstockTrainer
+from penstock.ir.machine.hardware import Hardware
 from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     FAST,
@@ -29,6 +30,7 @@ from penstock.tests.integrations.transformers.runs import (
     told,
     trained,
 )
+from penstock.training import watch
 from penstock.training.logs.jsonl import JsonLog
 
 
@@ -235,3 +237,31 @@ def test_an_error_ends_the_run(tmp_path):
     with pytest.raises(ValueError, match="here"):
         found.train()
     assert found.job is None
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_plan_that_is_offered_for_a_slow_device_goes_on_as_trainer_does(tmp_path, monkeypatch, caplog):
+    """The second of two workers counts as three times as slow. The run ends at a checkpoint, as if stopped, and is
+    begun again as the warning says."""
+    monkeypatch.setattr(watch, "OFFER_S", 0.0)
+    monkeypatch.setattr("penstock.compiler.job.job.slow_devices", lambda *_, **__: {1: 3.0})
+    last = watch.WARM_STEPS + watch.LOOKED + 1
+    two = {"hardware": Hardware.cpu(2), "compile_options": {"strategy": "data-parallel", "micro_batches": 4}}
+    steps = {"max_steps": last + 3, "save_strategy": "steps", "save_steps": last, "lr_scheduler_type": "constant"}
+    folder = tmp_path / "ours"
+
+    class Stops(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == last
+
+    begun = made(PenstockTrainer, *causal(), folder, {**two, "callbacks": [Stops()]}, **steps)
+    begun.train()
+    (said,) = [record.message for record in caplog.records if "as long as planned" in record.message]
+    plan, hardware = folder / "penstock-offer" / "plan.json", folder / "penstock-offer" / "hardware.yaml"
+    assert f"hardware={str(hardware)!r} and compile_options={{'plan': {str(plan)!r}}}" in said
+    taken = {"hardware": str(hardware), "compile_options": {"plan": str(plan)}}
+    ours = made(PenstockTrainer, *causal(), folder, taken, **steps)
+    ours.train(resume_from_checkpoint=str(folder / f"checkpoint-{last}"))
+    plain = trained(Trainer, causal, tmp_path / "plain", **{**steps, "save_strategy": "no"})
+    require_equal(ours, plain)

@@ -17,7 +17,7 @@ import pytest
 
 from penstock.compiler.report.page.write import shared_script
 from penstock.ir.errors import PlanError
-from penstock.tests.training.live.told import Clock, facts_of_run, record, tell
+from penstock.tests.training.live.told import OFFER, Clock, facts_of_run, record, tell
 from penstock.training.live import server as module
 from penstock.training.live.server import PAGE, PageServer
 from penstock.training.live.state import RunState
@@ -100,8 +100,9 @@ def test_each_step_reaches_an_open_page(page: PageServer, monkeypatch: pytest.Mo
     tell(page, clock, range(1, 4))
     page.step(record(4, loss=math.nan))
     page.evaluated(4, {"loss": math.inf, "accuracy": 0.5})
+    page.offered(OFFER)
     seen = begun
-    while not seen["evaluations"]:
+    while not seen.get("offer"):
         seen = next(found)
     assert seen["step"] == 4 and [step for step, _ in seen["curve"]] == [1, 2, 3, 4]
     assert seen["curve"][3] == [4, None] and seen["curve"][0][1] == pytest.approx(record(1).loss)
@@ -109,6 +110,7 @@ def test_each_step_reaches_an_open_page(page: PageServer, monkeypatch: pytest.Mo
     assert seen["slowest"] == {"device": "gpu0", "stream": "compute", "share": pytest.approx(0.8)}
     assert seen["peak_bytes"]["gpu1"] == 17 * 2**30 and seen["limit_bytes"]["gpu1"] == 22 * 2**30
     assert (seen["step_s"], seen["predicted_s"], seen["learning_rate"]) == (0.05, 0.048, 5e-5)
+    assert seen["offer"] == {"step": 75, "text": OFFER.text, "how": OFFER.how}
     assert "secret" not in json.dumps(seen)
 
 

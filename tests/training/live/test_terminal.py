@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.tests.golden_text import Golden
-from penstock.tests.training.live.told import Clock, facts_of_run, record, tell
+from penstock.tests.training.live.told import OFFER, Clock, facts_of_run, record, tell
 from penstock.training.listener import Listener
 from penstock.training.live.lines import ProgressLines
 from penstock.training.live.picture import picture
@@ -57,10 +57,13 @@ def test_it_fits_any_screen(width: int, height: int, num_devices: int) -> None:
     view.state.begin(facts_of_run(num_devices))
     tell(view, clock, range(1, 30), num_devices)
     view.state.evaluated(10, {"loss": 2.0})
+    view.offered(OFFER)
     text = picture(view.state.snapshot(), width, height - 1)
     lines = text.plain.split("\n")
     assert len(lines) <= height - 1 and all(len(line) <= width for line in lines)
     assert lines[0].startswith("step 29 of 200") and ("gpu0" in text.plain or height < 10)
+    if height == 30:
+        assert lines[-1] == "slower than planned, at step 75: gpu1 takes 2.5x as long as planned"
     whole = picture(view.state.snapshot(), 200, 30).plain.split("\n")[1]
     assert width < 30 or set(lines[1].split("   ")) <= set(whole.split("   "))
     if num_devices == 8:

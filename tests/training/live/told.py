@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from penstock.training.listener import Listener, RunFacts, StepRecord
+from penstock.training.listener import Listener, OfferRecord, RunFacts, StepRecord
 
 GIB = 2**30
 STEP_S = 0.05
+OFFER = OfferRecord(
+    step=75, times={"gpu1": 2.5}, before_s=0.2, after_s=0.12, plan="c0ffee", text="gpu1 takes 2.5x as long as planned",
+    how="the same command with --resume --offered",
+)  # fmt: skip
 
 
 class Clock:
@@ -24,9 +28,7 @@ class Clock:
 def facts_of_run(num_devices: int = 2, total_steps: int = 200, done_steps: int = 0) -> RunFacts:
     limits = {f"gpu{i}": 22 * GIB for i in range(num_devices)} | {"dram0": 200 * GIB}
     config = {"plan": "58afcb", "hardware": "rtx4090x2", "data": "/home/somebody/secret.txt"}
-    return RunFacts(
-        "chat", "out/chat", total_steps, done_steps, predicted_s=0.048, limit_bytes=limits, config=config
-    )
+    return RunFacts("chat", "out/chat", total_steps, done_steps, predicted_s=0.048, limit_bytes=limits, config=config)
 
 
 def record(step: int, num_devices: int = 2, loss: float | None = None) -> StepRecord:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.ir.errors import PlanError
+from penstock.tests.training.live.told import OFFER
 from penstock.tests.training.logged_run import MICRO_BATCHES, STEPS, TOKENS, compiled, run
 from penstock.training.listener import RunFacts, StepRecord
 from penstock.training.logs import find
@@ -17,6 +20,7 @@ from penstock.training.logs.find import find_logs
 from penstock.training.logs.jsonl import FILE, JsonLog
 from penstock.training.logs.scalars import scalars
 from penstock.training.logs.tensorboard import TensorBoardLog
+from penstock.training.logs.wandb import WandbLog
 
 EXPECTED = {
     "train/loss", "train/learning_rate", "train/gradient_norm", "speed/tokens_per_s", "speed/model_flops_utilisation",
@@ -70,6 +74,26 @@ def test_wandb_writes_a_run_while_offline(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(row.keys() >= EXPECTED | {"step"} for row in steps)
     assert [(row["step"], row["train/loss"]) for row in steps] == [(r.step, r.loss) for r in noted.records]
     assert [row["step"] for row in rows if "evaluation/loss" in row] == [1]
+
+
+def test_an_offer_is_in_every_log(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for log in find_logs(["jsonl", "tensorboard"], tmp_path):
+        log.begin(FACTS)
+        log.offered(OFFER)
+        log.end()
+    (row,) = [row for row in lines(tmp_path) if row["event"] == "offer"]
+    assert {**row, "event": 0, "time_s": 0} == {**dataclasses.asdict(OFFER), "event": 0, "time_s": 0}
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    figures = {"offer/step_s": 0.2, "offer/offered_step_s": 0.12, "offer/times_as_long/gpu1": 2.5}
+    events = {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert events == {tag: [(75, pytest.approx(value))] for tag, value in figures.items()}
+    log, sent = WandbLog(tmp_path), list[dict[str, float]]()
+    log._run = SimpleNamespace(log=sent.append)  # type: ignore[assignment]
+    log.write_offer(OFFER)
+    assert sent == [{"step": 75, **figures}]
 
 
 def test_a_resumed_run_goes_on_in_both_files(tmp_path: Path) -> None:
