@@ -97,6 +97,7 @@ def test_merging_is_that_of_peft(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.slow
 def test_stages_of_a_swapped_base_on_meta_are_merged_one_layer_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def of(job: Job, kind: Any) -> list[Any]:
     [
         pytest.param(DRAM, 1, {}, id="dram", marks=pytest.mark.slow),
         pytest.param(DRAM, 1, {"max_grad_norm": 0.1}, id="dram-clipped"),
-        pytest.param(SSD, 1, {}, id="ssd"),
+        pytest.param(SSD, 1, {}, id="ssd", marks=pytest.mark.slow),
         pytest.param(SSD, 1, {"max_grad_norm": 0.1}, id="ssd-clipped", marks=pytest.mark.slow),
         pytest.param(DRAM, 2, {}, id="two-devices", marks=[pytest.mark.multi, pytest.mark.slow]),
     ],
@@ -69,9 +69,8 @@ def test_training_is_eagers(strategy: str, devices: int, options: dict[str, Any]
         assert_close({"loss": job.evaluate(BATCH)["loss"]}, {"loss": eager.evaluate(BATCH)}, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
-)  # masters beside the weights, and none
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])  # masters beside the weights, and none
 def test_low_precision_is_that_of_a_plan_that_stays(precision: str) -> None:
     """Bit for bit: the same kernels on the same values, wherever these were between them."""
 
@@ -115,6 +114,7 @@ def test_frozen_bytes_alone_move_as_predicted(strategy: str, tmp_path: Path) -> 
     assert all("fetched for each use, and" in text and "that are trained on the device" in text for text in told)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_a_plan_with_all_on_the_device(tmp_path: Path) -> None:
     with compiled(model(), DRAM) as job:
         job.step(BATCH)

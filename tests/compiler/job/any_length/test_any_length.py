@@ -75,6 +75,7 @@ def test_the_printed_code_says_sequence_and_the_plan_is_for_the_most() -> None:
     assert longest <= most < 1.01 * longest  # a trace with symbols has a copy more
 
 
+@pytest.mark.slow
 def test_written_files_take_any_length_too(tmp_path: Any) -> None:
     job, twin = compiled("llama")
     job.write(tmp_path)
@@ -84,6 +85,7 @@ def test_written_files_take_any_length_too(tmp_path: Any) -> None:
             torch.testing.assert_close(again.step(batch), twin.step(batch), **CLOSE)
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_numbers_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.compiler.capture import trace as tracing
 

@@ -18,7 +18,8 @@ def tokens(length: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("kind", ["nf4-double", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
 def test_a_quantised_base_takes_any_length_bit_for_bit(kind: str, tmp_path: Path) -> None:
     write_whole(tmp_path)
     model, twin = adapted(loaded(tmp_path, kind)), adapted(loaded(tmp_path, kind))
