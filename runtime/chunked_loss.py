@@ -8,7 +8,7 @@ gradient of the hidden values, in fp32 where they have fewer bits. Both hold as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +19,16 @@ from torch.autograd.function import once_differentiable
 COLUMNS = 64  # the size of a slice of classes is a multiple of it, for kernels that work in tiles
 
 
+Slices = Callable[[int, int], Iterable[slice]]  # by the number of all, and that of a piece
+
+
 class LossRule(NamedTuple):
     tokens: int
     ignore_index: int
     label_smoothing: float
     scale: float
     cap: float | None
+    pieces: Slices
 
 
 def chunked_cross_entropy(
@@ -39,19 +43,21 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     scale: float = 1.0,
     cap: float | None = None,
+    pieces: Slices | None = None,
 ) -> Tensor:
     """The cross entropy of `F.linear(hidden, weight, bias)` and `labels`, with the logits of `tokens` tokens at once.
 
     The logits are multiplied by `scale`; with a `cap` they are `cap * tanh(scale * product)`. The product is made in
-    the dtype of autocast or of `hidden`, the loss in fp32 at least. Raises IndexError for a label that is no class and
-    not `ignore_index`; on a GPU that is an assertion on the device.
+    the dtype of autocast or of `hidden`, the loss in fp32 at least. `pieces`: what chunks of tokens and slices of
+    classes there are; `slices` unless given. Raises IndexError for a label that is no class and not `ignore_index`; on
+    a GPU that is an assertion on the device.
     """
     check_labels(labels, weight.shape[0], ignore_index)
     kind, shape = hidden.device.type, labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap)
+    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap, pieces or slices)
     with torch.autocast(kind, enabled=False):
         losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, class_weight, rule)
         if reduction == "none":
@@ -79,7 +85,7 @@ class _ChunkedLoss(torch.autograd.Function):
         num_tokens, room = len(labels), LogitRoom(hidden, rule)
         losses, log_sums = (hidden.new_empty(num_tokens, dtype=room.wide) for _ in range(2))
         columns, offset = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        for rows in slices(num_tokens, rule.tokens):
+        for rows in rule.pieces(num_tokens, rule.tokens):
             logits, _ = room.logits(hidden[rows], columns, offset)
             losses[rows], log_sums[rows] = _losses(logits, labels[rows], class_weight, rule)
         ctx.save_for_backward(hidden, weight, bias, labels, class_weight, log_sums)
@@ -92,7 +98,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             sums = OperandGradients(ctx, hidden, weight, bias)
             logits_of = LogitGradients.of_losses(grads[0], labels, class_weight, log_sums, ctx.rule, weight.shape[0])
-            for columns in slices(weight.shape[0], slice_width(weight.shape[0], len(labels), ctx.rule.tokens)):
+            for columns in ctx.rule.pieces(len(weight), slice_width(len(weight), len(labels), ctx.rule.tokens)):
                 part = weight[columns].to(hidden.dtype)
                 offset = None if bias is None else bias[columns].to(hidden.dtype)
                 logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)

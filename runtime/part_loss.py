@@ -19,6 +19,7 @@ from .chunked_loss import (
     LogitRoom,
     LossRule,
     OperandGradients,
+    Slices,
     check_labels,
     factors,
     slice_width,
@@ -38,6 +39,7 @@ def part_statistics(
     label_smoothing: float = 0.0,
     scale: float = 1.0,
     cap: float | None = None,
+    pieces: Slices | None = None,
 ) -> Tensor:
     """What the loss needs of the classes from `begin` on, whose rows `weight`, `bias` and `class_weight` hold: three
     numbers for each token, in fp32 at least. The other arguments are those of `chunked_cross_entropy`."""
@@ -45,7 +47,7 @@ def part_statistics(
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap)
+    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap, pieces or slices)
     with torch.autocast(kind, enabled=False):
         found: Tensor = _PartStatistics.apply(hidden, weight, bias, labels, class_weight, begin, rule)
         return found
@@ -95,7 +97,7 @@ class _PartStatistics(torch.autograd.Function):
         found = hidden.new_zeros((3, len(labels)), dtype=room.wide)
         columns, offset = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         place, here = _own_place(labels, begin, len(weight), rule)
-        for rows in slices(len(labels), rule.tokens):
+        for rows in rule.pieces(len(labels), rule.tokens):
             logits, _ = room.logits(hidden[rows], columns, offset)
             own = logits.gather(1, place[rows, None]).squeeze(1)
             found[1, rows] = own.masked_fill(~here[rows], 0.0)
@@ -117,7 +119,7 @@ class _PartStatistics(torch.autograd.Function):
             place, here = _own_place(labels, ctx.begin, len(weight), rule)
             each = -grad[2] if rule.label_smoothing else None
             logits_of = LogitGradients(place.masked_fill(~here, -1), log_sums, grad[0], -grad[1], each, class_weight)
-            for columns in slices(len(weight), slice_width(len(weight), len(labels), rule.tokens)):
+            for columns in rule.pieces(len(weight), slice_width(len(weight), len(labels), rule.tokens)):
                 part = weight[columns].to(hidden.dtype)
                 offset = None if bias is None else bias[columns].to(hidden.dtype)
                 logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)

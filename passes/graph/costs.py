@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...ir.tiles import TiledPart, mark_of, with_parts
+from ...runtime.chunked_loss import slices
+from ...runtime.functions import chunked_cross_entropy, part_statistics
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
 from ...runtime.tiles import in_tiles, tile_slices
@@ -40,6 +42,7 @@ from .kernels.stand_ins import CUDA_STAND_INS, STAND_INS, cuda_dropout
 from .opgraph import OpGraph
 from .workspace.table import workspace_bytes
 
+IN_PIECES = (chunked_cross_entropy, part_statistics)
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 
 
@@ -209,9 +212,16 @@ class FakeBlockRun:
         values.update(zip(part.outputs, made if isinstance(made, tuple) else (made,)))
 
     def some_tiles(self, length: int, tokens: int) -> Iterator[tuple[int, int]]:
-        """The first tile, the second in place of all others of its size, and the last one where it is smaller: the more
-        tiles there are, the more are alike."""
-        first, *others = tile_slices(length, tokens)
+        return self.some(tile_slices(length, tokens))
+
+    def some_pieces(self, total: int, size: int) -> Iterator[slice]:
+        bounds = ((part.start, part.stop - part.start) for part in slices(total, size))
+        return (slice(start, start + number) for start, number in self.some(bounds))
+
+    def some(self, bounds: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Of tiles, or pieces of a loss, the first, the second in place of all others of its size, and the last where
+        it is smaller: the more there are, the more are alike."""
+        first, *others = bounds
         alike = [row for row in others if row[1] == first[1]]
         yield first
         if alike:
@@ -232,6 +242,8 @@ class FakeBlockRun:
             return torch.func.functional_call(leaf, {name: self.fake(t) for name, t in own}, args, kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.target in IN_PIECES:
+            kwargs = {**kwargs, "pieces": self.some_pieces}
         stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS
         target: Any = stand_ins.get(node.target, node.target)
         return target(*args, **kwargs)

@@ -3,11 +3,14 @@
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
 calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention (`attention.py`), int8 weights
 (`outliers.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not know,
-nor their shapes unless they are bf16, and for the CTC loss, which has no shape rule.
+nor their shapes unless they are bf16, for the CTC loss, which has no shape rule, and for losses in chunks, of which a
+few show the shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +18,16 @@ from torch import Tensor
 
 from ....ir.machine.call_mix import Product
 from ....ir.program import aligned
+from ....runtime.chunked_loss import slices
 from ....runtime.expert_parts import rows_after
-from ....runtime.functions import linear_8bit, packed_attention, part_product, window_attention
+from ....runtime.functions import (
+    chunked_cross_entropy,
+    linear_8bit,
+    packed_attention,
+    part_product,
+    part_statistics,
+    window_attention,
+)
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
 from .outliers import cuda_linear_8bit
@@ -106,11 +117,19 @@ def ctc_loss(
     return losses if reduction == "none" else losses.mean()
 
 
+def ends(total: int, size: int) -> Iterator[slice]:
+    """The first and the last piece: all others are like the first."""
+    first, *others = slices(total, size)
+    return iter((first, *others[-1:]))
+
+
 # Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
 SHAPE_RULES: dict[Any, Any] = {
     torch._grouped_mm: grouped_shape,
     part_product: part_shape,
     torch.nn.functional.ctc_loss: ctc_loss,
+    chunked_cross_entropy: partial(chunked_cross_entropy, pieces=ends),
+    part_statistics: partial(part_statistics, pieces=ends),
 }
 STAND_INS: dict[Any, Any] = {
     torch._grouped_mm: grouped_product,

@@ -2,7 +2,8 @@
 
 In: the op graph. Out: a graph in which `scaled_dot_product_attention` gets no mask where its mask is proven to show
 every key, every key up to the query's place, or a window around it. A call with a mask cannot run flash attention and
-keeps the mask, which is as large as all pairs of a query and a key. Masks that keep documents of a row apart go on
+keeps the mask, which is as large as all pairs of a query and a key; without one, keys that each serve several heads of
+queries need no copies, either (`grouped_heads.py`). Masks that keep documents of a row apart go on
 GPUs: the kernel for sequences of any length takes the borders of documents where it can, else blocks of queries have
 masks made of the documents' numbers. Other masks that depend on the batch (padding), on parameters or on buffers
 stay.
@@ -28,6 +29,7 @@ from ..edit import GraphEdit
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph, is_check, is_mode_switch
 from .documents import counted_input, documents_of
+from .grouped_heads import without_repeats
 from .intervals import Intervals
 from .visible import visible_keys
 
@@ -55,11 +57,10 @@ class DropMasks(GraphPass):
         calls."""
         calls = masked_calls(draft.graph)
         found = _proven(draft.graph, calls)
-        devices = draft.machine.devices
-        has_flash = all("bf16" in device.peak_flops for device in devices) and not torch.version.hip
+        is_cpu, knows_borders = draft.machine.devices[0].kind == "cpu", has_flash(draft)
         for place in [place for place, form in found.items() if form == "documents"]:
-            borders = _borders(draft.graph, calls[place]) if has_flash else None
-            if devices[0].kind == "cpu":
+            borders = _borders(draft.graph, calls[place]) if knows_borders else None
+            if is_cpu:
                 del found[place]
             elif borders is not None:
                 found[place] = borders
@@ -89,8 +90,16 @@ class DropMasks(GraphPass):
                     "leave the entry out to keep the mask"
                 )
             _rewrite(graph, calls[place], form, borders)
+            on_gpu = draft.machine.devices[0].kind != "cpu"
+            if form in ("all", "causal") and (has_flash(draft) or not on_gpu):
+                without_repeats(graph, calls[place], on_gpu)
         _remove_unused(graph)
         draft.graph = graph
+
+
+def has_flash(draft: Draft) -> bool:
+    """Whether all devices have flash attention as CUDA has it."""
+    return all("bf16" in device.peak_flops for device in draft.machine.devices) and not torch.version.hip
 
 
 def masked_calls(graph: OpGraph) -> dict[str, fx.Node]:

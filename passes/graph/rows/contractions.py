@@ -111,7 +111,8 @@ def linear(call: OperatorCall) -> RowState:
       "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
       "_scaled_dot_product_attention_math_for_mps", "scaled_dot_product_attention")  # fmt: skip
 def attention(call: OperatorCall) -> RowState:
-    """Queries meet keys of the same row and head; rows lie along the dimensions before the last two."""
+    """Queries meet keys of the same row and head, or of the head that serves theirs; rows lie along the dimensions
+    before the last two."""
     parts = [(call.state(name), call[name]) for name in ("query", "key", "value")]
     for name in ("attn_mask", "attn_bias"):
         if call.given.get(name) is not None:
@@ -125,7 +126,8 @@ def attention(call: OperatorCall) -> RowState:
     for state, value in parts:
         shift = count - value.dim()
         if isinstance(state, ByRow):
-            rows.add((state.dim + shift, state.inner, state.order))
+            served = call["query"].shape[state.dim + shift] // value.shape[state.dim]  # heads of queries by one of keys
+            rows.add((state.dim + shift, state.inner * max(1, served), state.order))
         elif isinstance(state, Free):
             varies |= {(d + shift, low, high) for d, low, high in state.varies}
     if not rows:

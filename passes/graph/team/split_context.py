@@ -50,9 +50,10 @@ from ..edit import GraphEdit
 from ..graph_pass import GraphPass
 from ..loss.class_loss import class_loss
 from ..masks.drop_masks import ATTENTION
+from ..masks.grouped_heads import unrepeated
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from ..tokens.facts import TokenFacts, TokenPlace, sequence_lengths, token_facts
-from .attention import SharedAttention, attention_call, unrepeated
+from .attention import SharedAttention, attention_call
 from .exchanges import add_up, all_to_all, member_input, pass_on, sum_parts
 from .local import LocalValues, with_local_sizes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,6 +12,9 @@ from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.graph import costs
 from penstock.passes.graph.coarsen import Coarsen, find_blocks
+from penstock.passes.graph.loss.chunk_loss import ChunkLoss
+from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
+from penstock.runtime.functions import chunked_cross_entropy, part_statistics
 from penstock.tests.alike import slow_but, with_alike_slow
 from penstock.tests.passes.running import apply, draft_of, traced
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
@@ -148,3 +152,24 @@ class Loss(nn.Module):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = (self.layers(words) ** 2).mean()
         return out
+
+
+class Guess(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(300, 4), nn.Linear(4, 300, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.table(words))[0], words[0])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_costs_of_some_pieces_of_a_loss_are_those_of_all(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of tokens in forward, slices of classes in backward; some are smaller than the others."""
+    draft = draft_of(trace(Guess(), {"words": torch.zeros(1, 29, dtype=torch.long)}))
+    apply(draft, ChunkLoss(4), SplitVocabulary(parts), Coarsen())
+    some = [costs.measure(draft.graph, block) for block in draft.blocks]
+    monkeypatch.setattr(costs.FakeBlockRun, "some", lambda self, bounds: iter(bounds))
+    assert some == [costs.measure(draft.graph, block) for block in draft.blocks]
+    targets = [node.target for block in draft.blocks for node in block.nodes]
+    assert (chunked_cross_entropy if parts == 1 else part_statistics) in targets

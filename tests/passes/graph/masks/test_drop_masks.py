@@ -393,6 +393,20 @@ def test_models_train_like_eager(name: str) -> None:
     assert_same_step(draft_of(graph, micro_batches=2), draft, batches)
 
 
+def test_keys_of_groups_of_heads_are_kept_once() -> None:
+    """The copies for each head of queries go with the mask, where a kernel takes them so: not in fp32 on a GPU."""
+    model, batches = without_padding("llama")
+    graph = trace(model, batches[0])
+    kept = []
+    for machine, dtype in ((Hardware.cpu(), None), (GPU, torch.bfloat16), (GPU, None)):
+        graph.autocast = dtype
+        draft = apply(draft_of(graph, machine), DropMasks())
+        calls = [node for node in draft.graph.nodes if node.target is F.scaled_dot_product_attention]
+        heads = {call.args[1].meta["val"].shape[1] for call in calls}  # type: ignore[union-attr]
+        kept.append((heads, {bool(call.kwargs.get("enable_gqa")) for call in calls}))
+    assert kept == [({2}, {True}), ({2}, {True}), ({4}, {False})]
+
+
 def assert_same_step(plain: Any, draft: Any, batches: list[dict[str, Tensor]]) -> None:
     """The rewritten graph's stages against the captured model in eager PyTorch, twice."""
     apply(draft, *all_passes(stages=2))
