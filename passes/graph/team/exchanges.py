@@ -59,6 +59,12 @@ def share(value: Tensor, team: int) -> Tensor:
     return value * 1
 
 
+def share_weight(value: Tensor, team: int) -> Tensor:
+    """A weight that members read beside parts of a region, after the exchange with which it begins: the gradients of
+    all of them are added up. Its reader begins no block, as the region does."""
+    return value * 1
+
+
 def own_part(value: Tensor, team: int, dim: int) -> Tensor:
     """A member's part of what all of them have alike."""
     return value.chunk(team, dim)[0].clone()
@@ -88,6 +94,7 @@ EXCHANGES: dict[Callable[..., Any], ExchangeOps] = {
     sum_parts: ExchangeOps("sum_parts", ""),
     add_up: ExchangeOps("sum_parts", "sum_parts"),
     share: ExchangeOps("", "sum_parts"),
+    share_weight: ExchangeOps("", "sum_parts"),
     own_part: ExchangeOps("own_part", "gather_parts", ("dim",)),
     pass_on: ExchangeOps("pass_on", "pass_on"),
 }
@@ -122,8 +129,9 @@ def exchanges_of(value: fx.Node) -> list[fx.Node]:
 
 
 def borders(node: fx.Node) -> set[fx.Node]:
-    """The exchanged values, before or after their exchange, that a node reads."""
-    return {arg for arg in node.all_input_nodes if is_exchange(arg) or exchanges_of(arg)}
+    """The exchanged values, before or after their exchange, that a node reads where a block has to begin."""
+    read = {arg for arg in node.all_input_nodes if is_exchange(arg) or exchanges_of(arg)}
+    return {arg for arg in read if arg.target is not share_weight}
 
 
 def exchange(node: fx.Node, result: TensorSpec) -> Exchange:

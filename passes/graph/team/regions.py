@@ -10,12 +10,13 @@ In: the op graph and the number of members. Out: `WidthRegion`s, no product in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import fx, nn
 
 from ..loss.head_loss import product_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
@@ -129,11 +130,7 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
         return None
     if any(row.hidden not in own for row in rows):
         return None
-    # Of what is trained and read whole, such as a norm over each head, members would each have a part of the gradient.
-    read = {value for node in inside for value in node.all_input_nodes if value not in own}
-    tensors = [tensor for value in read for tensor in value_tensors(value.meta["val"])]
-    tensors += [weight for node in inside for weight in graph.node_parameters(node).values()]  # of modules
-    if any(tensor.requires_grad for tensor in tensors):
+    if not _can_share(graph, inside, own, columns):
         return None
     ordered = {node: i for i, node in enumerate(graph.nodes)}
     first = sorted(columns, key=lambda c: ordered[c.node])
@@ -142,6 +139,33 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
         if found is not None:
             return found
     return None
+
+
+def _can_share(
+    graph: OpGraph, inside: list[fx.Node], own: set[fx.Node], columns: Collection[WideProduct]
+) -> bool:
+    """Whether what is trained and read whole, of which members each have a part of the gradient, are weights alone,
+    such as that of a norm over each head: these are shared before the region begins (`share_weight`)."""
+    read = {value for node in inside for value in node.all_input_nodes if value not in own}
+    trained = [value for value in read if any(tensor.requires_grad for tensor in value_tensors(value.meta["val"]))]
+    modules = [node for node in inside if any(p.requires_grad for p in graph.node_parameters(node).values())]
+    modules = [node for node in modules if node.op != "get_attr"]
+    if not trained and not modules:
+        return True
+    before = [product.hidden for product in columns]
+    return (
+        all(value.op == "get_attr" for value in trained)
+        and all(node.op == "call_module" and as_function(graph, node) is not None for node in modules)
+        and all(hidden.op in ("call_function", "call_method", "call_module") for hidden in before)
+    )
+
+
+def as_function(graph: OpGraph, node: fx.Node) -> tuple[Any, tuple[Any, ...], float | None] | None:
+    """A norm's function, the shape that it norms and its epsilon, where a node calls a module that is one."""
+    leaf = graph.module.get_submodule(str(node.target))
+    if type(leaf) is nn.LayerNorm:
+        return F.layer_norm, leaf.normalized_shape, leaf.eps
+    return (F.rms_norm, leaf.normalized_shape, leaf.eps) if type(leaf) is nn.RMSNorm else None
 
 
 def _above(products: dict[fx.Node, WideProduct], rows: set[WideProduct]) -> tuple[set[fx.Node], set[WideProduct]]:

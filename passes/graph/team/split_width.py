@@ -27,11 +27,11 @@ from ..graph_pass import GraphPass
 from ..kernels.call_node import call_node
 from ..opgraph import OpGraph, value_tensors
 from ..row_parts import refused_by_optimizer
-from .exchanges import is_exchange, member_input, share, source_of, sum_parts
+from .exchanges import is_exchange, member_input, share, share_weight, source_of, sum_parts
 from .member_experts import add_team_part, divide_experts
-from .regions import WideProduct, WidthRegion, find_regions
+from .regions import WideProduct, WidthRegion, as_function, find_regions
 
-RESHAPES = ("view", "reshape", "expand", "unflatten")  # calls whose numbers say the shape of the result
+RESHAPES = ("view", "reshape", "expand")  # calls whose numbers say the shape of the result
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,14 @@ class _Divided:
         self.graph, self.region, self.team, self.now = graph, region, team, now
         self.parameters = graph.parameters()
         self.shared: dict[fx.Node, fx.Node] = {}
+        self.weights: dict[str, fx.Node] = {}
 
     def write(self) -> None:
         region = self.region
         for product, blocks in region.columns.items():
             self.column(product, blocks)
         for node, places in region.inside.items():
-            self.inside(node, places)
+            self.inside(self.with_shared_weights(node), places)
         for product, blocks in region.rows.items():
             self.row(product, blocks)
 
@@ -174,6 +175,43 @@ class _Divided:
         weight = self.part(edit, product.weight, product.out_dim, blocks)
         bias = self.part(edit, product.bias, 0, blocks) if product.bias else None
         self.put(product.node, self.product(edit, product, hidden, weight, bias))
+
+    def with_shared_weights(self, node: fx.Node) -> fx.Node:
+        """A node that reads trained weights whole, as members share them."""
+        parameters = self.graph.node_parameters(node)
+        if node.op == "call_module" and any(weight.requires_grad for weight in parameters.values()):
+            node = self.norm(node, {name.rpartition(".")[2]: name for name in parameters})
+        for read in [n for n in node.all_input_nodes if n.op == "get_attr" and n.meta["val"].requires_grad]:
+            if read.target in self.parameters:
+                node.replace_input_with(read, self.shared_weight(str(read.target)))
+        return node
+
+    def norm(self, node: fx.Node, names: dict[str, str]) -> fx.Node:
+        """The function of a norm's module, whose weights are nodes, in its place."""
+        found = as_function(self.graph, node)
+        assert found is not None
+        function, shape, eps = found
+        edit = GraphEdit(self.graph, node)
+        weights = {
+            key: edit.parameter(name, self.parameters[name], compute_dtype(self.graph, self.parameters[name]))
+            for key, name in names.items()
+        }
+        hidden = node.args[0] if node.args else node.kwargs["input"]
+        made = edit.call(function, hidden, shape, **weights, eps=eps)
+        made.meta["val"] = node.meta["val"]  # of all members, until it gets the shapes of one
+        edit.replace(node, made)
+        return made
+
+    def shared_weight(self, name: str) -> fx.Node:
+        """A weight whose gradients members add up. It is read before the region begins, in the block that gives what
+        the region's first product reads."""
+        if name not in self.weights:
+            hidden = next(iter(self.region.columns)).hidden
+            edit = GraphEdit(self.graph, self.now.get(hidden, hidden))
+            value = self.parameters[name]
+            read = edit.parameter(name, value, compute_dtype(self.graph, value))
+            self.weights[name] = edit.call(share_weight, edit.call(torch.clone, read), self.team)
+        return self.weights[name]
 
     def row(self, product: WideProduct, blocks: int) -> None:
         edit = GraphEdit(self.graph, product.node)
@@ -229,6 +267,9 @@ class _Divided:
         if str(node.target) in RESHAPES and node.op == "call_method" and len(wanted) == 1:
             flat = len(args) != 2 or isinstance(args[1], int)
             yield (args[0], *wanted[0]) if flat else (args[0], tuple(wanted[0])), {}
+        if str(node.target) == "unflatten" and node.op == "call_method" and len(args) == 3 and isinstance(args[1], int):
+            first = args[1] if args[1] >= 0 else args[1] + args[0].meta["val"].dim()  # type: ignore[union-attr]
+            yield (*args[:2], tuple(wanted[0][first : first + len(args[2])])), kwargs  # type: ignore[arg-type]
         yield args, kwargs
 
         def smaller(value: Any) -> Any:

@@ -27,7 +27,7 @@ from penstock.tests.zoo import VOCABULARY, zoo
 # Sums over members and over columns are added in another order than eager's: a few units of fp32's last place.
 TOLERANCE = 5e-6
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
-IN_ATTENTION_AND_MLP = ("llama", "mistral", "gpt2", "opt", "bert", "roberta", "vit")
+IN_ATTENTION_AND_MLP = ("llama", "mistral", "gpt2", "opt", "bert", "roberta", "vit", "qwen3")
 
 
 def strategy(team: int, depth: int = 1, cut: str = "partition-balanced") -> str:
@@ -66,10 +66,40 @@ def test_what_mixes_columns_is_left_whole() -> None:
     assert find_regions(trace(model, batch), 3) == []
 
 
-def test_a_trained_norm_over_each_head_keeps_attention_whole() -> None:
-    """Members would each have a part of the gradient of its weight."""
+class Normed(nn.Module):
+    """Attention with modules that norm each head: of the head's numbers, and of all heads together."""
+
+    def __init__(self, of_all: bool = False) -> None:
+        super().__init__()
+        self.first = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.of_all = of_all
+        self.q_norm, self.k_norm = nn.RMSNorm(16 if of_all else 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x)
+        q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
+        q = self.q_norm(q) if self.of_all else q
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in (q, k, v))
+        q = q if self.of_all else self.q_norm(q)
+        out = nn.functional.scaled_dot_product_attention(q, self.k_norm(k), v)
+        return {"loss": self.o(out.transpose(1, 2).flatten(2)).square().mean()}
+
+
+def test_a_norm_over_each_head_is_divided_and_one_over_all_heads_is_not() -> None:
     model, batch = zoo()["qwen3"](dropout=0.0)
-    assert all("mlp" in region.name for region in find_regions(trace(model, batch), 2))
+    found = find_regions(trace(model, batch), 2)
+    assert len([region for region in found if "self_attn" in region.name]) == 2
+    for of_all in (False, True):
+        regions = find_regions(trace(Normed(of_all), {"x": torch.randn(2, 8, 16)}), 2)
+        assert [region.name for region in regions] == ([] if of_all else ["o.weight"])
+
+
+@pytest.mark.slow
+def test_modules_that_norm_each_head_train_like_eager() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8, 16)}
+    assert_trains_like_eager(job_of(Normed(), batch, 2, strategy(2)), batch)
 
 
 def test_dropout_between_the_products_keeps_them_whole() -> None:
