@@ -224,6 +224,13 @@ class Interface:
         """The devices of a group, each once, in its order."""
         return list(dict.fromkeys(device for device, _, _ in self.groups[group]))
 
+    def adding(self, group: str) -> tuple[tuple[int, str, str], ...]:
+        """The members whose values a sum over the group adds up. Devices that run a stage in turn have its sum already
+        when a parameter that it shares with other stages is added up: the first of them adds, all take the result."""
+        first: dict[str, int] = {}
+        rows = self.groups[group]
+        return tuple(row for row in rows if not row[2] or first.setdefault(row[1], row[0]) == row[0])
+
     def part_of(self, stage: str, group: str) -> StageSpec:
         """The stage as a member of the group keeps it: whole if there is no group, else a shard."""
         spec = self.stages[stage]

@@ -251,6 +251,9 @@ def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
         sums[made[0]] = _both(program, node, sums[given[0]], own) if given else own
         return
     group = {str(node.kwargs["group"])} if op_of(node).meets == ops.GROUP else set()
+    if group:
+        for source in given:
+            _check_turns(program, node, sums[source], min(group))
     found = []
     for source in given:
         before = sums[source]
@@ -263,6 +266,17 @@ def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
     if len(found) > len(made):
         found = [_both(program, node, *found)]
     sums.update(zip(made, found))
+
+
+def _check_turns(program: Program, node: fx.Node, before: _Sum, group: str) -> None:
+    """Devices that run a stage in turn add up its gradients before a parameter that it shares with other stages is
+    added up, to which only the first of them adds (`Interface.adding`)."""
+    interface = program.interface
+    sharers = {d for d, stage, param in interface.groups.get(group, ()) if stage == before.stage and param}
+    rest = sharers - _reach(interface, before.stage, program.device, before.groups & interface.groups.keys())
+    if rest:
+        names = ", ".join(map(str, sorted(rest)))
+        fail(program, node, f"the gradients of {before.stage} were not summed with those of device {names} before")
 
 
 def _check_hooks(program: Program, node: fx.Node, given: list[_Sum]) -> None:

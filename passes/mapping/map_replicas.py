@@ -1,19 +1,18 @@
 """`map-replicas`: a stage may run on several devices, which take its micro-batches in turn (PipeDream 3.1, 3.2).
 
 In: fewer stages than devices. Out: `draft.devices`, and `draft.copies`: per stage that several devices run, these. Each
-device keeps the whole stage and runs every r-th micro-batch; once a step their gradients are summed. Devices that no
+device keeps the whole stage and runs every r-th micro-batch; once a step their gradients are summed, and the sum of a
+parameter that the stage shares with others is added to theirs. Devices that no
 stage needs join the stage that is then slowest for its number of devices, so stage 0 may run on three devices and stage
 1 on one. All stages on one device each are `map-round-robin`; one stage on all devices is data parallelism.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...ir.errors import PassError
-from ...ir.program import ParamSpec
 from ..draft import Draft
 from ..stage_time import stage_seconds
 from .mapping import Mapping
@@ -93,8 +92,6 @@ def _kinds(draft: Draft) -> list[int]:
 def _check(draft: Draft, copies: dict[str, list[int]]) -> None:
     """Raise `PassError` where stages cannot be copied so."""
     most = min(draft.mesh.micro_batches, default=draft.options.micro_batches)
-    ties = draft.graph.ties()
-    owners = Counter(ties.get(name, name) for stage in draft.stages for name in {p.name for p in _trained(stage)})
     for stage in draft.stages:
         devices = copies.get(stage.spec.name, [])
         if len(devices) < 2:
@@ -107,12 +104,6 @@ def _check(draft: Draft, copies: dict[str, list[int]]) -> None:
             )
         if len(devices) > most:
             raise PassError(f"{name} has {len(devices)} devices for {most} micro-batches; use {len(devices)} or more")
-        shared = [p.name for p in _trained(stage) if owners[ties.get(p.name, p.name)] > 1]
-        if shared:
-            raise PassError(
-                f"{name} shares {shared[0]} with another stage, so it has one device; cut stages so that all that use "
-                "it are one, or use map-round-robin"
-            )
         own = {node for block in draft.blocks if block.name in stage.blocks for node in block.nodes}
         changed = next((n for n in draft.graph.nodes if n.meta.get("updates_buffers") and n in own), None)
         if changed is not None:
@@ -122,7 +113,3 @@ def _check(draft: Draft, copies: dict[str, list[int]]) -> None:
             )
     if copies and draft.mesh.shards > 1:
         raise PassError("map-replicas: shared stages are gathered in every micro-batch; use map-round-robin")
-
-
-def _trained(stage: Any) -> list[ParamSpec]:
-    return [param for param in stage.spec.params if param.requires_grad]

@@ -64,12 +64,14 @@ def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
 
 
 def tie_groups(draft: Draft) -> dict[str, TieGroup]:
-    """The members (device, stage, parameter name) of each group, for each trained parameter in several stages."""
+    """The members (device, stage, parameter name) of each group, for each trained parameter in several stages: all
+    devices of each."""
     ties = draft.graph.ties()
     members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
     for stage, home in zip(draft.stages, draft.devices):
         for param in stage.spec.params:
             name = ties.get(param.name, param.name)
             if param.requires_grad:
-                members[f"tie.{name}"].append((home, stage.spec.name, param.name))
-    return {group: tuple(rows) for group, rows in members.items() if len(rows) > 1}
+                devices = draft.copies.get(stage.spec.name, [home])
+                members[f"tie.{name}"] += [(device, stage.spec.name, param.name) for device in devices]
+    return {group: tuple(rows) for group, rows in members.items() if len({stage for _, stage, _ in rows}) > 1}

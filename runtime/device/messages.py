@@ -63,7 +63,9 @@ class Messages(Issuing):
         boxes = [handle.box for handle in values]
         for handle in values:
             handle.release()
-        members = [(stage, param) for device, stage, param in self.interface.groups[group] if device == self.index]
+        rows, adding = self.interface.groups[group], self.interface.adding(group)
+        members = [(stage, param) for device, stage, param in rows if device == self.index]
+        adds = [row in adding for row in rows if row[0] == self.index]
         link = self.link
 
         def run() -> list[Any]:
@@ -73,7 +75,7 @@ class Messages(Issuing):
                 return found
             if isinstance(found[0], Grads):
                 specs = [self.stores[stage].part for stage, _ in members]
-                reduce_grads([g.tensors for g in found], specs, [param for _, param in members], link, group)
+                reduce_grads([g.tensors for g in found], specs, [param for _, param in members], adds, link, group)
                 return found
             return [reduce_norms(found, link, group)] * len(found)
 

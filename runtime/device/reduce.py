@@ -17,11 +17,13 @@ def reduce_grads(
     grads: Sequence[dict[str, Tensor]],
     specs: Sequence[StageSpec],
     names: Sequence[str],
+    adds: Sequence[bool],
     link: PeerLink | None,
     group: str,
 ) -> None:
-    """Put the sum of a tied parameter's gradients into every member's dict. A missing gradient counts as zero."""
-    here = [g[name] for g, name in zip(grads, names, strict=True) if name in g]
+    """Put the sum of a tied parameter's gradients into every member's dict. A missing gradient counts as zero, and so
+    does that of a member that does not add (`Interface.adding`)."""
+    here = [g[name] for g, name, counts in zip(grads, names, adds, strict=True) if counts and name in g]
     if here:
         total = here[0].clone(memory_format=torch.contiguous_format) if len(here) > 1 else here[0].contiguous()
         for grad in here[1:]:

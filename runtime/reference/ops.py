@@ -309,11 +309,11 @@ class ReferenceRuntime:
 
     def all_reduce(self, *values: Any, group: str) -> tuple[Any, ...]:
         arrived = self._meet(group, values)
-        members = self.world.interface.groups[group]
+        members, adding = self.world.interface.groups[group], self.world.interface.adding(group)
         own = [name for device, _, name in members if device == self.device]
         if isinstance(values[0], StageGrads) and own == [""]:
             return (StageGrads(self._summed(arrived, group), stage=values[0].stage),)
-        total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
+        total = arrived.setdefault(-1, (_sum_of_members(members, adding, arrived),))[0]
         for name, value in zip(own, values):
             if isinstance(value, Grads) and total is not None:
                 value.tensors[name] = total.clone()
@@ -464,15 +464,19 @@ class ReferenceRuntime:
         return micro_batch_seed(self.world.seed, self.world.step, micro_batch)
 
 
-def _sum_of_members(members: Sequence[tuple[int, str, str]], arrived: Mapping[int, tuple[Any, ...]]) -> Tensor | None:
-    """The sum over a group: first over the members on one device, then over devices, both in the group's order."""
+def _sum_of_members(
+    members: Sequence[tuple[int, str, str]],
+    adding: Sequence[tuple[int, str, str]],
+    arrived: Mapping[int, tuple[Any, ...]],
+) -> Tensor | None:
+    """The sum over a group of the members that add: first on one device, then over devices, both in the group's
+    order."""
     total: Tensor | None = None
     for device in dict.fromkeys(device for device, _, _ in members):
-        names = [name for d, _, name in members if d == device]
         local: Tensor | None = None
-        for name, value in zip(names, arrived[device]):
-            part = value.tensors.get(name) if isinstance(value, Grads) else value
-            if part is not None:
+        for member, value in zip([row for row in members if row[0] == device], arrived[device]):
+            part = value.tensors.get(member[2]) if isinstance(value, Grads) else value
+            if part is not None and member in adding:
                 local = part.clone() if local is None else local.add_(part)
         if local is not None:
             total = local if total is None else total.add_(local)
