@@ -108,6 +108,7 @@ class Decisions(BaseModel):
     sharding: Sharding | None = None
     sums: Literal["step", "two-hop", "micro-batch"] | None = None  # when gradients of shared stages are added up
     ssd: OnSsd = OnSsd()
+    link_turns: bool = False  # whether fetches through one root complex come by when they are needed
     optimizer: dict[str, MemoryName]  # stage -> tier of its states; with resident weights it is stepped there
     staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks
     # Of an overlapping optimizer; "" where it needs no norm; a list: the stages that are stepped before it is known.
@@ -138,7 +139,7 @@ class Plan(BaseModel):
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
         # Later than others: plans without them keep their hash.
-        for name in ("vocabulary", "experts", "interleaved", "context", "width", "tiles", "copies"):
+        for name in ("vocabulary", "experts", "interleaved", "context", "width", "tiles", "copies", "link_turns"):
             if getattr(self.decisions, name) == type(self.decisions).model_fields[name].default:
                 decided["decisions"].pop(name)
         if self.decisions.mesh is not None and self.decisions.mesh.team == 1:

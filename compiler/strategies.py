@@ -21,6 +21,7 @@ from ..passes.memory.choose_activations import ChooseActivations
 from ..passes.memory.insert_fetch import InsertFetch
 from ..passes.memory.insert_remat import InsertRemat
 from ..passes.memory.insert_ssd import InsertSsd
+from ..passes.memory.take_turns import TakeTurns
 from ..passes.optimizer.insert_optimizer import InsertOptimizer
 from ..passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ..passes.partition.partition_acyclic import PartitionAcyclic
@@ -79,11 +80,13 @@ PASSES: dict[str, type[Pass]] = {
         InsertSsd,
         InsertOptimizer,
         OverlapOptimizer,
+        TakeTurns,
     )
 }
 
 # Rematerialisation comes before fetching: only a stage without saved tensors may lose its weights between its forward
-# and its backward. The optimizer comes last: where a stage is stepped follows from where its weights live.
+# and its backward. The optimizer comes after them: where a stage is stepped follows from where its weights live. Turns
+# on links come last, as whole programs show whether they help.
 PIPELINE = (
     "coarsen, partition-balanced, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
 )
@@ -92,8 +95,8 @@ LOOPED = PIPELINE.replace("partition-balanced", "partition-balanced{stages=2*dev
 CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
 WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
 _AFTER_GRAPH: dict[str, str] = {
-    "mobius": CROSSED.replace("partition-balanced", "partition-mip"),
-    "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}",
+    "mobius": f"{CROSSED.replace('partition-balanced', 'partition-mip')}, take-turns",
+    "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}, take-turns",
     "fuyou": (
         "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline, "
         "choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer"

@@ -28,8 +28,8 @@ ORDER = {
     "runtime": (
         "accelerator", "modules", "chunked_loss", "expert_parts", "part_loss", "tiles", "document_borders", "quantised",
         "ring_attention", "token_parts", "functions", "forced_eager", "model_names", "scratch", "nodes", "team",
-        "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure",
-        "processes",
+        "turns", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate",
+        "measure", "processes",
     ),
     "passes": (
         "work", "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Drain, Program, pooled_bytes
+from ...ir.program import Drain, Program, link_turn_of, pooled_bytes
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
@@ -50,6 +50,7 @@ def explain(
     """
     parts = [
         _stages(plan, programs, hardware),
+        _link_turns(programs),
         _updates(programs, hardware, optimizer),
         _loss(loss, programs),
         _rows(rows, programs),
@@ -87,6 +88,14 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     elif decisions.clipping:
         lines.append(f"  {CLIPPING[decisions.clipping]}")
     return "\n".join(lines)
+
+
+def _link_turns(programs: Sequence[Program]) -> str:
+    """Whether fetches of weights have turns on the links that they share."""
+    number = sum(link_turn_of(node) is not None for program in programs for node in program.ops())
+    if not number:
+        return ""
+    return f"turns on links\n  {number} fetches of weights: through one root complex, what is needed first comes first"
 
 
 def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerSpec | None) -> str:

@@ -19,6 +19,7 @@ from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
+from ...passes.memory.take_turns import TakeTurns
 from ...passes.optimizer.insert_optimizer import InsertOptimizer
 from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.partition import Partition
@@ -148,6 +149,10 @@ class Candidate:
             return found
         return found.with_(dataclasses.replace(cut, inputs_leave=True))  # type: ignore[call-arg]
 
+    def taking_turns(self) -> Candidate:
+        """The same candidate, where fetches through one root complex have turns if that is faster."""
+        return self if self.find(TakeTurns) is not None else Candidate((*self.passes, TakeTurns()))
+
     def holding(self, hold: bool) -> Candidate:
         """The same candidate. `hold`: shared stages stay whole for all micro-batches as far as there is room."""
         shard = self.find(InsertShard)
@@ -174,6 +179,7 @@ class Candidate:
         parts += ["all computed again"] if remat is not None and remat.always else []
         parts += ["activations chosen"] if self.moves_activations else []
         parts += ["none held"] if shard is not None and not shard.hold else []
+        parts += ["links in turns"] if self.find(TakeTurns) is not None else []
         parts += ["optimizer overlapped"] if self.tiering.overlap and not self.uses_ssd else []
         parts += [pass_text(p, short=True) for p in self.graph_passes if p not in PLAIN.graph_passes]
         parts += ["whole logits"] if self.find(ChunkLoss) is None else []

@@ -6,7 +6,8 @@ If the winner is faster with another number, that one is swept as well. `attempt
 
 Where scouts lack DRAM and there are SSDs, all candidates use SSDs; where they lack device memory and there are none,
 activations and inputs of stages go to DRAM. Where DRAM holds everything, the best is also tried with activations that
-move, and with an optimizer under the backward pass. Where a layer alone is too large for every device, sequences are
+move, and with an optimizer under the backward pass. Where devices fetch weights through one root complex, the best are
+tried with turns on it. Where a layer alone is too large for every device, sequences are
 cut into tiles from the beginning, elsewhere where nothing else fits; where memory is short, the best is tried with
 tiles, too.
 
@@ -33,6 +34,7 @@ from ...passes.graph.tables.split_vocabulary import SplitVocabulary
 from ...passes.graph.team.split_width import SplitWidth
 from ...passes.graph.tokens.tile_sequence import TileSequence
 from ...passes.memory.insert_fetch import InsertFetch, is_queued
+from ...passes.memory.take_turns import sharing
 from ...passes.partition.slices import Slices
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
@@ -292,6 +294,15 @@ class Sweep(Attempts):
         self.look(count, self.other_tiles(count))
         self.look(count, self.other_losses(count))
         self.look(count, self.one_phase_ahead(count))
+        self.look(count, self.in_turns(count))
+
+    def in_turns(self, count: int) -> list[Candidate]:
+        """The best candidate and other fast partitions with turns on links, where devices of the best share one."""
+        best = self.best
+        if best is None or best.count != count or not sharing(best.draft.programs, best.draft.lane_hardware):
+            return []
+        others = [row.candidate for row in self.leaders(count)]
+        return list(dict.fromkeys(candidate.taking_turns() for candidate in (best.candidate, *others)))
 
     def one_phase_ahead(self, count: int) -> list[Candidate]:
         """The best candidate without a queue of fetches, if it has one: the passes after it may lose what it gains."""

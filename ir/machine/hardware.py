@@ -136,7 +136,6 @@ class Host(MachinePart):
     nvlink_latency_s: Seconds = 5e-6
     nvlink_message_shares: MessageShares | None = None
     cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
-    ordered_fetches: bool = False  # weights of the stage that runs first are fetched first
     price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
 

@@ -83,16 +83,27 @@ resident = Op(
 
 
 def _fetch(
-    ctx: Context, what: str | Value, begun: Value | None = None, *, params: int | None = None, group: str | None = None
+    ctx: Context,
+    what: str | Value,
+    begun: Value | None = None,
+    *,
+    params: int | None = None,
+    group: str | None = None,
+    link_turn: int | None = None,
 ) -> Value:
     """Weights that persist in DRAM, by name, or a value that lies there. With `params`, only the stage's first `params`
     parameters; a second fetch takes over this part as `begun`. With `group`, this device's shard of a stage that is
-    spread over the group."""
+    spread over the group. `link_turn`: of all weights that devices fetch through one root complex, those with the
+    lowest number come first (Mobius 3.3)."""
+    if link_turn is not None and not (isinstance(link_turn, int) and link_turn >= 0):
+        raise ValueError(f"link_turn is {link_turn!r}; it is a number from 0 on")
     if isinstance(what, Value) and (what.kind not in ("weights", *MOVABLE) or what.memory != DRAM):
         raise ValueError(f"only weights and activations in DRAM can be fetched, found {what.kind} in {what.memory}")
     if isinstance(what, Value) and what.kind in MOVABLE:
         if begun is not None or params is not None or group is not None:
             raise ValueError(f"a {what.kind} is fetched at once")
+        if link_turn is not None:
+            raise ValueError(f"a {what.kind} comes before all weights and has no link_turn")
         return replace(what, memory=DEVICE)
     spec = ctx.stage(what.stage if isinstance(what, Value) else persistent(ctx, what, DRAM).stage)
     if isinstance(what, Value) and what.group != (group or ""):
@@ -113,7 +124,13 @@ def _fetch(
 
 
 def _fetch_work(
-    ctx: Context, what: str | Value, begun: Value | None = None, *, params: int | None = None, group: str | None = None
+    ctx: Context,
+    what: str | Value,
+    begun: Value | None = None,
+    *,
+    params: int | None = None,
+    group: str | None = None,
+    link_turn: int | None = None,
 ) -> Work:
     moved = _fetch(ctx, what, begun, params=params, group=group).bytes - (begun.bytes if begun is not None else 0)
     return Work(H2D, moved_bytes=moved, source=DRAM, target=DEVICE)

@@ -20,30 +20,28 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from .order import Order, Task
-from .program import Program, operands, producer_of
+from .program import Program, operands, producer_of, takes_turns
 
 ALWAYS_THREADS = (ops.CPU, ops.READ, ops.WRITE)  # the streams that are threads of a GPU's host
 
 
-def add_host_waits(
-    order: Order, programs: Sequence[Program], on_gpu: Collection[int], ordered: Collection[int] = ()
-) -> None:
-    """Let the ops of devices that are GPUs wait for their hosts, too. `ordered`: those whose fetches have turns, which
-    a thread waits for."""
+def add_host_waits(order: Order, programs: Sequence[Program], on_gpu: Collection[int]) -> None:
+    """Let the ops of devices that are GPUs wait for their hosts, too. Where fetches have turns, a thread of the host
+    waits for these."""
     in_dram = {
         work.group for work in order.work_of.values() if work.group and ops.DRAM in (work.source, work.target)
     }  # one such member, and all meet in host memory
     for program in programs:
         if program.device in on_gpu:
-            _Host(program, order, in_dram, program.device in ordered).connect()
+            _Host(program, order, in_dram).connect()
 
 
 class _Host:
-    def __init__(self, program: Program, order: Order, in_dram: Collection[str], ordered: bool):
+    def __init__(self, program: Program, order: Order, in_dram: Collection[str]):
         self.program, self.order, self.in_dram = program, order, in_dram
         self.nodes = {order.task_of[node]: node for node in program.ops()}
         reads = any(order.work_of[node].stream == ops.READ for node in self.nodes.values())
-        self.threads = (*ALWAYS_THREADS, ops.H2D) if reads or ordered else ALWAYS_THREADS
+        self.threads = (*ALWAYS_THREADS, ops.H2D) if reads or takes_turns(program) else ALWAYS_THREADS
 
     def connect(self) -> None:
         last: int | None = None  # the task at whose end the host goes on

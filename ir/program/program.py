@@ -184,6 +184,17 @@ def micro_batch_of(node: fx.Node) -> int:
     return number
 
 
+def link_turn_of(node: fx.Node) -> int | None:
+    """The turn of a fetch on the link that it shares with others; None for other ops, and fetches without one."""
+    number = node.kwargs.get("link_turn") if node.target is ops.fetch else None
+    return number if isinstance(number, int) else None
+
+
+def takes_turns(program: Program) -> bool:
+    """Whether some of its fetches wait for their turns on a link."""
+    return any(link_turn_of(node) is not None for node in program.ops())
+
+
 def donated(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory the op takes over: they are dead after it and need no `free`."""
     op = op_of(node)

@@ -115,8 +115,7 @@ def check_deadlock(case: Case) -> None:
     if case.hardware is not None:
         owners = {program.device: case.hardware.devices[program.device] for program in case.programs}
         gpus = [device for device, owner in owners.items() if owner.kind == "cuda"]
-        ordered = [device for device in gpus if case.hardware.hosts[owners[device].host].ordered_fetches]
-        add_host_waits(order, case.programs, gpus, ordered)
+        add_host_waits(order, case.programs, gpus)
     ring = find_cycle(order)
     if ring is None:
         return

@@ -18,19 +18,20 @@ from ..report import Finding
 
 FAST, HALF = 12e9, 6.6e9  # bytes/s: "more than 12 GB/s", and half of the 13.1 GB/s of a root complex
 SWAPPED = "schedule-pipeline, insert-remat{always=true}, insert-fetch{swap=true}, insert-optimizer"
-MIP = "partition-mip{deadline_s=4, swap=true}"
+TURNS = ", take-turns{always=true}"  # section 3.3: weights by the turn of their stage
+MIP = "partition-mip{deadline_s=4, swap=true, turns=true}"
+FAIR_MIP = MIP.replace(", turns=true", "")
 ZERO3 = "zero3-offload"
 GPIPE = "gpipe"
 
 
-def mobius(partition: str = MIP, mapping: str = "map-cross") -> str:
-    """The pipeline of Mobius with this partition and mapping."""
-    return f"coarsen, {partition}, {mapping}, {SWAPPED}"
+def mobius(partition: str = MIP, mapping: str = "map-cross", turns: str = TURNS) -> str:
+    """The pipeline of Mobius with this partition and mapping; without `turns` links are shared fairly."""
+    return f"coarsen, {partition}, {mapping}, {SWAPPED}{turns}"
 
 
-def topology(name: str, ordered: bool = True) -> Hardware:
-    """A machine that orders its fetches as section 3.3 does, or shares links fairly."""
-    return Hardware.preset(f"mobius-topo{name}", ordered_fetches=ordered)
+def topology(name: str) -> Hardware:
+    return Hardware.preset(f"mobius-topo{name}")
 
 
 def bound(step: SimulatedStep) -> str:

@@ -7,7 +7,7 @@ from ..figures import Bars
 from ..lab import profile_s, share_of_bytes
 from ..report import Finding
 from ..table import INFINITE, SECONDS, FigureTable
-from .experiments import FAST, Mobius, bound, topology
+from .experiments import FAIR_MIP, FAST, Mobius, bound, topology
 
 MAXIMUM, MINIMUM = "maximum-stage", "minimum-stage"
 BAND = (11.3, 18.1)  # % less time by cross mapping
@@ -69,14 +69,15 @@ def fig9(paper: Mobius) -> Finding:
 def fig10(paper: Mobius) -> Finding:
     """Figures 10 and 11: cross mapping against sequential mapping."""
     table, groups = FigureTable(), []
-    hardware, fair = filled(paper, topology("4+4")), filled(paper, topology("4+4", ordered=False))
+    hardware = filled(paper, topology("4+4"))
+    sequential = {"mapping": "map-sequential"}
+    fair = {**sequential, "partition": FAIR_MIP, "turns": ""}
     bars: dict[str, list[float | None]] = {"same priorities": [], "sequential in fair shares": []}
     for model in paper.mapped:
         for micro_batch in paper.micro_batches:
             groups.append(f"{model}\nx{micro_batch}")
             cross, plain, shared = (
-                paper.mobius(model, where, micro_batch, mapping=f"map-{kind}")
-                for kind, where in (("cross", hardware), ("sequential", hardware), ("sequential", fair))
+                paper.mobius(model, hardware, micro_batch, **line) for line in ({}, sequential, fair)
             )
             where = f"{model}, micro-batch {micro_batch}"
             for (name, values), other in zip(bars.items(), (plain, shared)):

@@ -149,7 +149,7 @@ def fig14(paper: Mobius) -> Finding:
 def fig15(paper: Mobius) -> Finding:
     """Figure 15: a rented server with NVLink."""
     table = FigureTable()
-    rented, own = Hardware.preset("mobius-v100", ordered_fetches=True), topology("2+2")
+    rented, own = Hardware.preset("mobius-v100"), topology("2+2")
     bars: dict[str, list[float | None]] = {"ZeRO-3, V100": [], "Mobius, V100": [], "Mobius, 3090 Ti": []}
     price = 0.57 / 1.42  # of an hour, from two numbers of the paper, which does not give the rent
     for model in paper.rented:

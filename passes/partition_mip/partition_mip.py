@@ -45,7 +45,7 @@ class PartitionMip(Partition):
     """`stages`: the number of stages; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
     `deadline_s`: seconds of computation for search and proof together. `order`: the devices of the first stages, such
     as "1 0"; without it, neighbours lie under different root complexes. `swap`: for `insert-fetch{swap=true}`, weights
-    come from DRAM also where they could stay."""
+    come from DRAM also where they could stay. `turns`: for `take-turns`, fetches do not share a root complex evenly."""
 
     name: ClassVar[str] = "partition-mip"
     stages: int = 0
@@ -53,6 +53,7 @@ class PartitionMip(Partition):
     deadline_s: float = 6.0
     order: str = ""
     swap: bool = False
+    turns: bool = False
 
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,
@@ -96,7 +97,7 @@ class MipFound:
         problem = replace(
             problem_of(draft, slices),
             swap=options.swap,
-            ordered=all(h.ordered_fetches for h in draft.lane_hardware.hosts),
+            ordered=options.turns,
         )
         fewest = slices.fewest()
         counts = [asked] if asked else list(range(fewest or 1, length + 1))

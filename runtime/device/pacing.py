@@ -1,5 +1,5 @@
 """How long a device's transfers last on throttled links, and when a chunk of weights may be copied: the device's side
-of two servers in `emulate/`, which know about all devices."""
+of two servers, `emulate/link_server.py` and `turns.py`, which know about all devices."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...ir import ops
 from ...ir.errors import WorkerError
 from ...ir.machine.hardware import Device, Hardware
+from ...ir.program import PAGE, aligned
+from ..turns import TurnClient
 from .prepare import Issue, Issues
 
-CHUNK_BYTES = 32 << 20  # 2 to 3 ms of a PCIe link: an urgent copy may have to wait this long
-REQUEST = struct.Struct("<ii")  # root complex and turn, or device and index of the op
-GRANTED, DONE, OVER = b".", b"!", b"."
+# A chunk is what the device's link moves in CHUNK_S: a fetch with a lower turn waits so long at most. The copy of its
+# last HAND_OVER_S is still under way while the turn is handed on, which takes about as long: so the link is never idle.
+CHUNK_S, HAND_OVER_S = 2.5e-3, 2e-4
+REQUEST = struct.Struct("<ii")  # device and index of the op
+OVER = b"."
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Paces:
 
     `link_server`: the address of the server that times the transfers on shared, throttled links; `shared`: per program,
     the numbers of its ops there; `collective_s`: the least seconds of each collective. `turns`: the address of the
-    server that says when the next chunk of weights may come, if fetches are ordered. `waits_s`: in a rehearsal, the
-    seconds of each op of the step, None for an op whose end the link server tells.
+    server that says when the next chunk of weights may come; None where fetches have no turns, or the link server keeps
+    them. `waits_s`: in a rehearsal, the seconds of each op of the step, None for an op whose end the link server tells.
     """
 
     link_server: str | None = None
@@ -51,13 +54,18 @@ class Paces:
 
 
 class Pacing:
-    """The pace of the transfers of device `index`. `turns`: None if fetches are not ordered."""
+    """The pace of the transfers of device `index`. `turns`: None if nothing waits for its turn. `chunk_bytes`: what a
+    fetch moves in one turn, of which the last `hand_over_bytes` do not hold up the next."""
 
     def __init__(self, hardware: Hardware, index: int, paces: Paces):
         self.hardware, self.spec, self.paces = hardware, hardware.devices[index], paces
         self.throttled = hardware.throttled and self.spec.kind == "cpu"
         self.links = None if paces.link_server is None else LinkClient(paces.link_server, index)
-        self.turns = None if paces.turns is None else TurnClient(paces.turns, self.spec.root_complex)
+        before = sum(len(host.root_complexes) for host in hardware.hosts[: self.spec.host])
+        self.turns = None if paces.turns is None else TurnClient(paces.turns, before + self.spec.root_complex)
+        self.link_rate = hardware.bandwidth(f"dram{self.spec.host}", self.spec.name)  # bytes/s
+        self.chunk_bytes = aligned(int(self.link_rate * CHUNK_S), PAGE)
+        self.hand_over_bytes = aligned(int(self.link_rate * HAND_OVER_S), PAGE)
 
     def mark(self, function: str, plan: Issues) -> None:
         """Set the least seconds of each op of a program, and its number at the link server if it has one."""
@@ -74,14 +82,14 @@ class Pacing:
             return self.links.begin(issue.shared)
         if not issue.least_s:
             return _go_on
-        end_s = time.perf_counter() + issue.least_s
+        return _not_before(time.perf_counter() + issue.least_s)
 
-        def rest() -> None:
-            rest_s = end_s - time.perf_counter()
-            if rest_s > 0:
-                time.sleep(rest_s)
-
-        return rest
+    def begin_chunk(self, num_bytes: int) -> Callable[[], None]:
+        """Begin a part of a fetch, in its turn on the link. The returned function waits until the described link would
+        have moved it as well, where no server times it."""
+        if not self.throttled:
+            return _go_on
+        return _not_before(time.perf_counter() + num_bytes / self.link_rate)
 
     def _transfer_s(self, issue: Issue) -> float:
         """The seconds of a transfer on the described hardware; 0 for a receive, which its send slows down."""
@@ -95,39 +103,21 @@ def _go_on() -> None:
     """The end of a transfer that nothing slows down."""
 
 
+def _not_before(end_s: float) -> Callable[[], None]:
+    def rest() -> None:
+        rest_s = end_s - time.perf_counter()
+        if rest_s > 0:
+            time.sleep(rest_s)
+
+    return rest
+
+
 def route_of(issue: Issue, hardware: Hardware, own: Device) -> tuple[str, str]:
     """The machine's names of the memories between which the device `own` moves an op's bytes."""
     names = {ops.DEVICE: own.name, ops.DRAM: f"dram{own.host}", ops.SSD: f"ssd{own.host}"}
     names |= {f"device{i}": device.name for i, device in enumerate(hardware.devices)}
     source, target = issue.route
     return names[source], names[target]
-
-
-class TurnClient:
-    """One device's side, under root complex `complex_` of its host: any of the device's threads may ask."""
-
-    def __init__(self, address: str, complex_: int):
-        self.address, self.complex_ = address, complex_
-        self._own = threading.local()
-
-    @contextmanager
-    def hold(self, turn: int) -> Iterator[None]:
-        """Hold the root complex alone. Raises `WorkerError` if the server is gone."""
-        channel = getattr(self._own, "channel", None)
-        if channel is None:
-            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel.connect(self.address)
-        try:
-            channel.sendall(REQUEST.pack(self.complex_, turn))
-            granted = channel.recv(len(GRANTED))
-        except OSError:
-            granted = b""
-        if not granted:
-            raise WorkerError("the process that hands out the turns of copies is gone")
-        try:
-            yield
-        finally:
-            channel.sendall(DONE)
 
 
 class LinkClient:

@@ -26,6 +26,7 @@ from ...ir.program import (
     donated,
     homes_of,
     line_numbers,
+    link_turn_of,
     operands,
     place_bytes,
     places_of,
@@ -36,7 +37,6 @@ from ...ir.program import (
     values_of,
     work_of,
 )
-from ..simulate.priority import is_weights_fetch, turn_of
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Issue:
     place: int | None  # of a value that is read, offloaded, written or scattered: its offset in its arena
     place_bytes: int  # in host memories whole pages
     staging: tuple[int, int] | None  # of a collective's workspace: offset in the device's arena, and bytes
-    turn: int  # of fetched weights: see `pacing.py`
+    link_turn: int | None  # of fetched weights
     tag: str  # of a message; for a load the name of the input
     peer: int
     group: str  # of a collective
@@ -178,7 +178,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         place=None,
         place_bytes=0,
         staging=None,
-        turn=turn_of(node) if is_weights_fetch(node) else 0,
+        link_turn=link_turn_of(node),
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
         group=work.group,

@@ -26,6 +26,7 @@ from ...ir.program import (
     none_graphed,
     place_of,
     sizes_of,
+    takes_turns,
     ungraphed,
 )
 from ...ir.units import format_bytes
@@ -33,6 +34,7 @@ from ..accelerator import allocator_figures, current, give_back, leave, on_strea
 from ..simulate import Span
 from ..stage.saver import Saver
 from ..stage.warm import warm_up
+from ..turns import TurnsLost
 from .file import DeviceFile
 from .issuing import Handle
 from .named_streams import Streams
@@ -111,7 +113,7 @@ class DeviceSession:
         self.streams = self.streams_kind(setup, self.device, link, board)
         self.pacing = self.pacing_kind(setup.hardware, setup.index, setup.paces)
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
-        if self.pacing.turns is not None or any(ops.READ in plan.streams for plan in self.plans.values()):
+        if any(map(takes_turns, programs.values())) or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
         account = self.state.memory.accounts[ops.DRAM]
@@ -367,8 +369,11 @@ class DeviceSession:
 
     @property
     def waited(self) -> bool:
-        """Whether the op that failed waited for another device: then that device is the likelier culprit."""
-        return self.broken is not None and self.broken.label is not None and bool(ops.ALL[self.broken.label.op].meets)
+        """Whether the op that failed waited for another device, or for its turn, which another process hands out: then
+        that is the likelier culprit."""
+        if self.broken is None or self.broken.label is None:
+            return False
+        return isinstance(self.broken.error, TurnsLost) or bool(ops.ALL[self.broken.label.op].meets)
 
     def _located(self, fault: Fault, number: int) -> Exception:
         """The error that the caller sees, with the place; with its step if that is not `number`."""

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accelerator import on_stream
+from ..accelerator import on_stream, timed_event
 from ..optimizer.gradients import Grads
 from ..stage.arena import Arena, grads_layout
 from ..stage.kept import Kept
 from ..stage.store import StageStore
 from .issuing import Box, Handle, Issuing
-from .pacing import CHUNK_BYTES
 from .prepare import Issue
 
 FIRST_TURN = -1  # before the turn of any stage
@@ -60,6 +59,7 @@ class Transfers(Issuing):
         *,
         params: int | None = None,
         group: str | None = None,
+        link_turn: int | None = None,
     ) -> Handle:
         issue = self._next("fetch")
         if begun is not None:
@@ -75,28 +75,40 @@ class Transfers(Issuing):
         def run() -> list[Any]:
             rest = self.pacing.begin(issue)
             source = store.flat if box is None else box.value
-            self._copy_in(place, source if end - start == source.numel() else source[start:end], issue.turn)
+            self._copy_in(place, source if end - start == source.numel() else source[start:end], issue.link_turn)
             rest()
             return [value]
 
         return self._launch(issue, [] if box is None else [box], run)[0]
 
-    def _copy_in(self, place: Tensor, source: Tensor, turn: int) -> None:
-        """Copy from DRAM to the device; if fetches have turns, in chunks that each wait for their turn."""
-        turns, copies = self.pacing.turns, self.all_streams.copies
-        if copies is None:
-            place.copy_(source, non_blocking=True)
-            return
-        if turns is None:
-            with self._issued_apart():
+    def _copy_in(self, place: Tensor, source: Tensor, turn: int | None) -> None:
+        """Copy from DRAM to the device; with a turn on the link, in chunks that each wait for it."""
+        turns, chunk_bytes = self.pacing.turns, self.pacing.chunk_bytes
+        with self._issued_apart():
+            if turns is None or turn is None:
                 place.copy_(source, non_blocking=True)
-            return
-        with on_stream(copies):
-            for start in range(0, len(place), CHUNK_BYTES):
+                return
+            for start in range(0, len(place), chunk_bytes):
                 with turns.hold(turn):
-                    end = min(start + CHUNK_BYTES, len(place))
-                    place[start:end].copy_(source[start:end], non_blocking=True)
-                    copies.synchronize()
+                    self._copy_chunk(place[start : start + chunk_bytes], source[start : start + chunk_bytes])
+
+    def _copy_chunk(self, place: Tensor, source: Tensor) -> None:
+        """Copy a chunk, and wait until it is there, of a GPU all but the bytes that are under way while the turn is
+        handed on."""
+        copies, alone = self.all_streams.copies, len(place) - self.pacing.hand_over_bytes
+        if copies is None:
+            rest = self.pacing.begin_chunk(len(place))
+            place.copy_(source)
+            rest()
+            return
+        if alone > 0:
+            place[:alone].copy_(source[:alone], non_blocking=True)
+            passed = timed_event(blocking=True)
+            passed.record(copies)
+            place[alone:].copy_(source[alone:], non_blocking=True)
+            passed.synchronize()
+        else:
+            place.copy_(source, non_blocking=True)
 
     def _fetch_activation(self, issue: Issue, box: Box) -> Handle:
         def run() -> list[Any]:
@@ -121,7 +133,7 @@ class Transfers(Issuing):
 
     @contextmanager
     def _issued_apart(self) -> Iterator[None]:
-        """Issue the copies of a thread on its own CUDA stream, if there is one, and wait for them."""
+        """Issue the copies of a thread of a GPU's host on its own CUDA stream, and wait for them."""
         copies = self.all_streams.copies
         if copies is None:
             yield

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
+from ...ir.errors import PenstockError, PlanError, WorkerError, error_from_data
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
 from .. import scratch
@@ -31,9 +31,9 @@ from ..device.peers import LOOPBACK
 from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
 from ..emulate.throttle import shared_transfers
-from ..emulate.turn_server import TurnServer
 from ..scratch import Scratch
 from ..simulate import simulate
+from ..turns import TurnServer
 from .commands import Answer, Tensors
 from .driver import Driver, InProcessDriver, merge_results, result_of
 from .local_worker import Worker
@@ -53,20 +53,10 @@ def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Drive
     one device whose streams share a throttled link. `refused` is the error why this process cannot run its part; it is
     raised, under torchrun on all ranks.
 
-    Raises `PlanError` if the plan has several hosts and this is no torchrun, or a torchrun of another size;
-    `HardwareError` if the document orders fetches and nothing here can keep that order.
+    Raises `PlanError` if the plan has several hosts and this is no torchrun, or a torchrun of another size.
     """
     if refused is not None and not TorchrunDriver.is_present():
         raise refused
-    hardware = setup.hardware
-    ordered = hardware.num_devices > 1 and any(host.ordered_fetches for host in hardware.hosts)
-    on_gpus = all(device.kind == "cuda" for device in hardware.devices) and not TorchrunDriver.is_present()
-    if ordered and not (hardware.throttled or on_gpus):
-        raise HardwareError(
-            f"hosts.ordered_fetches: True on {hardware.name}; only GPUs of one script's own workers, links that are "
-            "held down (throttled=True) and rehearsals order the fetches of several devices. To run here: "
-            "hardware.with_(ordered_fetches=False)"
-        )
     if TorchrunDriver.is_present():
         return TorchrunDriver(setup, refused)
     if setup.interface.world_size == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
@@ -156,10 +146,9 @@ class LocalWorkers(Driver):
 
     def _paces(self, device: int) -> Paces:
         hardware, found = self.setup.hardware, self.setup.shared_transfers
-        ordered = hardware.hosts[hardware.devices[device].host].ordered_fetches
         return Paces(
             link_server=None if self.link_server is None else self.link_server.address,
-            turns=self.turns.address if self.turns is not None and ordered else None,
+            turns=None if self.turns is None else self.turns.address,
             shared=found.numbers[device] if hardware.throttled else {},
             collective_s=found.collective_s[device] if hardware.throttled else {},
         )
@@ -172,10 +161,9 @@ class LocalWorkers(Driver):
         return LinkServer(os.path.join(self.scratch, "links"), self.setup.hardware.links(), shared.costs)
 
     def _serve_turns(self) -> TurnServer | None:
-        """The server that gives fetches their turns; None unless the document orders the fetches of GPUs."""
-        hardware = self.setup.hardware
-        ordered = any(d.kind == "cuda" and hardware.hosts[d.host].ordered_fetches for d in hardware.devices)
-        return TurnServer(os.path.join(self.scratch, "turns")) if ordered else None
+        """The server that gives fetches their turns; None if they have none, or the link server keeps them."""
+        kept = not self.setup.takes_turns or self.link_server is not None
+        return None if kept else TurnServer(os.path.join(self.scratch, "turns"))
 
     def _patience_s(self) -> float:
         """How long a worker may give no sign of life. On throttled links an op lasts as long as the document says."""

@@ -21,6 +21,7 @@ from ...ir.program import (
     parse_program,
     place_of,
     profile_memory,
+    takes_turns,
 )
 from ..device.file import share_file
 from ..device.setup import TIMEOUT_S, DeviceSetup, HostShare
@@ -75,6 +76,11 @@ class RunSetup:
                 for program in bind([own[name] for own in self.roles]):
                     found[program.device][name] = program
         return found
+
+    @cached_property
+    def takes_turns(self) -> bool:
+        """Whether fetches of some device wait for their turns on a link."""
+        return any(takes_turns(program) for programs in self.roles for program in programs.values())
 
     @cached_property
     def lanes(self) -> Sequence[Sequence[int]]:

@@ -25,11 +25,14 @@ from torch import Tensor
 
 from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
+from .. import scratch
 from ..accelerator import gpu_of_rank, take_queues
 from ..device.named_streams import STREAM_SLOTS, describe_position
+from ..device.pacing import Paces
 from ..device.peers import INTERFACE_SETTING
 from ..device.session import DeviceSession, StepResult
 from ..simulate import Span
+from ..turns import TurnServer
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver, merge_results
@@ -66,6 +69,8 @@ class TorchrunDriver(Driver):
             )
         self._session: DeviceSession | None = None
         self._tail: Tail | None = None
+        self._turn_server: TurnServer | None = None
+        self._folder: scratch.Scratch | None = None  # of its address
         self._told: Exception | None = None  # the last error of this rank that the others know
         self._busy = self._failing = self._stops = self._save_failed = False
         self._stuck: threading.Timer | None = None
@@ -97,6 +102,7 @@ class TorchrunDriver(Driver):
         """Build the session of this rank's device, connected to all others; an error of any rank stops all of them."""
         hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
         failure: dict[str, Any] | None = None
+        paces = Paces(turns=self._turns())
         with self._together():
             try:
                 own = self.setup.for_device(self.rank)
@@ -105,7 +111,7 @@ class TorchrunDriver(Driver):
                     take_queues()
                     share = replace(share, gpu=gpu_of_rank(int(os.environ.get("LOCAL_RANK", "0"))))
                 with self._watched():
-                    self._session = build_session(replace(own, share=share), self.ranks.store)
+                    self._session = build_session(replace(own, share=share, paces=paces), self.ranks.store)
                 self._session.shares_generators = own.spec.kind == "cpu"
                 self._session.saver.tell = self._tell_saved
                 self._tail = Tail(self._session, self.ranks, self._fail_between)
@@ -113,6 +119,20 @@ class TorchrunDriver(Driver):
                 failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
         self._raise_first(rows)
+
+    def _turns(self) -> str | None:
+        """The address of the server that gives fetches on this rank's host their turns, in its first rank; None if the
+        plan's fetches have none."""
+        if not self.setup.takes_turns:
+            return None
+        members = self.ranks.members
+        first = next(other.rank for other in members if other.node == members[self.rank].node)
+        with self._together():
+            if first == self.rank:
+                self._folder = scratch.temporary("turns")
+                self._turn_server = TurnServer(str(self._folder.path / "turns"))
+            rows = self.ranks.exchange(None if self._turn_server is None else self._turn_server.address)
+        return str(rows[first])
 
     def _tell_saved(self, number: int, answer: dict[str, Any]) -> None:
         with contextlib.suppress(RuntimeError, WorkerError):  # without the store nobody publishes the save
@@ -446,6 +466,9 @@ class TorchrunDriver(Driver):
             self._tail.close()
         if self._session is not None:
             self._session.close(abandon=self._failing)
+        if self._turn_server is not None and self._folder is not None:
+            self._turn_server.close()
+            self._folder.remove()
         self.keeper.close()
 
 

@@ -206,7 +206,13 @@ class ReferenceRuntime:
         return (Weights if group is None else Shard)(stage, self.world.stage(self.device, stage).weights)
 
     def fetch(
-        self, what: Any, begun: Weights | None = None, *, params: int | None = None, group: str | None = None
+        self,
+        what: Any,
+        begun: Weights | None = None,
+        *,
+        params: int | None = None,
+        group: str | None = None,
+        link_turn: int | None = None,
     ) -> Any:
         if isinstance(what, Tensor | Kept):
             return self.offload(what)

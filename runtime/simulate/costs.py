@@ -11,9 +11,8 @@
 - Everything that CPU devices do also takes cores of their host (`cpu.py`).
 
 Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
-computation waits for the former, and the latter are issued ahead of time. On a host with `ordered_fetches`, weights
-that come through one root complex come in chunks, those of the stage that runs first before all others (Mobius 3.3);
-on other hosts they share it.
+computation waits for the former, and the latter are issued ahead of time. Weights that come through one root complex
+share it; where their fetches have turns, those with the lowest turn come before all others (Mobius 3.3).
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from ...ir.calls import op_of
 from ...ir.machine.call_mix import NO_CALLS
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
-from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of
+from ...ir.program import WORLD, Interface, Program, Task, build_order, link_turn_of, members_of
 from .collectives import Rounds, rounds_of
 from .cpu import copying, core_flow, core_links, messaging, update_s
-from .priority import is_weights_fetch, turn_of
 from .sharing import Cost
 from .symmetry import links_alike, repeating_lanes
 
@@ -99,8 +97,9 @@ class CostModel:
         if work.stream in (ops.SEND, ops.RECV):
             return self.transfer(device, work, URGENT)
         priority = AHEAD if op_of(node).transfers else URGENT
-        if is_weights_fetch(node) and self.hardware.hosts[self.hardware.devices[device].host].ordered_fetches:
-            priority += turn_of(node)
+        turn = link_turn_of(node)
+        if turn is not None:
+            priority += turn
         key = (device, work, priority)
         if key not in self.known:
             self.known[key] = self.single(device, work, priority)

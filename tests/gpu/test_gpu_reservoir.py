@@ -3,6 +3,7 @@ peaks as predicted."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,13 @@ import penstock
 from penstock.bench.peers import parity
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir import ops
-from penstock.runtime.device import transfers as device_transfers
 from penstock.runtime.device.pacing import Paces
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.device.setup import DeviceSetup
-from penstock.runtime.emulate.turn_server import TurnServer
 from penstock.runtime.measure.disks import disk_directories
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
+from penstock.runtime.turns import TurnServer
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
     DROPPING,
@@ -155,19 +155,23 @@ def test_a_checkpoint_of_what_lies_on_ssd_goes_on_with_the_same_bits(disk: str, 
 
 
 @only_on_gpu
-def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path) -> None:
     """With one GPU every turn is granted at once: what is checked is the copying by a thread, on its own stream."""
-    monkeypatch.setattr(device_transfers, "CHUNK_BYTES", 4096)
     model, data = model_of(), batches()
     with swapped(model, data[0]) as job:
         wanted = parity.train_job(job, data).losses
         given = [job._given("step", batch) for batch in data]  # with what its losses are divided by
     interface, source = job.folder.interface, LiveWeights(model)
     path = job.write(tmp_path / "files") / "device0.py"
+    fetch, in_turn = r'rt\.fetch\("stage(\d+)\.weights"([^)]*)\)', r'rt.fetch("stage\1.weights"\2, link_turn=\1)'
+    text, number = re.subn(fetch, in_turn, path.read_text())
+    assert number > 1
+    path.write_text(text)
     server = TurnServer(str(tmp_path / "turns"))
     optimizer, paces = OptimizerSpec.from_callable(parity.SGD), Paces(turns=server.address)
     setup = DeviceSetup(0, path, interface, job.hardware, optimizer, paces=paces)
     session = DeviceSession(setup, setup.open_file())
+    session.pacing.chunk_bytes, session.pacing.hand_over_bytes = 4096, 1024
     try:
         for name, spec in interface.stages.items():
             session.state.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))

@@ -12,7 +12,7 @@ import torch
 
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
-from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, trained
+from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, TURNS, trained
 
 __all__ = ["exact"]  # a fixture
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -26,8 +26,8 @@ def test_workers_on_two_gpus(strategy: str) -> None:
     assert apart.within("fp32"), apart
 
 
-@pytest.mark.parametrize("way", TEAMS)
-def test_a_team_of_two_gpus(way: str) -> None:
+@pytest.mark.parametrize("way", [*TEAMS, *TURNS])
+def test_two_gpus_as_a_team_or_in_turns_on_their_link(way: str) -> None:
     apart = trained(way)
     assert apart.within("fp32"), apart
 
@@ -38,7 +38,7 @@ def test_workers_on_two_gpus_in_low_precision(strategy: str, precision: str) -> 
     assert apart.within(precision), apart
 
 
-@pytest.mark.parametrize("names", [pytest.param(SCHEDULES, marks=pytest.mark.emulated_core), TEAMS])
+@pytest.mark.parametrize("names", [pytest.param(SCHEDULES, marks=pytest.mark.emulated_core), TEAMS, TURNS])
 def test_ranks_of_torchrun_on_two_gpus(names: dict[str, str]) -> None:
     """All of them one after the other in the same two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

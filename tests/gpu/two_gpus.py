@@ -16,6 +16,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import parity
+from penstock.compiler.strategies import STRATEGIES
 from penstock.tests.gpu.rehearsal import DEVICE, batches, model_of
 
 RESIDENT, SWAPPED = "1GB", "1MB"
@@ -38,6 +39,7 @@ TEAMS = {  # ways in which two GPUs share the work inside layers, as pipelines o
     "heads": f"drop-masks, split-context{{by=heads, team=2}}, coarsen, {_REST}",
     "ring": f"drop-masks, split-context{{by=ring, team=2}}, coarsen, {_REST}",
 }
+TURNS = {"turns": STRATEGIES["mobius"].replace("take-turns", "take-turns{always=true}")}
 ON_SSD = ("fuyou",)
 SSD = {"size_bytes": "1GB", "read_bandwidth": "1GB/s", "write_bandwidth": "1GB/s"}
 
@@ -52,13 +54,14 @@ def trained(strategy: str, precision: str = "fp32") -> parity.Parity:
     model, data = model_of(), batches()
     # The size of a disk is what is free there: it may change while ranks compare what they found.
     ssds: Any = [SSD] if strategy in ON_SSD else 0
-    memory = SCHEDULES.get(strategy, RESIDENT)
+    memory = SWAPPED if strategy in TURNS else SCHEDULES.get(strategy, RESIDENT)
     hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", ssds=ssds, memory=memory)
     options: dict[str, Any] = {"optimizer": parity.SGD, "micro_batches": parity.MICRO_BATCHES, "max_grad_norm": 1.0}
-    options |= {"strategy": TEAMS.get(strategy, strategy), "precision": precision}
+    options |= {"strategy": {**TEAMS, **TURNS}.get(strategy, strategy), "precision": precision}
     options |= {"ssd_dirs": [tempfile.gettempdir()]} if strategy in ON_SSD else {}
     with penstock.compile(model, hardware, example_inputs=data[0], **options) as job:
         assert job.plan.decisions.fetch or memory != SWAPPED
+        assert job.plan.decisions.link_turns or strategy not in TURNS
         found = parity.train_job(job, data)
     return parity.compare(found, eager(precision), parity.start_of(model))
 

@@ -212,3 +212,17 @@ class _Builder:
         (states,) = self.emit(ops.read, f"stage{i}.{self.ssd}", names=[f"s{i}"])
         (states,) = self.emit(ops.step, f"stage{i}", grads, None, states, names=[f"s{i}_new"], **fields)
         self.emit(ops.write, states, to=f"stage{i}.{self.ssd}")
+
+
+def in_turns(programs: list[Program]) -> list[Program]:
+    """The programs, with turns for their fetches of weights: stage by stage, and in backward the other way."""
+    for program in programs:
+        seen: set[str] = set()
+        for node in program.ops():
+            if node.target is ops.fetch and node.meta["type"].kind == "weights":
+                stage = str(node.meta["type"].stage)
+                number = int(stage.removeprefix("stage"))
+                turn = 2 * len(program.interface.stages) - number if stage in seen else number
+                node.kwargs = {**node.kwargs, "link_turn": turn}
+                seen.add(stage)
+    return programs

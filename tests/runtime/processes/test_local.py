@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.ir.errors import BatchError, CheckpointError, HardwareError, PlanError, WorkerError
+from penstock.ir.errors import BatchError, CheckpointError, PlanError, WorkerError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import PAGE, Program
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -59,12 +59,6 @@ def workers(programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     assert not any(is_running(pid) for pid in ids) and not os.path.exists(driver.scratch)
     with pytest.raises(WorkerError, match="have been stopped"):
         driver.step(batch_of(0))
-
-
-def test_an_order_of_fetches_that_nobody_keeps_is_refused(programs) -> None:
-    machine = Hardware.cpu(2, memory="8MB").with_(ordered_fetches=True)
-    with pytest.raises(HardwareError, match=r"ordered_fetches: True .* To run here"):
-        start_driver(RunSetup([], programs[0].interface, machine, ADAMW))
 
 
 def is_running(pid: int) -> bool:

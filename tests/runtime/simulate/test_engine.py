@@ -31,7 +31,6 @@ from penstock.ir.verify.case import Case
 from penstock.runtime.simulate import CostModel, Span, Timeline, simulate, simulate_steps
 from penstock.runtime.simulate.costs import OWN_CALLS
 from penstock.runtime.simulate.engine import _Engine, _Simulation
-from penstock.runtime.simulate.priority import turn_of
 from penstock.tests.ir.program.handmade import linear_stages, pipeline
 
 WIDTH = 256
@@ -85,19 +84,12 @@ def test_fetches_under_one_root_complex_share_it() -> None:
     assert timeline.bottleneck() == ("rc0.0.down", pytest.approx(1.0))
 
 
-def test_fetches_go_by_turns_where_the_host_orders_them() -> None:
-    """The stage that runs first has the root complex to itself; in backward that is the last one."""
-    ordered = machine(2).with_(ordered_fetches=True)
-    spans = spans_of(simulate(fetching(2), ordered), "fetch")
-    assert [span.end_s for span in spans] == pytest.approx([WEIGHT_BYTES / 1e9, 2 * WEIGHT_BYTES / 1e9])
-    turns = {}
-    for program in pipeline(2, 4):
-        for node in program.ops():
-            if node.target is ops.fetch:
-                turns.setdefault(str(node.args[0]), []).append(turn_of(node))
-    forward = [turns[f"stage{i}.weights"][0] for i in range(4)]
-    backward = [turns[f"stage{i}.weights"][1] for i in (1, 0)]  # the last of each device are still there
-    assert [*forward, *backward] == sorted([*forward, *backward]) and forward == [0, 1, 2, 3]
+def test_a_fetch_with_a_lower_turn_has_the_root_complex_to_itself() -> None:
+    programs = fetching(2)
+    for program, turn in zip(programs, (1, 0), strict=True):
+        next(node for node in program.ops() if node.target is ops.fetch).kwargs = {"link_turn": turn}
+    ends_s = [span.end_s for span in spans_of(simulate(programs, machine(2)), "fetch")]
+    assert ends_s == pytest.approx([2 * WEIGHT_BYTES / 1e9, WEIGHT_BYTES / 1e9])
 
 
 def test_devices_may_begin_late() -> None:

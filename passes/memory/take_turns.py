@@ -1,0 +1,116 @@
+"""`take-turns`: of the weights that devices fetch through one root complex, those that are needed first come first.
+
+In: whole programs. Out: the same programs, in which fetches of weights have a `link_turn`, where devices share a root
+complex: number 0 is needed first (Mobius 3.3). Without turns these fetches share the link evenly, so that the weights
+that a device waits for come late, beside others that nobody needs yet.
+
+A fetch is needed where its weights are first used, at the earliest: if transfers took no time. In a pipeline that fills
+and drains these are the stages in their order, and in backward the other way, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from ...ir import ops
+from ...ir.calls import op_of
+from ...ir.machine.hardware import Hardware
+from ...ir.program import Program, build_order
+from ...runtime.simulate import CostModel
+from ..base import Pass
+from ..draft import Draft
+from ..receive_earlier import simulated_s
+
+LEAST_GAIN = 0.01  # of a step: a run of the same plan differs by as much from another
+WEIGHTS = ("weights", "part", "shard")
+
+
+@dataclass(frozen=True)
+class TakeTurns(Pass):
+    """`always`: also where a simulated step does not gain by it."""
+
+    name: ClassVar[str] = "take-turns"
+    needs: ClassVar[tuple[str, ...]] = ("programs", "tiers", "optimizer")
+    gives: ClassVar[tuple[str, ...]] = ("turns",)
+    decides: ClassVar[str] = "link_turns"
+    optional: ClassVar[bool] = True
+    always: bool = False
+
+    def plan(self, draft: Draft) -> bool:
+        """Whether fetches have turns."""
+        hardware = draft.lane_hardware
+        if not sharing(draft.programs, hardware):
+            return False
+        if self.always:
+            return True
+        on_threads = all(device.kind == "cpu" for device in hardware.devices) and not hardware.throttled
+        if on_threads:  # copies share cores, not links
+            return False
+        trial = replace(draft, programs=[program.copy() for program in draft.programs], notes={})
+        number_fetches(trial.programs, hardware, draft.options.precision)
+        fair_s, ordered_s = simulated_s(draft, draft.programs), simulated_s(trial, trial.programs)
+        return ordered_s is not None and (fair_s is None or ordered_s <= (1 - LEAST_GAIN) * fair_s)
+
+    def rewrite(self, draft: Draft, decision: bool) -> None:
+        if decision:
+            number_fetches(draft.programs, draft.lane_hardware, draft.options.precision)
+
+
+def sharing(programs: Sequence[Program], hardware: Hardware) -> set[int]:
+    """The devices that fetch weights through a root complex through which another device fetches some."""
+    fetching = [program.device for program in programs if any(map(brings_weights, program.ops()))]
+    homes = {device: (hardware.devices[device].host, hardware.devices[device].root_complex) for device in fetching}
+    return {device for device in fetching if list(homes.values()).count(homes[device]) > 1}
+
+
+def brings_weights(node: fx.Node) -> bool:
+    return node.target is ops.fetch and node.meta["type"].kind in WEIGHTS
+
+
+def number_fetches(programs: Sequence[Program], hardware: Hardware, precision: str) -> None:
+    """Give each fetch of weights of devices that share a root complex its turn, by when its weights are needed."""
+    mine = sharing(programs, hardware)
+    needed_s = _earliest_s(programs, hardware, precision)
+    fetches = [node for program in programs if program.device in mine for node in program.ops() if brings_weights(node)]
+    fetches.sort(key=lambda fetch: needed_s[_first_use(fetch)])  # of equal ones in the order of devices and text
+    for turn, fetch in enumerate(fetches):
+        fetch.kwargs = {**fetch.kwargs, "link_turn": turn}
+
+
+def _first_use(fetch: fx.Node) -> fx.Node:
+    """The first op that computes with what a fetch brings, or meets other devices with it."""
+    while op_of(fetch).prepares:
+        following = [user for user in fetch.users if user.op != "output" and user.target is not ops.free]
+        if not following:
+            break
+        fetch = following[0]
+    return fetch
+
+
+def _earliest_s(programs: Sequence[Program], hardware: Hardware, precision: str) -> dict[fx.Node, float]:
+    """When each op could begin if computation alone took time."""
+    order, model = build_order(programs, {}), CostModel(hardware, precision)
+    begin_s: dict[int, float] = {}
+    end_s: dict[int, float] = {}
+    left = [len(task.waits) for task in order.tasks]
+    then: list[list[int]] = [[] for _ in order.tasks]
+    for index, task in enumerate(order.tasks):
+        for other, _ in task.waits:
+            then[other].append(index)
+    ready = [index for index, count in enumerate(left) if not count]
+    while ready:
+        index = ready.pop()
+        task = order.tasks[index]
+        device, _, work = task.parts[0]
+        begin_s[index] = max((end_s[other] for other, _ in task.waits), default=0.0)
+        takes_s = model.compute_s(hardware.devices[device], work) if work.stream == ops.COMPUTE else 0.0
+        end_s[index] = begin_s[index] + takes_s
+        for other in then[index]:
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    return {node: begin_s.get(index, 0.0) for node, index in order.task_of.items()}
