@@ -5,15 +5,17 @@ passage is from: as a classifier, and as a sequence-to-sequence model that write
 No pretrained sequence-to-sequence weights are at hand, so that model is made as in Rothe et al. 2020: encoder and
 decoder begin with MiniLM's weights, only the attention between them is new. Mini-batches, learning rates, clipping and
 dropout's rate are the same on both sides, a process for each device; accuracy is that of held-out passages after each
-epoch, in evaluation mode.
+epoch, in evaluation mode. With several seeds there is a row more for each way: the mean and the spread over them.
 
 Run: python bench/async_accuracy.py [--task minilm|seq2seq] [--way synchronous|current|stash|predict] [--epochs N]
+     [--tokens N] [--seeds N]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from topics import GROUPS, Encoder, Passage, epochs, passages
 
 WEIGHTS = Path(get_model_path())
-DEVICES, TOKENS, ANSWER = 4, 48, 6
+DEVICES, TOKENS, ANSWER = 4, 48, 6  # of TOKENS a passage has at most, of ANSWER its class
 MINI_BATCH, ACCUMULATE = 16, 2  # rows, and the micro-batches into which they are cut
 MAX_NORM = 1.0
 WAYS = ("synchronous", "current", "stash", "predict")
@@ -48,8 +50,8 @@ Batch = dict[str, Tensor]
 class Classifier:
     """MiniLM with a new head; a passage's class is the label."""
 
-    def __init__(self) -> None:
-        self.encoder = Encoder(WEIGHTS, TOKENS)
+    def __init__(self, tokens: int) -> None:
+        self.encoder = Encoder(WEIGHTS, tokens)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -65,8 +67,8 @@ class Classifier:
 class Writer(Classifier):
     """MiniLM as encoder and as decoder, with new attention between them; the name of a passage's class is the label."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
         tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -102,23 +104,42 @@ TASKS = {"minilm": Classifier, "seq2seq": Writer}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=sorted(TASKS), help="default: both")
-    parser.add_argument("--way", choices=WAYS, help="default: each")
+    parser.add_argument("--way", choices=WAYS, action="append", help="default: each; repeatable")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a passage; the rest is cut off")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-4, help="the highest; it falls linearly to zero")
     parser.add_argument("--warmup", type=float, default=0.0, help="the share of updates in which it rises before")
     parser.add_argument("--seed", type=int, default=0, help="of the order of samples, and of dropout")
+    parser.add_argument("--seeds", type=int, default=1, help="the number of them, from --seed on")
     parser.add_argument("--out", type=Path, help="append the rows here; default: bench/results/async_accuracy.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in [args.task] if args.task else sorted(TASKS):
-        for way in [args.way] if args.way else WAYS:
-            found = run(name, way, args.epochs, args.seed, args.lr, args.warmup)
-            rows.save("async_accuracy", found, args.out)
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.way or WAYS}
+        for seed in range(args.seed, args.seed + args.seeds):
+            for way, each in found.items():
+                each.append(run(name, way, args.epochs, seed, args.lr, args.warmup, args.tokens))
+                rows.save("async_accuracy", each[-1], args.out)
+        for each in found.values() if args.seeds > 1 else ():
+            rows.save("async_accuracy", spread(each), args.out)
 
 
-def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: float) -> dict[str, Any]:
+def spread(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of several seeds: after each epoch the mean of each figure, and its standard deviation (of a sample)."""
+    alike = {key: value for key, value in found[0].items() if key not in ("seed", "curve", "epochs_to_target")}
+    curve = []
+    for points in zip(*(each["curve"] for each in found), strict=True):
+        values = {name: [point[name] for point in points] for name in ("held_out_loss", "accuracy")}
+        means = {name: statistics.fmean(each) for name, each in values.items()}
+        deviations = {f"{name}_deviation": statistics.stdev(each) for name, each in values.items()}
+        curve.append({"epoch": points[0]["epoch"], **means, **deviations})
+    reached = [each["epochs_to_target"] for each in found]
+    return {"figure": "spread", "seeds": [each["seed"] for each in found], **alike, "curve": curve, "reached": reached}
+
+
+def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: float, tokens: int) -> dict[str, Any]:
     """Fine-tune in one way; returns the row."""
-    task = TASKS[name]()
+    task = TASKS[name](tokens)
     training, held_out = passages()
     order = list(epochs(training, MINI_BATCH, num_epochs, seed))
     each = len(order) // num_epochs  # mini-batches of an epoch
@@ -146,7 +167,7 @@ def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: floa
     reached = next((row["epoch"] for row in curve if row["accuracy"] >= TARGET), None)
     params = sum(p.numel() for p in model.parameters())
     return {
-        "task": name, "way": way, "seed": seed, "params": params, "devices": DEVICES,
+        "task": name, "way": way, "seed": seed, "params": params, "tokens": tokens, "devices": DEVICES,
         "stages": len(plan.decisions.stages), "staleness": plan.decisions.staleness,
         "samples": MINI_BATCH * len(order), "updates": len(order),
         "rows": MINI_BATCH, "accumulate": ACCUMULATE, "lr": lr, "warmup": warmup, "max_grad_norm": MAX_NORM,

@@ -25,6 +25,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.slower import with_slower
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.state.parts import PartJoiner
 from penstock.tests.compiler.eager_baseline import optimizer_states
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SGD, SSD, TIERS, distance, in_process, with_counts
 from penstock.tests.zoo import gpt2, llama, mixtral, qwen3_moe
@@ -213,8 +214,17 @@ def by_reference(pair: Pair) -> Difference:
     losses, sums = [], dict[str, Tensor]()
     for _ in range(STEPS):
         losses.append(float(machine.step(given)["loss"]))
-        sums = {name: grad + MOMENTUM * sums.get(name, torch.zeros(())) for name, grad in machine.grads.items()}
-    return compared(pair, losses, sums, machine.weights())
+        grads = by_own_names(job, machine.stage_grads)
+        sums = {name: grad + MOMENTUM * sums.get(name, torch.zeros(())) for name, grad in grads.items()}
+    return compared(pair, losses, sums, by_own_names(job, machine.stage_weights))
+
+
+def by_own_names(job: penstock.Job, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What each stage has, by the model's own names: parts of parameters are put together."""
+    joiner, stages, whole = PartJoiner(), job.folder.interface.stages, dict[str, Tensor]()
+    for stage, own in found.items():
+        whole |= joiner.add(stages[stage].params, own)
+    return whole
 
 
 def on_processes(pair: Pair, rank: int, ssd_dir: str) -> Difference | None:
