@@ -76,7 +76,7 @@ def mixture() -> OpGraph:
     config = transformers.Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=4, head_dim=128, use_cache=False)
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config).train()
-    model.set_experts_implementation("batched_mm")
+    model.set_experts_implementation("grouped_mm")
     tokens = {"shape": [1, 1024], "dtype": "int64"}
     return traced(model, {"input_ids": tokens, "labels": tokens})
 

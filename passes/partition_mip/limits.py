@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ class BlockLimits:
         self.entering = [min(p.input_bytes[b][a] for b in range(a + 1, length + 1)) for a in range(length)]
         self.weights = np.diff(p.weight_bytes).tolist()
         self.lasting = (np.diff(p.weight_bytes) + p.update.state_bytes * np.diff(p.params)).tolist()
+        self.common, self.num_common = Counter(p.kinds).most_common(1)[0]  # the kind of most blocks, and their number
 
     def least_scratch(self, fewest: int) -> float:
         """The least bytes of one of at least `fewest` stages besides weights, gradients and saved tensors. Blocks of
@@ -44,6 +46,19 @@ class BlockLimits:
     def most_work(self, blocks: int) -> float:
         """The most bytes that up to so many blocks need besides their weights."""
         return float(self._most_work[min(blocks, self.p.num_blocks)])
+
+    def common_s(self, blocks: int) -> tuple[float, float]:
+        """The least seconds of forward and backward, for one micro-batch, of a stage with so many common blocks."""
+        p, at = self.p, self.p.kinds.index(self.common)
+
+        def least(sums: list[list[float]]) -> float:
+            return blocks * min(row[at + 1] - row[at] for row in sums)
+
+        held = self.weights[at] + p.grad_bytes[at + 1] - p.grad_bytes[at]
+        held += p.micro_batches * (p.kept_bytes[at + 1] - p.kept_bytes[at])
+        held = blocks * held + min(0.0, self.least_scratch(1))
+        keeps = held <= max(unit.budget_bytes for unit in p.units)
+        return least(p.forward_s), least(p.backward_s) + (0.0 if keeps else least(p.again_s))
 
     @functools.cached_property
     def seconds(self) -> list[list[float]]:

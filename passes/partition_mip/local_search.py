@@ -25,9 +25,9 @@ from .problem import MipProblem
 Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
 RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states
-FOLLOWED = 10  # the most best starts that are improved, each for another number of stages
-RESTARTS, ANNEALED = 4, 600  # restarts, and random moves tried after each
-WARMTH = 0.006  # the share of a step by which a move may be slower, on average, at first
+FOLLOWED = 6  # the most best starts that are improved, each for another number of stages
+RESTARTS, ANNEALED = 6, 60  # restarts, and random moves tried after each, for every block
+WARMTH = 0.015  # the share of a step by which a move may be slower, on average, at first
 MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
 TURN_S = 1e-6  # of work, for a stage and a micro-batch of a partition that is evaluated
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
@@ -111,18 +111,18 @@ class Search:
     def restart(self, counts: set[int]) -> None:
         """Anneal from the `RESTARTS` best numbers of stages in turn, each time from the best partition known into that
         number, and climb from what was found."""
-        draw = random.Random(0)
+        draw, steps = random.Random(0), ANNEALED * self.problem.num_blocks
         for count in sorted(self.best, key=self.best.__getitem__)[:RESTARTS]:
             start_s, cuts = self.best[count]
             now_s, found = start_s, (start_s, cuts)
-            for step in range(ANNEALED):
+            for step in range(steps):
                 if self.is_late():
                     return
                 tried = self.random_move(cuts, counts, draw)
                 if tried is None:
                     continue
                 took_s = self.seconds(tried)
-                cost = WARMTH * start_s * (1 - step / ANNEALED) ** 2
+                cost = WARMTH * start_s * (1 - step / steps) ** 2
                 if took_s <= now_s - cost * math.log(1 - draw.random()):
                     cuts, now_s = tried, took_s
                     found = min(found, (now_s, cuts))

@@ -7,6 +7,7 @@ those of `recurrence`; about 8 S reals and 14 S rows). Every row is a lower boun
 optimum, also that of its relaxation, is a lower bound of every partition into S stages:
 - rematerialised blocks are a share of their stage where saved tensors may stay;
 - memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
+- with `largest` and `most` it speaks of the partitions whose largest stage has that many common blocks;
 - with `fewest` below S it is a bound also for S - N, S - 2N, ... down to `fewest`: the first S - fewest stages may
   be empty, and nothing is charged for their mere existence.
 Amounts are in seconds and GB.
@@ -38,6 +39,8 @@ class CountModel:
         integer: bool = False,
         fewest: int | None = None,
         cutoff_s: float = math.inf,
+        largest: int = 0,
+        most: int | None = None,
     ):
         p = limits.p
         self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
@@ -53,6 +56,8 @@ class CountModel:
         self.counts: list[dict[int, Any]] = []
         self.again: list[dict[int, Any]] = []
         self.place_blocks()
+        if most is not None:
+            self.at_most(most)
         if integer and self.ordered:
             self.keep_order()
         self.stage_sums()
@@ -62,6 +67,8 @@ class CountModel:
         self.forward()
         self.backward()
         self.update()
+        if largest:
+            self.through_the_largest(largest)
 
     def real(self) -> Any:
         return self.model.add_var(lb=0.0)
@@ -100,6 +107,13 @@ class CountModel:
             if keeps is not None and len(keepable) < len(mine):
                 for r in mine.keys() - set(keepable):
                     self.row(self.runs[r][1] * (1 - keeps), mine[r])
+
+    def at_most(self, most: int) -> None:
+        """No stage has more than so many of the common blocks."""
+        common = {r for r, (at, _) in enumerate(self.runs) if self.p.kinds[at] == self.limits.common}
+        for mine in self.counts:
+            if mine.keys() & common:
+                self.row(most, mip.xsum(mine[r] for r in mine.keys() & common))
 
     def keep_order(self) -> None:
         """A run begins in no stage before the one in which the run before it ends."""
@@ -351,6 +365,15 @@ class CountModel:
                 if self.resident[d]:
                     stages = range(d, self.count, n)
                     self.row(self.end, barrier + mip.xsum(GB * p.units[d].step_s * self.q[j] for j in stages))
+
+    def through_the_largest(self, blocks: int) -> None:
+        """Some stage has at least so many common blocks: the first micro-batch passes all stages up to it, all
+        micro-batches pass it, and the last one passes the stages behind it."""
+        forward_s, backward_s = self.limits.common_s(blocks)
+        there = math.fsum(self.message(j, j - 1, j)[0] for j in range(1, self.count))
+        back = math.fsum(self.message(j, j, j - 1)[0] for j in range(1, self.count))
+        self.row(self.ends[-1], self.f[0] + mip.xsum(self.tf) + there + (self.m - 1) * forward_s)
+        self.row(self.h_ends[0], self.ends[-1] + mip.xsum(self.tb) + back + (self.m - 1) * backward_s)
 
     def cuts(self) -> tuple[int, ...]:
         """The cuts of the model's solution."""

@@ -1,14 +1,15 @@
 """How far the best known partition can be from the optimum, and better partitions where the solver finds them.
 
-In: a `MipProblem` and the local search's results. Out: a `Proof`. A node is a range of numbers of stages and says of
-some devices whether they are resident. The node with the least bound is split in two: first by the residence of one
-more device, each half bounded by `TotalsModel`, until that is known of all; then by the number of stages modulo N and
-by its range, bounded by the relaxed `CountModel`. For one number of stages integer counts faster than a cutoff are
-looked for, and judged by the recurrence, which also takes what the model leaves out; where there are none, the next
-cutoff is closer to the best partition. The search ends when the least bound reaches the best partition but for `CLOSE`,
-or at the deadline. python-mip and HiGHS may be absent, fail, or be too slow: what is proven until then stays, and the
-proof says what happened. Where many devices could be resident, the partitions with the same resident devices as the
-best one are bounded first, and the others in the time that is left.
+In: a `MipProblem` and the local search's results. Out: a `Proof`. A node is a range of numbers of stages; it says how
+many devices are resident, of some whether they are, and how many of the common blocks the largest stage has. The node
+with the least bound is split: by the number of resident devices and by the residence of one more device, each part
+bounded by `TotalsModel`, until that is known of all; then by the number of stages modulo N, each part bounded by the
+relaxed `CountModel`, where the devices cannot take each other's places; by the largest stage; by the range of the
+number of stages. Where few partitions are left, all are tried. For one number of stages integer counts faster than a
+cutoff are looked for, and judged by the recurrence, which also takes what the model leaves out; where there are none,
+the next cutoff is closer to the best partition. The search ends when the least bound reaches the best partition but for
+`CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on every machine. python-mip and HiGHS may
+be absent or fail: then the local search's answer stays, and the proof says what happened.
 """
 
 from __future__ import annotations
@@ -17,58 +18,61 @@ import gc
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..work import WorkDone
 from .bounds import closed_form_s
 from .limits import BlockLimits
-from .local_search import Search
+from .local_search import Cuts, Search
 from .problem import MipProblem
-from .recurrence import residents
 
 CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.05, 0.02, 0.01, CLOSE)  # what is proven for one number of stages, one after the other
-TOTALS_SHARE = 0.03  # the most of the time left that one program over totals may take
-MOST_CHOICES = 32  # with more choices of resident devices, those of the best partition come first
-SAME_SHARE = 0.6  # of the time, for these
+TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, for one program of each sort
+ITERATION_S = 1e-4  # of work, for an iteration of the solver
+STAGE_S = 1.5e-3  # of work, for a stage of a linear relaxation
+CHOICES = 60  # the most devices whose residence is told apart to bound a number of resident devices
+SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
+FEW = 3000  # so many partitions are tried rather than bounded
+COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 Residents = tuple[bool | None, ...]  # None: either
 
 
 @dataclass
 class Proof:
-    """`lower_s`: no partition is faster, as far as `condition` holds; `always_s`: none is, whether it holds or not.
-    `trouble`: what went wrong with the solver."""
+    """`lower_s`: no partition is faster. `trouble`: what went wrong with the solver."""
 
     lower_s: float
     how: str
-    always_s: float
-    condition: str = ""
     trouble: str = ""
 
 
 @dataclass(order=True)
 class _Node:
-    """Partitions into `fewest`, `fewest` + `step`, ... `count` stages."""
+    """Partitions into `fewest`, `fewest` + `step`, ... `count` stages, `number` of whose devices are resident, and
+    whose largest stage has `largest` to `most` common blocks. None: any."""
 
     bound_s: float
     residents: Residents = field(compare=False)
     fewest: int = field(compare=False)
     count: int = field(compare=False)
-    step: int = field(compare=False, default=1)
-    solved: bool = field(compare=False, default=False)
+    step: int = field(compare=False, default=0)  # 0: 1, and no linear model has bounded it yet
+    number: int | None = field(compare=False, default=None)
+    largest: int | None = field(compare=False, default=None)
+    most: int | None = field(compare=False, default=None)
+    tried: bool = field(compare=False, default=False)  # bounded by which devices may be resident
+    solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
 
-def prove(search: Search, counts: Sequence[int], until_s: float) -> Proof:
-    """Bound all partitions into `counts` stages (consecutive numbers); may improve `search.best`.
-
-    `until_s`: a value of `time.process_time`, so that the result does not depend on what else the machine does.
-    """
-    p, begin_s = search.problem, time.process_time()
+def prove(search: Search, counts: Sequence[int], most_s: float) -> Proof:
+    """Bound all partitions into `counts` stages (consecutive numbers) in `most_s` seconds of work; may improve
+    `search.best`."""
+    p = search.problem
     closed_s = min(*(closed_form_s(p, count) for count in counts), min(search.best.values())[0])
-    closed = Proof(closed_s, "closed form", closed_s)
+    closed = Proof(closed_s, "closed form")
     try:
         import mip  # noqa: F401  (only to say what is missing)
 
@@ -77,24 +81,15 @@ def prove(search: Search, counts: Sequence[int], until_s: float) -> Proof:
     except Exception as error:  # python-mip loads native libraries, which may fail in any way
         closed.trouble = f"the solver is missing ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
-    tree = _Tree(search, CountModel, TotalsModel, until_s)
-    stays = tuple(residents(p, min(search.best.values())[1]))
-    stays += (False,) * (len(p.units) - len(stays))
+    tree = _Tree(search, CountModel, TotalsModel, most_s)
     try:
         with _collecting_between_models():
-            few = 2 ** _able(p, counts) <= MOST_CHOICES
-            same_s = math.inf if few else tree.run(_roots(p, counts, stays), begin_s + SAME_SHARE * (until_s - begin_s))
-            others_s = tree.run(_roots(p, counts), until_s, () if few else stays)
+            lower_s = tree.run(_roots(p, counts))
     except Exception as error:  # whatever a solver raises, the local search has an answer
         closed.trouble = f"the solver failed ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
-    always_s = min(max(min(same_s, others_s), closed_s), tree.best_s())
-    proof = Proof(always_s, tree.how(), always_s, "", "the solver ran out of time" if tree.late else "")
-    if others_s < same_s < math.inf:
-        names = "no device" if not any(stays) else f"{sum(stays)} of {len(stays)} devices"
-        proof.lower_s = min(max(same_s, closed_s), tree.best_s())
-        proof.condition = f"among plans with {names} resident"
-    return proof
+    lower_s = min(max(lower_s, closed_s), tree.best_s())
+    return Proof(lower_s, tree.how(), "the proof ended where its work did" if tree.over() else "")
 
 
 @contextmanager
@@ -114,26 +109,10 @@ def _collecting_between_models() -> Iterator[None]:
             gc.enable()
 
 
-def _able(p: MipProblem, counts: Sequence[int]) -> int:
-    """The number of devices that could hold their share of the fewest stages across steps."""
-    if p.swap:
-        return 0
-    held = [(b - a) + p.update.state_bytes * q for a, b, q in _steps(p)]
-    least = math.fsum(sorted(held)[: min(counts) // len(p.units)])
-    return sum(least <= unit.budget_bytes for unit in p.units)
-
-
-def _steps(p: MipProblem) -> Iterator[tuple[float, float, float]]:
-    """Per block the running sums of weights and gradients before and after it, and its parameters."""
-    both = [w + g for w, g in zip(p.weight_bytes, p.grad_bytes)]
-    for i, (a, b) in enumerate(itertools.pairwise(both)):
-        yield a, b, p.params[i + 1] - p.params[i]
-
-
-def _roots(p: MipProblem, counts: Sequence[int], stays: Residents = ()) -> Iterator[_Node]:
+def _roots(p: MipProblem, counts: Sequence[int]) -> Iterator[_Node]:
     """All numbers of stages from N on in one node; fewer, which leave devices without a stage, in one each."""
     n = len(p.units)
-    either: Residents = stays or (False if p.swap else None,) * n
+    either: Residents = (False if p.swap else None,) * n
     for count in (count for count in counts if count < n):
         yield _Node(closed_form_s(p, count), either[:count] + (False,) * (n - count), count, count)
     low, high = max(n, min(counts)), max(counts)
@@ -142,12 +121,17 @@ def _roots(p: MipProblem, counts: Sequence[int], stays: Residents = ()) -> Itera
 
 
 class _Tree:
-    def __init__(self, search: Search, model: Any, totals: Any, until_s: float):
-        self.search, self.model, self.totals, self.until_s = search, model, totals, until_s
-        self.done: Residents = ()
+    def __init__(self, search: Search, model: Any, totals: Any, most_s: float):
+        self.search, self.model, self.totals, self.most_s = search, model, totals, most_s
+        self.work = WorkDone()
         self.limits = BlockLimits(search.problem)
-        self.counted = {"programs over totals": 0, "linear relaxations": 0, "integer programs": 0}
-        self.late = False
+        self.rotates = rotates(search.problem)
+        self.counted = {
+            "programs over totals": 0,
+            "linear relaxations": 0,
+            "integer programs": 0,
+            "partitions tried": 0,
+        }
 
     def how(self) -> str:
         return " and ".join(f"{number} {what}" for what, number in self.counted.items() if number) or "closed form"
@@ -155,9 +139,8 @@ class _Tree:
     def best_s(self) -> float:
         return min(self.search.best.values())[0]
 
-    def run(self, roots: Iterator[_Node], until_s: float, done: Residents = ()) -> float:
-        """The least bound over all nodes; those with the resident devices `done` are bounded already."""
-        self.until_s, self.late, self.done = until_s, False, done
+    def run(self, roots: Iterator[_Node]) -> float:
+        """The least bound over all nodes."""
         heap = list(roots)
         heapq.heapify(heap)
         while heap and heap[0].bound_s < self.best_s() * (1 - CLOSE) and not heap[0].solved and not self.over():
@@ -167,45 +150,123 @@ class _Tree:
         return min(heap[0].bound_s if heap else math.inf, self.best_s())
 
     def over(self) -> bool:
-        self.late = self.late or time.process_time() > self.until_s
-        return self.late
-
-    def left_s(self) -> float:
-        return max(0.05, self.until_s - time.process_time())
+        return self.work.seconds > self.most_s
 
     def refine(self, node: _Node) -> list[_Node]:
         n = len(self.search.problem.units)
         if None in node.residents:
-            d = node.residents.index(None)
-            choices = [(*node.residents[:d], stays, *node.residents[d + 1 :]) for stays in (True, False)]
-            known = self.done if node.count >= n else ()
-            return [self.total(replace(node, residents=each)) for each in choices if each != known]
-        if node.step < n and node.fewest < node.count:
-            tops = range(node.count, max(node.count - n, node.fewest - 1), -1)
-            parts = [(top - (top - node.fewest) // n * n, top) for top in tops]
-        elif node.fewest < node.count:
-            middle = node.fewest + (node.count - node.fewest) // n // 2 * n
-            parts = [(node.fewest, middle), (middle + n, node.count)]
-        else:
+            return self.refine_residents(node)
+        if not node.step:
+            step = 1 if self.rotates and node.fewest >= n else n
+            tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
+            return [self.relax(self.within(node, top - (top - node.fewest) // step * step, top, step)) for top in tops]
+        if node.largest is None:
+            return self.refine_largest(node)
+        if node.fewest == node.count:
             return [self.solve(node)]
-        return [self.relax(replace(node, fewest=low, count=high, step=n)) for low, high in parts]
+        middle = node.fewest + (node.count - node.fewest) // node.step // 2 * node.step
+        parts = [(node.fewest, middle), (middle + node.step, node.count)]
+        return [self.relax(self.within(node, low, high, node.step)) for low, high in parts]
 
-    def total(self, node: _Node) -> _Node:
-        """Bound all partitions of the node by what each device holds in all."""
+    def within(self, node: _Node, fewest: int, count: int, step: int) -> _Node:
+        """The node's partitions into these numbers of stages. Where devices can take each other's places in turn, and
+        the node speaks of all numbers of stages, the device of the last stage stays the same."""
+        turned = (node.count - count) % len(node.residents) if step == 1 else 0
+        stays = node.residents[turned:] + node.residents[:turned]
+        return replace(node, fewest=fewest, count=count, step=step, residents=stays)
+
+    def refine_residents(self, node: _Node) -> list[_Node]:
+        """By their number, then device by device."""
+        either = [d for d, stays in enumerate(node.residents) if stays is None]
+        known = sum(stays is True for stays in node.residents)
+        if node.number is None:
+            return [self.total(replace(node, number=known + more)) for more in range(len(either) + 1)]
+        missing = node.number - known
+        if self.rotates and node.fewest >= len(node.residents):
+            if not node.tried and 0 < missing < len(either):
+                return [self.refine_number(node)]
+            chosen = itertools.combinations(either, missing)
+            stays = [tuple(d in which or s is True for d, s in enumerate(node.residents)) for which in chosen]
+            return [replace(node, residents=each) for each in stays]
+        if missing in (0, len(either)):
+            known_all = tuple(missing > 0 if stays is None else stays for stays in node.residents)
+            return [self.total(replace(node, residents=known_all), TOTALS_NODES)]
+        d = either[0]
+        choices = [(*node.residents[:d], stays, *node.residents[d + 1 :]) for stays in (True, False)]
+        return [self.total(replace(node, residents=choice)) for choice in choices]
+
+    def refine_number(self, node: _Node) -> _Node:
+        """Bound a number of resident devices by the least bound over which they are."""
+        node.tried = True
+        heap = [replace(node)]
+        for _ in range(CHOICES):
+            part = heap[0]
+            if None not in part.residents or part.bound_s > self.best_s() * (1 - CLOSE) or self.over():
+                break
+            heapq.heappop(heap)
+            d = part.residents.index(None)
+            for stays in (True, False):
+                choice = replace(part, residents=(*part.residents[:d], stays, *part.residents[d + 1 :]))
+                heapq.heappush(heap, self.total(choice))
+        self.raised(node, heap[0].bound_s)
+        return node
+
+    def refine_largest(self, node: _Node) -> list[_Node]:
+        """Its largest stage has fewer common blocks than that of the best partition, as many, or more."""
+        p, limits = self.search.problem, self.limits
+        cuts = min(self.search.best.values())[1]
+        at = max(p.kinds[a:b].count(limits.common) for a, b in itertools.pairwise(cuts))
+        if limits.num_common < COMMON * p.num_blocks or not at:
+            return [replace(node, largest=0)]
+        parts = [self.relax(replace(node, largest=at + 1))]
+        for low, high in ((1, at - 1), (at, at)):
+            fewest = max(node.fewest, -(-limits.num_common // high)) if high else math.inf
+            fewest += (node.count - fewest) % node.step if high else 0
+            if fewest <= node.count:
+                part = self.few(replace(node, largest=low, most=high, fewest=int(fewest)))
+                parts.append(part if part.bound_s == math.inf else self.relax(part))
+        return parts
+
+    def few(self, node: _Node) -> _Node:
+        """Try all partitions of the node if they are few."""
+        if node.most is not None and (all_cuts := few_partitions(self.search.problem, node.most, self.limits.common)):
+            for cuts in all_cuts:
+                if node.fewest <= len(cuts) - 1 <= node.count:
+                    self.search.seconds(cuts)
+                    self.work.add(self.search.turn_s * len(cuts))
+            self.counted["partitions tried"] += len(all_cuts)
+            self.raised(node, math.inf)
+        return node
+
+    def total(self, node: _Node, nodes: int = 0) -> _Node:
+        """Bound all partitions of the node by what each device holds in all: in whole blocks where the solver may have
+        nodes of its own."""
         import mip
 
         if self.over():
             return node
         gc.collect(0)  # the model before
-        model = self.totals(self.limits, node.fewest, node.count, node.residents).model
+        model = self.totals(self.limits, node.fewest, node.count, node.residents, node.number).model
         model.max_mip_gap = CLOSE / 4
-        status = model.optimize(max_seconds=max(0.05, TOTALS_SHARE * self.left_s()))
+        status = self.optimize(model, nodes)
         self.counted["programs over totals"] += 1
+        bound_s = model.objective_bound if nodes else model.objective_value
         if status == mip.OptimizationStatus.INFEASIBLE:
             self.raised(node, math.inf)
-        elif model.objective_bound is not None and math.isfinite(model.objective_bound):
-            self.raised(node, model.objective_bound)
+        elif bound_s is not None and math.isfinite(bound_s):
+            self.raised(node, bound_s)
         return node
+
+    def guard_s(self) -> float:
+        """Seconds that one program never takes, but where it is far slower than its work says."""
+        return max(2.0, SLOWER * (self.most_s - self.work.seconds))
+
+    def optimize(self, model: Any, nodes: int) -> Any:
+        """Solve an integer program with at most so many nodes, or its relaxation with none."""
+        more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
+        status = model.optimize(max_seconds=self.guard_s(), **more)
+        self.work.add(ITERATION_S * model.solver._get_int_info_value("simplex_iteration_count"))
+        return status
 
     def cutoff_s(self, node: _Node) -> float:
         """What is looked for next in one number of stages: a step faster than this. There is none, or the node's bound
@@ -221,9 +282,10 @@ class _Tree:
             return node
         gc.collect(0)  # the model before
         cutoff_s = self.best_s() * (1 - CLOSE)
-        model = self.model(self.limits, node.count, node.residents, fewest=node.fewest, cutoff_s=cutoff_s).model
+        model = self.counts(node, cutoff_s).model
         model.lp_method = mip.LP_Method.BARRIER  # twice as fast as the simplex method on the largest of these
-        status = model.optimize(relax=True, max_seconds=self.left_s())
+        status = model.optimize(relax=True, max_seconds=self.guard_s())
+        self.work.add(STAGE_S * node.count)
         self.counted["linear relaxations"] += 1
         if status == mip.OptimizationStatus.OPTIMAL:
             self.raised(node, min(model.objective_value, cutoff_s))
@@ -237,10 +299,10 @@ class _Tree:
 
         gc.collect(0)  # the model before
         cutoff_s = self.cutoff_s(node)
-        counted = self.model(self.limits, node.count, node.residents, integer=True, cutoff_s=cutoff_s)
+        counted = self.counts(node, cutoff_s, integer=True)
         counted.row(cutoff_s, counted.end)
         counted.model.max_mip_gap = CLOSE / 4
-        status = counted.model.optimize(max_seconds=self.left_s())
+        status = self.optimize(counted.model, COUNT_NODES)
         self.counted["integer programs"] += 1
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
@@ -255,6 +317,42 @@ class _Tree:
                 self.search.climb(cuts, {node.count})
         return node
 
+    def counts(self, node: _Node, cutoff_s: float, integer: bool = False) -> Any:
+        more = {"largest": node.largest or 0, "most": node.most}
+        return self.model(
+            self.limits, node.count, node.residents, integer, fewest=node.fewest, cutoff_s=cutoff_s, **more
+        )
+
     @staticmethod
     def raised(node: _Node, bound_s: float) -> None:
         node.bound_s = max(node.bound_s, bound_s)
+
+
+def rotates(p: MipProblem) -> bool:
+    """Whether nothing changes when each device takes the place of the one before it."""
+    n = len(p.units)
+    alike = len({replace(unit, complex=0) for unit in p.units}) == 1
+    alike = alike and all(row == rows[0] for rows in (p.forward_s, p.backward_s, p.again_s) for row in rows)
+    shared = [[a.complex == b.complex for b in p.units] for a in p.units]
+    return alike and all(
+        table[d - 1][e - 1] == table[d][e]
+        for table in (shared, p.message_s, p.message_latency_s, p.message_shares)
+        for d in range(n)
+        for e in range(n)
+    )
+
+
+def few_partitions(p: MipProblem, most: int, kind: int) -> list[Cuts]:
+    """All partitions with at most `most` blocks of a kind per stage; none where there are more than `FEW`."""
+    length = p.num_blocks
+    passed = [0, *itertools.accumulate(k == kind for k in p.kinds)]
+    starts = [[a for a in range(b) if passed[b] - passed[a] <= most] for b in range(length + 1)]
+    ways = [1]
+    for b in range(1, length + 1):
+        ways.append(sum(ways[a] for a in starts[b]))
+    if ways[length] > FEW:
+        return []
+    found: list[list[Cuts]] = [[(0,)]]
+    for b in range(1, length + 1):
+        found.append([(*cuts, b) for a in starts[b] for cuts in found[a]])
+    return found[length]

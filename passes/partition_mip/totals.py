@@ -1,8 +1,9 @@
 """A lower bound for all numbers of stages at once: a program over what each device holds in all.
 
-In: a `MipProblem`, a range of numbers of stages, and for some devices whether they are resident. Out: seconds that no
-such partition is faster than. Integers are, per device and kind of block, the blocks that it holds and those whose
-saved tensors stay until their backward. A device works for all micro-batches of all its blocks; whatever the stages,
+In: a `MipProblem`, a range of numbers of stages, for some devices whether they are resident, and how many are. Out:
+seconds that no such partition is faster than. Integers are, per device and kind of block, the blocks that it holds and
+those whose saved tensors stay until their backward. A device works for all micro-batches of all its blocks; whatever
+the stages,
 
     G >= fill_d + M F_d + after_d              H >= G + before_d + M B_d + drain_d
 
@@ -31,7 +32,14 @@ GB = 1e9
 class TotalsModel:
     """`model` minimises `end`, for every number of stages from `fewest` to `most`. `residents`: by device."""
 
-    def __init__(self, limits: BlockLimits, fewest: int, most: int, residents: Sequence[bool | None]):
+    def __init__(
+        self,
+        limits: BlockLimits,
+        fewest: int,
+        most: int,
+        residents: Sequence[bool | None],
+        number: int | None = None,
+    ):
         p = limits.p
         self.limits, self.p, self.fewest, self.n, self.m = limits, p, fewest, len(p.units), p.micro_batches
         self.used = min(self.n, most)  # devices that may have a stage
@@ -42,6 +50,8 @@ class TotalsModel:
         self.resident = [
             self.model.add_var(var_type=mip.BINARY) if stays is None else int(stays) for stays in residents[: self.used]
         ]
+        if number is not None and None in residents[: self.used]:
+            self.model += mip.xsum(self.resident) == number
         self.last = [self.model.add_var(var_type=mip.BINARY) for _ in range(self.used)]  # whose stage is the last one
         self.model += mip.xsum(self.last) == 1
         self.held = [self.place(residents[d], self.resident[d]) for d in range(self.used)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -91,3 +92,11 @@ def small_problems(draw: st.DrawFn, most_blocks: int = 9) -> MipProblem:
         rate=draw(st.sampled_from([0.5, 4.0, 50.0])),
         both=draw(st.sampled_from([None, 1.0, 1.4])),
     )
+
+
+def alike(p: MipProblem) -> MipProblem:
+    """The problem on devices like its first one, in turn under two root complexes."""
+    n = len(p.units)
+    units = tuple(dataclasses.replace(p.units[0], complex=d % 2) for d in range(n))
+    rows = {name: [getattr(p, name)[0]] * n for name in ("forward_s", "backward_s", "again_s")}
+    return dataclasses.replace(p, units=units, **rows)

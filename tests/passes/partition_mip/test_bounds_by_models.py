@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import mip
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, residents
+from penstock.passes.partition_mip.solve import few_partitions, rotates
 from penstock.passes.partition_mip.totals import TotalsModel
-from penstock.tests.passes.partition_mip.mip_instances import small_problems
+from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 
 Stays = tuple[bool, ...]
+MOST_CHECKED = 6  # partitions of a problem
 
 
 def best_by_stages_and_residents(p: MipProblem) -> dict[tuple[int, Stays], float]:
@@ -35,6 +39,43 @@ def best_by_stages_and_residents(p: MipProblem) -> dict[tuple[int, Stays], float
 def optimum(model: mip.Model, relax: bool = False) -> float:
     status = model.optimize(relax=relax, max_seconds=20)
     return math.inf if "INFEASIBLE" in status.name else (model.objective_value if relax else model.objective_bound)
+
+
+def largest_stage(p: MipProblem, cuts: Sequence[int]) -> int:
+    """The number of common blocks in the largest stage."""
+    common = BlockLimits(p).common
+    return max(p.kinds[a:b].count(common) for a, b in itertools.pairwise(cuts))
+
+
+def check_largest(p: MipProblem) -> None:
+    """By number of stages, residence and largest stage, every fastest partition; and few of them are listed."""
+    limits, found = BlockLimits(p), {}
+    listed = {most: set(few_partitions(p, most, limits.common)) for most in range(4)}
+    for count in range(1, p.num_blocks + 1):
+        for inner in itertools.combinations(range(1, p.num_blocks), count - 1):
+            cuts = (0, *inner, p.num_blocks)
+            largest = largest_stage(p, cuts)
+            for most, some in listed.items():
+                assert (cuts in some) == (largest <= most)
+            seconds = contended_s(p, cuts)
+            if seconds < math.inf:
+                stays = tuple(d < count and yes for d, yes in enumerate(residents(p, cuts)))
+                key = (count, stays, largest)
+                found[key] = min(seconds, found.get(key, math.inf))
+    for (count, stays, largest), seconds in sorted(found.items(), key=lambda row: row[1])[:MOST_CHECKED]:
+        for least in range(1, largest + 1):
+            model = CountModel(limits, count, stays, largest=least, most=largest).model
+            assert optimum(model, relax=True) <= seconds * (1 + 1e-6)
+        number = TotalsModel(limits, count, count, (None,) * len(p.units), sum(stays)).model
+        assert optimum(number, relax=True) <= seconds * (1 + 1e-6)
+        if rotates(p) and count >= len(
+            p.units
+        ):  # with the device of the last stage the same, for all numbers of stages
+            turned = (count - p.num_blocks) % len(stays)
+            model = CountModel(
+                limits, p.num_blocks, stays[turned:] + stays[:turned], fewest=count, largest=largest
+            ).model
+            assert optimum(model, relax=True) <= seconds * (1 + 1e-6)
 
 
 def check(p: MipProblem, most: int) -> None:
@@ -66,3 +107,25 @@ def test_models_bound_the_fastest_partitions(p: MipProblem) -> None:
 @given(small_problems(most_blocks=8))
 def test_models_bound_many_partitions(p: MipProblem) -> None:
     check(p, 12)
+
+
+def test_devices_take_each_others_places() -> None:
+    speeds, budgets = [1.0] * 4, [60.0] * 4
+    assert rotates(problem([0] * 6, speeds, [0, 1, 0, 1], budgets))
+    assert rotates(problem([0] * 6, speeds, [0, 0, 0, 0], budgets))
+    assert not rotates(problem([0] * 6, speeds, [0, 0, 0, 1], budgets))
+    assert not rotates(problem([0] * 6, [1.0, 1.0, 1.0, 1.7], [0, 1, 0, 1], budgets))
+    assert not rotates(problem([0] * 6, speeds, [0, 1, 0, 1], [60.0, 60.0, 25.0, 60.0]))
+
+
+@settings(max_examples=6, deadline=None)
+@given(small_problems(most_blocks=6), st.booleans())
+def test_models_bound_by_the_largest_stage(p: MipProblem, same: bool) -> None:
+    check_largest(alike(p) if same else p)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(small_problems(most_blocks=8), st.booleans())
+def test_models_bound_many_by_the_largest_stage(p: MipProblem, same: bool) -> None:
+    check_largest(alike(p) if same else p)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from penstock.passes.partition_mip.bounds import closed_form_s
 from penstock.passes.partition_mip.local_search import Objective, Search, starts
@@ -15,7 +16,7 @@ from penstock.passes.partition_mip.model import MOST_RUNS
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s
 from penstock.passes.partition_mip.solve import prove
-from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
+from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 
 
 def brute_force(p: MipProblem, objective: Objective = contended_s) -> float:
@@ -63,9 +64,9 @@ def test_no_partition_is_faster_than_a_lower_bound(p: MipProblem) -> None:
     assume(best_s < math.inf)
     search = Search(p, contended_s)
     search.run(counts)
-    proof = prove(search, counts, time.process_time() + 5)
+    proof = prove(search, counts, 5.0)
     assert not proof.trouble.startswith("the solver failed"), proof.trouble
-    assert proof.always_s <= proof.lower_s <= best_s * (1 + 1e-6) <= min(search.best.values())[0] * (1 + 2e-6)
+    assert proof.lower_s <= best_s * (1 + 1e-6) <= min(search.best.values())[0] * (1 + 2e-6)
     for count in counts:
         rows = [(0, *inner, p.num_blocks) for inner in itertools.combinations(range(1, p.num_blocks), count - 1)]
         for objective in (contended_s, literal_s):
@@ -73,21 +74,35 @@ def test_no_partition_is_faster_than_a_lower_bound(p: MipProblem) -> None:
             assert closed_form_s(p, count, objective is literal_s) <= least_s * (1 + 1e-9)
 
 
+@settings(max_examples=8, deadline=None)
+@given(small_problems(most_blocks=6), st.booleans())
+def test_a_proof_that_begins_with_a_poor_partition(p: MipProblem, same: bool) -> None:
+    """What is much better lies in some part of the proof, whichever it is."""
+    p = alike(p) if same else p
+    fitting = [cuts for count in range(1, p.num_blocks + 1) for cuts in starts(p, count) if fits(p, cuts)]
+    assume(fitting)
+    search = Search(p, contended_s)
+    search.seconds(max(fitting, key=lambda cuts: contended_s(p, cuts)))
+    proof = prove(search, range(1, p.num_blocks + 1), 5.0)
+    assert not proof.trouble.startswith("the solver failed"), proof.trouble
+    assert proof.lower_s <= brute_force(p) * (1 + 1e-6)
+
+
 def test_many_runs_of_unlike_blocks_are_bounded_by_programs() -> None:
     p = problem([0, 1] * 10, [1.0, 1.7], [0, 1], [60.0, 150.0], micro_batches=4, rate=4.0)
     assert len(p.runs()) > MOST_RUNS
     counts = range(1, p.num_blocks + 1)
-    search = Search(p, contended_s, time.process_time() + 0.3)
+    search = Search(p, contended_s, 0.3)
     search.run(counts)
-    proof = prove(search, counts, time.process_time() + 1.0)
+    proof = prove(search, counts, 1.0)
     assert "programs over totals" in proof.how
     best_s = min(search.best.values())[0]
-    assert min(closed_form_s(p, count) for count in counts) < 0.9 * proof.always_s <= 0.9 * best_s
+    assert min(closed_form_s(p, count) for count in counts) < 0.9 * proof.lower_s <= 0.9 * best_s
 
 
 @pytest.mark.slow
 def test_many_layers_on_many_devices() -> None:
-    """96 identical layers with an embedding and a head on 8 devices under two root complexes: seconds, and 2%."""
+    """96 identical layers with an embedding and a head on 8 devices under two root complexes: seconds, and 1%."""
     p = problem(
         [1, *[0] * 96, 2],
         speeds=[1.0] * 8,
@@ -101,13 +116,12 @@ def test_many_layers_on_many_devices() -> None:
     )
     counts = range(8, 99)
     begin_s = time.process_time()
-    search = Search(p, contended_s, 2.4)
-    found = search.run(counts)
-    searched_s = time.process_time() - begin_s
-    assert found is not None and searched_s <= 3.0
-    proof = prove(search, counts, time.process_time() + 7)
+    search = Search(p, contended_s, 5.0)
+    assert search.run(counts) is not None
+    proof = prove(search, counts, 5.0)
     best_s = min(search.best.values())[0]
-    assert proof.lower_s <= best_s <= proof.lower_s / 0.98, proof
+    assert proof.lower_s <= best_s <= proof.lower_s / 0.99, proof
+    assert time.process_time() - begin_s <= 20.0  # 10 s of work; twice as long where other processes take the caches
 
 
 def test_starts_give_every_stage_a_block_and_fast_devices_more() -> None:
