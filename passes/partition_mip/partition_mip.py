@@ -27,7 +27,7 @@ from .recurrence import contended_s, literal_s, residents
 from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
-SEARCH_SHARE = 0.5  # the share of the deadline for the local search
+SEARCH_SHARE = 0.5  # the most that the local search may take of the deadline
 
 
 @dataclass(frozen=True)
@@ -144,4 +144,5 @@ def _prove(search: Search, counts: Sequence[int], every: bool, options: Partitio
     bound_s = min(closed_form_s(p, count, options.literal) for count in counts)
     if options.literal:
         return Proof(min(bound_s, best_s), "closed form, local search")
-    return prove(search, counts, (1 - SEARCH_SHARE) * options.deadline_s)
+    left_s = options.deadline_s - min(search.work.seconds, SEARCH_SHARE * options.deadline_s)
+    return prove(search, counts, left_s)
