@@ -46,7 +46,8 @@ class Way:
     """What one way of dividing adds. `mesh`: options of that pass; `graph`: a pass before `coarsen`, for as many
     members as `{team}` says; `schedule`: the pass in place of `schedule-pipeline`; `tier`: where weights and states
     are. `experts`: the model is a mixture of them. `unequal`: the first half of the devices is three times as fast as
-    the others. `divides`: members of a team that do not see all of a value, so that none may draw random numbers."""
+    the others. `turns`: fetches have turns on the links that devices of a lane share. `divides`: members of a team that
+    do not see all of a value, so that none may draw random numbers."""
 
     mesh: dict[str, Any] = field(default_factory=dict)
     graph: str = ""
@@ -54,6 +55,7 @@ class Way:
     tier: str = ""
     experts: bool = False
     unequal: bool = False
+    turns: bool = False
     divides: bool = False
 
 
@@ -68,6 +70,7 @@ WAYS: dict[str, Way] = {
     "shards": Way(mesh={"shards": 2}),
     "dram": Way(tier=DRAM),
     "ssd": Way(tier=SSD),
+    "turns": Way(mesh={"depth": 2}, tier=DRAM, turns=True),
 }
 
 # By the names of two ways, and perhaps the number of devices: what the refusal says.
@@ -83,6 +86,10 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("ring", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("width", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("pipeline", "shards", "2"): "2 shards x 2 deep are 4 devices",
+    ("Ulysses", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("ring", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("width", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("shards", "turns", "2"): "2 shards x 2 deep are 4 devices",
 }
 
 
@@ -148,7 +155,8 @@ class Pair:
         lanes = f"mesh{{{', '.join(f'{key}={value}' for key, value in mesh.items())}}}" if mesh else "mesh"
         cut = f"partition-balanced{{stages={mesh.get('depth', 1) * 2}}}"
         end = TIERS[tier, "shards" in self]
-        return ", ".join(["drop-masks", *graph, "coarsen", lanes, cut, "map-round-robin", schedule, end])
+        turns = ["take-turns{always=true}"] if any(way.turns for way in self.ways) else []
+        return ", ".join(["drop-masks", *graph, "coarsen", lanes, cut, "map-round-robin", schedule, end, *turns])
 
     @property
     def hardware(self) -> Hardware:
