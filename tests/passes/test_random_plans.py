@@ -62,6 +62,7 @@ def test_many_random_plans_train_like_eager(number: int) -> None:
 
 @given(number=st.integers(0, 10**6))
 @settings(max_examples=8)
+@pytest.mark.slow
 def test_random_models_draw_the_same_on_any_devices(number: int) -> None:
     check_model(number, 2, Layer.DRAWING)
 

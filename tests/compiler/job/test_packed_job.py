@@ -142,6 +142,7 @@ def test_more_documents_than_a_plan_has_room_for_are_refused() -> None:
         pytest.param("fp16", "ftpipe-2080ti", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_plans_for_gpus_with_flash_attention_take_borders(precision: str, machine: str, form: str | None) -> None:
     """There is room for documents of 64 tokens, or for twice as many as the example has."""
     for lengths, most in (((640,) * 2, 2 * 11), ((300, 339), 2 * 11), ((50,) * 12, 2 * 2 * 13)):

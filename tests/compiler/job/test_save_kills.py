@@ -65,6 +65,7 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KilledRun
 
 
 @pytest.mark.parametrize("runs", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_checkpoint_before_or_the_new_one(script: KilledRuns, runs: int) -> None:
     when, before, left = random.Random(runs), 0, 0
     saved = script.folder / "saved"

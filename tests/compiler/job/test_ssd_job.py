@@ -87,6 +87,7 @@ def test_clipping_equals_the_job_in_dram(
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", ["auto", pytest.param("speculative", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_frozen_parameters_and_stages(precision: str, clip: str, tmp_path: Path) -> None:
     """A frozen weight has no master from which it could be made again when the rest of its stage is written."""
     norm = None if clip == "auto" else MAX_NORM

@@ -86,6 +86,7 @@ def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
         pytest.param(Hardware.cpu(1, memory="2MB", dram="2MB", ssd="20MB"), id="roomy"),
     ],
 )
+@pytest.mark.slow
 def test_bounds_are_no_higher_than_the_simulation(machine: Hardware) -> None:
     """Whatever lies on SSD."""
     compiler = compiler_for(machine, 8)
@@ -164,6 +165,7 @@ def test_needs_are_those_of_the_programs_by_what_they_are_for() -> None:
     assert needs["dram0"].loading_bytes > largest + profile.persistent.total(ops.DRAM)
 
 
+@pytest.mark.slow
 def test_without_ssds_none_are_asked_for() -> None:
     model, batch = zoo_case("gpt2")
     plan = penstock.compile(model, Hardware.cpu(1, "260kB"), example_inputs=batch, optimizer=ADAMW).plan

@@ -82,6 +82,7 @@ def test_a_plan_that_says_no_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_holds_what_was_predicted(precision: str) -> None:
     """Within 1 %: a value that several blocks of a stage save is counted once in the run."""
     torch.manual_seed(0)

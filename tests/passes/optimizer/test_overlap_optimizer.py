@@ -407,6 +407,7 @@ def test_budgets_hold_or_the_plan_does_not_fit(
     verify(draft.programs)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_stages_is_stepped_early_where_the_copies_of_all_take_too_long() -> None:
     """What is stepped before the norm is copied first; those whose gradients come first have the time for it."""
     wide = Hardware.preset("mobius-topo2+2").with_(memory="8MB")

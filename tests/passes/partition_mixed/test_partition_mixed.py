@@ -263,6 +263,7 @@ def test_two_thousand_operators_are_planned_within_ten_seconds() -> None:
     assert_well_formed(draft, decision)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_device_holds_what_is_under_way() -> None:
     """What is counted of a device's stages is what its program takes, whatever the number of micro-batches."""
     found = []

@@ -172,6 +172,7 @@ def test_lanes_train_as_the_sequential_loop_does(case: str) -> None:
     assert_same_versions(draft, loop, schedule)
 
 
+@pytest.mark.slow
 def test_a_tier_is_the_first_that_fits() -> None:
     """The device while it holds everything, then DRAM; what an early fetch would overfill is fetched late."""
     graph, found = chain(depth=4, width=64, rows=2), {}

@@ -122,7 +122,7 @@ def gradients(seed: int, size: float, what: str, precision: str, scale: float) -
 
 
 @pytest.mark.parametrize("optimizer", CASES, ids=lambda case: getattr(case, "func", case).__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(run=runs())
 def test_a_speculative_step_equals_one_that_waits_for_the_norm(
     optimizer: object, run: tuple[str, float, list[tuple[int, float, str]]]

@@ -143,6 +143,7 @@ def test_a_step_may_last_longer_than_the_timeout_but_no_instruction(tmp_path: Pa
     assert caught.value.device == 0 and caught.value.line is not None and "rt.forward(" in caught.value.line
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_worker_comes_back_with_its_place_and_traceback(tmp_path: Path) -> None:
     driver = workers_of(tmp_path, failing="stage0")  # its third forward is the first rematerialisation
     ids = driver.process_ids
@@ -165,6 +166,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)], ids=["ctrl-c", "kill -9"]
 )
+@pytest.mark.slow
 def test_workers_end_with_their_driver(how: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C stops them and passes on; even a driver that is killed leaves none behind."""
     script = subprocess.Popen(

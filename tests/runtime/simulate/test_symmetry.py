@@ -64,7 +64,7 @@ def test_lanes_that_stand_for_all_cost_what_all_cost(
             assert simulate(draft.programs, draft.machine).step_s == pytest.approx(few_s, rel=1e-9)
 
 
-@pytest.mark.parametrize(("shards", "depth"), [(4, 1), (2, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize(("shards", "depth"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow), (2, 4), (1, 4)])
 def test_racks_slow_a_lane_as_they_slow_all(shards: int, depth: int) -> None:
     """Four hosts of two GPUs in racks of two: written out, and one lane for all. A narrow uplink costs time."""
     seconds = {}

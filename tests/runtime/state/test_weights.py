@@ -248,6 +248,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_loading_holds_one_stage_at_a_time(tmp_path: Path) -> None:
     """Ten stages of 16 MiB of masters, of which one is there at a time, and a tensor as it is in the file."""
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}

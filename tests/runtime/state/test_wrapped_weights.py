@@ -118,6 +118,7 @@ def test_adapters_that_begin_from_the_weights_are_refused_on_meta(options: dict[
         open_directory(tmp_path, model, missing_ok=True)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_base_on_meta_train_as_those_on_a_live_one(tmp_path: Path) -> None:
     class Loss(Called):
         def __init__(self, model: Any):

@@ -64,6 +64,7 @@ def test_jsonl_and_tensorboard_hold_what_the_run_told(tmp_path: Path) -> None:
     assert (evaluation.step, {"loss": pytest.approx(evaluation.value)}) == noted.evaluations[0]
 
 
+@pytest.mark.slow
 def test_wandb_writes_a_run_while_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_PROJECT", raising=False)

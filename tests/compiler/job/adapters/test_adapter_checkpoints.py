@@ -93,6 +93,7 @@ def test_the_base_may_come_from_files(saved: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*absent and start")
+@pytest.mark.slow
 def test_another_base_is_refused_and_both_are_named(saved: Any, tmp_path: Path) -> None:
     directory, _, _ = saved
     other = llama()

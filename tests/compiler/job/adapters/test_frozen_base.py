@@ -121,6 +121,7 @@ def test_frozen_stages_on_ssd_are_never_read_for_a_step_nor_written(tmp_path: Pa
     ("precision", "clip"),
     [("fp32", 0.5), *(pytest.param(*of, marks=pytest.mark.slow) for of in (("fp32", None), ("bf16-mixed", 0.5)))],
 )
+@pytest.mark.slow
 def test_of_a_base_on_ssd_only_pages_with_adapters_are_read_for_a_step_and_written(
     precision: str, clip: float | None, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_plan_that_puts_their_states_on_ssd_is_refused(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.slow
 def test_a_plan_may_let_adapters_travel() -> None:
     """`staying=false` in the pipeline's text: nothing stays, and training is eager's all the same."""
     given = model()

@@ -212,6 +212,7 @@ def test_sizes_that_a_plan_does_not_have_are_named(tmp_path: Any) -> None:
         fixed.simulate(sequence=8)
 
 
+@pytest.mark.slow
 def test_what_a_pass_makes_of_unknown_size_is_refused_before_it_runs() -> None:
     passes = (
         "split-vocabulary, coarsen, partition-balanced{stages=4}, map-round-robin, schedule-pipeline, insert-remat, "

@@ -185,6 +185,7 @@ def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
+@pytest.mark.slow
 def test_packed_from_the_type_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
     directory = write_whole(tmp_path / "whole", dtype)
     layer = loaded(directory, "nf4").model.layers[0].mlp.up_proj  # type: ignore[union-attr, index]

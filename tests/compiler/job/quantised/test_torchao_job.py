@@ -72,6 +72,7 @@ def test_steps_are_those_of_the_library(whole: Path, kind: str, memory: str) -> 
         torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_reads_what_torchao_has_quantised(whole: Path, tmp_path: Path) -> None:
     how = TorchAoConfig(CONFIGS["float8"])
     live = AutoModelForCausalLM.from_pretrained(whole, quantization_config=how)

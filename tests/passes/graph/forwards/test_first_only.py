@@ -141,6 +141,7 @@ def test_training_is_that_of_eager(kind: str) -> None:
     assert_like_eager(job, model)
 
 
+@pytest.mark.slow
 def test_draws_keep_their_numbers() -> None:
     """The reference's draws come first at each place, and the policy's are the second ones without them, too."""
     model = ReferenceFirst(adapted("gpt2", dropout=0.2))

@@ -52,6 +52,7 @@ def expressions(name: str) -> tuple[nn.Module, StageExpressions]:
 @pytest.mark.parametrize(
     "name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[int, int]) -> None:
     model, found = expressions(name)
     assert found.is_exact

@@ -220,6 +220,7 @@ def test_in_real_processes_with_weights_in_dram_and_clipping() -> None:
     assert_trains_like_eager(job, batch, 5e-6, max_grad_norm=0.5)  # one norm, summed over stages in another order
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_other_parts_or_none(tmp_path: Path) -> None:
     model, batch = tagger(64)
     with job_of(copy.deepcopy(model), batch, strategy=split(3, stages=4)) as job:
