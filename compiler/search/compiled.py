@@ -29,6 +29,7 @@ from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
+from ...passes.memory.take_turns import TakeTurns, sharing
 from ...passes.partition.partition import Partition
 from ...passes.partition_mip.partition_mip import PartitionMip
 from ...passes.receive_earlier import receive_earlier
@@ -120,7 +121,8 @@ class Prefix:
 
 
 # Seconds of work: for a node of the graph and a block in a pass that candidates share; in local searches of a
-# partitioner, for a block; for an op of a program that is made, and for one that is simulated.
+# partitioner, for a block; for an op of a program that is made, and for one that is simulated, thrice where turns on
+# links are weighed.
 NODE_S, BLOCK_S, SEARCHED_BLOCK_S, MADE_S, SIMULATED_S = 6e-5, 1e-3, 8e-3, 5e-4, 2.5e-4
 
 
@@ -192,7 +194,8 @@ class CandidateCompiler:
         finally:
             self.work.add(MADE_S * _num_ops(draft))
         check_fit(draft)
-        self.work.add(SIMULATED_S * _num_ops(draft) * _lanes_simulated(draft))
+        in_turns = placed.candidate.find(TakeTurns) is not None and sharing(draft.programs, draft.lane_hardware)
+        self.work.add(SIMULATED_S * _num_ops(draft) * _lanes_simulated(draft) * (1 + 2 * bool(in_turns)))
         try:
             step_s = _step_s(draft)
         except VerifyError as error:

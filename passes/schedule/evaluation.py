@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import Program, StageSpec, plan_arena
+from ...ir.program import Program, StageSpec, plan_arena, takes_turns
 from ..draft import Draft
 from ..memory.insert_fetch import Early, fetch_weights, look_ahead
 from ..memory.insert_ssd import read_within
+from ..memory.take_turns import number_fetches
 from ..sharding.gathering import gather_weights
 from .emitter import Emitter
 from .flow import Flow, Placed
@@ -24,7 +25,7 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
 
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
     memory allows beside the optimizer states of the others, in the arena of training. Weights that lie on SSD are read
-    into the arena of training in DRAM.
+    into the arena of training in DRAM. Where fetches of training have turns on links, those here have some, too.
     """
     interface = draft.programs[0].interface if draft.programs else interface_of(draft)
     flow = Flow(interface, draft.devices, draft.copies, in_turn=False)
@@ -44,6 +45,8 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
         if draft.ssd.stages:
             whole = [spec.name for spec in mine if draft.ssd.stages.get(spec.name) == "all"]
             read_within(program, whole, draft.ssd.ahead, plan_arena(training, ops.DRAM)[1])
+    if any(map(takes_turns, draft.programs)):
+        number_fetches(programs, draft.lane_hardware, draft.options.precision)
     return programs
 
 

@@ -20,7 +20,7 @@ from penstock.runtime.processes.local import LocalWorkers, start_driver, worker_
 from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.simulate import Span
-from penstock.tests.ir.program.handmade import pipeline
+from penstock.tests.ir.program.handmade import in_turns, pipeline
 from penstock.tests.ir.program.two_stages import (
     batch_of,
     buffers_of,
@@ -31,6 +31,7 @@ from penstock.tests.ir.program.two_stages import (
     weights_of,
 )
 from penstock.tests.runtime.generated_files import write_chain, write_files
+from penstock.tests.runtime.processes.test_torchrun import eager
 
 ADAMW = OptimizerSpec.from_callable(partial(torch.optim.AdamW, lr=1e-2))
 HEAD = "from penstock.tests.ir.program.two_stages import First, Second"
@@ -191,3 +192,28 @@ def test_workers_find_what_the_script_finds_and_do_not_spin() -> None:
     environment = worker_environment(3)
     assert environment["OMP_NUM_THREADS"] == "3" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert str(Path(__file__).parents[2]) in environment["PYTHONPATH"].split(os.pathsep)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("link", [None, "50MB/s"])
+def test_workers_take_turns_on_their_link(link: str | None, tmp_path: Path) -> None:
+    """A server of turns keeps them; on throttled links the one that times transfers does."""
+    programs = in_turns(pipeline(2, 4, 2, width=16))
+    machine = Hardware.cpu(2, memory="8MB", h2d=link)
+    machine = machine if link is None else machine.with_(root_complex_bandwidth=link)
+    driver = start_driver(RunSetup(write_chain(tmp_path, programs, 16), programs[0].interface, machine, ADAMW))
+    try:
+        assert isinstance(driver, LocalWorkers)
+        assert (driver.turns is None, driver.link_server is None) == ((True, False) if link else (False, True))
+        made, wanted = torch.Generator().manual_seed(0), eager()
+        for i in range(4):
+            driver.load_stage(f"stage{i}", {f"layer{i}.weight": torch.randn(16, 16, generator=made) / 4}, {})
+        for step, losses in enumerate(wanted[0]):
+            batch = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(step))}
+            assert [loss.item() for loss in driver.step(batch).values["loss"]] == losses
+        for i, device in driver.setup.stage_devices.items():
+            _, tensors = driver.call("stage_state", device, {"stage": i})
+            assert torch.equal(next(iter(tensors.values())), wanted[1][int(i[-1])])
+    finally:
+        driver.close()
