@@ -21,6 +21,7 @@ from .expert_parts import (
     part_product,
     part_rows,
 )
+from .member_tables import joined_members, member_lookup
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
@@ -40,10 +41,12 @@ __all__ = [
     "evaluation_logits",
     "in_tiles",
     "join_part",
+    "joined_members",
     "joined_statistics",
     "linear_4bit",
     "linear_8bit",
     "linear_torchao",
+    "member_lookup",
     "member_offsets",
     "member_result",
     "member_rows",

@@ -32,7 +32,7 @@ def part_statistics(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    begin: int,
+    begin: int | Tensor,
     tokens: int,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -42,7 +42,8 @@ def part_statistics(
     pieces: Slices | None = None,
 ) -> Tensor:
     """What the loss needs of the classes from `begin` on, whose rows `weight`, `bias` and `class_weight` hold: three
-    numbers for each token, in fp32 at least. The other arguments are those of `chunked_cross_entropy`."""
+    numbers for each token, in fp32 at least. `begin` may be [1], a number that the device alone knows. The other
+    arguments are those of `chunked_cross_entropy`."""
     kind = hidden.device.type
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
@@ -90,7 +91,7 @@ class _PartStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
-        begin: int, rule: LossRule,
+        begin: int | Tensor, rule: LossRule,
     ) -> Tensor:  # fmt: skip
         ctx.rule, ctx.begin = rule, begin
         room = LogitRoom(hidden, rule)
@@ -128,7 +129,7 @@ class _PartStatistics(torch.autograd.Function):
         return sums.hidden_gradient(), sums.weight, sums.bias, None, None, None, None
 
 
-def _own_place(labels: Tensor, begin: int, classes: int, rule: LossRule) -> tuple[Tensor, Tensor]:
+def _own_place(labels: Tensor, begin: int | Tensor, classes: int, rule: LossRule) -> tuple[Tensor, Tensor]:
     """Each label's column in a part, 0 for those of other parts and ignored ones, and which labels are of this part."""
     place = labels - begin
     here = (place >= 0) & (place < classes) & (labels != rule.ignore_index)

@@ -45,7 +45,7 @@ def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
         if head.node.target is chunked_cross_entropy:
             reader.lose(head)
         elif head.node.target is evaluation_logits:
-            _drop_outputs(graph, head.node)
+            drop_outputs(graph, head.node)
         else:
             reader.multiply(head)
     for node in reversed(graph.nodes):
@@ -58,7 +58,7 @@ def _make_parts(graph: OpGraph, name: str, value: nn.Parameter, rows: Sequence[i
     return [add_part(graph, name, value, begin, end) for begin, end in pairwise(rows)]
 
 
-def _drop_outputs(graph: OpGraph, logits: fx.Node) -> None:
+def drop_outputs(graph: OpGraph, logits: fx.Node) -> None:
     """Leave out the model's outputs that are made of these logits, with all that makes them."""
     made = {logits}
     for node in graph.nodes:

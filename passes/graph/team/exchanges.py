@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ....ir.program import Exchange, TensorSpec
+from ..edit import GraphEdit
 from ..opgraph import OpGraph, plain_meta, value_tensors
 
 MEMBER = "team_member"  # the input that has a device's number in its team
@@ -114,6 +115,11 @@ def member_input(graph: OpGraph) -> fx.Node:
 
 def is_exchange(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in EXCHANGES
+
+
+def apart(edit: GraphEdit, value: fx.Node) -> fx.Node:
+    """A value that may be exchanged: a copy of what an exchange gives, so that a stage lies between two exchanges."""
+    return edit.call(torch.clone, value) if is_exchange(value) else value
 
 
 def source_of(node: fx.Node) -> fx.Node:

@@ -141,9 +141,7 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
     return None
 
 
-def _can_share(
-    graph: OpGraph, inside: list[fx.Node], own: set[fx.Node], columns: Collection[WideProduct]
-) -> bool:
+def _can_share(graph: OpGraph, inside: list[fx.Node], own: set[fx.Node], columns: Collection[WideProduct]) -> bool:
     """Whether what is trained and read whole, of which members each have a part of the gradient, are weights alone,
     such as that of a norm over each head: these are shared before the region begins (`share_weight`)."""
     read = {value for node in inside for value in node.all_input_nodes if value not in own}

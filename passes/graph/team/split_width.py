@@ -3,7 +3,8 @@
 In: the op graph. Out: a graph of what one member computes: some columns of the first products of a region, its part of
 what is computed of them, such as some heads of attention, and its rows of the last products, whose summands the team
 adds up (`sum_parts`; in backward the gradients of what the region reads). `regions.py` finds regions. Of a layer of
-experts a member has some (`member_experts.py`). All members have the rest of the model, with the same bits.
+experts a member has some (`member_experts.py`), and of a vocabulary some rows (`member_tables.py`). All members have
+the rest of the model, with the same bits.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from ..experts.layers import ExpertLayer, find_expert_layers
 from ..graph_pass import GraphPass
 from ..kernels.call_node import call_node
 from ..opgraph import OpGraph, value_tensors
-from ..row_parts import refused_by_optimizer
-from .exchanges import is_exchange, member_input, share, share_weight, source_of, sum_parts
+from ..row_parts import device_room, refused_by_optimizer
+from ..tables.tables import TokenTable
+from .exchanges import apart, is_exchange, member_input, share, share_weight, source_of, sum_parts
 from .member_experts import add_team_part, divide_experts
+from .member_tables import dividable_tables, divide_table
 from .regions import WideProduct, WidthRegion, as_function, find_regions
 
+PartOfModel = WidthRegion | ExpertLayer | TokenTable
 RESHAPES = ("view", "reshape", "expand")  # calls whose numbers say the shape of the result
 
 
@@ -53,7 +57,8 @@ class SplitWidth(GraphPass):
         _refuse_sizes(draft)
         regions = _parts_of_model(draft.graph, self.team)
         kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
-        while kept and (whole := _uncut(*_divided(draft.graph, kept, self.team))):
+        kept = [name for name in kept if _is_worth_a_sum(regions[name], regions, draft.graph)]
+        while kept and (whole := _uncut(*_divided(draft, kept, self.team))):
             kept = [name for name in kept if name not in whole]
         if not kept:
             refused = next((_refused_by_optimizer(draft, region) for region in regions.values()), "")
@@ -81,15 +86,18 @@ class SplitWidth(GraphPass):
             refused = _refused_by_optimizer(draft, regions[name])
             if refused:
                 raise PassError(f"split-width: {name} cannot be divided: {refused}")
-        graph, exchanged = _divided(draft.graph, decision.regions, decision.team)
+        graph, exchanged = _divided(draft, decision.regions, decision.team)
         whole = _uncut(graph, exchanged)
         if whole:
             raise PassError(
                 f"split-width: {min(whole)} cannot be divided: what its members exchange stands in the middle of a "
                 "block; take it out of the plan's decision `width`"
             )
+        lost = draft.graph.outputs.keys() - graph.outputs.keys()
         draft.graph = graph
-        draft.notes[self.name] = f"{len(decision.regions)} parts of the model are divided among {decision.team} members"
+        told = f"{len(decision.regions)} parts of the model are divided among {decision.team} members"
+        told += f"; evaluation gives no {', '.join(sorted(lost))}, which would stand whole" if lost else ""
+        draft.notes[self.name] = told
 
 
 def _refuse_sizes(draft: Draft) -> None:
@@ -97,19 +105,24 @@ def _refuse_sizes(draft: Draft) -> None:
         raise PassError("split-width: it takes batches of one size; leave dynamic_shapes out, or use another strategy")
 
 
-def _divided(graph: OpGraph, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
+def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
     """A copy of the graph in which members divide these parts, and the exchanges of each."""
-    graph = graph.copy()
+    graph = draft.graph.copy()
     regions = _parts_of_model(graph, team)
     member: fx.Node | None = None
     now: dict[fx.Node, fx.Node] = {}  # what stands in the place of products that are divided
     exchanged: dict[str, set[fx.Node]] = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: isinstance(regions[name], TokenTable)):  # tables are found anew
         region, before = regions[name], set(filter(is_exchange, graph.nodes))
         if isinstance(region, WidthRegion):
             _Divided(graph, region, team, now).write()
+            exchanged[name] = set(filter(is_exchange, graph.nodes)) - before
+            continue
+        member = member or member_input(graph)
+        if isinstance(region, TokenTable):
+            graph.rebuild()
+            divide_table(graph, name, member, team, device_room(draft))
         else:
-            member = member or member_input(graph)
             divide_experts(graph, region, member, team)
         exchanged[name] = set(filter(is_exchange, graph.nodes)) - before
     for node in reversed(graph.nodes):
@@ -131,17 +144,32 @@ def _uncut(graph: OpGraph, exchanged: dict[str, set[fx.Node]]) -> set[str]:
     return {name for name, nodes in exchanged.items() if not all(map(is_cut, nodes))}
 
 
-def _parts_of_model(graph: OpGraph, team: int) -> dict[str, WidthRegion | ExpertLayer]:
-    """What members can divide: regions by the name of a weight, and layers of experts by that of their module."""
-    found: dict[str, WidthRegion | ExpertLayer] = {region.name: region for region in find_regions(graph, team)}
+def _parts_of_model(graph: OpGraph, team: int) -> dict[str, PartOfModel]:
+    """What members can divide: regions by the name of a weight, layers of experts by that of their module, and tables
+    that no region divides."""
+    found: dict[str, PartOfModel] = {region.name: region for region in find_regions(graph, team)}
+    used = {p.weight for r in found.values() if isinstance(r, WidthRegion) for p in (*r.columns, *r.rows)}
     layers = find_expert_layers(graph).items()
-    return found | {name: layer for name, layer in layers if not layer.refusal and layer.experts % team == 0}
+    found |= {name: layer for name, layer in layers if not layer.refusal and layer.experts % team == 0}
+    return found | {name: table for name, table in dividable_tables(graph, team).items() if name not in used}
 
 
-def _refused_by_optimizer(draft: Draft, region: WidthRegion | ExpertLayer) -> str:
+def _is_worth_a_sum(region: PartOfModel, regions: dict[str, PartOfModel], graph: OpGraph) -> bool:
+    """Whether a table is as large as what is divided anyway, or a head's: a small one, such as of positions, costs less
+    on every member than a sum of what is looked up."""
+    if not isinstance(region, TokenTable) or region.heads:
+        return True
+    parameters = graph.parameters()
+    wide = [p.weight for r in regions.values() if isinstance(r, WidthRegion) for p in (*r.columns, *r.rows)]
+    return region.value.numel() >= max((parameters[name].numel() for name in wide), default=0)
+
+
+def _refused_by_optimizer(draft: Draft, region: PartOfModel) -> str:
     parameters = draft.graph.parameters()
     if isinstance(region, ExpertLayer):
         names = list(region.weights)
+    elif isinstance(region, TokenTable):
+        names = [region.name, *region.biases]
     else:
         products = (*region.columns, *region.rows)
         names = [name for product in products for name in (product.weight, product.bias) if name]
@@ -170,7 +198,7 @@ class _Divided:
         edit = GraphEdit(self.graph, product.node)
         hidden = self.now.get(product.hidden, product.hidden)
         if hidden not in self.shared and hidden.meta["val"].requires_grad:  # else it has no gradient to add up
-            self.shared[hidden] = edit.call(share, hidden, self.team)
+            self.shared[hidden] = edit.call(share, apart(edit, hidden), self.team)
         hidden = self.shared.get(hidden, hidden)
         weight = self.part(edit, product.weight, product.out_dim, blocks)
         bias = self.part(edit, product.bias, 0, blocks) if product.bias else None
