@@ -115,6 +115,8 @@ class Slices:
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:
         budget = max(device.budget_bytes for device in self.devices)
+        if counts[0] >= len(self.devices) and (found := self._too_large_for_the_smallest(counts[0])):
+            return found
         needs = [self.need_bytes(i, i + 1, i, counts[-1]) for i in range(len(self.blocks))]
         need, name = max(zip(needs, (block.name for block in self.blocks)), key=lambda row: row[0])
         if need > budget:
@@ -130,6 +132,22 @@ class Slices:
             f"largest block alone needs {format_bytes(need)} of {format_bytes(budget)}. Nearest that fits: "
             f"stages={len(needs)}, one block each, or devices with more memory",
             memory="device",
+        )
+
+    def _too_large_for_the_smallest(self, count: int) -> DoesNotFit | None:
+        """Where one device is smaller than others, and most blocks do not fit it even alone."""
+        device = min(self.devices, key=lambda device: device.budget_bytes)
+        needs = [self.need_bytes(i, i + 1, i, count) for i in range(len(self.blocks))]
+        large = sorted(need for need in needs if need > device.budget_bytes)
+        others = [other.budget_bytes for other in self.devices if other.budget_bytes > device.budget_bytes]
+        if len(large) <= len(needs) / 2 or not others or large[-1] > min(others):
+            return None
+        return DoesNotFit(
+            f"{len(large)} of {len(needs)} blocks do not fit device {device.name!r} even alone: it has "
+            f"{format_bytes(device.budget_bytes)}, and they need up to {format_bytes(large[-1])}; of {count} stages "
+            "each device has some. Nearest that fits: the machine without it, or with one as large as the others",
+            memory="device",
+            missing_bytes=large[-1] - device.budget_bytes,
         )
 
 

@@ -25,9 +25,10 @@ from .problem import MipProblem
 Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
 RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states
-FOLLOWED = 6  # the most best starts that are improved, each for another number of stages
-RESTARTS, ANNEALED = 6, 60  # restarts, and random moves tried after each, for every block
-WARMTH = 0.015  # the share of a step by which a move may be slower, on average, at first
+FOLLOWED = 10  # the most best starts that are improved, each for another number of stages
+COLD, WARM = 0.006, 0.015  # the share of a step by which a move may be slower, on average, at first
+COLD_RESTARTS, WARM_RESTARTS = 4, 6
+COLD_MOVES, WARM_MOVES = 600, 60  # random moves tried after a restart: in all; for every block
 MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
 TURN_S = 1e-6  # of work, for a stage and a micro-batch of a partition that is evaluated
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
@@ -109,24 +110,36 @@ class Search:
                     heapq.heappush(waiting, (self.known[tried], tried))
 
     def restart(self, counts: set[int]) -> None:
-        """Anneal from the `RESTARTS` best numbers of stages in turn, each time from the best partition known into that
-        number, and climb from what was found."""
-        draw, steps = random.Random(0), ANNEALED * self.problem.num_blocks
-        for count in sorted(self.best, key=self.best.__getitem__)[:RESTARTS]:
-            start_s, cuts = self.best[count]
-            now_s, found = start_s, (start_s, cuts)
-            for step in range(steps):
+        """Anneal from some of the best numbers of stages in turn, each time from the best partition known into that
+        number, and climb from what was found: first near it, then farther away."""
+        draw = random.Random(0)
+        cold = (COLD, COLD_RESTARTS, COLD_MOVES)
+        warm = (WARM, WARM_RESTARTS, WARM_MOVES * self.problem.num_blocks)
+        for warmth, restarts, moves in (cold, warm):
+            for count in sorted(self.best, key=self.best.__getitem__)[:restarts]:
+                found = self.anneal(self.best[count], counts, draw, warmth, moves)
                 if self.is_late():
                     return
-                tried = self.random_move(cuts, counts, draw)
-                if tried is None:
-                    continue
-                took_s = self.seconds(tried)
-                cost = WARMTH * start_s * (1 - step / steps) ** 2
-                if took_s <= now_s - cost * math.log(1 - draw.random()):
-                    cuts, now_s = tried, took_s
-                    found = min(found, (now_s, cuts))
-            self.climb(found[1], counts)
+                self.climb(found, counts)
+
+    def anneal(
+        self, start: tuple[float, Cuts], counts: set[int], draw: random.Random, warmth: float, moves: int
+    ) -> Cuts:
+        """The best of the partitions on a way of random moves, of which ever fewer may cost something."""
+        (start_s, cuts), found = start, start
+        now_s = start_s
+        for step in range(moves):
+            if self.is_late():
+                break
+            tried = self.random_move(cuts, counts, draw)
+            if tried is None:
+                continue
+            took_s = self.seconds(tried)
+            cost = warmth * start_s * (1 - step / moves) ** 2
+            if took_s <= now_s - cost * math.log(1 - draw.random()):
+                cuts, now_s = tried, took_s
+                found = min(found, (now_s, cuts))
+        return found[1]
 
     def random_move(self, cuts: Cuts, counts: set[int], draw: random.Random) -> Cuts | None:
         """One cut, or several neighbours, moved by a block; a cut taken away, a new one, or both; None where the drawn

@@ -131,6 +131,17 @@ def test_what_cannot_be_done_is_said() -> None:
         apply(draft_of(chain(depth=7, width=32), small), *all_passes(2)[:2])
 
 
+def test_a_device_that_is_too_small_for_most_blocks_is_named() -> None:
+    machine = Hardware.cpu(num_devices=2, memory="4MB")
+    devices = [machine.devices[0], machine.devices[1].model_copy(update={"name": "small", "memory_bytes": 20_000})]
+    draft = draft_of(chain(depth=7, width=32), machine.model_copy(update={"devices": devices}), micro_batches=2)
+    with pytest.raises(
+        DoesNotFit, match=r"[78] of 8 blocks do not fit device 'small' even alone: it has 19.5 KiB"
+    ) as e:
+        apply(draft, *all_passes(4)[:2])
+    assert e.value.memory == "device" and e.value.missing_bytes > 0
+
+
 def test_a_shared_layer_is_counted_once() -> None:
     """Its weights are there once, however many blocks of a stage call it."""
     draft = draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=1))
