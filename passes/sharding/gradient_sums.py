@@ -6,6 +6,8 @@ results hold the sums over all lanes; for stages that lanes share, each device's
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from ...ir import ops
@@ -34,14 +36,23 @@ def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
     lanes, and add it up over the replicas."""
     stage, interface = str(total.meta["type"].stage), program.interface
     name, copies = short("g", stage), copies_group(stage)
-    with program.graph.inserting_before(total.next):
-        if copies in interface.groups:
+    takes_turns = copies in interface.groups
+    with program.graph.inserting_before(_after_sends(total) if takes_turns else total.next):
+        if takes_turns:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_copies"], group=copies)
         if interface.shards > 1:
             (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
         if interface.replicas > 1:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_all"], group=ops.REPLICAS)
     return total
+
+
+def _after_sends(total: fx.Node) -> fx.Node:
+    """The op before which devices that take turns meet: another one may still need what the last backward sends."""
+    found = total.next
+    while found.target in (ops.send, ops.free, operator.getitem):
+        found = found.next
+    return found
 
 
 def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.Node:

@@ -74,8 +74,10 @@ def test_devices_join_the_slowest_stage_and_take_turns() -> None:
     assert draft.partition == [["table"], ["layers.0", "layers.1"]] and draft.copies == {"stage1": [1, 2, 3]}
     for first, program in enumerate(draft.programs[1:]):
         assert turns(program) == [("stage1", m) for m in range(first, 12, 3)]
+    order = [node.target for node in draft.programs[1].ops()]
     sums = [node for node in draft.programs[1].ops() if node.target is ops.all_reduce]
     assert [node.kwargs["group"] for node in sums] == ["copies.stage1"]
+    assert ops.send in order and ops.send not in order[order.index(ops.all_reduce) :]  # others wait for these to meet
 
 
 @pytest.mark.parametrize(
