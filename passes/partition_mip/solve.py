@@ -32,8 +32,8 @@ from .problem import MipProblem
 CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.05, 0.02, 0.01, CLOSE)  # what is proven for one number of stages, one after the other
 TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, for one program of each sort
-ITERATION_S = 1e-4  # of work, for an iteration of the solver
-STAGE_S = 1.5e-3  # of work, for a stage of a linear relaxation
+ITERATION_S, ROW_S = 1.2e-7, 1e-5  # of work, for a row of a program: in each iteration, and once
+STAGE_S = 0.8e-3  # of work, for a stage of a linear relaxation
 CHOICES = 60  # the most devices whose residence is told apart to bound a number of resident devices
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
 FEW = 3000  # so many partitions are tried rather than bounded
@@ -265,7 +265,8 @@ class _Tree:
         """Solve an integer program with at most so many nodes, or its relaxation with none."""
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         status = model.optimize(max_seconds=self.guard_s(), **more)
-        self.work.add(ITERATION_S * model.solver._get_int_info_value("simplex_iteration_count"))
+        iterations = model.solver._get_int_info_value("simplex_iteration_count")
+        self.work.add(model.num_rows * (ROW_S + ITERATION_S * iterations))
         return status
 
     def cutoff_s(self, node: _Node) -> float:
