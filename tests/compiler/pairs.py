@@ -28,7 +28,7 @@ from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.state.parts import PartJoiner
 from penstock.tests.compiler.eager_baseline import optimizer_states
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SGD, SSD, TIERS, distance, in_process, with_counts
-from penstock.tests.zoo import gpt2, llama, mixtral, qwen3_moe
+from penstock.tests.zoo import gpt2, llama, mixtral, qwen3, qwen3_moe
 
 ROWS, STEPS = 8, 2
 MOMENTUM = SGD.keywords["momentum"]
@@ -165,8 +165,9 @@ class Pair:
 
     @property
     def model(self) -> str:
-        """One of four models."""
+        """One of five models; of width one with a norm over each head, and one whose head is tied to its embedding."""
         dense, sparse = ("llama", "mixtral") if self.devices == 2 else ("gpt2", "qwen3_moe")
+        dense = "qwen3" if dense == "llama" and "width" in self else dense
         return sparse if any(way.experts for way in self.ways) else dense
 
     def made(self) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -272,7 +273,7 @@ class EagerRun:
 
 
 MODELS = {
-    "gpt2": partial(gpt2, num_layers=2), "llama": llama, "mixtral": mixtral, "qwen3_moe": qwen3_moe
+    "gpt2": partial(gpt2, num_layers=2), "llama": llama, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class SplitWidth(GraphPass):
         """Raises `PassError` where nothing of the model can be divided among so many."""
         if self.team == 1:
             return Width()
-        _refuse_sizes(draft)
+        _refuse(draft)
         regions = _parts_of_model(draft.graph, self.team)
         kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
         kept = [name for name in kept if _is_worth_a_sum(regions[name], regions, draft.graph)]
@@ -73,9 +73,7 @@ class SplitWidth(GraphPass):
     def rewrite(self, draft: Draft, decision: Width) -> None:
         if decision.team == 1:
             return
-        if draft.graph.team > 1:
-            raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
-        _refuse_sizes(draft)
+        _refuse(draft)
         regions = _parts_of_model(draft.graph, decision.team)
         for name in decision.regions:
             if name not in regions:
@@ -100,7 +98,10 @@ class SplitWidth(GraphPass):
         draft.notes[self.name] = told
 
 
-def _refuse_sizes(draft: Draft) -> None:
+def _refuse(draft: Draft) -> None:
+    """Raise `PassError` for a graph that no team can divide, or that one divides already."""
+    if draft.graph.team > 1:
+        raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
     if draft.graph.sizes or draft.graph.symbols:
         raise PassError("split-width: it takes batches of one size; leave dynamic_shapes out, or use another strategy")
 
