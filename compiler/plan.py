@@ -106,7 +106,7 @@ class Decisions(BaseModel):
     activations: dict[str, Activations] = {}  # stage -> saved tensors that backward finds; for others all or none
     fetch: dict[str, dict[PhaseName, int]]  # see `Early` in `insert_fetch.py`
     sharding: Sharding | None = None
-    sums: Literal["step", "two-hop", "micro-batch"] | None = None  # when gradients of shared stages are added up
+    sums: Literal["step", "two-hop", "micro-batch", "all-reduce"] | None = None  # how shared stages' gradients add up
     ssd: OnSsd = OnSsd()
     link_turns: bool = False  # whether fetches through one root complex come by when they are needed
     optimizer: dict[str, MemoryName]  # stage -> tier of its states; with resident weights it is stepped there

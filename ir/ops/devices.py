@@ -128,20 +128,24 @@ all_gather = Op(
 
 
 def _scatter_work(
-    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
-) -> Work:
+    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False,
+    whole: bool = False,
+) -> Work:  # fmt: skip
     """What arrives replaces what was sent; the workspace has room for what arrives first. To an earlier sum, the new
-    one is added."""
+    one is added. A whole sum takes the rounds of an all-reduce."""
     part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
     added_bytes = 0 if total is None else 3 * part_bytes
-    return replace(_once_round(group, grads.bytes, added_bytes, hierarchical), workspace_bytes=part_bytes)
+    work = _once_round(group, grads.bytes, added_bytes, hierarchical)
+    return replace(work, workspace_bytes=part_bytes, rounds=2 if whole else 1)
 
 
 def _reduce_scatter(
-    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
-) -> Value:
+    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False,
+    whole: bool = False,
+) -> Value:  # fmt: skip
     """The sum of the members' gradients of a stage, of which each member keeps its shard's part. It is added to
-    `total`, the sum of earlier micro-batches. `hierarchical` adds up first inside each host, then between hosts."""
+    `total`, the sum of earlier micro-batches. `hierarchical` adds up first inside each host, then between hosts.
+    `whole`: each member receives the whole sum before it keeps its part of it."""
     if want(grads, "grads", "grads", DEVICE).group:
         raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
     ctx.group(group)

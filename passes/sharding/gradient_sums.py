@@ -14,18 +14,20 @@ from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.program import Program, copies_group, place_frees, producer_of
 
-STEP, TWO_HOP, MICRO_BATCH = "step", "two-hop", "micro-batch"
-WAYS = (STEP, TWO_HOP, MICRO_BATCH)
+STEP, TWO_HOP, MICRO_BATCH, ALL_REDUCE = "step", "two-hop", "micro-batch", "all-reduce"
+WAYS = (STEP, TWO_HOP, MICRO_BATCH, ALL_REDUCE)
 
 
 def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> None:
     """Rewrite a program. `every`: one of `WAYS`, see `insert_two_hop.py`. `hierarchical`: scatters add up inside hosts
     first."""
     how = {"hierarchical": True} if hierarchical else {}
+    how |= {"whole": True} if every == ALL_REDUCE else {}
     results = program.results()
     grads = results.get("grads", [])
     results["grads"] = [
-        sum_once(program, g, **how) if every == STEP else _sum_each(program, g, every, **how) for g in grads
+        _sum_each(program, g, every, **how) if every in (TWO_HOP, MICRO_BATCH) else sum_once(program, g, **how)
+        for g in grads
     ]
     program.returns(results)
     place_frees(program)

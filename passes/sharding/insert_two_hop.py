@@ -7,7 +7,9 @@ device ever holds more of a stage's gradients than one micro-batch's and its own
 
 For comparison `every=micro-batch` takes the second hop with every micro-batch, too, as a plain ZeRO does; and
 `every=step` adds up a lane's micro-batches on the device first and takes both hops once, which moves the fewest bytes
-where the gradients of all stages fit. `every=auto` is `step` where that fits, else `two-hop`.
+where the gradients of all stages fit. `every=all-reduce` does so, too, but brings the whole sum to every device, which
+keeps its own piece: twice the bytes, as Mobius says of DeepSpeed (eq. 2). `every=auto` is `step` where that fits, else
+`two-hop`.
 """
 
 from __future__ import annotations

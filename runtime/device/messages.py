@@ -100,8 +100,9 @@ class Messages(Issuing):
         return self._launch(issue, [], self._together(issue, group, run))[0]
 
     def reduce_scatter(
-        self, grads: Handle, total: Handle | None = None, *, group: str, hierarchical: bool = False
-    ) -> Handle:
+        self, grads: Handle, total: Handle | None = None, *, group: str, hierarchical: bool = False,
+        whole: bool = False,
+    ) -> Handle:  # fmt: skip
         issue = self._next("reduce_scatter")
         group = issue.group
         box, link, flat = grads.box, self.link, self._flat(issue.stages[0])
@@ -115,7 +116,7 @@ class Messages(Issuing):
             for rows, spare, own in zip(box.value.flats, spares, owns, strict=True):
                 into = own if before is None else None
                 assert link is not None
-                total_rows = link.sum_rows(rows, spare, into, group, hierarchical)
+                total_rows = link.sum_rows(rows, spare, into, group, hierarchical, whole)
                 if before is not None:
                     own.add_(total_rows)
             if before is not None:

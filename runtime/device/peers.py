@@ -171,15 +171,20 @@ class PeerLink:
             gather_rows(groups[group], self._seats[group], rows, hierarchical)
 
     def sum_rows(
-        self, rows: Tensor, spare: Tensor, into: Tensor | None, group: str, hierarchical: bool = False
-    ) -> Tensor:
+        self, rows: Tensor, spare: Tensor, into: Tensor | None, group: str, hierarchical: bool = False,
+        whole: bool = False,
+    ) -> Tensor:  # fmt: skip
         """The sum over the group's devices of this device's row, out of `rows` (members, n), in `into` (n) if that is
         given. The rows and `spare` (n) are used up. `hierarchical`: in host memory, first inside hosts, then between
-        them."""
+        them. `whole`: every device receives all sums, as in an all-reduce."""
         if group in self._single:
             return rows[0] if into is None else into.copy_(rows[0])
         groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
-        return sum_rows(groups[group], rows, spare, into, self._seats[group], hierarchical)
+        total = sum_rows(groups[group], rows, spare, into, self._seats[group], hierarchical)
+        if whole:
+            rows[self._seats[group].index].copy_(total)
+            gather_rows(groups[group], self._seats[group], rows, hierarchical)
+        return total
 
     def exchange_rows(self, rows: Tensor, group: str) -> Tensor:
         """Of every member, in the group's order, the row that it has for this device: `rows` (members, n, ...) has this

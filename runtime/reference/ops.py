@@ -332,8 +332,9 @@ class ReferenceRuntime:
         return Weights(shard.stage, {p.name: whole_of([s[p.name] for s in shards], p.shape) for p in params})
 
     def reduce_scatter(
-        self, grads: StageGrads, total: StageGrads | None = None, *, group: str, hierarchical: bool = False
-    ) -> StageGrads:
+        self, grads: StageGrads, total: StageGrads | None = None, *, group: str, hierarchical: bool = False,
+        whole: bool = False,
+    ) -> StageGrads:  # fmt: skip
         devices = self.world.interface.members(group)
         summed = self._summed(self._meet(group, (grads,)), group)
         index = devices.index(self.device)

@@ -15,7 +15,7 @@ from penstock.tests.runtime.ssd.on_disk import directories
 REORDERED = {"fp32": 5e-6, "bf16": 2e-2}
 LINE = (
     "coarsen, mesh{{shards=2}}, partition-min-stage, map-round-robin, schedule-1f1b, insert-remat, "
-    "insert-shard{{tier={}, hold=false}}, insert-two-hop, {}"
+    "insert-shard{{tier={}, hold=false}}, insert-two-hop{}, {}"
 )
 TIERS = {
     "device": ("device", "insert-optimizer"),
@@ -25,11 +25,13 @@ TIERS = {
 }
 
 
-def compiled(model: Any, batch: Any, tier: str, precision: str = "fp32", **options: Any) -> penstock.Job:
+def compiled(
+    model: Any, batch: Any, tier: str, precision: str = "fp32", sums: str = "", **options: Any
+) -> penstock.Job:
     hardware = penstock.Hardware.cpu(num_devices=4, ssd="1GB")
     return penstock.compile(
         model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=4, precision=precision, max_grad_norm=0.5,
-        strategy=LINE.format(*TIERS[tier]), **options,
+        strategy=LINE.format(TIERS[tier][0], sums, TIERS[tier][1]), **options,
     )  # fmt: skip
 
 
@@ -52,6 +54,17 @@ def test_shards_on_four_devices_train_as_eager(tmp_path: Path) -> None:
     with penstock.compile(model, penstock.Hardware.cpu(1), strategy="balanced", **options) as alone:
         alone.resume(tmp_path / "saved")
         assert float(alone.step(batch)) == pytest.approx(gone_on, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_sums_that_every_device_receives_whole() -> None:
+    model, batch = zoo_case("gpt2")
+    eager = Eager(model, max_grad_norm=0.5)
+    with compiled(model, batch, "device", sums="{every=all-reduce}") as job:
+        assert job.plan.decisions.sums == "all-reduce"
+        for _ in range(2):
+            assert float(job.step(batch)) == pytest.approx(float(eager.step(batch)), rel=1e-6)
+        assert_same_states(job, eager, REORDERED["fp32"])
 
 
 @pytest.mark.slow

@@ -56,6 +56,15 @@ def test_the_first_hop_is_taken_with_every_micro_batch() -> None:
     assert counts["micro-batch"] == [m * stages, m * stages, (m - 1) * stages]
 
 
+def test_an_all_reduce_brings_every_device_the_whole_sum() -> None:
+    """A group of two moves half of the gradients once more, and the hop between hosts stays as it is (Mobius eq. 2)."""
+    moved = {e: simulate((draft := drafted(e)).programs, draft.machine).moved_bytes for e in ("step", "all-reduce")}
+    grads = sum(stage.spec.grad_bytes for stage in drafted("step").stages)
+    more = moved["all-reduce"]["cpu0.nvlink.up"] - moved["step"]["cpu0.nvlink.up"]
+    assert more == pytest.approx(grads / 2, rel=0.05)
+    assert moved["all-reduce"]["nic0.up"] == moved["step"]["nic0.up"]
+
+
 def test_two_hops_need_less_memory() -> None:
     peaks = {e: profile_memory(drafted(e).programs[0]).peak_bytes[ops.DEVICE] for e in ("step", "two-hop")}
     assert peaks["two-hop"] < peaks["step"]
@@ -66,7 +75,7 @@ def test_two_hops_need_less_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "every", ["two-hop", *(pytest.param(e, marks=pytest.mark.slow) for e in ("micro-batch", "step"))]
+    "every", ["two-hop", *(pytest.param(e, marks=pytest.mark.slow) for e in ("micro-batch", "step", "all-reduce"))]
 )
 def test_training_is_eagers(every: str) -> None:
     graph, batches = traced("gpt2")
@@ -74,7 +83,7 @@ def test_training_is_eagers(every: str) -> None:
 
 
 def test_what_the_pass_refuses() -> None:
-    with pytest.raises(PassError, match="every='day' is none of auto, step, two-hop, micro-batch"):
+    with pytest.raises(PassError, match="every='day' is none of auto, step, two-hop, micro-batch, all-reduce"):
         drafted("day")
     line = LINE.format("two-hop")
     for wrong, said in [
