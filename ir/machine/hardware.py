@@ -116,6 +116,7 @@ class Host(MachinePart):
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
     devices it is the loopback between two worker processes. `nvlink_message_shares` is what messages of so many bytes
     reach of it, besides their latency; `ssd_shares` what so many disks together reach of the sum of their rates.
+    `staged_bandwidth` is what messages of one GPU reach at most that are copied through DRAM, without P2P and NVLink.
     `model_bytes` is what the script's own copy of the model takes of the usable DRAM; `compile` sets it, on devices
     too.
     """
@@ -132,6 +133,7 @@ class Host(MachinePart):
     ssd_shares: NumberShares | None = None
     ssd_uplink_bandwidth: Rate | None = None  # shared by all disks of the host, per direction
     p2p: bool = False
+    staged_bandwidth: Rate | None = None  # None: that of the links on the way
     nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
     nvlink_message_shares: MessageShares | None = None

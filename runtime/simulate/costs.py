@@ -28,7 +28,7 @@ from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
 from ...ir.program import WORLD, Interface, Program, Task, build_order, link_turn_of, members_of
 from .collectives import Rounds, rounds_of
-from .cpu import copying, core_flow, core_links, messaging, update_s
+from .cpu import copying, core_flow, core_links, messaging, staged_links, update_s
 from .sharing import Cost
 from .symmetry import links_alike, repeating_lanes
 
@@ -82,7 +82,7 @@ class CostModel:
     def __init__(self, hardware: Hardware, precision: str, fleet: WholeMachine | None = None):
         self.hardware, self.fleet = hardware, fleet
         self.precision = precision
-        self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
+        self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware), **staged_links(hardware)}
         self.by_size = {n for n, link in self.links.items() if link.message_shares or link.host_shares}
         self.sized: dict[tuple[str, float, int], str] = {}
         self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
@@ -143,7 +143,7 @@ class CostModel:
         path = self.for_messages(path, work.moved_bytes)
         owner = self.hardware.devices[device]
         use = copying(owner) if ops.DRAM in (work.source, work.target) else messaging(owner)
-        if use in self.links:  # cores move these bytes, and cores know no priorities
+        if use in self.links:  # messages of GPUs are urgent; cores, which move the others, know no priorities
             path, priority = (*path, use), URGENT
         return Cost(latency_s, ((path, work.moved_bytes),), priority)
 

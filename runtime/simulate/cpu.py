@@ -37,6 +37,17 @@ def core_links(hardware: Hardware) -> dict[str, Link]:
     return found
 
 
+def staged_links(hardware: Hardware) -> dict[str, Link]:
+    """A link for each GPU whose messages are copied through DRAM at a rate of their own."""
+    found = {}
+    for device in hardware.devices:
+        host = hardware.hosts[device.host]
+        if device.kind != "cpu" and host.staged_bandwidth is not None and not (host.p2p or host.nvlink_bandwidth):
+            name, dram = messaging(device), f"dram{device.host}"
+            found[name] = Link(name, device.name, dram, host.staged_bandwidth, 0.0)
+    return found
+
+
 def core_flow(device: Device, hardware: Hardware, alone_s: float) -> tuple[Path, float]:
     """The path and core-seconds of work that takes a device's threads `alone_s` if no one else uses their cores."""
     return (_own(device), _cores(device)), alone_s * _threads(device, hardware)

@@ -72,6 +72,20 @@ def alone_s(cost: Cost, hardware: Hardware) -> float:
     return total_s
 
 
+def test_messages_through_dram_have_a_rate_of_their_own() -> None:
+    """Of GPUs without P2P and NVLink, whose links are faster; fetches and offloads keep the links' rate."""
+    hardware = cluster(1).with_(nvlink_bandwidth=None, staged_bandwidth=1e9)
+    once = 3 / 4 * 64 * MB
+    cost = collective(hardware, 64 * MB)
+    assert on_links(cost)["gpu0.messaging"] == pytest.approx(once)
+    model = CostModel(hardware, "fp32")
+    assert model.links["gpu0.messaging"].bandwidth == 1e9
+    fetch = Work(ops.COMM, moved_bytes=10**6, source=ops.DRAM, target=ops.DEVICE)
+    assert not any("messaging" in link for path, _ in model.transfer(0, fetch, 1).flows for link in path)
+    for other in ({"p2p": True}, {"nvlink_bandwidth": NVLINK}, {"staged_bandwidth": None}):
+        assert "gpu0.messaging" not in CostModel(hardware.with_(**other), "fp32").links
+
+
 @pytest.mark.parametrize(("num_hosts", "times"), [(2, 1), (4, 1), (4, 2)])
 def test_a_ring_passes_each_network_card_once(num_hosts: int, times: int) -> None:
     """A gather brings (n-1)/n of the value into every host and out of it, a sum that all get twice that (MiCS 2.2)."""

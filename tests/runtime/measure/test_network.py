@@ -1,0 +1,76 @@
+"""The network between hosts, timed between processes of this one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from penstock.ir.machine.hardware import Hardware
+from penstock.runtime.measure.network import network_rates
+from penstock.runtime.processes.joint_hardware import combine
+from penstock.runtime.processes.rows import Member
+from penstock.tests.compiler.job.agents import agents
+
+HOSTS = 3
+SCRIPT = """
+import sys
+from penstock.cli.main import main
+main(["hardware", "detect", "--save", sys.argv[1]])
+"""
+
+
+def host(index: int, folder: str, found: SimpleQueue[Any]) -> None:
+    store = dist.FileStore(f"{folder}/store", HOSTS)
+    found.put((index, network_rates(store, index, HOSTS, (1024, 65536, 1 << 20))))
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_three_processes_time_what_lies_between_them(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    found = context.SimpleQueue()
+    processes = [context.Process(target=host, args=(index, str(tmp_path), found)) for index in range(HOSTS)]
+    for process in processes:
+        process.start()
+    try:
+        rows = dict(found.get() for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    first, other = rows[0], rows[2]
+    assert not other
+    assert 1e7 < first["bandwidth"] < 1e12 and 0 < first["latency_s"] < 1
+    assert first["host_shares"] is None or list(first["host_shares"]) == [2, HOSTS]
+    assert Hardware.cpu(2, hosts=2).with_(network=first).network is not None
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_torchrun_over_two_hosts_describes_the_machine_that_they_form(tmp_path: Path) -> None:
+    script, document = tmp_path / "script.py", tmp_path / "machine.yaml"
+    script.write_text(SCRIPT)
+    with agents(tmp_path / "agents", str(document), nodes=2, per_node=1, script=script) as started:
+        codes = [process.wait(200) for process in started.processes]
+        assert codes == [0, 0], started.logs
+    found = Hardware.from_any(str(document))
+    assert [device.host for device in found.devices] == [0, 1]
+    assert found.network is not None and found.network.bandwidth > 1e7
+    assert "measured between them" in found.source
+
+
+def test_the_links_of_the_devices_are_no_part_of_the_networks_latency() -> None:
+    members = [Member(rank, str(rank), str(rank), f"host{rank}", 100 + rank, 0.0, "10.0.0.1") for rank in range(2)]
+    document = Hardware.cpu(1).model_dump(mode="json")
+    own_s = document["devices"][0]["link_latency_s"]
+    rows = [{"document": document, "network": None}] * 2
+    timed = {"bandwidth": 2e9, "latency_s": 3e-4, "message_shares": {"64kB": 0.5, "1MB": 1.0}}
+    found = combine(rows, members, timed).network
+    assert found is not None and found.bandwidth == 2e9
+    assert found.latency_s == pytest.approx(3e-4 - 2 * own_s)
+    assert combine(rows, members, {**timed, "latency_s": own_s}).network.latency_s == 1e-6  # type: ignore[union-attr]
