@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import json
 import logging
+import os
 import signal
 import sys
 from importlib import metadata
@@ -295,6 +296,8 @@ def show_hardware(
     if measure and name != "detect":
         raise PlanError(f"--measure times this machine; it goes with `detect`, not with {name!r}")
     found = machine(name, change, measure=measure)
+    if os.environ.get("RANK", "0") != "0":  # of a torchrun, whose first rank tells of all
+        return
     print(found.describe())
     if save is not None:
         found.save(save)

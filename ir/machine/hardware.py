@@ -449,10 +449,15 @@ class Hardware(MachinePart):
 
     @classmethod
     def detect(cls, measure: bool = False) -> Hardware:
-        """Describe this machine; with `measure`, time its links, disks, matrix products and optimizer (20 s)."""
-        from ...runtime.measure.detect import detect_hardware
+        """Describe this machine; with `measure`, time its links, disks, matrix products and optimizer (20 s).
 
-        return detect_hardware(measure=measure)
+        Under a torchrun over several hosts all ranks must call it: the hosts describe the machine that they form, with
+        one device per rank, and time the network between them where their devices are CPUs.
+        """
+        from ...runtime.measure.detect import detect_hardware, over_hosts
+        from ...runtime.processes.joint_hardware import detected_together
+
+        return detected_together(measure) if over_hosts() else detect_hardware(measure=measure)
 
     @classmethod
     def cpu(

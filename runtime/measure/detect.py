@@ -59,6 +59,12 @@ def detect_hardware(measure: bool = False) -> Hardware:
     return Hardware.model_validate(document)
 
 
+def over_hosts() -> bool:
+    """Whether this process is a rank of a torchrun over several hosts."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", world) != world
+
+
 # -- the host ----------------------------------------------------------------------------------------------------------
 
 

@@ -74,10 +74,12 @@ def fetch_latency_s(repeats: int = 100) -> float:
         lane.stream.close()
 
 
-def message_rates(store: dist.Store, rank: int, sizes: Sequence[int]) -> dict[str, Any]:
+def message_rates(
+    store: dist.Store, rank: int, sizes: Sequence[int], hostname: str | None = LOOPBACK
+) -> dict[str, Any]:
     """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time, and the share of the bandwidth
-    that messages of each of `sizes` (in bytes, rising) reach; both must call this."""
-    link = PeerLink(store, rank, 2, {}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=60.0)
+    that messages of each of `sizes` (in bytes, rising) reach; both must call this. `hostname`: see `PeerLink`."""
+    link = PeerLink(store, rank, 2, {}, torch.device("cpu"), hostname=hostname, timeout_s=60.0)
     link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
     sends, receives = StreamThread("send"), StreamThread("recv")
     try:

@@ -1,41 +1,81 @@
-"""The machine that the ranks of a torchrun form: each host describes itself, and every rank joins the descriptions to
-the same document."""
+"""The machine that the ranks of a torchrun form: each host describes itself, hosts with CPU devices time the network
+between them, and every rank joins the descriptions to the same document."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ..measure.detect import detect_hardware
+from ..measure.network import network_rates
 from .ranks import Ranks
 from .rows import Member
+from .store_thread import connect_store
 
 NETWORK_BYTES_S = 1.25e9  # 10 Gb/s, if the system does not know a network interface's rate
-NETWORK_LATENCY_S = 50e-6
+NETWORK_LATENCY_S, SHORTEST_S = 50e-6, 1e-6
+ARRIVAL_S, PATIENCE_S = 60.0, 300.0
 
 
-def joint_hardware(ranks: Ranks) -> Hardware:
-    """A machine with one device per rank, in the ranks' order, on the ranks' hosts. All ranks must call it.
+def detected_together(measure: bool = False) -> Hardware:
+    """`joint_hardware` of the ranks of this torchrun, before anything else joins them."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    node = os.environ.get("GROUP_RANK", "")
+    ranks = Ranks(connect_store(PATIENCE_S), rank, size, ARRIVAL_S, node=node, patience_s=PATIENCE_S)
+    try:
+        return joint_hardware(ranks, measure)
+    finally:
+        ranks.leave()
 
-    Raises the same `HardwareError` on all ranks if a host has fewer GPUs than ranks.
+
+def joint_hardware(ranks: Ranks, measure: bool = False) -> Hardware:
+    """A machine with one device per rank, in the ranks' order, on the ranks' hosts. All ranks must call it. `measure`:
+    whether hosts time their own rates, too.
+
+    Raises the same `HardwareError` on all ranks if a host has fewer GPUs than ranks, or if the network cannot be timed.
     """
-    first = next(member.rank for member in ranks.members if member.node == ranks.members[ranks.rank].node)
+    firsts = sorted({member.node: member.rank for member in reversed(ranks.members)}.values())  # of each host
     mine: dict[str, Any] | None = None
-    if ranks.rank == first:
+    if ranks.rank in firsts:
         try:
-            mine = {"document": detect_hardware().model_dump(mode="json"), "network": _rate(ranks.members[first])}
+            document = detect_hardware(measure).model_dump(mode="json")
+            mine = {"document": document, "network": _rate(ranks.members[ranks.rank])}
         except PenstockError as error:
             mine = {"error": error_to_data(error)}
-    return combine(ranks.exchange(mine), ranks.members)
+    rows = ranks.exchange(mine)
+    if len(firsts) == 1 or any(_has_gpus(rows[rank]) for rank in firsts):
+        return combine(rows, ranks.members)
+    timed: dict[str, Any] | None = None
+    if ranks.rank in firsts:
+        timed = _timed(ranks, firsts.index(ranks.rank), len(firsts))
+    return combine(rows, ranks.members, ranks.exchange(timed)[firsts[0]])
 
 
-def combine(rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member]) -> Hardware:
+def _has_gpus(row: Mapping[str, Any]) -> bool:
+    """Whether a host has GPUs; one that could not describe itself counts as one, so that its error is raised."""
+    return "error" in row or any(device["kind"] == "cuda" for device in row["document"]["devices"])
+
+
+def _timed(ranks: Ranks, host: int, num_hosts: int) -> dict[str, Any]:
+    """The network's fields as this host has timed them, or the error."""
+    try:
+        return network_rates(dist.PrefixStore("network", ranks.store), host, num_hosts)
+    except RuntimeError as error:  # of gloo
+        said = f"the network between {num_hosts} hosts cannot be timed: {error}; give a document as hardware instead"
+        return {"error": error_to_data(HardwareError(said))}
+
+
+def combine(
+    rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member], timed: Mapping[str, Any] | None = None
+) -> Hardware:
     """Join the hosts' descriptions. `rows` has, for the first rank of each host, the document of that host and its
-    network's bytes/s, and None for other ranks."""
+    network's bytes/s, and None for other ranks. `timed`: the network's fields as the hosts have timed them."""
     hosts: list[dict[str, Any]] = []
     devices: list[dict[str, Any]] = []
     names: list[str] = []
@@ -54,13 +94,21 @@ def combine(rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member])
         rates.append(row["network"] or NETWORK_BYTES_S)
     whole: dict[str, Any] = {
         "name": names[0] if len(names) == 1 else f"{len(names)} hosts: {' + '.join(dict.fromkeys(names))}",
-        "source": "detected by each host; the network's rate as its interface says, 10 Gb/s where it does not",
+        "source": "detected by each host; the network's rate "
+        + ("measured between them" if timed else "as its interface says, 10 Gb/s where it does not"),
         "hosts": hosts,
         "devices": devices,
     }
+    if timed and "error" in timed:
+        raise error_from_data(timed["error"], str(members[0]))
     if len(hosts) > 1:
-        whole["network"] = {"bandwidth": min(rates), "latency_s": NETWORK_LATENCY_S}
-    return Hardware.model_validate(whole)
+        whole["network"] = timed or {"bandwidth": min(rates), "latency_s": NETWORK_LATENCY_S}
+    found = Hardware.model_validate(whole)
+    if timed is None or found.network is None:
+        return found
+    own_s = 2 * max(device.link_latency_s for device in found.devices)  # of a message's latency, that of the two links
+    network = found.network.model_copy(update={"latency_s": max(SHORTEST_S, found.network.latency_s - own_s)})
+    return found.model_copy(update={"network": network})
 
 
 def _devices_of(document: Mapping[str, Any], count: int, member: Member) -> list[dict[str, Any]]:

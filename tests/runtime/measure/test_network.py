@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from penstock.ir.machine.hardware import Hardware
-from penstock.runtime.measure.network import network_rates
 from penstock.runtime.processes.joint_hardware import combine
 from penstock.runtime.processes.rows import Member
 from penstock.tests.compiler.job.agents import agents
+from penstock.tests.runtime.measure.timed_host import HOSTS, host
 
-HOSTS = 3
 SCRIPT = """
 import sys
 from penstock.cli.main import main
 main(["hardware", "detect", "--save", sys.argv[1]])
 """
-
-
-def host(index: int, folder: str, found: SimpleQueue[Any]) -> None:
-    store = dist.FileStore(f"{folder}/store", HOSTS)
-    found.put((index, network_rates(store, index, HOSTS, (1024, 65536, 1 << 20))))
 
 
 @pytest.mark.slow
@@ -67,7 +58,7 @@ def test_a_torchrun_over_two_hosts_describes_the_machine_that_they_form(tmp_path
 def test_the_links_of_the_devices_are_no_part_of_the_networks_latency() -> None:
     members = [Member(rank, str(rank), str(rank), f"host{rank}", 100 + rank, 0.0, "10.0.0.1") for rank in range(2)]
     document = Hardware.cpu(1).model_dump(mode="json")
-    own_s = document["devices"][0]["link_latency_s"]
+    own_s = Hardware.model_validate(document).devices[0].link_latency_s
     rows = [{"document": document, "network": None}] * 2
     timed = {"bandwidth": 2e9, "latency_s": 3e-4, "message_shares": {"64kB": 0.5, "1MB": 1.0}}
     found = combine(rows, members, timed).network
