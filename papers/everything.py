@@ -73,6 +73,10 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         *markdown_table(columns, [*rows, _counted("**all**", whole)]),
         "",
+        "## What was fitted",
+        "",
+        *markdown_table(FITTED, [row for page in found.values() for row in _fitted(page)]),
+        "",
         "## Where ours differs",
         "",
     ]
@@ -82,12 +86,21 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 DIFFERENCES = ("figure", "row", "paper", "ours", "why")
+FITTED = ("paper", "row", "what was fitted to it, once")
 
 
 def _counted(name: str, counts: Tally) -> Sequence[str]:
     share = f"{counts.agreeing / counts.two_sided:.0%}" if counts.two_sided else ""
     numbers = counts.claimed, counts.two_sided, counts.agreeing
     return name, *map(str, numbers), share, str(counts.fitted), str(counts.sizes)
+
+
+def _fitted(page: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    title = page["title"].partition(" (")[0]
+    for finding in page["findings"]:
+        for row in finding["rows"]:
+            if row["fitted"]:
+                yield title, f"{finding['key']}: {row['setting']}, {row['quantity']}", row["fitted"]
 
 
 def _differences(page: Mapping[str, Any]) -> Iterator[Sequence[str]]:

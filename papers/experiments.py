@@ -74,6 +74,16 @@ def step_flops(batch: int, sequence: int, layers: int, hidden: int, vocabulary: 
     return whole * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
 
 
+def at_share(hardware: Hardware, share: float) -> Hardware:
+    """The machine with GPUs that take 1 / `share` of their time for every call, as a paper's framework does."""
+    device = hardware.devices[0]
+    assert device.rates is not None
+    return hardware.with_(
+        memory_bandwidth=share * device.memory_bandwidth, op_overhead_s=device.op_overhead_s / share,
+        rates=device.rates.scaled(share).model_dump(),
+    )  # fmt: skip
+
+
 def said_memory(device: Device) -> str:
     return f"{device.memory_bytes / 2**30:.0f} GiB, {device.usable_fraction:.0%} of it usable"
 

@@ -70,7 +70,7 @@ class Paper(Protocol):
 
     EXPERIMENTS: type[Experiments]
     FINDINGS: Sequence[Callable[[Any], Finding]]  # their names are the keys
-    FITTED: Mapping[str, str]  # "key" or "key: setting" -> what of the machine was fitted to these rows
+    FITTED: Mapping[str, str]  # "key", "key: setting" or "key: setting, quantity" -> what was fitted to these rows
 
 
 def paper_module(name: str) -> Paper:
@@ -184,6 +184,9 @@ def markdown(report: Report) -> str:
         "",
         *markdown_table(("what", "assumed"), [*report.assumptions.items()]),
     ]
+    rows_of = ((finding.key, row) for finding in report.findings for row in finding.rows)
+    if fitted := [(f"{key}: {row.setting}, {row.quantity}", row.fitted) for key, row in rows_of if row.fitted]:
+        lines += ["", "## Fitted, once, and not counted", "", *markdown_table(("row", "what was fitted to it"), fitted)]
     for finding in report.findings:
         rows = [row.cells for row in finding.rows]
         lines += ["", f"## {finding.key}: {finding.title}", "", f"*The paper:* {finding.claim}", ""]

@@ -40,10 +40,12 @@ def tally(rows: Iterable[FigureRow], sizes: bool = False) -> Tally:
 
 
 def marked(key: str, rows: Sequence[FigureRow], fitted: Mapping[str, str]) -> list[FigureRow]:
-    """The rows with what was fitted to them. `fitted` maps a finding's key, or "key: setting", to what was fitted."""
+    """The rows with what was fitted to them. `fitted` maps a finding's key, "key: setting", or "key: setting, quantity"
+    to what was fitted."""
     found = []
     for row in rows:
-        what = fitted.get(key, "") or fitted.get(f"{key}: {row.setting}", "")
+        names = key, f"{key}: {row.setting}", f"{key}: {row.setting}, {row.quantity}"
+        what = next((fitted[name] for name in names if name in fitted), "")
         found.append(replace(row, fitted=what) if what and row.verdict != NO_CLAIM else row)
     return found
 

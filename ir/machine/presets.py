@@ -42,13 +42,11 @@ MICS_SHARES = {
     "host_shares": {2: 0.946},
 }
 MICS_FITTED = {"mics fig2": "the shares that gathers reach of the network's rate, and NVLink's 128 GB/s"}
-# What several disks reach together, such that Fuyou's programs for 175B on a 4090 have 74.6 TFLOPS with 6 disks, 1.70
-# times Megatron-LM's throughput per dollar (section 5.7), and 86 with 12 (section 5.3). One disk has its datasheet's
-# rates. 12 read 30 GB/s together, which is what one PCIe 4 x16 link carries.
-FUYOU_SSD_SHARES = {1: 1.0, 6: 0.665, 12: 0.39}
-FUYOU_FITTED = {
-    "fuyou fig10: 4090": "what 6 disks reach together", "fuyou fig5: 175B, 4090": "what 12 disks reach together",
-}  # fmt: skip
+# What 12 disks reach together, fitted to one row of Fuyou's figure 8, where disks are most of both steps: at batch 8 on
+# the A100, ZeRO-Infinity takes 1.66 times as long as Fuyou without overlap. One disk has its datasheet's rates. 12 read
+# 30 GB/s together, which is what one PCIe 4 x16 link carries.
+FUYOU_SSD_SHARES = {1: 1.0, 12: 0.39}
+FUYOU_FITTED = {"fuyou fig8: 13B, A100, batch 8": "what 12 disks reach together"}
 PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
 # PCIe 4 x4 M.2: rates and 1200 TBW of the Samsung 980 PRO 2 TB datasheet.
 CONSUMER_SSD = {

@@ -120,7 +120,7 @@ class FtPipe(Experiments):
         return trial
 
     def mixed_async(self, task: FineTuning, stages: int, level: str = OPERATORS) -> SimulatedStep:
-        return self.asynchronous(task, f"partition-mixed{{stages={stages}, asynchronous=true}}", level)
+        return self.asynchronous(task, mixed_async(stages), level)
 
     def assumptions(self) -> dict[str, str]:
         """The assumptions of all figures, taken from the preset and the setup that are simulated."""
@@ -146,6 +146,11 @@ class FtPipe(Experiments):
             "asynchronous": f"`partition-mixed{{asynchronous=true}}`, {FREE}, an update for each batch of table 4; of "
             f"{self.passing} micro-batches or a few more the half in the middle is timed, as an epoch has many more",
         }
+
+
+def mixed_async(stages: int) -> str:
+    """Mixed-pipe as it is planned for asynchronous pipelines."""
+    return f"partition-mixed{{stages={stages}, asynchronous=true}}"
 
 
 def on_gpus(trial: SimulatedStep) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from ...ir.machine.presets import FUYOU_FITTED
 from .capacity import fig4, table2, table4
 from .experiments import Fuyou
+from .programs import DEEPSPEED_FITTED
 from .speed import fig1, fig5, fig6, fig7, fig8
 from .tuning import fig9, fig10, sensitivity
 
 EXPERIMENTS = Fuyou
-FITTED: Mapping[str, str] = {row.removeprefix("fuyou "): what for row, what in FUYOU_FITTED.items()}
+FITTED: Mapping[str, str] = {row.removeprefix("fuyou "): what for row, what in FUYOU_FITTED.items()} | DEEPSPEED_FITTED
 FINDINGS = (table2, table4, fig1, fig4, fig5, fig6, fig7, fig8, fig9, fig10, sensitivity)

@@ -151,11 +151,15 @@ class Serial:
         return self.moved_s + self.computed_s + self.optimizer_s
 
 
-def serial(rates: Rates, load: Load) -> Serial:
+def serial(rates: Rates, load: Load, pageable: float, on_ssd: bool = True) -> Serial:
     """A step in which nothing overlaps, as section 3.2 observes of ZeRO-Infinity. Weights come twice from SSD and over
-    the link, checkpoints go to DRAM and back, gradients to DRAM and SSD; in the optimizer stage gradients and states
-    are read, updated and written."""
+    the link, gradients go to DRAM and SSD; in the optimizer stage gradients and states are read, updated and written.
+    Checkpoints go to DRAM and back at `pageable` bytes/s, as section 5.5 says. ZeRO-Offload is the same without disks
+    (`on_ssd` false)."""
     weights = 2 * load.params
-    moved_s = (3 * weights + 2 * load.boundary_bytes) / rates.link + 2 * weights / rates.read + weights / rates.write
-    states_s = 7 * weights / rates.read + 7 * weights / rates.write
-    return Serial(moved_s, 4 * load.forward_flops / rates.flops, states_s + load.params / rates.params_per_s)
+    moved_s = 3 * weights / rates.link + 2 * load.boundary_bytes / pageable
+    optimizer_s = load.params / rates.params_per_s
+    if on_ssd:
+        moved_s += 2 * weights / rates.read + weights / rates.write
+        optimizer_s += 7 * weights / rates.read + 7 * weights / rates.write
+    return Serial(moved_s, 4 * load.forward_flops / rates.flops, optimizer_s)

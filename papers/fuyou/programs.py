@@ -17,6 +17,10 @@ from .equations import Rates
 PRECISION = "bf16"  # bytes and rates of fp16 without its loss scale, of which the paper says nothing
 BLOCK_FLOPS = {"A100": 172e12 / 0.86, "4090": 87e12 / 0.53}  # section 1: throughput over its share of a block's rate
 MOST_PIECES = 8  # of a batch inside a stage
+# bytes/s at which DeepSpeed moves checkpoints through pageable memory (section 5.5), which it allocates as it goes.
+# Fitted once, to the 28% of its step in which ZeRO-Infinity's GPU is busy at batch 32 (figure 1).
+PAGEABLE = 1.4e9
+DEEPSPEED_FITTED = {"fig1: 13B, A100, batch 32, GPU busy": "the rate of pageable memory under DeepSpeed"}
 FREE_BANDWIDTH = 1e18  # bytes/s of device memory: its traffic is a part of the block's measured rate
 STAGES = (
     "drop-masks, chunk-loss, interleave-forwards, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, "

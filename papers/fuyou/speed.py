@@ -6,8 +6,8 @@ from ..figures import Bars
 from ..lab import SimulatedStep
 from ..report import Finding
 from ..table import AT_LEAST_ONE, TENTHS, FigureTable
-from .equations import Load, Rates, Serial, apart_s, best, serial, step
-from .experiments import Fuyou
+from .equations import Load, Rates, Serial, apart_s, best, step
+from .experiments import USEFUL, Fuyou
 from .programs import (
     APART,
     COLOSSAL,
@@ -22,17 +22,12 @@ from .programs import (
 
 FASTEST = {("13B", "A100"): 202.0, ("13B", "4090"): 156.0, ("175B", "A100"): 173.0, ("175B", "4090"): 86.0}
 SYSTEMS = {"Fuyou": FUYOU, "ZeRO-Offload": ZERO_OFFLOAD, "ZeRO-Infinity": ZERO_INFINITY, "Colossal-AI": COLOSSAL}
+DEEPSPEED = ("ZeRO-Offload", "ZeRO-Infinity")
 GAINS = {  # Fuyou's highest throughput over that of each rival, 13B
     ("ZeRO-Offload", "A100"): 2.46, ("ZeRO-Infinity", "A100"): 3.42, ("Colossal-AI", "A100"): 6.73,
     ("ZeRO-Offload", "4090"): 2.36, ("ZeRO-Infinity", "4090"): 3.47,
 }  # fmt: skip
 EXTREME = {"276B": 168.0, "412B": 163.0}
-
-
-def zero_infinity(paper: Fuyou, batch: int, gpu: str) -> tuple[SimulatedStep, Serial]:
-    """Our program under ZeRO-Infinity's rules, and the step in which nothing of it overlaps."""
-    trial = paper.trial(paper.usual, batch, machine(gpu), ZERO_INFINITY)
-    return trial, serial(rates(trial.hardware), paper.load(trial))
 
 
 def _parts(found: Serial) -> str:
@@ -52,7 +47,7 @@ def fig1(paper: Fuyou) -> Finding:
     """Figure 1: what ZeRO-Infinity leaves idle."""
     table = FigureTable()
     for batch in paper.batches[paper.usual, "A100"]:
-        trial, found = zero_infinity(paper, batch, "A100")
+        trial, found = paper.deepspeed(batch, "A100")
         where = f"{paper.usual}, A100, batch {batch}"
         claim = (40, 70) if batch <= 32 else None  # figure 1 shows no larger batches
         share, busy = 100 * found.optimizer_s / found.step_s, 100 * found.computed_s / found.step_s
@@ -69,8 +64,7 @@ def fig1(paper: Fuyou) -> Finding:
         "program under its rules, which overlaps what they allow; the optimizer stage is what comes after the last "
         "computation.",
         table,
-        "links and disks run at their full rates here; pageable memory, which the paper names, and time between "
-        "DeepSpeed's calls are missing.",
+        "disks run here as under Fuyou, which reads and writes more at once than DeepSpeed does.",
     )
 
 
@@ -95,21 +89,22 @@ def fig5(paper: Fuyou) -> Finding:
         "13B: at most 202 TFLOPS on A100, 2.46x ZeRO-Offload, 3.42x ZeRO-Infinity, 6.73x Colossal-AI at their best; "
         "156 on 4090, 2.36x and 3.47x, where Colossal-AI fails. 175B: 173 on A100 and 86 on 4090, where the others "
         "fail; at batch 8 ZeRO-Offload is faster than ZeRO-Infinity.",
-        "what the GPU computes over the simulated step. Beside it 96 b s l h^2 (1 + s/6h + V/16lh), which counts the "
-        "recomputation of every block whether it is done or not, and three quarters of that, the useful work. 'eq. 1 "
-        "to 8': the paper's own model with the same rates.",
+        "useful work over the simulated step: three quarters of 96 b s l h^2 (1 + s/6h + V/16lh), which counts the "
+        "recomputation of every block whether it is done or not. Beside it that formula, and what the GPU computes. "
+        "'eq. 1 to 8': the paper's own model with the same rates. ZeRO-Offload and ZeRO-Infinity: steps in which "
+        "nothing overlaps, as in figure 1.",
         table,
-        "the rivals do as well as their rules allow: full link rates, pinned memory, no time between calls, no DRAM "
-        "but what they use.",
+        "Colossal-AI does as well as its rules allow: full link rates, pinned memory, no time between calls, no DRAM "
+        "but what it uses.",
         charts,
     )
 
 
 def _tflops(paper: Fuyou, name: str, model: str, gpu: str, batch: int) -> float | None:
-    if name != "ZeRO-Infinity":
+    if name not in DEEPSPEED:
         return paper.tflops(paper.trial(model, batch, machine(gpu), SYSTEMS[name]))
-    trial, found = zero_infinity(paper, batch, gpu)
-    return 4 * paper.load(trial).forward_flops / found.step_s / 1e12 if trial.timeline else None
+    trial, found = paper.deepspeed(batch, gpu, SYSTEMS[name])
+    return USEFUL * paper.flops(model, batch) / found.step_s / 1e12 if trial.timeline else None
 
 
 def _own(
@@ -123,7 +118,7 @@ def _own(
     if trial.step_s is not None:
         formula = paper.formula_tflops(trial) or 0.0
         table.add(where, "by the formula, every block computed again", formula, " TFLOPS", 0, claim, beside=True)
-        table.add(where, "useful work", 0.75 * formula, " TFLOPS", 0, claim, beside=True)
+        table.add(where, "what the GPU computes", paper.computed_tflops(trial), " TFLOPS", 0, claim, beside=True)
         found = best(rates(trial.hardware), paper.load(trial))
         what = f"its step / eq. 1 to 8, bound by {found.bound}"
         table.ratio(where, what, trial.step_s, found.step_s, said=TENTHS)
@@ -151,8 +146,8 @@ def _highest(table: FigureTable, paper: Fuyou, model: str, gpu: str, top: dict[s
             what = f"Fuyou / {name} ({value:.0f} TFLOPS), highest of each"
             rate = machine(gpu).devices[0].achieved_flops(paper.precision) / 1e12
             why = (
-                f"{name} computes {value / rate:.0%} of its time at its best batch here; the paper's number takes "
-                f"{own / gain / rate:.0%}"
+                f"useful work is {value / rate:.0%} of what its GPU could do at its best batch here; the paper's "
+                f"number takes {own / gain / rate:.0%}"
             )
             table.ratio(where, what, own, value, gain, said="", why=why)
         elif gain is None and model == "13B":
@@ -169,8 +164,7 @@ def _on_a_larger_model(table: FigureTable, paper: Fuyou) -> None:
             fits = "fits" if trial.timeline else "does not fit"
             why = "our program under its rules holds 2 bytes a parameter in DRAM and a few buffers, 350 GB of 768"
             table.words(f"{paper.large}, {gpu}, batch 1", name, "does not fit", fits, why)
-    slow = zero_infinity(paper, 8, "A100")[1].step_s
-    fast = paper.trial(paper.usual, 8, machine("A100"), ZERO_OFFLOAD).step_s
+    slow, fast = (paper.deepspeed(8, "A100", line)[1].step_s for line in (ZERO_INFINITY, ZERO_OFFLOAD))
     what = "ZeRO-Offload / ZeRO-Infinity, throughput"
     table.ratio(f"{paper.usual}, A100, batch 8", what, slow, fast, AT_LEAST_ONE, said="")
 
@@ -226,7 +220,7 @@ def fig8(paper: Fuyou) -> Finding:
     for gpu, claims in paper.pipelined.items():
         for batch, claim in claims.items():
             (theirs, found), ours = (
-                zero_infinity(paper, batch, gpu),
+                paper.deepspeed(batch, gpu),
                 paper.trial(paper.usual, batch, machine(gpu), APART),
             )
             where, what = f"{paper.usual}, {gpu}, batch {batch}", "ZeRO-Infinity / Fuyou without overlap"
@@ -246,7 +240,5 @@ def fig8(paper: Fuyou) -> Finding:
         "rules, which reads and fetches the weights of a block when the block is due, keeps only checkpoints, in DRAM, "
         "and steps after the backward.",
         table,
-        "DeepSpeed gives up more than that nothing overlaps: checkpoints go through pageable memory, and there is time "
-        "between its calls.",
-        [chart],
+        charts=[chart],
     )

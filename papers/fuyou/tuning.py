@@ -10,7 +10,7 @@ from ..figures import Curves
 from ..report import Finding
 from ..table import AT_LEAST_ONE, FigureTable
 from .equations import best, step
-from .experiments import Fuyou
+from .experiments import USEFUL, Fuyou
 from .programs import APART, FUYOU, machine, pipeline, rates, swap_coefficient, with_rates
 
 SERVER, SSD, GPU = 14_098, 308, {"A100": 14_177, "4090": 1_600}  # dollars, table 5
@@ -99,7 +99,7 @@ def megatron(flops_per_token: float) -> tuple[Price, float]:
 def fig10(paper: Fuyou) -> Finding:
     """Figure 10: throughput per dollar by the number of SSDs."""
     table = FigureTable()
-    rival, tflops = megatron(paper.flops(paper.large, 1) / paper.sequence)
+    rival, tflops = megatron(USEFUL * paper.flops(paper.large, 1) / paper.sequence)
     table.add("Megatron-LM, DGX-2", "implied by the paper, per GPU", tflops, " TFLOPS", 0)
     curves: dict[str, Sequence[tuple[float, float]]] = {}
     ratios: dict[str, dict[int, tuple[float, float]]] = {}

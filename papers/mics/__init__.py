@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from ...ir.machine.presets import MICS_FITTED
 from .experiments import Mics
 from .parts import fig2, fig11c, fig12, fig13, fig14, fig15, gathers, traffic
+from .programs import STEP_FITTED
 from .scale import fig7, fig8, fig9, fig10, huge, scaling
 
 EXPERIMENTS = Mics
-FITTED: Mapping[str, str] = {row.removeprefix("mics "): what for row, what in MICS_FITTED.items()}
+FITTED: Mapping[str, str] = {row.removeprefix("mics "): what for row, what in MICS_FITTED.items()} | STEP_FITTED
 FINDINGS = (fig2, gathers, traffic, fig7, fig8, fig9, fig10, fig11c, huge, fig12, fig13, fig14, fig15, scaling)

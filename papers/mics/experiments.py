@@ -26,6 +26,7 @@ from .programs import (
     GPUS,
     MICS,
     OURS,
+    STEP_SHARES,
     V100,
     ZERO3,
     Form,
@@ -169,7 +170,7 @@ class Mics(Experiments):
         key = (spec, form, machine.name, gpus if shards == 0 else shards, count)
         if key not in self.runs:
             programs = self.programs(model, form, hosts, shards, kind, min(count, FEW))
-            self.runs[key] = self._run(spec, programs, machine, hosts, count) if programs else None
+            self.runs[key] = self._run(spec, programs, kind, hosts, count) if programs else None
         return self.runs[key]
 
     def programs(
@@ -201,10 +202,11 @@ class Mics(Experiments):
         work = self.workload(spec.name, spec.micro_batch, few * machine.num_devices, spec.sequence)
         return self.lab.trial(replace(work, precision=spec.precision), machine, form.line(shards))
 
-    def _run(self, spec: MicsModel, programs: list[Program], machine: Hardware, hosts: int, count: int) -> FleetRun:
+    def _run(self, spec: MicsModel, programs: list[Program], kind: str, hosts: int, count: int) -> FleetRun:
+        machine = hardware(kind, hosts)
         timeline = simulate(programs, machine, precision=spec.precision, written_out=0)
         few = programs[0].interface.micro_batches
-        step_s = timeline.step_s + (count - few) * period_s(programs, timeline)
+        step_s = (timeline.step_s + (count - few) * period_s(programs, timeline)) / STEP_SHARES[kind]
         batch = count * spec.micro_batch * machine.num_devices
         flops = self.flops(spec, batch)
         tflops = flops / step_s / machine.num_devices / 1e12 if flops else None
@@ -261,9 +263,13 @@ class Mics(Experiments):
             "activations between layers": "in fp16, as all that a GPU keeps of a micro-batch for its recomputation",
             "TFLOPS": "the paper's formula, which counts recomputation: 96 T l L h^2 (1 + l / 6h + V / 16Lh); three "
             "quarters of them are useful work. 'Computation alone' has the seconds that a GPU computes under it",
+            "whole steps": "on p3dn all parts of a step, computation and collectives alike, at "
+            f"{STEP_SHARES[V100]:.1%} of the rates above: fitted once, to the 42% of figure 9, taken for 16 GPUs; it "
+            "changes no ratio",
             MICS.name: f"`{MICS.line(8)}`",
             DEEPSPEED.name: "ZeRO-3: all GPUs in one group, plain gathers, each layer gathered when it is due, as its "
-            "streams wait for each other and its decisions are made on the fly (section 4): "
+            "streams wait for each other and its decisions are made on the fly (section 4). Its sums are scattered; "
+            "all-reduced, as section 3.4 says of it, they would move twice the bytes: "
             f"`{DEEPSPEED.line(128)}`",
             ZERO3.name: "what figure 15 calls so, the same with MiCS's streams: gathers run two layers ahead",
             OURS.name: f"what MiCS's passes choose when they may choose more: `{OURS.line(8)}`",

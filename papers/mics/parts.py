@@ -162,14 +162,15 @@ def fig12(paper: Mics) -> Finding:
             if one and most
             else ""
         )
-        table.ratio(where, what, found[first], found[last], 1.6, "", why=why, beside=form is FLAT)
+        table.ratio(where, what, found[first], found[last], 1.6, "", why=why, beside=form is MICS)
     title, names = f"{paper.usual} on {GPUS * paper.grouped} V100", [str(shards) for shards in paper.groups]
     chart = Bars("fig12", title, "rows/s", names, bars, xlabel="GPUs in a group")
     return Finding(
         "fig12",
         "size of the partition group",
         "groups of 8 have 1.6x the throughput of groups of 64, which is ZeRO-3.",
-        "rows a second; with hierarchical gathers as the paper's system has them, and beside it without.",
+        "rows a second, with hierarchical gathers and with plain ones, which are the same inside a host. Judged are "
+        "plain ones, as the paper calls groups of 64 ZeRO-3, which has no others (5.2.1, 5.3).",
         table,
         charts=[chart],
     )

@@ -7,14 +7,11 @@ assumptions. The findings are in `speed`, `traffic` and `partition`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from .experiments import Mobius, mobius, table3
+from .experiments import FITTED, Mobius, mobius, table3
 from .partition import fig9, fig10, fig12
 from .speed import fig5, fig8, fig14, fig15, sensitivity
 from .traffic import fig6, fig7
 
 __all__ = ["EXPERIMENTS", "FINDINGS", "FITTED", "Mobius", "mobius"]
 EXPERIMENTS = Mobius
-FITTED: Mapping[str, str] = {}  # a finding, or "finding: setting" -> what of the machine was fitted to it
 FINDINGS = (table3, fig5, fig6, fig7, fig8, fig9, fig10, fig12, fig14, fig15, sensitivity)

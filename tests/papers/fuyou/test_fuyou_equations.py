@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,12 +71,14 @@ def test_equation_11_bounds_the_swap() -> None:
 def test_nothing_overlaps() -> None:
     moved = (3 * 16 + 20) / 10 + 32 / 20
     states = 16 / 5 + 112 / 20 + 112 / 5
-    assert serial(RATES, LOAD).step_s == pytest.approx(moved + 16 + 2 + states)
+    assert serial(RATES, LOAD, pageable=10).step_s == pytest.approx(moved + 16 + 2 + states)
+    assert serial(RATES, LOAD, pageable=2).moved_s == pytest.approx(moved + 16 / 5 + 20 / 2 - 20 / 10)
+    assert serial(RATES, LOAD, 10, on_ssd=False).step_s == pytest.approx((3 * 16 + 20) / 10 + 16 + 2)
 
 
 def test_rates_of_a_machine() -> None:
     found = Rates.of(Hardware.preset("fuyou-a100", ssds=6), "bf16")
-    share = 0.665  # of what six disks read and write one by one
+    share = 0.39 ** (math.log(6) / math.log(12))  # of what six disks read and write one by one
     assert (found.link, found.read, found.write) == pytest.approx((26e9, share * 39e9, share * 20.4e9))
     assert found.flops == pytest.approx(0.65 * 312e12)
 
