@@ -163,7 +163,7 @@ class Guess(nn.Module):
         return F.cross_entropy(self.head(self.table(words))[0], words[0])
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_costs_of_some_pieces_of_a_loss_are_those_of_all(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of tokens in forward, slices of classes in backward; some are smaller than the others."""
     draft = draft_of(trace(Guess(), {"words": torch.zeros(1, 29, dtype=torch.long)}))
