@@ -51,7 +51,7 @@ class _GroupedProduct(torch.autograd.Function):
         dtype = dtype or a.dtype
         rows, width = a.shape[0], b.shape[-1]
         pitch = aligned(width * dtype.itemsize, ROW_BYTES) // dtype.itemsize
-        out = a.new_empty((rows, pitch), dtype=dtype)[:, :width]
+        out = a.new_empty_strided((rows, width), (pitch, 1), dtype=dtype)  # no view: models change it in place
         if groups:
             out.masked_fill_(rows_after(a, offsets), 0.0)
         count_call(_group_product(a, b, ctx.groups), out)
