@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 COLUMNS = 64  # the size of a slice of classes is a multiple of it, for kernels that work in tiles
 
 
-Slices = Callable[[int, int], Iterable[slice]]  # by the number of all, and that of a piece
+PieceBounds = Callable[[int, int], Iterable[slice]]  # by the number of all, and that of a piece
 
 
 class LossRule(NamedTuple):
@@ -28,7 +28,7 @@ class LossRule(NamedTuple):
     label_smoothing: float
     scale: float
     cap: float | None
-    pieces: Slices
+    pieces: PieceBounds
 
 
 def chunked_cross_entropy(
@@ -43,7 +43,7 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     scale: float = 1.0,
     cap: float | None = None,
-    pieces: Slices | None = None,
+    pieces: PieceBounds | None = None,
 ) -> Tensor:
     """The cross entropy of `F.linear(hidden, weight, bias)` and `labels`, with the logits of `tokens` tokens at once.
 

@@ -19,7 +19,7 @@ from .chunked_loss import (
     LogitRoom,
     LossRule,
     OperandGradients,
-    Slices,
+    PieceBounds,
     check_labels,
     factors,
     slice_width,
@@ -39,7 +39,7 @@ def part_statistics(
     label_smoothing: float = 0.0,
     scale: float = 1.0,
     cap: float | None = None,
-    pieces: Slices | None = None,
+    pieces: PieceBounds | None = None,
 ) -> Tensor:
     """What the loss needs of the classes from `begin` on, whose rows `weight`, `bias` and `class_weight` hold: three
     numbers for each token, in fp32 at least. `begin` may be [1], a number that the device alone knows. The other
