@@ -39,7 +39,8 @@ def fill(slices: Slices, rounds: int, most_s: float = math.inf, most_blocks: int
 def fewest_rounds(slices: Slices, most_blocks: int | None = None) -> int:
     """The fewest rounds over the devices in which all blocks fit. Raises `DoesNotFit`."""
     length = len(slices.blocks)
-    found = next((n for n in range(1, length + 1) if fill(slices, n, most_blocks=most_blocks)), None)
+    counts = range(1, length + 1) if slices.fewest() is not None else ()
+    found = next((n for n in counts if fill(slices, n, most_blocks=most_blocks)), None)
     if found is None:
         raise slices.does_not_fit([length])
     return found

@@ -19,7 +19,7 @@ from ..graph.boundaries import narrowed, value_bytes
 from ..graph.opgraph import value_tensors
 from ..stage_time import MessageTimes, block_seconds
 from .partition import StagesDecision
-from .slices import StageNeed, gradient_and_weight_bytes, needs_to_front
+from .slices import BlockRow, StageNeed, gradient_and_weight_bytes, needs_to_front
 
 BlockIds = tuple[int, ...]
 
@@ -44,8 +44,8 @@ class Loads:
         for i, makers in enumerate(self.before):
             for maker in makers:
                 self.after[maker].add(i)
-        self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
-        self._sent = {node for block in self.blocks for node in block.outputs}
+        sent = {node for block in self.blocks for node in block.outputs}
+        self._rows = [BlockRow.of(b, gradient_and_weight_bytes(draft, b), sent) for b in self.blocks]
         self._needs: dict[BlockIds, StageNeed] = {}
         self._graph, self._narrow = draft.graph, narrowed(draft.graph)
         self._messages = MessageTimes(draft.lane_hardware)
@@ -53,8 +53,7 @@ class Loads:
     def need(self, stage: BlockIds) -> StageNeed:
         """Device memory of these blocks as one stage."""
         if stage not in self._needs:
-            blocks, parameters = [self.blocks[i] for i in stage], [self._parameters[i] for i in stage]
-            self._needs[stage] = needs_to_front(blocks, parameters, self._sent)[0]
+            self._needs[stage] = needs_to_front([self._rows[i] for i in stage])[0]
         return self._needs[stage]
 
     def need_bytes(self, stages: Sequence[BlockIds]) -> int:

@@ -57,7 +57,7 @@ def balanced_cuts(slices: Slices, count: int) -> list[int] | None:
     best[0][0] = 0.0
     for stage in range(count):
         for end in range(stage + 1, num_blocks - (count - stage - 1) + 1):
-            for start in range(end - 1, stage - 1, -1):
+            for start in range(end - 1, max(stage, slices.earliest[end]) - 1, -1):
                 time_s = slices.stage_time_s(start, end, stage)
                 if time_s >= best[stage + 1][end]:
                     break  # longer stages only get slower

@@ -7,6 +7,7 @@ In: a draft with blocks. Out: seconds and bytes of blocks[a:b] as stage j of S, 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,8 +62,11 @@ class Slices:
         parameters = [gradient_and_weight_bytes(draft, block, states=asynchronous) for block in self.blocks]
         sent = {node for block in self.blocks for node in block.outputs}
         sent |= {node for block in self.blocks for node in block.inputs if is_exchange(node)}
-        ends = range(len(self.blocks) + 1)
-        self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent, asynchronous) for end in ends]
+        rows = [BlockRow.of(block, own, sent) for block, own in zip(self.blocks, parameters)]
+        most = max(device.budget_bytes for device in self.devices)
+        self.needs = [needs_to_front(rows[:end], asynchronous, most) for end in range(len(rows) + 1)]
+        fitting = ((a for a, need in enumerate(row) if need.work_bytes <= most) for row in self.needs)
+        self.earliest = [next(starts, len(rows)) for starts in fitting]  # per end, the first start that may fit
         self.shared = _shared(draft, self.blocks) if asynchronous else []
         self.maker = {key: i for i, block in enumerate(self.blocks) for key in storages(block.outputs)}
 
@@ -178,30 +182,56 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
     }
 
 
-def needs_to_front(
-    blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node], each: bool = False
-) -> list[StageNeed]:
-    """Per start a the need of blocks[a:] as one stage; with `each`, also of each value that enters.
+@dataclass(frozen=True)
+class BlockRow:
+    """What a block adds to a stage. `entering`: the values that come from other stages, if the block is the first."""
 
-    The blocks need not be neighbours, but come in the model's order. `sent`: the values that any block hands on.
+    made: Storages
+    entering: Storages
+    saved_inputs: Storages
+    counted: Storages  # outputs that are part of `kept_bytes`
+    parameters: dict[int, int]
+    kept_bytes: int
+    workspace_bytes: int
+
+    @classmethod
+    def of(cls, block: Block, parameters: dict[int, int], sent: set[fx.Node]) -> BlockRow:
+        """`parameters`: bytes by identity; `sent`: the values that any block hands on."""
+        cost = block.cost
+        return cls(
+            storages(block.outputs),
+            storages(node for node in block.inputs if node in sent or node.op == "placeholder"),
+            storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved),
+            storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved),
+            parameters,
+            cost.kept_bytes,
+            max(cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes),
+        )
+
+
+def needs_to_front(rows: Sequence[BlockRow], each: bool = False, most_bytes: float = math.inf) -> list[StageNeed]:
+    """Per start a the need of rows[a:] as one stage; with `each`, also of each value that enters. Starts from which
+    weights and what is kept exceed `most_bytes` have a need that is above that, and no exact one.
+
+    The blocks need not be neighbours, but come in the model's order.
     """
     needs: list[StageNeed] = []
     weights: dict[int, int] = {}
     inputs: dict[int, int] = {}
     saved: dict[int, int] = {}  # values between blocks, and shared ones
-    kept = workspace = 0
-    for i in reversed(range(len(blocks))):
-        block, cost = blocks[i], blocks[i].cost
-        made = storages(block.outputs)
-        inputs = {key: size for key, size in inputs.items() if key not in made}
-        inputs |= storages(node for node in block.inputs if node in sent or node.op == "placeholder")
-        counted = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
-        saved = {key: size for key, size in saved.items() if key not in counted}
-        saved |= storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
-        kept += cost.kept_bytes
-        weights |= parameters[i]
-        workspace = max(workspace, cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes)
+    kept = workspace = weight_bytes = 0
+    for row in reversed(rows):
+        if weight_bytes + kept > most_bytes:
+            last = needs[-1]
+            needs.append(StageNeed(last.work_bytes + sum(row.parameters.values()), last.input_bytes, last.entering))
+            continue
+        inputs = {key: size for key, size in inputs.items() if key not in row.made} | row.entering
+        saved = {key: size for key, size in saved.items() if key not in row.counted} | row.saved_inputs
+        kept += row.kept_bytes
+        weight_bytes += sum(size for key, size in row.parameters.items() if key not in weights)
+        weights |= row.parameters
+        workspace = max(workspace, row.workspace_bytes)
         between = sum(size for key, size in saved.items() if key not in inputs)
-        work_bytes = sum(weights.values()) + kept + between + workspace
+        work_bytes = weight_bytes + kept + between + workspace
         needs.append(StageNeed(work_bytes, sum(inputs.values()), dict(inputs) if each else {}))
     return needs[::-1]

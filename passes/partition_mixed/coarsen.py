@@ -94,6 +94,7 @@ def merge_around_centers(clusters: Clusters, graph: BlockGraph, count: int, cent
     take becomes a center itself."""
     chosen = set(centers(clusters, count))
     stuck: set[int] = set()
+    known: dict[int, dict[int, int]] = {}  # the traffic of clusters of which neither they nor neighbours have changed
     while len(clusters) > len(chosen):
         able = [c for c in chosen if c not in stuck]
         if not able:
@@ -102,9 +103,13 @@ def merge_around_centers(clusters: Clusters, graph: BlockGraph, count: int, cent
             stuck.clear()
             continue
         center = min(able, key=lambda c: (clusters.load_ns[c], clusters.place[c]))
-        free = [n for n in closest(clusters, graph, center) if n not in chosen]
+        if center not in known:
+            known[center] = traffic_of(clusters, graph, center)
+        free = [n for n in _by_traffic(clusters, known[center]) if n not in chosen]
         if _merge_first(clusters, center, free, limits):
             grown = clusters.home[center]
+            for changed in (center, grown, *clusters.neighbours(grown)):
+                known.pop(changed, None)
             chosen.discard(center)
             chosen.add(grown)
             stuck.clear()
@@ -157,7 +162,10 @@ def traffic_of(clusters: Clusters, graph: BlockGraph, cluster: int) -> dict[int,
 
 def closest(clusters: Clusters, graph: BlockGraph, cluster: int) -> list[int]:
     """A cluster's neighbours, those first that it shares the most bytes with; of equals, the lightest first."""
-    shared = traffic_of(clusters, graph, cluster)
+    return _by_traffic(clusters, traffic_of(clusters, graph, cluster))
+
+
+def _by_traffic(clusters: Clusters, shared: Mapping[int, int]) -> list[int]:
     return sorted(shared, key=lambda n: (-shared[n], clusters.load_ns[n], clusters.place[n]))
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from ...ir.errors import DoesNotFit
@@ -64,6 +65,8 @@ class PartitionMixed(Partition):
         counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
         problem = _Problem.of(draft, self.asynchronous)
+        if problem.largest[0] > max(problem.memory.budgets):
+            raise problem.does_not_fit(counts)
         if self.asynchronous:
             found = problem.best_asynchronous(counts)
         else:
@@ -270,10 +273,14 @@ class _Problem:
             fits,
         )
 
-    def does_not_fit(self, counts: list[int]) -> DoesNotFit:
+    @cached_property
+    def largest(self) -> tuple[int, str]:
+        """The block that needs most memory alone: its bytes and its name."""
         needs = [self.memory.swapped_bytes([self.memory.stage([i])]) for i in range(self.graph.num_blocks)]
-        need, name = max(zip(needs, (block.name for block in self.draft.blocks)))
-        budget = max(self.memory.budgets)
+        return max(zip(needs, (block.name for block in self.draft.blocks)))
+
+    def does_not_fit(self, counts: list[int]) -> DoesNotFit:
+        (need, name), budget = self.largest, max(self.memory.budgets)
         if need > budget:
             return DoesNotFit(
                 f"block {name!r} alone needs {format_bytes(need)} on a device; the largest has {format_bytes(budget)}, "

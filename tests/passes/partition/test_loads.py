@@ -21,6 +21,25 @@ def test_runs_need_what_slices_say(name: str) -> None:
             assert loads.need_bytes([tuple(range(a, b))]) == slices.need_bytes(a, b, 0, 1)
 
 
+def test_runs_that_are_too_large_for_every_device_are_not_counted_exactly() -> None:
+    draft = apply(draft_of(traced("gpt2")[0], micro_batches=3), Coarsen())
+    exact = Slices(draft)
+    some_bytes = exact.needs[2][0].work_bytes
+    device = draft.machine.devices[0].model_copy(update={"memory_bytes": some_bytes, "reserve": None})
+    draft.machine = draft.machine.model_copy(update={"devices": [device] * len(draft.machine.devices)})
+    few = Slices(draft)
+    most_bytes = few.devices[0].budget_bytes
+    too_large = 0
+    for end, row in enumerate(exact.needs):
+        for start, need in enumerate(row):
+            if need.work_bytes <= most_bytes:
+                assert few.needs[end][start] == need and few.earliest[end] <= start
+            else:
+                assert few.needs[end][start].work_bytes > most_bytes
+                too_large += few.needs[end][start] != need
+    assert too_large
+
+
 def test_a_device_needs_its_largest_stage_and_the_inputs_of_all() -> None:
     loads = Loads(apply(draft_of(chain(), micro_batches=3), Coarsen()))
     first, second = loads.need((1,)), loads.need((2, 3))

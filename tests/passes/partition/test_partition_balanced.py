@@ -26,6 +26,9 @@ class Given:
 
     def __init__(self, times: list[list[float]], sizes: list[int], budgets: list[int]):
         self.blocks, self.times, self.sizes, self.budgets = sizes, times, sizes, budgets
+        ends = range(len(sizes) + 1)
+        fitting = ((a for a in range(end) if sum(sizes[a:end]) <= max(budgets)) for end in ends)
+        self.earliest = [next(starts, end) for starts, end in zip(fitting, ends)]
 
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
         return sum(self.times[stage % len(self.times)][a:b])
