@@ -50,10 +50,14 @@ def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], 
     """Divisors of the batch: the one nearest to the number N of devices (Mobius 3.1: M = N), then those up to 4 N; and
     larger ones in a second list, whose smaller micro-batches may fit where none of the first do."""
     devices = hardware.num_devices
-    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
-    near = min(divisors, key=lambda m: (abs(m - devices), m))
-    usual = [near, *(m for m in divisors if m != near and devices < m <= 4 * devices)]
-    return usual, [m for m in divisors if m > max(usual)]
+    able = divisors(batch_size)
+    near = min(able, key=lambda m: (abs(m - devices), m))
+    usual = [near, *(m for m in able if m != near and devices < m <= 4 * devices)]
+    return usual, [m for m in able if m > max(usual)]
+
+
+def divisors(number: int) -> list[int]:
+    return [m for m in range(1, number + 1) if number % m == 0]
 
 
 def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ...ir.machine.hardware import Hardware
@@ -28,6 +29,7 @@ from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
 from ...passes.draft import Draft
 from ...passes.graph.experts.split_experts import SplitExperts
+from ...passes.graph.graph_pass import GraphPass
 from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.tables.split_vocabulary import SplitVocabulary
@@ -42,6 +44,7 @@ from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import (
     IN_ORDER,
     copied,
+    divisors,
     lane_scouts,
     mappings,
     micro_batch_counts,
@@ -98,6 +101,8 @@ class Sweep(Attempts):
         if self.hardware.num_devices > WRITTEN_OUT:
             self.fleet()
             return
+        if self.parts[1]:
+            self.few_micro_batches()
         bases = self.bases()
         self.first_that_fits(bases)
         if self.best is None and not any(TILES in base.graph_passes for base in bases):
@@ -212,7 +217,8 @@ class Sweep(Attempts):
         """Try teams that divide the width of layers, where a layer is too large for a device, or rows are too few to
         give each device some."""
         for members, mesh in team_layouts(self.hardware):
-            candidate = self.base.over(*self.base.graph_passes, SplitWidth(team=members)).on(mesh)
+            whole = [p for p in self.base.graph_passes if not isinstance(p, SplitExperts)]
+            candidate = self.base.over(*whole, SplitWidth(team=members)).on(mesh)
             try:
                 lane = self.compiler(count).lane(candidate)
             except PassError as error:
@@ -238,25 +244,44 @@ class Sweep(Attempts):
         """Whether a layer alone, with what it saves, is too large for every device, whatever the micro-batch."""
         counts = dict.fromkeys((self.usual[0], max([*self.usual, *self.last_resort])))
         try:
-            return all(Slices(self.compiler(count).lane(PLAIN)).fewest() is None for count in counts)
+            split, must = self.parts
+            base = PLAIN.over(*PLAIN.graph_passes, *(split if must else ()))
+            return all(Slices(self.compiler(count).lane(base)).fewest() is None for count in counts)
         except (DoesNotFit, PassError, PlanError):
             return False
 
     def with_parts(self, candidates: list[Candidate]) -> list[Candidate]:
         """The candidates, and after them, where a table or a layer of experts is large for a device, the same with its
-        rows in parts."""
+        rows in parts; only these where whole experts are too large for every device."""
+        split, must = self.parts
+        whole = [] if must else candidates
+        return [*whole, *(candidate.over(*candidate.graph_passes, *split) for candidate in candidates if split)]
+
+    def few_micro_batches(self) -> None:
+        """Begin with the fewest micro-batches whose rows fit beside experts: experts in parts are so many stages that
+        each of them takes longer to come than to compute, and each further micro-batch is as many turns."""
+        counts = sorted({*divisors(self.wishes.batch_size), *self.usual, *self.last_resort})
+        if self.wishes.micro_batches is None and not self.wishes.fewest_first:
+            draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
+            fewest = next((n for n in counts if SplitExperts().has_room(draft, self.usual[0] / n)), counts[-1])
+            self.usual, self.last_resort = [fewest], [n for n in counts if n > fewest]
+
+    @cached_property
+    def parts(self) -> tuple[list[GraphPass], bool]:
+        """The passes that make parts of what is large for a device, and whether nothing fits without them."""
         draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
-        split = [p for p in (SplitVocabulary(), SplitExperts()) if p.look(draft)[0]]
-        if not split:
-            return candidates
-        return [*candidates, *(candidate.over(*candidate.graph_passes, *split) for candidate in candidates)]
+        split: list[GraphPass] = [p for p in (SplitVocabulary(), SplitExperts()) if p.look(draft)[0]]
+        return split, any(isinstance(p, SplitExperts) and p.must(draft) for p in split)
 
     def scout(self) -> None:
-        """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does."""
+        """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does. Where
+        experts must be in parts, each of these alone has the size that suits a device, so that the fewest stages, which
+        have several of them, come last."""
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
             if count in counts or self.best is None:
-                self.look(count, scouts(self.compiler(count).lane(self.base), self.base))
+                found = scouts(self.compiler(count).lane(self.base), self.base)
+                self.look(count, [*found[1:], found[0]] if self.parts[1] else found)
 
     def promising(self) -> list[int]:
         """Numbers of micro-batches to try; of a large model, whose graphs take long, only one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,10 +55,17 @@ class GraphEdit:
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let every reader of `old` read `new`, and remove `old`."""
-        old.replace_all_uses_with(new)
-        for node in self.graph.graph.nodes:
-            for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-                if key in node.meta:
-                    node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
-        self.graph.outputs = {name: new if node is old else node for name, node in self.graph.outputs.items()}
-        self.graph.graph.erase_node(old)
+        replace_all(self.graph, {old: new})
+
+
+def replace_all(graph: OpGraph, new: Mapping[fx.Node, fx.Node]) -> None:
+    """Let every reader of a node of `new` read the one that stands for it, and remove it."""
+    for old, other in new.items():
+        old.replace_all_uses_with(other)
+    for node in graph.graph.nodes:
+        for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
+            if node.meta.get(key):
+                node.meta[key] = fx.map_arg(node.meta[key], lambda n: new.get(n, n))
+    graph.outputs = {name: new.get(node, node) for name, node in graph.outputs.items()}
+    for old in new:
+        graph.graph.erase_node(old)

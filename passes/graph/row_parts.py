@@ -14,7 +14,7 @@ from ...ir.program import RowPart
 from ..draft import Draft
 from .opgraph import OpGraph, PartParam
 
-COPIES = 3  # of what is trained at once: the weights, their gradient, and the gradient that is added to it
+COPIES = 3  # of a table that is trained: the weights, their gradient, and the gradient that is added to it
 SHARE = 0.5  # of a device's memory that a part takes at most, so that another stage has room beside it
 
 

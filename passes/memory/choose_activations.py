@@ -35,6 +35,7 @@ MEMORIES: dict[str, tuple[MemoryName, ...]] = {
     "none": (ops.DEVICE,),
 }
 ACTIVATION_TIERS = ("auto", "states", "all", "none")
+MANY_STAGES = 100  # of a device, of which one more or less that keeps everything is no hundredth of a step
 MOST_ROUNDS = 4  # rounds of giving out less device memory until the program fits
 PASSING_TURNS = 4  # turns in DRAM: two are written while one comes from the device, or read while one goes there
 
@@ -115,7 +116,7 @@ class ChooseActivations(Pass):
         if self.to == "none" or not able:
             return Outcome({name: Activations() for name in self.usual(program, machine)})
         found = [self.curve(program, machine, able, MEMORIES[self.to])]
-        if not forced:
+        if not forced and len(able) <= MANY_STAGES:
             found.append(self.curve(program, machine, able[:-1], MEMORIES[self.to]))
             if not found[0][0].swapped:  # moving activations lets weights stay; moving weights may be better
                 found += [self.curve(program, machine, names, (ops.DEVICE,)) for names in (able, able[:-1])]

@@ -36,6 +36,7 @@ from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepened, esti
 # "backward_ahead" -> how many phases before, where that is not 1.
 Early = dict[str, dict[str, int]]
 KINDS = ("forward", "backward")
+MANY_STAGES = 100  # of a device: a queue is not looked for, as simulating with it and without takes as long as all else
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class InsertFetch(Pass):
             decision.update({spec.name: kinds for spec, kinds in zip(specs, found)})
         names = [stage.spec.name for stage in draft.stages]
         one_ahead = {name: decision[name] for name in names if name in decision}
-        queued = queue_of(draft, one_ahead) if self.queue and self.prefetch else one_ahead
+        many = max(Counter(draft.devices).values(), default=0) > MANY_STAGES
+        queued = queue_of(draft, one_ahead) if self.queue and self.prefetch and not many else one_ahead
         return queued if queued != one_ahead and _step_s(draft, queued) < _step_s(draft, one_ahead) else one_ahead
 
     def on_one(self, program: Program, specs: Sequence[StageSpec], budget_bytes: int) -> list[dict[str, int]]:

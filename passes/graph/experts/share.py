@@ -6,12 +6,14 @@ members of a team (`team/member_experts.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import fx
 
 from ....runtime.expert_parts import part_product
 from ..blocks import compute_dtype
-from ..edit import GraphEdit
+from ..edit import GraphEdit, replace_all
 from ..opgraph import OpGraph
 from .layers import ExpertLayer, is_of_rows, weight_of
 
@@ -19,12 +21,13 @@ from .layers import ExpertLayer, is_of_rows, weight_of
 class ExpertShare:
     """One share of a layer: its parameters, and the nodes that compute with them, before the last one of the layer."""
 
-    def __init__(self, graph: OpGraph, layer: ExpertLayer, path: str):
+    def __init__(self, graph: OpGraph, layer: ExpertLayer, path: str, ties: Mapping[str, str] | None = None):
         self.graph, self.layer = graph, layer
         self.edit = GraphEdit(graph, layer.inside[-1])
         self.call = self.edit.call
         self.edit.path = path
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.ties = graph.ties() if ties is None else ties
 
     def parameter(self, whole: str) -> str:
         """The name in `graph.parts` of what the share has of a parameter."""
@@ -69,7 +72,7 @@ class ExpertShare:
 
     def _weight(self, product: fx.Node) -> fx.Node:
         """The share's matrices as a product takes them."""
-        found = weight_of(self.graph, product)
+        found = weight_of(self.graph, product, self.ties)
         assert found is not None
         name, chain = found
         part = self.parameter(name)
@@ -87,22 +90,22 @@ class ExpertShare:
         return read
 
 
-def replace_layer(graph: OpGraph, layer: ExpertLayer, found: dict[fx.Node, fx.Node]) -> None:
-    """Let what reads a layer read `found`, by the nodes that leave it, and remove the layer with the reads of its
-    weights."""
-    edit = GraphEdit(graph, layer.inside[-1])
-    for node in reversed(layer.inside):
-        if node in found:
-            edit.replace(node, found[node])
-        else:
-            graph.graph.erase_node(node)
+def replace_layers(graph: OpGraph, replaced: Sequence[tuple[ExpertLayer, dict[fx.Node, fx.Node]]]) -> None:
+    """Let what reads layers read what was found for the nodes that leave them, and remove the layers with the reads of
+    their weights."""
+    replace_all(graph, {old: new for _, found in replaced for old, new in found.items()})
+    for layer, found in replaced:
+        for node in reversed(layer.inside):
+            if node not in found:
+                graph.graph.erase_node(node)
+    ties, weights = graph.ties(), {name for layer, _ in replaced for name in layer.weights}
     for node in reversed(graph.nodes):
-        if node.op != "output" and not node.users and _only_reads(graph, node, layer):
+        if node.op != "output" and not node.users and _read_by(node, ties) in weights:
             graph.graph.erase_node(node)
 
 
-def _only_reads(graph: OpGraph, node: fx.Node, layer: ExpertLayer) -> bool:
-    """Whether a node is the read of a whole weight of a layer, or a view of it, which nothing needs any more."""
+def _read_by(node: fx.Node, ties: Mapping[str, str]) -> str:
+    """The first name of what a node reads, or is a view of; empty for other nodes."""
     while node.op == "call_method" and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node.op == "get_attr" and graph.ties().get(str(node.target), str(node.target)) in layer.weights
+    return ties.get(str(node.target), str(node.target)) if node.op == "get_attr" else ""

@@ -8,7 +8,7 @@ what is dense runs. `runtime/expert_parts.py` says how parts compute what the la
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -22,7 +22,6 @@ from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph
 from ..row_parts import (
-    COPIES,
     SHARE,
     add_part,
     device_room,
@@ -31,8 +30,9 @@ from ..row_parts import (
     wrong_boundaries,
 )
 from .layers import ExpertLayer, find_expert_layers
-from .share import ExpertShare, replace_layer
+from .share import ExpertShare, replace_layers
 
+OF_ROWS = 3  # what a part holds over its rows' values: gradients, copies in order, what waits to enter or to leave
 ExpertBoundaries = dict[str, list[int]]  # layer -> 0, the first expert of each further part, the number of experts
 
 
@@ -74,6 +74,18 @@ class SplitExperts(GraphPass):
                 found[name] = even_boundaries(layer.experts, min(count, layer.experts))
         return found, [f"{_few(names)} whole: {refusal}" for refusal, names in refused.items()]
 
+    def must(self, draft: Draft) -> bool:
+        """Whether some layer that can be split is too large for every device while it is whole."""
+        most_bytes = max(device.budget_bytes for device in draft.machine.devices)
+        layers = [row for row in find_expert_layers(draft.graph).values() if row.least_bytes > most_bytes]
+        return any(not (layer.refusal or _refused_by_optimizer(draft, layer)) for layer in layers)
+
+    def has_room(self, draft: Draft, times: float) -> bool:
+        """Whether `times` as many rows as in the graph's micro-batch fit beside a part of any layer."""
+        layers = find_expert_layers(draft.graph).values()
+        most_bytes = max((layer.row_bytes for layer in layers), default=0)
+        return OF_ROWS * times * most_bytes <= (1 - SHARE) * device_room(draft)
+
     def rewrite(self, draft: Draft, decision: ExpertBoundaries) -> None:
         if not decision:
             return
@@ -82,8 +94,7 @@ class SplitExperts(GraphPass):
             _check(draft, layers, name, experts)
         graph = draft.graph.copy()
         layers = find_expert_layers(graph)
-        for name, experts in decision.items():
-            split_layer(graph, layers[name], experts)
+        split_layers(graph, [(layers[name], experts) for name, experts in decision.items()])
         draft.graph = graph.copy()  # over what its nodes read now
         told = [f"the experts of {name} are {len(experts) - 1} parts" for name, experts in decision.items()]
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
@@ -95,7 +106,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _parts_needed(layer: ExpertLayer, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device."""
-    return math.ceil(layer.bytes * (COPIES if layer.is_trained else 1) / (SHARE * room_bytes))
+    return math.ceil(layer.held_bytes / (SHARE * room_bytes))
 
 
 def _refused_by_optimizer(draft: Draft, layer: ExpertLayer) -> str:
@@ -117,21 +128,24 @@ def _check(draft: Draft, layers: dict[str, ExpertLayer], name: str, experts: Seq
         raise PassError(f"split-experts: {name} ({format_bytes(layer.bytes)}) cannot be split: {refusal}")
 
 
-def split_layer(graph: OpGraph, layer: ExpertLayer, experts: Sequence[int]) -> None:
-    """Put parts in the place of a layer's products and of what is computed between them."""
-    found: dict[fx.Node, fx.Node] = {}
-    for begin, end in pairwise(experts):
-        part = _Part(graph, layer, begin, end)
-        for node, result in part.compute().items():
-            found[node] = part.call(join_part, found.get(node), result, layer.offsets, begin, end)
-    replace_layer(graph, layer, found)
+def split_layers(graph: OpGraph, split: Sequence[tuple[ExpertLayer, Sequence[int]]]) -> None:
+    """Put parts in the place of layers' products and of what is computed between them."""
+    replaced, ties = [], graph.ties()
+    for layer, experts in split:
+        found: dict[fx.Node, fx.Node] = {}
+        for begin, end in pairwise(experts):
+            part = _Part(graph, layer, begin, end, ties)
+            for node, result in part.compute().items():
+                found[node] = part.call(join_part, found.get(node), result, layer.offsets, begin, end)
+        replaced.append((layer, found))
+    replace_layers(graph, replaced)
 
 
 class _Part(ExpertShare):
     """Some experts of a layer, from `begin` to before `end`."""
 
-    def __init__(self, graph: OpGraph, layer: ExpertLayer, begin: int, end: int):
-        super().__init__(graph, layer, f"{layer.name}[{begin}:{end}]")
+    def __init__(self, graph: OpGraph, layer: ExpertLayer, begin: int, end: int, ties: Mapping[str, str]):
+        super().__init__(graph, layer, f"{layer.name}[{begin}:{end}]", ties)
         self.begin, self.end = begin, end
 
     def parameter(self, whole: str) -> str:

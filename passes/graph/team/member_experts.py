@@ -17,7 +17,7 @@ from ....ir.program import TeamPart
 from ....runtime.expert_parts import member_offsets, member_result, member_rows
 from ..edit import GraphEdit
 from ..experts.layers import ExpertLayer
-from ..experts.share import ExpertShare, replace_layer
+from ..experts.share import ExpertShare, replace_layers
 from ..opgraph import OpGraph, PartParam
 from .exchanges import share, sum_parts
 
@@ -30,7 +30,7 @@ def divide_experts(graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: in
         _share_source(graph, layer, node, team)
     part = _Member(graph, layer, member, team)
     found = {n: part.call(member_result, r, layer.offsets, member, team) for n, r in part.compute().items()}
-    replace_layer(graph, layer, found)
+    replace_layers(graph, [(layer, found)])
     for result in found.values():
         _sum_of_tokens(graph, result, team)
 

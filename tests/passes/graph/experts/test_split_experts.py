@@ -18,9 +18,10 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError
+from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import find_blocks
 from penstock.passes.graph.experts.layers import find_expert_layers
-from penstock.passes.graph.experts.split_experts import split_layer
+from penstock.passes.graph.experts.split_experts import SplitExperts, split_layers
 from penstock.passes.graph.measured import measure_blocks
 from penstock.tests import zoo
 from penstock.tests.alike import slow_but
@@ -102,6 +103,17 @@ def test_a_layer_that_no_device_holds_is_trained(strategy: str) -> None:
     assert_trains_like_eager(job, batch)
 
 
+def test_whole_experts_that_no_device_holds_are_not_tried() -> None:
+    """768 KiB of experts have gradients of the same size; a micro-batch of four tokens has rows of 27 KiB."""
+    model, batch = wide_case()
+    graph = trace(model, {name: rows[:1] for name, rows in batch.items()})
+    for memory, must, times, has_room in (("1.5MB", True, 1.0, True), ("4MB", False, 1.0, True),
+                                          ("1.5MB", True, 100.0, False)):  # fmt: skip
+        draft = Draft(graph, penstock.Hardware.cpu(num_devices=1, memory=memory, dram="1GB"))
+        assert SplitExperts().must(draft) == must
+        assert SplitExperts().has_room(draft, times) == has_room
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mobius-ssd", "fuyou"])
 def test_parts_on_every_tier(strategy: str, tmp_path: Path) -> None:
@@ -138,7 +150,7 @@ def test_parts_cost_together_what_the_layer_does() -> None:
     whole = measure_blocks(graph, find_blocks(graph), "cpu", None)
     name = "model.layers.0.mlp.experts"
     found = graph.copy()
-    split_layer(found, find_expert_layers(found)[name], [0, 1, 3, 4])
+    split_layers(found, [(find_expert_layers(found)[name], [0, 1, 3, 4])])
     found = found.copy()
     blocks = measure_blocks(found, find_blocks(found), "cpu", None)
     own = [block for block in blocks if block.name.startswith("model.layers.0")]
