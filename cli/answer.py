@@ -34,6 +34,8 @@ LORA, SSD = "lora:r=16", "2TB"
 ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": None}
 FASTER = 1.05  # times; less is no advice
 SECONDS_AN_HOUR = 3600.0
+MANY_STAGES = 400  # above which each alternative takes as long as the plan itself
+LEFT_OUT = f"not tried, as a plan of more than {MANY_STAGES} stages takes a while"
 BUSY = {  # a device's stream -> what it does while it is busy
     ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
     ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
@@ -71,7 +73,9 @@ class Alternative:
 
 def items_per_s(job: Job, named: NamedModel, options: JobOptions) -> float:
     """Tokens a second, or images where the model takes these."""
-    return named.items(options.batch, options.sequence)[0] / job.simulate().step_s
+    predicted = job.plan.predicted
+    step_s = job.simulate().step_s if predicted is None else predicted.step_s
+    return named.items(options.batch, options.sequence)[0] / step_s
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class _Wish:
     hardware: Hardware
     least: float = 0.0
     otherwise: dict[str, object] | None = None
+
+
+def has_many_stages(job: Job) -> bool:
+    """Whether planning a model like this once more takes too long for a look."""
+    return len(job.folder.interface.stages) > MANY_STAGES
 
 
 def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> list[Alternative]:
@@ -164,10 +173,10 @@ def answer(
     job: Job,
     tokens: float | None,
     price_per_hour: float | None,
-    others: list[Alternative],
+    others: list[Alternative] | None,
     failures: FailureReport | None = None,
 ) -> list[str]:
-    """The answer, a line each."""
+    """The answer, a line each. `others`: None where they were left out, as each takes as long as the plan."""
     plan, hardware, named = job.plan, job.hardware, options.named_model()
     predicted = plan.predicted
     assert predicted is not None
@@ -189,7 +198,9 @@ def answer(
     if failures is not None:
         lines.append(_line("failures", failure_text(failures)))
     lines.append(_line("cost", _cost(hardware, rate, item, tokens, price_per_hour)))
-    lines += _instead(rate, item, others)
+    if others is None:
+        lines.append(_line("instead", f"{LEFT_OUT}; --alternatives plans a larger batch, more DRAM and others, too"))
+    lines += _instead(rate, item, others or [])
     return [*lines, _line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
 
 

@@ -68,8 +68,12 @@ def plan(
         str | None, typer.Option(help="at which all hosts together write checkpoints, such as 100GB/s; default: SSDs")
     ] = None,
     alternatives: Annotated[
-        bool, typer.Option(help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes; without it: unless "
+            "that would take minutes"
+        ),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="stages, memories, links, rivals and remarks as tables")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +83,7 @@ def plan(
     """
     from ..compiler.report.failures import failure_report, with_failures
     from .answer import alternatives as other_plans
-    from .answer import answer, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
+    from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
 
     count = None if tokens is None else parse_tokens(tokens)
     several = len(options.hardware or ()) > 1
@@ -99,13 +103,14 @@ def plan(
         if several:
             compare(options, as_json, html)
             return
-        looks = alternatives and not as_json and options.plan is None
+        looks = alternatives is not False and not as_json and options.plan is None
         failing = with_failures(options.machine(), mtbf, storage)
         try:
             job = options.compile(Dump(out) if dump_passes else None)
         except DoesNotFit as miss:
             raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
-        others = other_plans(options, job, tell) if looks else []
+        skips = looks and alternatives is None and has_many_stages(job)
+        others = None if skips else other_plans(options, job, tell) if looks else []
     failures = failure_report(job.plan, job.folder.interface, failing)
     if out is not None:
         job.write(out)

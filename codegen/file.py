@@ -86,8 +86,8 @@ def write_directory(directory: str | Path, files: Mapping[int, str], extras: Map
 
 def _program_text(program: Program) -> str:
     """The program with types, and a comment where another phase begins."""
-    lines = program_lines(program, comments=True)
-    before = {line_numbers(program)[node]: text for node, text in _phases(program).items()}
+    lines, numbers = program_lines(program, comments=True), line_numbers(program)
+    before = {numbers[node]: text for node, text in _phases(program).items()}
     found = []
     for number, line in enumerate(lines, start=1):
         if number in before:
