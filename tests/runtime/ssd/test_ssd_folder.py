@@ -233,7 +233,8 @@ def test_a_kernel_that_forbids_rings_or_answers_wrongly_is_found_out(
     assert folder.engine == "threads" and "not permitted" in folder.engine_note
     folder.close()
     with monkeypatch.context() as patch:
-        patch.setattr(direct_io.Ring, "finished", lambda ring: [(ring._flying.pop(), PAGE)])  # moves nothing
+        patch.setattr(direct_io.Ring, "put", lambda ring, tag, *_, write: ring._flying.add(tag))  # moves nothing
+        patch.setattr(direct_io.Ring, "finished", lambda ring: [(ring._flying.pop(), PAGE)])
         folder = SsdFolder([disk], "gpu0")
     assert folder.engine == "threads"
     folder.close()
