@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from typing import ClassVar
 
 from torch import fx
@@ -96,21 +97,10 @@ def _earliest_s(programs: Sequence[Program], hardware: Hardware, precision: str)
     order, model = build_order(programs, {}), CostModel(hardware, precision)
     begin_s: dict[int, float] = {}
     end_s: dict[int, float] = {}
-    left = [len(task.waits) for task in order.tasks]
-    then: list[list[int]] = [[] for _ in order.tasks]
-    for index, task in enumerate(order.tasks):
-        for other, _ in task.waits:
-            then[other].append(index)
-    ready = [index for index, count in enumerate(left) if not count]
-    while ready:
-        index = ready.pop()
-        task = order.tasks[index]
-        device, _, work = task.parts[0]
-        begin_s[index] = max((end_s[other] for other, _ in task.waits), default=0.0)
+    waits = {index: [other for other, _ in task.waits] for index, task in enumerate(order.tasks)}
+    for index in TopologicalSorter(waits).static_order():
+        device, _, work = order.tasks[index].parts[0]
+        begin_s[index] = max((end_s[other] for other in waits[index]), default=0.0)
         takes_s = model.compute_s(hardware.devices[device], work) if work.stream == ops.COMPUTE else 0.0
         end_s[index] = begin_s[index] + takes_s
-        for other in then[index]:
-            left[other] -= 1
-            if not left[other]:
-                ready.append(other)
-    return {node: begin_s.get(index, 0.0) for node, index in order.task_of.items()}
+    return {node: begin_s[index] for node, index in order.task_of.items()}
