@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Options
 from penstock.passes.sharding.mesh import Mesh
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
+from penstock.tests.compiler.search.search_process import searched
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
 FAST_S = 10.0  # of computation
@@ -126,15 +124,9 @@ def test_replicas_of_pipelines_train_as_eager_and_are_loaded_again(tmp_path: Any
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt3-175b on 512 GPUs", "bert-10b on 512 GPUs"])
 def test_512_gpus_within_a_minute_and_2_gb(case: str, tmp_path: Path) -> None:
-    code = (
-        f"import pathlib, sys; sys.argv = ['search_time', {case!r}]; from penstock.bench.peers import rows; "
-        f"rows.RESULTS = pathlib.Path({str(tmp_path)!r}); from penstock.bench.search_time import main; main()"
-    )
-    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    subprocess.run([sys.executable, "-c", code], check=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert used.ru_utime - before_s < 75  # with the imports of libraries
-    assert used.ru_maxrss < 2e6
+    _, cpu_s, peak_gb = searched(case, tmp_path)
+    assert cpu_s < 75  # with the imports of libraries
+    assert peak_gb < 2
 
 
 def test_a_batch_that_no_lanes_can_share() -> None:
