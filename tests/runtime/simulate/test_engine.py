@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -387,13 +386,3 @@ def check_streams(timeline: Timeline) -> None:
         key = (span.device, span.stream)
         assert span.end_s >= span.start_s >= last.get(key, 0.0)
         last[key] = span.end_s
-
-
-@pytest.mark.slow
-def test_ten_thousand_ops_on_eight_devices_take_a_second() -> None:
-    programs = pipeline(8, 48, 24)
-    assert sum(1 for program in programs for _ in program.ops()) > 10_000
-    hardware = Hardware.cpu(8, memory="1GB")
-    begin_s = time.perf_counter()
-    simulate(programs, hardware)
-    assert time.perf_counter() - begin_s < 1.0
