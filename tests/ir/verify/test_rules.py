@@ -409,7 +409,6 @@ def test_sets_of_programs_that_do_not_belong_together_are_refused() -> None:
     refused(programs, "device 1 has `evaluate`, device 0 has `step`")
 
 
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_line_of_a_correct_program_can_be_left_out_or_doubled(kind: str) -> None:
     programs = pipeline(2, 3, 2, **KINDS[kind])
