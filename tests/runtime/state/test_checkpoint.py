@@ -453,7 +453,7 @@ STREAM = """
 import sys
 from pathlib import Path
 import torch
-from penstock.runtime import checkpoint
+from penstock.runtime.state import checkpoint
 from penstock.ir.program import ParamSpec, StageSpec
 
 def peak():
