@@ -149,13 +149,21 @@ def _usual(rows: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
 
 
 def _scale(key: Key, found: SecondsByKey, predicted: SecondsByKey) -> float:
-    """The ratio of measured to predicted seconds for ops of this kind: the devices' median, the lower of two."""
+    """The ratio of measured to predicted seconds for ops of this kind: the devices' median, the lower of two. Whole
+    backwards and their halves are one kind, since perhaps one device alone runs whole ones."""
     ratios = []
     for device, rows in found.items():
-        planned = sum(seconds for _, seconds in predicted[device].get(key, []))
-        if key in rows and planned > 0:
-            ratios.append(sum(seconds for _, seconds in rows[key]) / planned)
+        planned, took = (_seconds_alike(key, of) for of in (predicted[device], rows))
+        if took > 0 and planned > 0:
+            ratios.append(took / planned)
     return median_low(ratios) if ratios else 0.0
+
+
+def _seconds_alike(key: Key, rows: Mapping[Key, Sequence[tuple[str, float]]]) -> float:
+    """The seconds of a device's ops of a kind."""
+    is_backward = ops.ALL[key[1]].is_backward
+    alike = [other for other in rows if other == key or (is_backward and ops.ALL[other[1]].is_backward)]
+    return sum(seconds for other in alike for _, seconds in rows[other])
 
 
 def _straggler(

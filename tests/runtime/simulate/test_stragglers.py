@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.compiler.pipeline import parse_pipeline
+from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program
 from penstock.runtime.simulate import Timeline, find_stragglers, simulate
 from penstock.tests.ir.program.handmade import pipeline
+from penstock.tests.passes.running import apply, chain, draft_of
 
 HARDWARE = Hardware.cpu(4, memory="64MB")
 
@@ -42,6 +45,22 @@ def test_one_is_found_with_the_op_and_what_it_cost(programs: list[Program]) -> N
     assert 1.5 < row.ratio < 3.0 and 0.2 < row.held_up < 0.7 and not row.by_equals
     assert str(row).startswith(f"cpu2 took {row.ratio:.1f}x what the plan expects of it beside the others in backward ")
     assert str(row).endswith(f"of stage2; it held up the step by {row.held_up:.0%}")
+
+
+def test_a_slow_device_is_read_in_full_where_backwards_have_halves() -> None:
+    """In a zero-bubble pipeline the first stage alone has whole backwards: no other device tells how long they take."""
+    ends = "schedule-zero-bubble, insert-remat, insert-fetch, insert-optimizer"
+    line = f"coarsen, partition-balanced{{stages=4}}, map-round-robin, {ends}"
+    draft = apply(draft_of(chain(depth=4, width=64), HARDWARE, micro_batches=4), *parse_pipeline(line, 4))
+    planned = simulate(draft.programs, HARDWARE)
+    names = {span.op: {s.device for s in planned.spans if s.op == span.op} for span in planned.spans}
+    assert names["backward"] == {0} and names["backward_input"] == {1, 2, 3}
+    for device in range(4):
+        slow = planned
+        for op in {span.op for span in planned.spans if span.stream == ops.COMPUTE}:
+            slow = slowed(slow, device, op, 3.0)
+        (row,) = find_stragglers(slow, draft.programs, HARDWARE)
+        assert row.device == device and row.ratio == pytest.approx(3.0, rel=1e-6)
 
 
 def test_time_lost_where_nobody_waits_costs_nothing(programs: list[Program]) -> None:
