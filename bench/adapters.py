@@ -125,9 +125,7 @@ def adapted(family: str, adapter: str) -> nn.Module:
     given = {"modules_to_save": [head]} if adapter == "modules_to_save" else ADAPTERS[adapter]
     tasks = {"CausalLM": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS", "Seq2SeqLM": "SEQ_2_SEQ_LM"}
     # Both factors begin with numbers, so that a mistake in either shows at once.
-    chosen = peft.LoraConfig(
-        r=4, target_modules="all-linear", task_type=tasks[kind], init_lora_weights=False, **given
-    )
+    chosen = peft.LoraConfig(r=4, target_modules="all-linear", task_type=tasks[kind], init_lora_weights=False, **given)
     return peft.get_peft_model(model, chosen)
 
 

@@ -26,6 +26,7 @@ from torch.export import Dim
 
 import penstock
 from penstock.bench.peers import rows
+from penstock.bench.peers.timing import whole_step
 
 MOST, ROWS, BATCHES = 512, 8, 16
 SIZE = {
@@ -61,8 +62,8 @@ def main() -> None:
         return float(loss.detach())
 
     sides: dict[str, tuple[Callable[[dict[str, Tensor]], Any], list[dict[str, Tensor]]]] = {
-        "dynamic": (lambda batch: float(job.step(batch)), batches),
-        "padded": (lambda batch: float(fixed.step(batch)), padded),
+        "dynamic": (partial(whole_step, job), batches),
+        "padded": (partial(whole_step, fixed), padded),
         "eager": (eager, batches),
     }
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)

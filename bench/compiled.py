@@ -14,7 +14,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import models, rows
-from penstock.bench.peers.timing import alternate
+from penstock.bench.peers.timing import alternate, whole_step
 
 MICRO_BATCHES = 4
 
@@ -31,9 +31,9 @@ def main() -> None:
     first_s = {}
     for name, job in jobs.items():
         begin_s = time.perf_counter()
-        losses[name].append(float(job.step(batch)))
+        losses[name].append(whole_step(job, batch))
         first_s[name] = time.perf_counter() - begin_s
-    steps = {name: lambda name=name, job=job: losses[name].append(float(job.step(batch))) for name, job in jobs.items()}
+    steps = {name: lambda name=name, job=job: losses[name].append(whole_step(job, batch)) for name, job in jobs.items()}
     times_s = alternate(steps, args.rounds)
     states = {name: job.state_dict() for name, job in jobs.items()}
     report = jobs["compiled"].last

@@ -77,7 +77,7 @@ def compare(model: str, schedule: str, world: int, args: argparse.Namespace) -> 
                 refused[name] = str(error)
                 continue
             sides[name] = lambda peer=peer, name=name: losses[name].append(peer.step())
-        losses[OURS].append(float(ours.step(batch)))
+        losses[OURS].append(whole_step(ours, batch))
         times_s = alternate(sides, args.rounds, warm_up=1)
     return {
         "model": model, "schedule": schedule, "processes": world, "micro_batches": args.micro_batches,

@@ -18,6 +18,7 @@ import torch
 import penstock
 from penstock.bench.peers import models
 from penstock.bench.peers.ranks import serve
+from penstock.bench.peers.timing import whole_step
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -25,7 +26,7 @@ def main(settings: dict[str, Any]) -> None:
     batch = models.batch(settings["batch"], vocabulary=settings["vocabulary"])
     with ExitStack() as stack:
         jobs = {name: stack.enter_context(compiled(settings, plan=path)) for name, path in settings["plans"].items()}
-        serve({name: partial(step, job, batch) for name, job in jobs.items()}, settings["socket"])
+        serve({name: partial(whole_step, job, batch) for name, job in jobs.items()}, settings["socket"])
 
 
 def compiled(settings: Mapping[str, Any], **how: Any) -> penstock.Job:
@@ -36,10 +37,6 @@ def compiled(settings: Mapping[str, Any], **how: Any) -> penstock.Job:
         example_inputs=models.batch(settings["batch"], vocabulary=settings["vocabulary"]),
         optimizer=partial(torch.optim.AdamW, lr=settings["lr"]), micro_batches=settings["micro_batches"], **how,
     )  # fmt: skip
-
-
-def step(job: penstock.Job, batch: dict[str, torch.Tensor]) -> float:
-    return float(job.step(batch))
 
 
 if __name__ == "__main__":
