@@ -23,13 +23,15 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MARKER = ".penstock-scratch"
 _NEW_MARKER = f"{MARKER}.new"
 _PREFIX = "penstock-"  # only folders of such names are looked into; the marker decides
 _MARKER_BYTES = 4096
+SOCKET_BYTES = 107  # of the path in the address of a Unix socket
 _AGAIN_S = (0.0, 0.1, 1.0)  # before each look of a keeper: a process that ends closes its files one after another
 
 
@@ -75,6 +77,21 @@ def temporary(owner: str) -> Scratch:
     directory = Path(tempfile.gettempdir())
     remove_left([directory])
     return make(directory, owner)
+
+
+@contextmanager
+def reachable(path: str) -> Iterator[str]:
+    """The path of a socket to bind or connect to: where it is too long for an address, as a folder of temporary files
+    that a scheduler gives a job may make it, by the descriptor of its folder, which is open meanwhile."""
+    if len(os.fsencode(path)) <= SOCKET_BYTES:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 def remove_left(directories: Iterable[str | Path]) -> list[Path]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..ir.errors import WorkerError
+from .scratch import reachable
 
 REQUEST = struct.Struct("<ii")  # root complex and turn
 GRANTED, DONE = b".", b"!"
@@ -81,7 +82,8 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     def __init__(self, address: str):
         self.tokens = Tokens()
         self.clients: set[socket.socket] = set()
-        super().__init__(address, _Handler)
+        with reachable(address) as path:
+            super().__init__(path, _Handler)
 
 
 class TurnServer:
@@ -135,5 +137,6 @@ class TurnClient:
         channel: socket.socket | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel.connect(self.address)
+            with reachable(self.address) as path:
+                channel.connect(path)
         return channel

@@ -15,6 +15,7 @@ from ...ir import ops
 from ...ir.errors import WorkerError
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import PAGE, aligned
+from ..scratch import reachable
 from ..turns import TurnClient
 from .prepare import Issue, Issues
 
@@ -133,18 +134,29 @@ class LinkClient:
 
         Raises `WorkerError` if the server is gone.
         """
-        channel = getattr(self._own, "channel", None)
-        if channel is None:
-            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel.connect(self.address)
-        channel.sendall(REQUEST.pack(self.device, index))
+        try:
+            channel = self._connected()
+            channel.sendall(REQUEST.pack(self.device, index))
+        except OSError:
+            raise self._gone() from None
 
         def wait() -> None:
             try:
                 answer = channel.recv(1)
-            except ConnectionResetError:
+            except OSError:
                 answer = b""
             if not answer:
-                raise WorkerError(f"device {self.device}: the process that shares out the links is gone")
+                raise self._gone()
 
         return wait
+
+    def _connected(self) -> socket.socket:
+        channel: socket.socket | None = getattr(self._own, "channel", None)
+        if channel is None:
+            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with reachable(self.address) as path:
+                channel.connect(path)
+        return channel
+
+    def _gone(self) -> WorkerError:
+        return WorkerError(f"device {self.device}: the process that shares out the links is gone")

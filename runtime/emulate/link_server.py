@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from ...ir.machine.links import Link
 from ..device.pacing import OVER, REQUEST
+from ..scratch import reachable
 from ..simulate.sharing import Cost, TasksUnderWay
 
 Costs = Sequence[Sequence[Cost]]  # per device, per op of its program in text order
@@ -34,7 +35,8 @@ class LinkServer:
         self._count = 0
         self._begin_s = time.perf_counter()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
+        with reachable(address) as path:
+            self._listener.bind(path)
         self._listener.listen(socket.SOMAXCONN)
         self._stop, stopped = socket.socketpair()
         self._selector = selectors.SelectSelector()  # the only kind that waits to the microsecond

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from penstock.ir.errors import WorkerError
+from penstock.ir.machine.links import Link
 from penstock.runtime import scratch
+from penstock.runtime.device.pacing import LinkClient
+from penstock.runtime.emulate.link_server import LinkServer
+from penstock.runtime.simulate.sharing import Cost
+from penstock.runtime.turns import TurnClient, TurnServer
 
 HOLDER = """
 import sys, time
@@ -198,3 +204,30 @@ def test_a_keeper_ends_with_its_job(tmp_path: Path) -> None:
     keeper.close()
     keeper.close()
     assert not Path(f"/proc/{keeper.process_id}").exists()
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    folder = tmp_path / "a" / ("long_name_of_a_job" * 8)
+    folder.mkdir(parents=True)
+    assert len(str(folder)) > scratch.SOCKET_BYTES
+    return folder
+
+
+def test_turns_are_handed_out(deep: Path) -> None:
+    server = TurnServer(str(deep / "turns"))
+    client = TurnClient(server.address, 0)
+    for _ in range(2):
+        with client.hold(1):
+            assert server._server.tokens._taken == {0}
+    server.close()
+
+
+def test_links_are_shared_out_until_the_server_is_gone(deep: Path) -> None:
+    server = LinkServer(str(deep / "links"), {"link": Link("link", "a", "b", 1e9, 0.0)}, [[Cost(0.0, ())]])
+    client, late = LinkClient(server.address, 0), LinkClient(server.address, 0)
+    client.begin(0)()
+    server.close()
+    for each in (client, late):
+        with pytest.raises(WorkerError, match="device 0: the process that shares out the links is gone"):
+            each.begin(0)()
