@@ -168,16 +168,19 @@ class DocumentBorders(BaseModel):
 MaskForm = Literal["all", "causal", "documents"] | KeyWindow | DocumentBorders
 
 
-# How members of a team meet in attention: each has some heads of all tokens, or keys and values go round.
-By = Literal["heads", "ring"]
+# How members of a team meet in attention: each has some heads of all tokens, or keys and values go round; or they do
+# not meet, as each has whole rows.
+By = Literal["heads", "ring", "rows"]
 
 
 class TokenSplit(BaseModel):
-    """How tokens are divided: among `team` members, and how these meet in attention."""
+    """How tokens are divided: among `team` members, and how these meet in attention. `experts`: the layers whose
+    experts they divide, too, by module path; tokens then go to the members that have their experts."""
 
     model_config = ConfigDict(extra="forbid")
     team: Annotated[int, Field(ge=2)]
     by: By = "heads"
+    experts: list[str] = []
 
 
 class LossChunk(BaseModel):

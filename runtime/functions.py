@@ -13,6 +13,8 @@ from .accelerator import generator_of
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
 from .expert_parts import (
+    arrived_offsets,
+    expert_counts,
     join_part,
     member_offsets,
     member_result,
@@ -32,6 +34,7 @@ from .token_parts import among_zeros, own_tokens
 
 __all__ = [
     "among_zeros",
+    "arrived_offsets",
     "attend_first",
     "attend_next",
     "attention_of",
@@ -39,6 +42,7 @@ __all__ = [
     "cross_entropy_of_parts",
     "document_borders",
     "evaluation_logits",
+    "expert_counts",
     "in_tiles",
     "join_part",
     "joined_members",

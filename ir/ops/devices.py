@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .names import COMM, DEVICE, GROUP, PEER, RECV, SEND, TRAINING
+from .names import COMM, DEVICE, GROUP, PEER, RECV, SEND, TEAM, TRAINING
 from .record import Context, Op, Value, Work, tensor, want
 
 __all__ = ["all_gather", "all_reduce", "recv", "reduce_scatter", "send"]
@@ -60,20 +60,28 @@ recv = Op(
 )
 
 
-def _all_reduce(ctx: Context, *values: Value, group: str) -> tuple[Value, ...]:
-    """Sums over the group's members: norms, or gradients, of which only the tied parameter if the group names one."""
+def _all_reduce(ctx: Context, *values: Value, group: str, parts: bool = True) -> tuple[Value, ...]:
+    """Sums over the group's members: norms, or gradients, of which only the tied parameter if the group names one.
+    Without `parts` the gradients of parameters stay as they are of which members of a team have parts, each its own."""
     members = [stage for stage, _ in ctx.group(group)]
     if len(members) != len(values):
         raise ValueError(f"group {group} has {len(members)} members on device {ctx.device}, found {len(values)} values")
     for value, stage in zip(values, members):
         if value.kind not in ("grads", "norm") or (value.kind == "grads" and stage not in ("", value.stage)):
             raise ValueError(f"group {group} reduces the gradients of {stage} here, found {value.kind} {value.stage}")
+    divided = any(value.kind == "grads" and ctx.interface.has_parts(value.stage) for value in values)
+    if group.partition(".")[0] == TEAM and parts and divided:
+        raise ValueError(f"group {group}: gradients of parts are of different weights on each member; use parts=False")
+    if not parts and any(value.kind != "grads" for value in values):
+        raise ValueError(f"parts are left out of gradients alone, found {', '.join(value.kind for value in values)}")
     return tuple(values)
 
 
-def _all_reduce_work(ctx: Context, *values: Value, group: str) -> Work:
+def _all_reduce_work(ctx: Context, *values: Value, group: str, parts: bool = True) -> Work:
     stage, name = ctx.group(group)[0]
     num_bytes = values[0].bytes
+    if not parts:
+        num_bytes = ctx.stage(values[0].stage).common_grad_bytes
     if name:
         params = ctx.interface.part_of(stage, values[0].group).params
         num_bytes = next(p.grad_bytes for p in params if p.name == name)

@@ -4,7 +4,8 @@ A team is some lanes that run the same micro-batches together, each a part of th
 members hold parts of a value, or each the whole of it, or summands of it. An op makes one from the other, and its
 gradient is made by another op of this file: that of `all_to_all` by an `all_to_all` with its dimensions exchanged, that
 of `gather_parts` by `scatter_sum` and the other way round, that of `own_part` by `gather_parts`, that of `pass_on` by a
-`pass_on` the other way round. `sum_parts` gives every member the same, and so the sum's gradient is that of a summand.
+`pass_on` the other way round, that of `to_experts` by `from_experts` and the other way round. `sum_parts` gives every
+member the same, and so the sum's gradient is that of a summand.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from dataclasses import replace
 from .names import COMM, COMPUTE, DEVICE, GROUP, PAIRS, RING_STEP
 from .record import Context, Op, Value, Work, want
 
-__all__ = ["all_to_all", "gather_parts", "member", "own_part", "pass_on", "scatter_sum", "sum_parts"]
+__all__ = [
+    "all_to_all", "from_experts", "gather_parts", "member", "own_part", "pass_on", "scatter_sum", "sum_parts",
+    "to_experts",
+]  # fmt: skip
 
 
 def _member(ctx: Context, *, group: str) -> Value:
@@ -147,3 +151,61 @@ def _pass_on_work(ctx: Context, value: Value, *, group: str, back: bool = False)
 
 
 pass_on = _team_op("pass_on", _pass_on, _pass_on_work, "Ring Attention, Liu 2023 3.1")
+
+
+def _check_counts(ctx: Context, value: Value, counts: Value, group: str) -> int:
+    """The number of members. `counts`: how many rows each member has for each expert, [members x experts], where all
+    members have as many experts. Raises `ValueError` where they cannot be of this group."""
+    want(value, "tensor", "what goes to experts", DEVICE)
+    want(counts, "tensor", "numbers of rows", DEVICE)
+    ctx.group(group)
+    members = ctx.interface.size(group)
+    if counts.dtype != "int32" or len(counts.shape) != 1 or counts.shape[0] % members**2 or not counts.shape[0]:
+        raise ValueError(
+            f"{members} members have numbers of rows for each expert, int32 [{members} x experts], as many experts "
+            f"each; found {counts.dtype} {list(counts.shape)}"
+        )
+    if not value.shape:
+        raise ValueError("a value without dimensions has no rows for experts")
+    return members
+
+
+def _to_experts(ctx: Context, value: Value, counts: Value, *, group: str) -> Value:
+    """The rows that all members have for this member's experts: by expert, of each those of the first member first. A
+    member's rows are sorted by expert before. In the worst case all rows of all members are for one: the result has
+    room for that, and zeros after the rows that came."""
+    members = _check_counts(ctx, value, counts, group)
+    return replace(value, shape=(members * value.shape[0], *value.shape[1:]), bytes=members * value.bytes)
+
+
+def _to_experts_work(ctx: Context, value: Value, counts: Value, *, group: str) -> Work:
+    """As many bytes as if all experts had as many rows: how many these are is known only while it runs. What arrives is
+    put in order; the result is cleared first."""
+    whole_bytes = ctx.interface.size(group) * value.bytes
+    return Work(
+        COMM, moved_bytes=value.bytes, source=DEVICE, target=DEVICE, group=group, rounds=1, pattern=PAIRS,
+        traffic_bytes=2 * value.bytes + whole_bytes, workspace_bytes=whole_bytes,
+    )  # fmt: skip
+
+
+to_experts = _team_op("to_experts", _to_experts, _to_experts_work, "GShard, Lepikhin 2020 3.2: dispatch, by count")
+
+
+def _from_experts(ctx: Context, value: Value, counts: Value, *, group: str) -> Value:
+    """The rows of this member out of what all members have of their experts, each in the place from which `to_experts`
+    took it."""
+    members = _check_counts(ctx, value, counts, group)
+    if value.shape[0] % members:
+        raise ValueError(f"{list(value.shape)} has no room for equally many rows of {members} members")
+    return replace(value, shape=(value.shape[0] // members, *value.shape[1:]), bytes=value.bytes // members)
+
+
+def _from_experts_work(ctx: Context, value: Value, counts: Value, *, group: str) -> Work:
+    own_bytes = value.bytes // ctx.interface.size(group)
+    return Work(
+        COMM, moved_bytes=own_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1, pattern=PAIRS,
+        traffic_bytes=2 * own_bytes, workspace_bytes=value.bytes,
+    )  # fmt: skip
+
+
+from_experts = _team_op("from_experts", _from_experts, _from_experts_work, "GShard 3.2: combine, by count")

@@ -51,7 +51,8 @@ class Interface:
     updated, and by stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory
     that is not there has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named
     sizes of a micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
-    `divided`: members of a team hold parts of parameters, each its own (`TeamPart`).
+    `divided`: members of a team hold parts of parameters, each its own (`TeamPart`). `apart`: members of a team have
+    different tokens, so that gradients of a parameter that all of them hold are summands.
     """
 
     stages: dict[str, StageSpec]
@@ -75,6 +76,13 @@ class Interface:
     sizes: dict[str, SizeRange] = field(default_factory=dict)
     team: int = 1
     divided: bool = False
+    apart: bool = False
+
+    @property
+    def sums_in_team(self) -> bool:
+        """Whether the members of a team add up gradients of what all of them hold; where they hold no parts, either,
+        they are like replicas."""
+        return self.divided and self.apart
 
     @property
     def replicas(self) -> int:
@@ -94,6 +102,10 @@ class Interface:
     def teams(self) -> int:
         """The number of teams; without teams, of lanes."""
         return max(1, len(self.lanes)) // self.team
+
+    def has_parts(self, stage: str) -> bool:
+        """Whether members of a team hold parts of a stage's parameters, each its own."""
+        return any(isinstance(param.part, TeamPart) for param in self.stages[stage].params)
 
     def micro_batches_of(self, lane: int) -> int:
         """The number of micro-batches that a lane runs."""

@@ -153,7 +153,8 @@ class SavedSpec:
 class Exchange:
     """What the members of a team make together of a value: `result` of the value `source`, by the op `op` of
     `ir/ops/team.py` with the fields `fields`, and the gradient of `source` of that of `result` by `back` and
-    `back_fields`. Without an op the value, or its gradient, is the other one as it is."""
+    `back_fields`. Without an op the value, or its gradient, is the other one as it is. `counts`: the exchanged value
+    that both ops take beside it, of an exchange by count."""
 
     result: TensorSpec
     source: str
@@ -161,6 +162,7 @@ class Exchange:
     fields: tuple[tuple[str, int], ...] = ()
     back: str = ""
     back_fields: tuple[tuple[str, int], ...] = ()
+    counts: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,11 @@ class StageSpec:
     @property
     def grad_bytes(self) -> int:
         return sum(p.grad_bytes for p in self.params if p.requires_grad)
+
+    @property
+    def common_grad_bytes(self) -> int:
+        """Bytes of the gradients of parameters of which members of a team have no parts of their own."""
+        return sum(p.grad_bytes for p in self.params if p.requires_grad and not isinstance(p.part, TeamPart))
 
     @property
     def ungraphable(self) -> str:

@@ -177,13 +177,14 @@ def check_micro_batches(case: Case) -> None:
         return micro_batch_of(producer)
 
     for node, program in owners.items():
-        if not op_of(node).parts and node.target is not ops.add:
-            continue
+        op = op_of(node)
         kinds = [(value, value.meta["type"]) for value in operands(node)]
         tensors = [value for value, kind in kinds if kind.kind == "tensor" and kind.owned]  # a number is of all
+        if not op.parts and node.target is not ops.add and not (op.passes_on and len(tensors) > 1):
+            continue
         if not tensors:  # an op on gradients, which are summed over micro-batches
             continue
-        own = traced(tensors[0]) if node.target is ops.add else micro_batch_of(node)
+        own = micro_batch_of(node) if op.parts else traced(tensors[0])
         for value in tensors:
             other = traced(value)
             if other != own:
@@ -328,6 +329,10 @@ def _check_devices(ends: list[tuple[Program, fx.Node, _Sum]], interface: Interfa
     for group in ops.MESH_GROUPS if interface.lanes else ():
         if interface.size(group) > 1 and group not in groups:
             fail(program, node, f"the gradients of {found.stage} were not summed over the {group} of other lanes")
+    in_team = ops.TEAM in groups
+    if interface.lanes and interface.sums_in_team and interface.stages[found.stage].common_grad_bytes and not in_team:
+        what = f"the gradients of {found.stage}, of which members of a team have different tokens,"
+        fail(program, node, f"{what} were not summed over the {ops.TEAM}")
     reached = _reach(interface, found.stage, program.device, groups & interface.groups.keys())
     if homes - reached:
         names = ", ".join(map(str, sorted(homes - reached)))

@@ -239,7 +239,8 @@ def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node
         if not isinstance(node.meta.get("val"), torch.Tensor):
             pairs += [(node, user) for user in node.users]
         if node.target is operator.getitem:
-            pairs += [(arg, node) for arg in node.all_input_nodes]
+            indexed = node.all_input_nodes if graph.team == 1 else node.all_input_nodes[:1]  # a team may lie between
+            pairs += [(arg, node) for arg in indexed]
         for name in buffers_of(graph, node):
             if ties.get(name, name) in written:
                 pairs.append((holder.setdefault(ties.get(name, name), node), node))

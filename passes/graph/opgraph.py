@@ -105,6 +105,7 @@ class OpGraph:
     packed: int = 0  # the most documents that a row of the example batch holds; 0 where its rows are not packed
     parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter
     team: int = 1  # the members of a team among which the work inside layers is divided
+    apart: bool = False  # whether these have different tokens
     at_inputs: Callable[[Any], OpGraph] | None = None  # of a trace for any rows: the graph of another batch
 
     @property

@@ -110,13 +110,15 @@ class Emitter:
         for e in spec.exchanges:
             if e.source in names:
                 given, made = self.values[Message(e.source, m)], Message(e.result.name, m)
-                self.values[made] = self.made_by(e.op, given, e.fields, made.name)
+                self.values[made] = self.made_by(e, given, m, made.name)
 
-    def made_by(self, op: str, value: fx.Node, fields: Sequence[tuple[str, int]], name: str) -> fx.Node:
-        """What a team makes of a value by an op; without one, the value itself."""
+    def made_by(self, e: Exchange, value: fx.Node, m: int, name: str, is_back: bool = False) -> fx.Node:
+        """What a team makes of a value, or of its gradient, by an exchange; without an op, the value itself."""
+        op, fields = (e.back, e.back_fields) if is_back else (e.op, e.fields)
         if not op:
             return value
-        (node,) = self.program.emit(ops.ALL[op], value, group=ops.TEAM, **dict(fields), names=[name])
+        operands = [value, self.values[Message(e.counts, m)]] if e.counts else [value]
+        (node,) = self.program.emit(ops.ALL[op], *operands, group=ops.TEAM, **dict(fields), names=[name])
         return node
 
     def send(self, turn: Turn) -> None:
@@ -197,7 +199,8 @@ class Emitter:
         given = self.gradient(spec, e.result, m) if e.result.requires_grad else None
         if isinstance(given, fx.Node):
             name = f"d_{e.source}_m{m}_of_{e.result.name}"
-            self.contribute(Message(e.source, m, is_gradient=True), self.made_by(e.back, given, e.back_fields, name))
+            made = self.made_by(e, given, m, name, is_back=True)
+            self.contribute(Message(e.source, m, is_gradient=True), made)
 
 
 def number_of(spec: StageSpec) -> str:

@@ -67,7 +67,7 @@ class EvaluationEmitter(Emitter):
         self.outputs(spec, made[: len(spec.outputs)], m)
         for out, node in zip(spec.extra_outputs, made[len(spec.outputs) :]):
             of = next((e for e in spec.exchanges if e.source == out.name), None)
-            node = node if of is None else self.made_by(of.op, node, of.fields, f"{of.result.name}_m{m}")
+            node = node if of is None else self.made_by(of, node, m, f"{of.result.name}_m{m}")
             self.extras[out.name] += self.program.emit(ops.offload, node, names=[f"{out.name}_m{m}_dram"])
 
     def results(self) -> dict[str, list[fx.Node]]:

@@ -104,6 +104,7 @@ def interface_of(draft: Draft) -> Interface:
         cuda_graphs=draft.options.cuda_graphs,
         sizes=sizes,
         divided=draft.graph.divided,
+        apart=draft.graph.apart,
         groups={copies_group(stage): tuple((d, stage, "") for d in devices) for stage, devices in draft.copies.items()},
     )
 

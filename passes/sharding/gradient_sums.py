@@ -34,14 +34,17 @@ def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> N
 
 
 def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
-    """After the last backward, add the sum up over the devices that run the stage in turn, scatter it over the group's
-    lanes, and add it up over the replicas."""
+    """After the last backward, add the sum up over the devices that run the stage in turn, and over a team whose
+    members have different tokens and parts of parameters; scatter it over the group's lanes, and add it up over the
+    replicas."""
     stage, interface = str(total.meta["type"].stage), program.interface
     name, copies = short("g", stage), copies_group(stage)
     takes_turns = copies in interface.groups
     with program.graph.inserting_before(_after_sends(total) if takes_turns else total.next):
         if takes_turns:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_copies"], group=copies)
+        if interface.sums_in_team and interface.stages[stage].common_grad_bytes:
+            (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_team"], group=ops.TEAM, parts=False)
         if interface.shards > 1:
             (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
         if interface.replicas > 1:

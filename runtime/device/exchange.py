@@ -103,6 +103,30 @@ def trade_rows(group: Any, index: int, rows: Tensor) -> Tensor:
     return found
 
 
+def trade_counted(
+    group: Any, index: int, rows: Tensor, given: Sequence[int], found: Tensor, taken: Sequence[int]
+) -> None:
+    """Fill `found` with what each member has for this one, the first member's rows first. `rows` (n, ...) has what this
+    member has for each, in order; `given` and `taken` are the numbers of rows for and of each member, which both sides
+    know: a message without rows is not sent."""
+    mine, theirs = list(rows.split(list(given))), list(found.split(list(taken)))
+    theirs[index].copy_(mine[index])
+    count = len(mine)
+    if rows.is_cuda:
+        others = [other for other in range(count) if other != index]
+        parts = [[(o, each[o]) for o in others if each[o].shape[0]] for each in (mine, theirs)]
+        if any(parts):
+            _at_once(group, *parts)
+        return
+    for turn in range(1, count):
+        to, source = (index + turn) % count, (index - turn) % count
+        coming = group.recv([theirs[source]], source, 0) if taken[source] else None
+        if given[to]:
+            group.send([mine[to]], to, 0).wait()
+        if coming is not None:
+            coming.wait()
+
+
 def pass_on(group: Any, index: int, count: int, value: Tensor, back: bool) -> Tensor:
     """The value of the member before this one, or after it; this member's own goes to the one on the other side."""
     before, after = (index - 1) % count, (index + 1) % count

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ir.errors import PlanError
+from ...ir.program import TeamPart
+from ..expert_parts import arrival_order, by_source
 from ..optimizer.gradients import Grads
 from ..stage.shards import FlatStage
 from .issuing import Box, Handle, Issuing
@@ -57,7 +59,7 @@ class Messages(Issuing):
 
         return self._launch(issue, [], run)[0]
 
-    def all_reduce(self, *values: Handle, group: str) -> tuple[Handle, ...]:
+    def all_reduce(self, *values: Handle, group: str, parts: bool = True) -> tuple[Handle, ...]:
         issue = self._next("all_reduce")
         group = issue.group
         boxes = [handle.box for handle in values]
@@ -66,12 +68,15 @@ class Messages(Issuing):
         rows, adding = self.interface.groups[group], self.interface.adding(group)
         members = [(stage, param) for device, stage, param in rows if device == self.index]
         adds = [row in adding for row in rows if row[0] == self.index]
-        link = self.link
+        link, own = self.link, set[str]()
+        if not parts:
+            params = self.interface.stages[issue.stages[0]].params
+            own = {param.name for param in params if isinstance(param.part, TeamPart)}
 
         def run() -> list[Any]:
             found = [box.value for box in boxes]
             if isinstance(found[0], Grads) and not members[0][1]:
-                reduce_whole(found[0], link, group)
+                reduce_whole(found[0], link, group, own)
                 return found
             if isinstance(found[0], Grads):
                 specs = [self.stores[stage].part for stage, _ in members]
@@ -183,9 +188,48 @@ class Messages(Issuing):
         issue = self._next("pass_on")
         return self._exchanged(issue, value, lambda given: self._link().pass_on(given.contiguous(), issue.group, back))
 
-    def _exchanged(self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor]) -> Handle:
+    def to_experts(self, value: Handle, counts: Handle, *, group: str) -> Handle:
+        issue = self._next("to_experts")
+        link, counted = self._link(), counts.box
+
+        def made(given: Tensor) -> Tensor:
+            rows, own = self._counts(counted, issue.group)
+            sent, taken = rows[own].sum(-1).tolist(), rows[:, own].sum(-1).tolist()
+            arrived = given.new_empty((sum(taken), *given.shape[1:]))
+            link.exchange_counted(given[: sum(sent)].contiguous(), sent, arrived, taken, issue.group)
+            whole = given.new_zeros((len(rows) * given.shape[0], *given.shape[1:]))
+            order = arrival_order(rows[:, own]).to(given.device)
+            torch.index_select(arrived, 0, order, out=whole[: len(order)])
+            return whole
+
+        return self._exchanged(issue, value, made, [counted])
+
+    def from_experts(self, value: Handle, counts: Handle, *, group: str) -> Handle:
+        issue = self._next("from_experts")
+        link, counted = self._link(), counts.box
+
+        def made(given: Tensor) -> Tensor:
+            rows, own = self._counts(counted, issue.group)
+            order = arrival_order(rows[:, own]).to(given.device)
+            mine = torch.empty_like(given[: len(order)]).index_copy_(0, order, given[: len(order)])
+            whole = given.new_zeros((given.shape[0] // len(rows), *given.shape[1:]))
+            sent, taken = rows[:, own].sum(-1).tolist(), rows[own].sum(-1).tolist()
+            link.exchange_counted(mine, sent, whole[: sum(taken)], taken, issue.group)
+            return whole
+
+        return self._exchanged(issue, value, made, [counted])
+
+    def _counts(self, counted: Box, group: str) -> tuple[Tensor, int]:
+        """The numbers of rows [from member, to member, expert of that one] in host memory, and this device's number.
+        The host waits for them: who sends how many bytes is an argument of a message."""
+        members = self._link().groups[group]
+        return by_source(counted.value.cpu(), len(members)), members.index(self.index)
+
+    def _exchanged(
+        self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor], others: Sequence[Box] = ()
+    ) -> Handle:
         """The result of what the members do with a value; with values on GPUs and a group that is not only of GPUs, on
-        copies in host memory."""
+        copies in host memory. `others`: what `made` reads beside it."""
         box, link = value.box, self._link()
 
         def run() -> list[Tensor]:
@@ -194,7 +238,7 @@ class Messages(Issuing):
                 return [made(given.cpu()).to(self.device)]
             return [made(given)]
 
-        return self._launch(issue, [box], self._together(issue, issue.group, run))[0]
+        return self._launch(issue, [box, *others], self._together(issue, issue.group, run))[0]
 
     def _rows(self, given: Tensor, group: str, dim: int) -> Tensor:
         """The parts of a value for each member, one after the other, in memory of their own."""

@@ -23,7 +23,7 @@ from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import Program, work_of
 from ..accelerator import settle
-from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_rows
+from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
 
 LOOPBACK = "127.0.0.1"
 # NCCL would count from when a message is issued, and a receive may be issued a step early. Whoever runs the devices
@@ -193,6 +193,17 @@ class PeerLink:
             return rows
         groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
         return trade_rows(groups[group], self._seats[group].index, rows)
+
+    def exchange_counted(
+        self, rows: Tensor, given: Sequence[int], found: Tensor, taken: Sequence[int], group: str
+    ) -> None:
+        """Fill `found` (contiguous) with the rows that every member has for this device, in the group's order. `rows`
+        (contiguous) has this device's rows for the members; `given` and `taken` say how many go to and come of each."""
+        if group in self._single:
+            found.copy_(rows)
+            return
+        groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
+        trade_counted(groups[group], self._seats[group].index, rows, given, found, taken)
 
     def pass_on(self, value: Tensor, group: str, back: bool = False) -> Tensor:
         """The value (contiguous) of the member before this device in the group's ring; with `back`, of the one after

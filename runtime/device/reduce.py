@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -41,12 +41,14 @@ def reduce_grads(
     _settle(total)
 
 
-def reduce_whole(grads: Grads, link: PeerLink | None, group: str) -> None:
+def reduce_whole(grads: Grads, link: PeerLink | None, group: str, without: Collection[str] = ()) -> None:
     """Replace a stage's gradients by their sums over the group, in place if they lie in flat buffers. The graph fixes
-    which parameters get a gradient, so that all devices hold the same names."""
+    which parameters get a gradient, so that all devices hold the same names. `without`: names that stay as they are;
+    then no gradient lies in a flat buffer."""
     if link is None:
         return
-    tensors = grads.tensors
+    assert not (grads.flats and without)
+    tensors = {name: g for name, g in grads.tensors.items() if name not in without}
     for dtype in sorted({g.dtype for g in tensors.values()}, key=str):
         names = [name for name, g in tensors.items() if g.dtype == dtype and not grads.flats]
         values = [flat for flat in grads.flats if flat.dtype == dtype] or [tensors[name].contiguous() for name in names]
@@ -56,7 +58,7 @@ def reduce_whole(grads: Grads, link: PeerLink | None, group: str) -> None:
             values = [value.copy_(total) for value, total in zip(values, staged)]
         else:
             link.sum_all(values, group)
-        tensors.update(zip(names, values))
+        grads.tensors.update(zip(names, values))
     _settle(next(iter(tensors.values()), torch.zeros(())))
 
 

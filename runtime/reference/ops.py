@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...ir.errors import BatchError, PlanError, VerifyError
 from ...ir.ops import apart, shared_params
 from ...ir.program import Interface, StageSpec, TeamPart, aligned, holders, sizes_of
+from ..expert_parts import arrival_order, by_source
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import (
     Grads,
@@ -313,17 +314,24 @@ class ReferenceRuntime:
             raise VerifyError(f"{tag!r} brings {value.dtype}{list(value.shape)}, not a {like}", device=self.device)
         return value
 
-    def all_reduce(self, *values: Any, group: str) -> tuple[Any, ...]:
+    def all_reduce(self, *values: Any, group: str, parts: bool = True) -> tuple[Any, ...]:
         arrived = self._meet(group, values)
         members, adding = self.world.interface.groups[group], self.world.interface.adding(group)
         own = [name for device, _, name in members if device == self.device]
         if isinstance(values[0], StageGrads) and own == [""]:
-            return (StageGrads(self._summed(arrived, group), stage=values[0].stage),)
+            found = self._summed(arrived, group) | ({} if parts else self._parts_of(values[0]))
+            return (StageGrads(found, stage=values[0].stage),)
         total = arrived.setdefault(-1, (_sum_of_members(members, adding, arrived),))[0]
         for name, value in zip(own, values):
             if isinstance(value, Grads) and total is not None:
                 value.tensors[name] = total.clone()
         return tuple(v if isinstance(v, Grads) else total.clone() for v in values)
+
+    def _parts_of(self, grads: StageGrads) -> dict[str, Tensor]:
+        """The gradients of parameters of which this device has its own part."""
+        params = self.world.interface.stages[grads.stage].params
+        names = {param.name for param in params if isinstance(param.part, TeamPart)}
+        return {name: grad for name, grad in grads.tensors.items() if name in names}
 
     def all_gather(self, shard: Shard, *, group: str, hierarchical: bool = False) -> Weights:
         arrived = self._meet(group, (shard,))
@@ -369,6 +377,33 @@ class ReferenceRuntime:
     def pass_on(self, value: Tensor, *, group: str, back: bool = False) -> Tensor:
         values, own = self._of_members(value, group)
         return values[(own + (1 if back else -1)) % len(values)].clone()
+
+    def to_experts(self, value: Tensor, counts: Tensor, *, group: str) -> Tensor:
+        values, own = self._of_members(value, group)
+        rows = by_source(counts, len(values))
+        found = [self._to_experts(rows, values, own, source) for source in range(len(values))]
+        arrived = torch.cat(found)[arrival_order(rows[:, own])]
+        made = value.new_zeros((len(values) * value.shape[0], *value.shape[1:]))
+        made[: len(arrived)] = arrived
+        return made
+
+    def from_experts(self, value: Tensor, counts: Tensor, *, group: str) -> Tensor:
+        values, own = self._of_members(value, group)
+        rows, found = by_source(counts, len(values)), []
+        for member, given in enumerate(values):
+            order = arrival_order(rows[:, member])
+            arrived = torch.empty_like(given[: len(order)]).index_copy_(0, order, given[: len(order)])
+            begin = int(rows[:own, member].sum())
+            found.append(arrived[begin : begin + int(rows[own, member].sum())])
+        returned = torch.cat(found)
+        made = value.new_zeros((value.shape[0] // len(values), *value.shape[1:]))
+        made[: len(returned)] = returned
+        return made
+
+    def _to_experts(self, rows: Tensor, values: Sequence[Tensor], member: int, source: int) -> Tensor:
+        """The rows that a member has for the experts of another one. `rows`: their numbers, as `by_source` gives."""
+        begin = int(rows[source, :member].sum())
+        return values[source][begin : begin + int(rows[source, member].sum())]
 
     def _of_members(self, value: Tensor, group: str) -> tuple[list[Tensor], int]:
         """The values that the members of a group bring, in its order, and this device's number among them."""

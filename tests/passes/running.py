@@ -183,7 +183,8 @@ def reference(
 ) -> Reference:
     graph = draft.graph
     spec = OptimizerSpec.from_callable(optimizer) if optimizer else None
-    weights = {name: p.detach() for name, p in graph.parameters().items()}
+    whole = dict(graph.model.named_parameters(remove_duplicate=False))  # of what members of a team have parts
+    weights = {name: p.detach() for name, p in (whole | graph.parameters()).items()}
     buffers = {**graph.buffers(), **graph.constants}
     stages = generated(draft, evaluation)
     return Reference([*draft.programs, *evaluation], stages, weights, spec, buffers, seed=SEED, **fields)

@@ -76,6 +76,16 @@ def pass_on(value: Tensor, team: int) -> Tensor:
     return value * 1
 
 
+def to_experts(value: Tensor, team: int, counts: Tensor) -> Tensor:
+    """The rows that all members have for a member's experts. `counts`: of the rows of each member for each expert."""
+    return torch.cat([value] * team)
+
+
+def from_experts(value: Tensor, team: int, counts: Tensor) -> Tensor:
+    """The rows of a member out of what all members have of their experts."""
+    return value.chunk(team)[0].clone()
+
+
 @dataclass(frozen=True)
 class ExchangeOps:
     """The ops of a call and of its gradient; "" where the value is passed as it is. `dims`: the names of the call's
@@ -98,6 +108,8 @@ EXCHANGES: dict[Callable[..., Any], ExchangeOps] = {
     share_weight: ExchangeOps("", "sum_parts"),
     own_part: ExchangeOps("own_part", "gather_parts", ("dim",)),
     pass_on: ExchangeOps("pass_on", "pass_on"),
+    to_experts: ExchangeOps("to_experts", "from_experts"),
+    from_experts: ExchangeOps("from_experts", "to_experts"),
 }
 
 
@@ -129,26 +141,41 @@ def source_of(node: fx.Node) -> fx.Node:
     return source
 
 
+def counts_of(node: fx.Node) -> fx.Node | None:
+    """The exchanged value that says how many rows go where, for an exchange by count."""
+    return next((arg for arg in node.args[2:] if isinstance(arg, fx.Node)), None)
+
+
 def exchanges_of(value: fx.Node) -> list[fx.Node]:
     """What is made of a value by exchange."""
-    return [user for user in value.users if is_exchange(user)]
+    return [user for user in value.users if is_exchange(user) and source_of(user) is value]
 
 
 def borders(node: fx.Node) -> set[fx.Node]:
     """The exchanged values, before or after their exchange, that a node reads where a block has to begin."""
     read = {arg for arg in node.all_input_nodes if is_exchange(arg) or exchanges_of(arg)}
-    return {arg for arg in read if arg.target is not share_weight}
+    return {_first_of(arg) for arg in read if arg.target is not share_weight}
+
+
+def _first_of(value: fx.Node) -> fx.Node:
+    """The first of the values that come by the same count, one right after another, where one border is enough."""
+    counts = counts_of(value) if is_exchange(value) else None
+    if counts is None or value.target is to_experts:
+        return counts or value
+    return next(user for user in counts.users if user.target is value.target)
 
 
 def exchange(node: fx.Node, result: TensorSpec) -> Exchange:
     """A call as programs know it. `result`: what it makes."""
     kind = EXCHANGES[node.target]  # type: ignore[index]
-    dims = [int(dim) for dim in node.args[2:]]  # type: ignore[arg-type]
+    counts = counts_of(node)
+    dims = [] if counts is not None else [int(dim) for dim in node.args[2:]]  # type: ignore[arg-type]
     fields = tuple(zip(kind.dims, dims))
     back_fields = tuple(zip(kind.dims, [dims[i] for i in kind.back_dims])) if kind.back and dims else ()
     if kind.back == "pass_on":
         back_fields = (("back", 1),)
-    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields)
+    counted = "" if counts is None else counts.name
+    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields, counted)
 
 
 def cut_at_borders(blocks: Iterable[tuple[str, Iterable[fx.Node]]]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from ..opgraph import OpGraph, value_tensors
 from ..tokens.facts import TokenPlace
 
 # Calls that are told the size of every dimension of their result: the first argument after the value, or all of them.
-SIZED = frozenset(("view", "reshape", "expand", "_unsafe_view"))
+SIZED = frozenset(("view", "reshape", "expand", "_unsafe_view", "new_empty", "new_ones", "new_zeros"))
 
 
 def with_local_sizes(node: fx.Node, place: TokenPlace | None, team: int) -> None:

@@ -6,10 +6,16 @@ own tokens (`tokens/facts.py` proves it), with all weights. Attention is the pla
 - `by=heads` (DeepSpeed-Ulysses, 3): an all-to-all gives each member all tokens of its part of the heads; attention is
   the call that it was, with the mask that it had, and another all-to-all brings the results back to tokens. A member
   sends (N-1)/N of the queries, keys, values and results of its own tokens.
+- `by=rows`: each member has whole rows of a micro-batch, and none meet. This is as replicas divide a batch, but inside
+  a micro-batch, whose tokens then go to experts that members share out.
 - `by=ring` (Ring Attention, Liu 2023): queries stay, keys and values go round the members, and what comes of each block
   of them is added to what came of those before (`runtime/ring_attention.py`). A member sends N-1 times its keys and
   values. Heads need not divide. Attention is causal or sees everything; if causal, each member has a run of tokens from
   the front and one from the end, so that all have the same work, and blocks that no query sees are left out.
+
+Layers of experts sort tokens by expert, and give them back in order: each member does so with its own tokens. With
+`experts`, members share out the experts, too, and each token goes to the members that have its experts
+(`routed_experts.py`); without, each member has them all.
 
 What follows from the batch alone (positions, masks, shifted labels) is computed on whole rows and then cut, by the
 device's number in its team, which is an input of the stages that need it. Sums over tokens, as the loss is one, are
@@ -24,7 +30,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, get_args
@@ -47,15 +53,18 @@ from ...decisions import By, TokenSplit
 from ...draft import Draft
 from ..blocks import shared_nodes
 from ..edit import GraphEdit
+from ..experts.layers import ExpertLayer, find_expert_layers
 from ..graph_pass import GraphPass
 from ..loss.class_loss import class_loss
 from ..masks.drop_masks import ATTENTION
 from ..masks.grouped_heads import unrepeated
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
-from ..tokens.facts import TokenFacts, TokenPlace, sequence_lengths, token_facts
+from ..row_parts import refused_by_optimizer
+from ..tokens.facts import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from .attention import SharedAttention, attention_call
 from .exchanges import add_up, all_to_all, member_input, pass_on, sum_parts
 from .local import LocalValues, with_local_sizes
+from .routed_experts import refusal, route_experts
 
 HEADS, TOKENS = 1, 2  # dimensions of the operands of attention
 # Calls that are linear in their first operand, whatever the others are.
@@ -71,7 +80,8 @@ QUOTIENTS = frozenset(("div", "divide", "itruediv", "true_divide", "truediv"))
 
 @dataclass(frozen=True)
 class SplitContext(GraphPass):
-    """`by`: how members meet in attention; `team`: their number.
+    """`by`: how members meet in attention; `team`: their number; `experts`: whether they share out experts, where a
+    layer has any.
 
     Raises `PassError` where tokens meet otherwise, where they or heads cannot be shared out equally, where random
     numbers are drawn for single tokens, and for batches whose sizes are not fixed."""
@@ -80,6 +90,7 @@ class SplitContext(GraphPass):
     decides: ClassVar[str] = "context"
     by: By = "heads"
     team: int = 2
+    experts: bool = True
 
     def __post_init__(self) -> None:
         if self.by not in get_args(By):
@@ -88,18 +99,49 @@ class SplitContext(GraphPass):
             raise PassError(f"pass {self.name!r}: option team={self.team}; a team has at least 2 members")
 
     def plan(self, draft: Draft) -> TokenSplit:
-        return TokenSplit(team=self.team, by=self.by)
+        layers = find_expert_layers(draft.graph) if self.experts else {}
+        shared_out = [name for name, layer in layers.items() if not _refused(draft, layer, self.team)]
+        return TokenSplit(team=self.team, by=self.by, experts=shared_out)
 
     def rewrite(self, draft: Draft, decision: TokenSplit) -> None:
         if draft.graph.team > 1:
             raise PassError(f"{self.name}: the work inside layers is divided already, among {draft.graph.team} members")
         graph = draft.graph.copy()
-        calls = _Splitter(graph, decision).run()
+        splitter = _Splitter(graph, decision)
+        calls = splitter.run()
+        layers = find_expert_layers(graph)
+        for name in decision.experts:
+            if name not in layers:
+                known = ", ".join(layers) or "none"
+                raise PassError(f"{self.name}: {name!r} is no layer of experts of this model; it has {known}")
+            refused = _refused(draft, layers[name], decision.team)
+            if refused:
+                raise PassError(f"{self.name}: the experts of {name} cannot be shared out: {refused}")
+            route_experts(graph, layers[name], splitter.member, decision.team, splitter.values)
         draft.graph = graph.copy()  # over what its nodes read now
-        draft.notes[self.name] = (
-            f"{graph.team} devices share each sequence of {_length(graph)} tokens; {calls} attention calls by "
-            f"{decision.by}"
-        )
+        each = f"the {splitter.length} rows" if decision.by == "rows" else f"each sequence of {splitter.length} tokens"
+        how = f"; {calls} attention calls by {decision.by}" if calls else ""
+        draft.notes[self.name] = f"{graph.team} devices share {each}{how}{_told(draft, layers, decision)}"
+
+
+def _refused(draft: Draft, layer: ExpertLayer, team: int) -> str:
+    """Why members cannot share out a layer's experts; empty where they can."""
+    why = (refused_by_optimizer(draft, name, weight) for name, weight in layer.weights.items())
+    return refusal(layer, team) or next(filter(None, why), "")
+
+
+def _told(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit) -> str:
+    """Where experts are, for people."""
+    if not layers:
+        return ""
+    routed = [layers[name] for name in decision.experts]
+    told = f"; each has {routed[0].experts // decision.team} of {routed[0].experts} experts" if routed else ""
+    told += f", to which tokens go by count, in {len(routed)} layers" if routed else ""
+    whole = [name for name in layers if name not in decision.experts]
+    if not whole:
+        return told
+    why = _refused(draft, layers[whole[0]], decision.team) or "experts=false"
+    return f"{told}; each has all experts in {len(whole)} layers ({why})"
 
 
 class MemberPart(Enum):
@@ -117,6 +159,12 @@ def _length(graph: OpGraph) -> int:
     return lengths[0]
 
 
+def _rows(graph: OpGraph) -> int:
+    """The number of rows of a micro-batch."""
+    _length(graph)
+    return next(int(value.shape[0]) for value in graph.inputs.values() if value.dim() > 1)
+
+
 class _Splitter:
     """Rewrites a graph, node by node in order."""
 
@@ -127,16 +175,18 @@ class _Splitter:
                 f"split-context: the sizes {', '.join(graph.sizes)} differ from batch to batch; pad sequences to one "
                 "length, or train without a team"
             )
-        self.length = _length(graph)
+        self.along = ROW_DIM if self.by == "rows" else TOKEN_DIM
+        self.length = _rows(graph) if self.by == "rows" else _length(graph)
         calls = (attention_call(node) for node in graph.nodes) if self.by == "ring" else ()
         self.is_zigzag = any(call.is_causal for call in calls if call is not None)
         if self.length % self.pieces:
             near = max(self.pieces, round(self.length / self.pieces) * self.pieces)
+            what, near_what = ("rows of a micro-batch", "number") if self.by == "rows" else ("tokens", "length")
             raise PassError(
-                f"split-context: {self.length} tokens cannot be shared out equally as {self.pieces} pieces; the "
-                f"nearest length that can is {near}"
+                f"split-context: {self.length} {what} cannot be shared out equally as {self.pieces} pieces; the "
+                f"nearest {near_what} that can is {near}"
             )
-        self.facts: TokenFacts = token_facts(graph, self.length)
+        self.facts: TokenFacts = token_facts(graph, self.length, along=self.along)
         self.shared = shared_nodes(graph)
         self.values = LocalValues(graph)
         self.parts: dict[fx.Node, MemberPart] = {}
@@ -161,7 +211,7 @@ class _Splitter:
                 self._take(node)
         self._outputs()
         self._remove_unused()
-        self.graph.team = self.team
+        self.graph.team, self.graph.apart = self.team, True
         self.graph.graph.lint()
         return self.calls
 
@@ -179,7 +229,7 @@ class _Splitter:
         labelled = any(arg in self.shared and self._place(arg) is not None for arg in node.all_input_nodes)
         if MemberPart.LOCAL in parts and node.meta.get("random"):
             self._refuse(node, "draws random numbers for each token, others than for whole rows; set dropout to 0")
-        call = attention_call(node)
+        call = attention_call(node) if self.by != "rows" else None
         if call is not None and (MemberPart.LOCAL in parts):
             self._attention(node, call)
         elif MemberPart.SUMMAND in parts:
@@ -188,6 +238,8 @@ class _Splitter:
             self.parts[node] = MemberPart.WHOLE
         elif is_check(node):
             self.parts[node] = MemberPart.LOCAL
+        elif self.facts.work.get(node) is TokenWork.SORTED:
+            self._sorted(node)
         elif self.facts.is_token_wise(node) and self._all_placed(node):
             self._local(node)
         elif node.target is evaluation_logits:
@@ -221,15 +273,44 @@ class _Splitter:
         """A node that works token by token, on the member's tokens."""
         self._cut_operands(node)
         with_local_sizes(node, self._place(node), self.team)
+        self._set_local(node, self.facts.places[node])
+
+    def _set_local(self, node: fx.Node, places: Sequence[TokenPlace | None]) -> None:
+        """Give a node the value that it has on the member's tokens."""
         before = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
         self.values.set(node)
         now = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
-        for old, new, place in zip(before, now, self.facts.places[node], strict=True):
-            assert place is not None
-            want = [size // self.team if dim == place.dim else size for dim, size in enumerate(old)]
+        for old, new, place in zip(before, now, places, strict=True):
+            along = None if place is None else place.dim
+            want = [size // self.team if dim == along else size for dim, size in enumerate(old)]
             if list(new) != want:
                 self._refuse(node, f"makes {list(new)} of a part of the tokens, where {want} is a part of its result")
         self.parts[node] = MemberPart.LOCAL
+
+    def _sorted(self, node: fx.Node) -> None:
+        """A node that works on tokens in the order of a permutation, on the member's tokens in theirs."""
+        places = [a or b for a, b in zip(self.facts.places[node], self.facts.sorted_places[node], strict=True)]
+        sizes = {
+            t.shape[place.dim]
+            for arg in node.all_input_nodes
+            for t, place in zip(value_tensors(arg.meta["val"]), self._places_of(arg))
+            if place is not None
+        }
+        for arg in node.all_input_nodes:  # those of a member are counted from 0
+            size = arg.meta["val"].shape[0] if arg.target is torch.arange and len(arg.args) == 1 else None
+            if size is not None and size // self.team in sizes and size not in sizes:
+                options: dict[str, Any] = dict(arg.kwargs)
+                own = GraphEdit(self.graph, arg).call(torch.arange, size // self.team, **options)
+                self.shared.add(own)
+                self._read_instead(node, arg, own)
+        self._cut_operands(node)
+        with_local_sizes(node, places[0] if len(places) == 1 else None, self.team)
+        self._set_local(node, places)
+
+    def _places_of(self, node: fx.Node) -> tuple[TokenPlace | None, ...]:
+        """Where tokens lie in each tensor of a value, in order or permuted."""
+        own = self.facts.places.get(node, ())
+        return tuple(a or b for a, b in zip(own, self.facts.sorted_places.get(node, own), strict=True))
 
     def _cut_operands(self, node: fx.Node) -> None:
         """Let a node read the member's tokens of what follows from the batch alone."""

@@ -58,8 +58,8 @@ HOLDERS = {
     "reduce_scatter step",
     ("allowed_in", ops.EVALUATION): "evaluate",
     ("allowed_in", (ops.ASYNCHRONOUS,)): "predict split stash",
-    ("allowed_in", ops.EVERYWHERE): "all_gather all_to_all fetch free gather_parts load member offload own_part "
-    "pass_on read recv resident scatter_sum send sum_parts write",
+    ("allowed_in", ops.EVERYWHERE): "all_gather all_to_all fetch free from_experts gather_parts load member offload "
+    "own_part pass_on read recv resident scatter_sum send sum_parts to_experts write",
     ("parts", ("forward",)): "forward",
     ("parts", ("evaluate",)): "evaluate",
     ("parts", ("backward_input", "backward_weight")): "backward",
@@ -68,13 +68,14 @@ HOLDERS = {
     ("takes_kept", True): "backward backward_input",
     ("gives_gradients", True): "backward backward_weight",
     ("is_backward", True): "backward backward_input backward_weight",
-    ("passes_on", True): "add all_to_all fetch gather_parts offload own_part pass_on read recv scatter_sum sum_parts "
-    "write",
-    ("prepares", True): "all_gather all_reduce all_to_all clip fetch gather_parts hook load member norm own_part "
-    "pass_on recv resident scatter_sum sum_parts",
+    ("passes_on", True): "add all_to_all fetch from_experts gather_parts offload own_part pass_on read recv "
+    "scatter_sum sum_parts to_experts write",
+    ("prepares", True): "all_gather all_reduce all_to_all clip fetch from_experts gather_parts hook load member norm "
+    "own_part pass_on recv resident scatter_sum sum_parts to_experts",
     ("transfers", True): "fetch offload read send write",
     ("meets", ops.PEER): "recv send",
-    ("meets", ops.GROUP): "all_gather all_reduce all_to_all gather_parts pass_on reduce_scatter scatter_sum sum_parts",
+    ("meets", ops.GROUP): "all_gather all_reduce all_to_all from_experts gather_parts pass_on reduce_scatter "
+    "scatter_sum sum_parts to_experts",
     ("persists_in", ops.DEVICE): "resident",
     ("persists_in", ops.DRAM): "fetch",
     ("persists_in", ops.SSD): "read",

@@ -39,7 +39,8 @@ def test_every_member_gets_its_part_of_what_all_have() -> None:
     stages = dict(zip(lane().interface.stages, (first, second)))
     machine = Reference([lane()], stages, weights_of(first, second), None, buffers_of(first, second))
     given = torch.arange(ROWS * MICRO_BATCHES)
-    results = machine.evaluate({"ids": given})["results"]
+    counts = torch.tensor([[3, 1, 0, 0], [0, 0, 4, 0], [1, 1, 1, 1], [2, 0, 0, 2]], dtype=torch.int32)
+    results = machine.evaluate({"ids": given, "counts": counts.flatten().repeat(MICRO_BATCHES)})["results"]
     rows = given[:ROWS]
     assert [t.tolist() for t in results["part"]] == [[0]]  # of the first member, which speaks for its team
     assert torch.equal(results["whole"][0], rows)
@@ -48,6 +49,8 @@ def test_every_member_gets_its_part_of_what_all_have() -> None:
     assert torch.equal(results["total"][0], rows.sum()[None])
     assert results["passed"][0] == rows[-1:] and results["passed_back"][0] == rows[1:2]
     assert results["number"][0].tolist() == [0]
+    assert results["routed"][0].tolist() == [0, 1, 2, 0, 0, 1, *[0] * 10]  # three of its own rows, one, two
+    assert torch.equal(results["returned"][0], rows)
 
 
 def test_a_team_runs_one_micro_batch_on_all_its_devices() -> None:
@@ -72,6 +75,8 @@ def test_links_carry_what_theory_says() -> None:
         "scatter_sum": n * (n - 1) / n * whole,
         "sum_parts": 2 * n * (n - 1) / n * part,
         "pass_on": n * part,
+        "to_experts": n * (n - 1) / n * whole,
+        "from_experts": n * (n - 1) / n * whole,
     }
     hardware = Hardware.preset("rtx4090x4-1rc")
     for node in program.ops():
@@ -82,6 +87,32 @@ def test_links_carry_what_theory_says() -> None:
             assert sum(sum(r.hops.values()) for r in rounds) == pytest.approx(want.pop(name, n * part)), name
     assert not want
     assert simulate([program], hardware).step_s > 0
+
+
+@pytest.mark.parametrize("op", [ops.to_experts, ops.from_experts])
+@pytest.mark.parametrize(
+    ("shape", "counts", "said"),
+    [
+        ((8, 6), Value("tensor", 128, ops.DEVICE, (32,), "int64"), r"int32 \[4 x experts\].*; found int64 \[32\]"),
+        ((8, 6), Value("tensor", 96, ops.DEVICE, (24,), "int32"), r"as many experts each; found int32 \[24\]"),
+        ((), Value("tensor", 128, ops.DEVICE, (32,), "int32"), "without dimensions has no rows"),
+    ],
+)
+def test_what_cannot_be_sent_by_count_is_refused(op: ops.Op, shape: Any, counts: Value, said: str) -> None:
+    context = Context(lane().interface, 0)
+    with pytest.raises(ValueError, match=said):
+        op.infer(context, Value("tensor", 192, ops.DEVICE, shape, "float32"), counts, group=ops.TEAM)
+
+
+def test_an_exchange_by_count_has_room_for_all_rows_of_all_members() -> None:
+    context, value = Context(lane().interface, 0), Value("tensor", 4 * 30, ops.DEVICE, (10, 3), "float32")
+    counts = Value("tensor", 4 * 32, ops.DEVICE, (32,), "int32")
+    found = ops.to_experts.infer(context, value, counts, group=ops.TEAM)
+    assert found.shape == (TEAM * 10, 3) and found.bytes == TEAM * value.bytes
+    assert ops.from_experts.infer(context, found, counts, group=ops.TEAM) == value
+    sent = ops.to_experts.work(context, value, counts, group=ops.TEAM)
+    returned = ops.from_experts.work(context, found, counts, group=ops.TEAM)
+    assert sent.moved_bytes == returned.moved_bytes == value.bytes  # where all experts have as many rows
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,10 @@ def _gathered(program: Program, stage: str) -> fx.Node:
 def with_team_ops(interface: Interface, team: int = 2) -> Program:
     """What a lane does with one input, where `team` lanes of a device are a team: every op of `ir/ops/team.py`."""
     lanes = tuple((device,) for device in range(team))
-    program = Program(0, replace(interface, lanes=lanes, team=team, num_devices=1, groups={}), function="evaluate")
+    batch = {**interface.batch, "counts": TensorSpec("counts", (team * team,), "int32")}  # an expert for each member
+    lane = replace(interface, batch=batch, lanes=lanes, team=team, num_devices=1, groups={})
+    program = Program(0, lane, function="evaluate")
+    (counts,) = program.emit(ops.load, program.batch, "counts", micro_batch=0, names=["counts"])
     (given,) = program.emit(ops.load, program.batch, "ids", micro_batch=0, names=["given"])
     (number,) = program.emit(ops.member, group=ops.TEAM, names=["number"])
     (part,) = program.emit(ops.own_part, given, group=ops.TEAM, dim=0, names=["part"])
@@ -257,7 +260,9 @@ def with_team_ops(interface: Interface, team: int = 2) -> Program:
         *program.emit(ops.sum_parts, part, group=ops.TEAM, names=["total"]),
         *program.emit(ops.pass_on, part, group=ops.TEAM, names=["passed"]),
         *program.emit(ops.pass_on, part, group=ops.TEAM, back=True, names=["passed_back"]),
+        *program.emit(ops.to_experts, given, counts, group=ops.TEAM, names=["routed"]),
     ]
+    made += program.emit(ops.from_experts, made[-1], counts, group=ops.TEAM, names=["returned"])
     program.returns({node.name: [node] for node in (part, number, *made)})
     return _finished(program)
 

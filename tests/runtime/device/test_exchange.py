@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.ir import ops
-from penstock.runtime.device.exchange import gather_rows, pass_on, seats_of, sum_rows, trade_rows
+from penstock.runtime.device.exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
 from penstock.runtime.device.peers import LOOPBACK, PeerLink
 
 
@@ -190,6 +190,35 @@ def test_a_teams_messages_are_as_many_bytes_as_theory_says() -> None:
         assert post.sent_bytes == {(i, (i - step) % TEAM): values[i].nbytes for i in range(TEAM)}
 
 
+COUNTED = torch.tensor([[0, 3, 1, 0], [2, 0, 0, 5], [0, 0, 0, 0], [1, 1, 4, 2]])  # rows from each member for each
+
+
+def counted_rows(index: int) -> Tensor:
+    """The rows of a member, in the order of those that they are for; each knows both."""
+    to = torch.arange(TEAM).repeat_interleave(COUNTED[index])
+    return torch.stack([torch.full_like(to, index), to, torch.arange(len(to))], 1).float()
+
+
+def counted_for(index: int) -> Tensor:
+    """What comes to a member."""
+    return torch.cat([rows[rows[:, 1] == index] for rows in map(counted_rows, range(TEAM))])
+
+
+def test_rows_by_count_are_sent_once_each_and_none_where_there_are_none() -> None:
+    post = Post()
+    for key in [(a, b, 0) for a in range(TEAM) for b in range(TEAM)]:
+        post.boxes[key]
+    found = {index: torch.zeros(int(COUNTED[:, index].sum()), 3) for index in range(TEAM)}
+
+    def member(i: int) -> None:
+        trade_counted(post.of(i), i, counted_rows(i), COUNTED[i].tolist(), found[i], COUNTED[:, i].tolist())
+
+    together(TEAM, member)
+    assert all(torch.equal(found[index], counted_for(index)) for index in range(TEAM))
+    rows = {(a, b): int(COUNTED[a, b]) for a in range(TEAM) for b in range(TEAM) if a != b}
+    assert post.sent_bytes == {pair: count * 3 * 4 for pair, count in rows.items() if count}
+
+
 def test_gloo_trades_and_passes_on_within_a_team() -> None:
     store, values, found = dist.HashStore(), torch.randn(TEAM, TEAM, 5), dict[int, list[Tensor]]()
 
@@ -200,8 +229,12 @@ def test_gloo_trades_and_passes_on_within_a_team() -> None:
         link.connect({}, {"team": ops.DEVICE})
         own = values[index].clone()
         found[index] = [link.exchange_rows(own, "team"), link.pass_on(own, "team"), link.pass_on(own, "team", True)]
+        counted = torch.zeros(int(COUNTED[:, index].sum()), 3)
+        given, taken = COUNTED[index].tolist(), COUNTED[:, index].tolist()
+        link.exchange_counted(counted_rows(index), given, counted, taken, "team")
+        found[index].append(counted)
 
     together(TEAM, device)
     for index in range(TEAM):
-        want = [values[:, index], values[index - 1], values[(index + 1) % TEAM]]
+        want = [values[:, index], values[index - 1], values[(index + 1) % TEAM], counted_for(index)]
         assert all(torch.equal(a, b) for a, b in zip(found[index], want, strict=True))

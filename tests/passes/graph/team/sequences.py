@@ -96,12 +96,14 @@ def assert_a_team_trains_as_eager(
     order of additions differs."""
     machine = reference(draft, evaluation=evaluation_programs(draft))
     eager, batches = Eager(Draft(graph, draft.machine, draft.options)), batches_of(micro_batches)
+    own = draft.graph.part_names  # a member's part is put together under its own name
     for _ in range(2):
         losses, grads = eager.step(batches)
         results = machine.step(joined(batches))["results"]
         _close(dict(enumerate(results["loss"])), dict(enumerate(losses)), tolerance)
-        _close(machine.grads, grads, tolerance)
-    _close(machine.weights(), {name: p.detach() for name, p in eager.params.items()}, tolerance)
+        _close({own.get(name, name): grad for name, grad in machine.grads.items()}, grads, tolerance)
+    weights = {own.get(name, name): weight for name, weight in machine.weights().items()}
+    _close(weights, {name: p.detach() for name, p in eager.params.items()}, tolerance)
     found = machine.evaluate(joined(batches))["results"]
     with torch.no_grad():
         whole = [eager.module(**batch) for batch in batches]

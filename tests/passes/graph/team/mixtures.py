@@ -1,0 +1,56 @@
+"""A small mixture of experts that sorts tokens by expert, as transformers' grouped products do."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.tests.passes.graph.team.sequences import WORDS, Layer
+
+WIDTH, EXPERTS, TOP, INNER = 24, 4, 2, 16  # WIDTH is that of `Layer`
+
+
+class Experts(nn.Module):
+    """Each token's `TOP` experts of `EXPERTS`, times its router's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) * 0.2)
+
+    def forward(self, h: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        experts, order = chosen.reshape(-1).sort()
+        ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        rows = torch._grouped_mm(h[order // TOP], self.up, offs=ends)
+        rows = torch._grouped_mm(F.silu(rows), self.down, offs=ends) * share.reshape(-1)[order, None]
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        return rows[place].view(*chosen.shape, WIDTH).sum(1)
+
+
+class Mixture(nn.Module):
+    """Attention, a router, experts and a shared expert. `bias`: what the router adds to the scores of each expert."""
+
+    def __init__(self, bias: tuple[float, ...] = (0.0,) * EXPERTS, depth: int = 1):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.attend = nn.ModuleList(Layer() for _ in range(depth))
+        self.gate, self.shared = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts()
+        self.register_buffer("bias", torch.tensor(bias))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(ids)
+        angle = torch.arange(ids.shape[1])[:, None] / 7.0
+        for layer in self.attend:
+            h = layer(h, angle)
+        flat = h.reshape(-1, WIDTH)
+        score = self.gate(flat).sigmoid()
+        chosen = (score + self.bias).topk(TOP, -1).indices
+        share = score.gather(1, chosen)
+        h = h + self.experts(flat, chosen, share / share.sum(-1, keepdim=True)).view(h.shape) + self.shared(h)
+        logits = self.head(h)
+        wanted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.reshape(-1), reduction="sum")
+        return {"loss": loss / wanted.ne(-100).sum() + 1e-3 * score.mean(), "logits": logits}
