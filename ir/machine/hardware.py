@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Validati
 from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
-from .call_mix import CallMix
+from .call_mix import NO_CALLS, CallMix
 from .copies import KEY, copied, copies_in, first_of, taken_out
 from .describe import describe_hardware
 from .failures import Failures
@@ -239,9 +239,10 @@ class Device(MachinePart):
         """Seconds of many calls one after the other: arithmetic, traffic to memory, overhead of `launches` calls.
 
         These add up, as calls that only read and write do not overlap with the matrix products of other calls. With a
-        table of rates, FLOPs and bytes run at the average rates of the calls in `mix`.
+        table of rates, FLOPs and bytes run at the average rates of the calls in `mix`; where it has no calls, as for an
+        optimizer's update, at the constant ones.
         """
-        if self.rates is None or mix is None:
+        if self.rates is None or mix is None or mix == NO_CALLS:
             arithmetic_s, traffic_s = flops / self.achieved_flops(dtype), num_bytes / self.memory_bandwidth
         else:
             computing_s, moving_s = mix_seconds(self.rates, self._constant_rates(dtype), mix)

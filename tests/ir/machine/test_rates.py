@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall, CallMix, PointwiseCall, Product, both, merged
+from penstock.ir.machine.call_mix import (
+    EFFICIENT,
+    FLASH,
+    NO_CALLS,
+    AttentionCall,
+    CallMix,
+    PointwiseCall,
+    Product,
+    both,
+    merged,
+)
 from penstock.ir.machine.hardware import Device, Hardware
 from penstock.ir.machine.part_rates import MEASURED
 from penstock.ir.machine.presets import PARTS, gpu
@@ -167,6 +177,7 @@ def test_without_a_table_or_without_calls_constant_rates_hold() -> None:
     plain, mix = device(None), product(512, 512, 512)
     assert plain.compute_s(1e12, 1e9, "bf16", 5, mix) == plain.compute_s(1e12, 1e9, "bf16", 5)
     assert device().compute_s(1e12, 1e9, "bf16", 5) == plain.compute_s(1e12, 1e9, "bf16", 5)
+    assert device().compute_s(0.0, 1e9, "bf16", 5, NO_CALLS) == plain.compute_s(0.0, 1e9, "bf16", 5)
 
 
 def test_what_a_table_leaves_out_runs_at_constant_rates() -> None:
