@@ -345,7 +345,8 @@ class CountModel:
             unit = p.units[j % n]
             self.row(self.end, self.ready[j])
             if barrier is not None:
-                self.row(barrier, self.ready[j])
+                norm_s = unit.byte_s if self.resident[j % n] else p.update.bytes_s[unit.host]
+                self.row(barrier, self.ready[j] + GB * norm_s * mip.xsum(self.g[j % n :: n]))
             if self.resident[j % n]:
                 self.row(self.end, self.ready[j] + GB * unit.step_s * self.q[j])
                 continue
@@ -364,7 +365,8 @@ class CountModel:
             for d in range(min(n, self.count)):
                 if self.resident[d]:
                     stages = range(d, self.count, n)
-                    self.row(self.end, barrier + mip.xsum(GB * p.units[d].step_s * self.q[j] for j in stages))
+                    step_s, clip_s = GB * p.units[d].step_s, 2 * GB * p.units[d].byte_s
+                    self.row(self.end, barrier + mip.xsum(step_s * self.q[j] + clip_s * self.g[j] for j in stages))
 
     def through_the_largest(self, blocks: int) -> None:
         """Some stage has at least so many common blocks: the first micro-batch passes all stages up to it, all

@@ -44,6 +44,7 @@ class Unit:
     own_s: float = 0.0  # seconds of the runtime around one op
     step_s: float = 0.0  # seconds per parameter of an update on the device
     call_s: float = 0.0  # seconds of one torch call
+    byte_s: float = 0.0  # seconds per byte of the device's own memory
     complex: int = 0
     host: int = 0
 
@@ -244,6 +245,7 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
         own_s=OWN_CALLS * device.op_overhead_s,
         step_s=update_traffic(1, state_bytes_per_param) / device.memory_bandwidth,
         call_s=device.op_overhead_s,
+        byte_s=1.0 / device.memory_bandwidth,
         complex=first + device.root_complex,
         host=device.host,
     )

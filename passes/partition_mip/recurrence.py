@@ -13,21 +13,22 @@ besides: uploads follow each other through the root complex r(j) of stage j's de
     f_j >= u_j
 
 Backward has the same rows with x_j, in reverse order, but for the last N stages, whose weights stay; gradients leave by
-`d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Where both
-directions share a root complex, `d_j` is at least the time that all uploads of forward, and those of backward and the
-gradients down to stage j, take through what both share. Devices whose stages all fit stay resident: no uploads, and
-their updates run on the device.
+`d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Where uploads
+are not ordered, devices share the root complex evenly, from one phase to the next (`shared_link`). Where directions
+share a root complex, too, `d_j` is at least the time that all uploads of forward, and those of backward and gradients
+down to stage j, take through what both share. Devices whose stages all fit stay resident: no uploads, and their updates
+run on the device. With a norm of all gradients, each device computes that of its own where they lie, and all wait for
+the last one before they clip and update.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from .problem import MipProblem, Unit
+from .shared_link import SharedLink
 
 
 def fits(p: MipProblem, cuts: Sequence[int]) -> bool:
@@ -91,47 +92,6 @@ def literal_s(p: MipProblem, cuts: Sequence[int]) -> float:
     sweep(forward, range(count), 1, [])
     ends = [(starts[j][1] + forward[j] if j >= count - n else 0.0, 0.0) for j in range(count)]
     return sweep(backward, range(count - 1, -1, -1), -1, ends)
-
-
-@dataclass(frozen=True)
-class QueuedTransfer:
-    """A transfer: when it may begin, its seconds alone, and the transfer of the same device that follows it."""
-
-    begin_s: float
-    work_s: float
-    name: int
-    next_begin_s: float = 0.0
-    next_work_s: float = 0.0
-
-
-def evenly(jobs: Sequence[QueuedTransfer]) -> list[tuple[float, int]]:
-    """(end, name) of each job, where those under way, and what follows them, share one resource evenly."""
-    if len(jobs) == 1:
-        return [(jobs[0].begin_s + jobs[0].work_s, jobs[0].name)]
-    waiting = [(job.begin_s, i) for i, job in enumerate(jobs)]
-    heapq.heapify(waiting)
-    now_s = served_s = 0.0  # what each job under way has had since the resource was last idle
-    under_way: list[tuple[float, int]] = []
-    found: list[tuple[float, int]] = []
-    count = len(jobs)
-    while len(found) < count:
-        if not under_way:
-            now_s, served_s = max(now_s, waiting[0][0]), 0.0
-        while waiting and waiting[0][0] <= now_s:
-            i = heapq.heappop(waiting)[1]
-            heapq.heappush(under_way, (served_s + (jobs[i].work_s if i < count else jobs[i - count].next_work_s), i))
-        left_s = (under_way[0][0] - served_s) * len(under_way)
-        if waiting and waiting[0][0] < now_s + left_s:
-            served_s += (waiting[0][0] - now_s) / len(under_way)
-            now_s = waiting[0][0]
-            continue
-        now_s += left_s
-        served_s, i = heapq.heappop(under_way)
-        if i < count:
-            found.append((now_s, jobs[i].name))
-            if jobs[i].next_work_s:
-                heapq.heappush(waiting, (max(now_s, jobs[i].next_begin_s), count + i))
-    return found
 
 
 def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
@@ -235,66 +195,49 @@ class _Step:
     def seconds(self) -> float:
         self.free = [0.0] * self.n  # end of the device's last phase
         self.freed = [0.0] * self.n  # end of the one before
-        self.there = [0.0] * self.n  # when the weights of its next phase are there
         self.own_up = [0.0] * self.n
         self.own_out = [0.0] * self.n
         complexes = 1 + max(unit.complex for unit in self.p.units)
         self.up, self.out = [0.0] * complexes, [0.0] * complexes
+        self.links = [SharedLink() for _ in range(complexes)]
+        for j in range(min(2 * self.n, self.count)):
+            self.fetch(j, -self.n, 0.0)
         self.forward()
         self.backward()
         return self.update()
 
-    def uploads(self, stages: Sequence[int], before: int) -> None:
-        """Set `there`, when the weights of these stages, one per device, arrive; `before` leads to the phase before.
+    def fetch(self, j: int, before: int, begin_s: float) -> None:
+        """Put the weights of stage j for its forward (`before` < 0) or backward into the queue of its device."""
+        d = j % self.n
+        if self.ahead_bytes[d] < math.inf and not self.p.ordered:
+            name = j if before < 0 else self.count + j
+            self.links[self.p.units[d].complex].add(d, name, begin_s, self.uploading_s(j, before))
 
-        All of them pass their root complex, one by one or, where fetches are not ordered, sharing it evenly.
+    def uploading_s(self, j: int, before: int) -> float:
+        """Seconds that the weights of stage j, and the messages to it, take through the root complex alone."""
+        messages = self.messages(j, before) if j + before >= 0 else 0.0
+        return (self.w[j] + messages) * self.p.units[j % self.n].shared_fetch_s
+
+    def there_s(self, j: int, before: int) -> float:
+        """When the weights of stage j arrive; `before` leads to the stage of the device's phase before.
+
+        All pass their root complex, one by one or, where fetches are not ordered, sharing it evenly.
         """
-        jobs: dict[int, list[QueuedTransfer]] = {}
-        at_least = {}
-        for j in stages:
-            d = j % self.n
-            room = self.ahead_bytes[d]
-            if room == math.inf:
-                self.there[d] = 0.0
-                continue
-            unit, w = self.p.units[d], self.w[j]
-            c, k = unit.complex, j + before
-            work_s = (w + (self.messages(j, before) if k >= 0 else 0.0)) * unit.shared_fetch_s
-            floor_s = self.up[c] = max(self.up[c], self.freed[d]) + work_s
-            begin_s = max(self.own_up[d], self.freed[d])
-            if k >= 0 and room < w + self.w[k]:
-                late = min(w, w + self.w[k] - room)
-                floor_s = max(floor_s, self.free[d] + late * unit.fetch_s + unit.latency_s)
-            at_least[d] = max(floor_s, begin_s + w * unit.fetch_s)
-            if self.p.ordered:
-                self.there[d] = self.own_up[d] = at_least[d] + unit.latency_s
-                continue
-            follows = self.following(j, before)
-            behind_s = self.w[follows] * unit.shared_fetch_s if follows is not None else 0.0
-            jobs.setdefault(c, []).append(QueuedTransfer(begin_s, work_s, d, self.free[d], behind_s))
-        for shared in jobs.values():
-            for end_s, d in evenly(self.with_rest(shared)):
-                if d < 0:
-                    continue
-                self.there[d] = self.own_up[d] = max(end_s, at_least[d]) + self.p.units[d].latency_s
-
-    def following(self, j: int, before: int) -> int | None:
-        """The stage whose weights the device of stage j fetches next."""
-        if before > 0:
-            return j - self.n if j >= self.n else None
-        if j + self.n < self.count:
-            return j + self.n
-        return j - self.n if j >= self.n else None  # the last one stays: backward begins with the one before it
-
-    def with_rest(self, jobs: list[QueuedTransfer]) -> list[QueuedTransfer]:
-        """These uploads, and what is still under way from the round before when the first of them begins."""
-        begin_s = min(job.begin_s for job in jobs)
-        rest = [
-            QueuedTransfer(begin_s, (self.own_up[job.name] - begin_s) / len(jobs), -1)
-            for job in jobs
-            if self.own_up[job.name] > begin_s
-        ]
-        return jobs + rest
+        d, k = j % self.n, j + before
+        room = self.ahead_bytes[d]
+        if room == math.inf:
+            return 0.0
+        unit, w = self.p.units[d], self.w[j]
+        c = unit.complex
+        there_s = self.up[c] = max(self.up[c], self.freed[d]) + self.uploading_s(j, before)
+        if k >= 0 and room < w + self.w[k]:
+            late = min(w, w + self.w[k] - room)
+            there_s = max(there_s, self.free[d] + late * unit.fetch_s + unit.latency_s)
+        there_s = max(there_s, max(self.own_up[d], self.freed[d]) + w * unit.fetch_s)
+        if not self.p.ordered:
+            there_s = max(there_s, self.links[c].end_s(j if before < 0 else self.count + j))
+        self.own_up[d] = there_s + unit.latency_s
+        return self.own_up[d]
 
     def messages(self, j: int, before: int) -> float:
         """Bytes that stage j receives through its root complex in this direction."""
@@ -308,14 +251,16 @@ class _Step:
         first = last = c = 0.0
         for j in range(self.count):
             d, e = j % n, (j - 1) % n
-            if not d:
-                self.uploads(range(j, min(j + n, self.count)), -n)
             if j:
                 c = p.message_latency_s[e][d] + p.message_bytes[self.cuts[j]] * p.message_s[e][d]
                 first, last = first + tf[j - 1] + c, max(last + tf[j - 1], first + tf[j - 1] + (m - 1) * c) + c
-            first = max(first, self.free[d], self.there[d])
+            first = max(first, self.free[d], self.there_s(j, -n))
             last = max(last, first + (m - 1) * tf[j])
             self.freed[d], self.free[d] = self.free[d], last + tf[j]
+            if j + 2 * n < self.count:
+                self.fetch(j + 2 * n, -n, self.free[d])
+            elif j + n < self.count:  # the next stage stays, and backward goes on with this one
+                self.fetch(j, n, self.free[d])
 
     def backward(self) -> None:
         p, n, m, tb = self.p, self.n, self.p.micro_batches, self.tb
@@ -324,18 +269,17 @@ class _Step:
         for j in reversed(range(self.count)):
             d, e = j % n, (j + 1) % n
             swapped_again = j < self.count - n  # the weights of the last stage of each device are still there
-            if swapped_again and not (self.count - 1 - j) % n:
-                self.uploads(range(j, max(j - n, -1), -1), n)
             if j < self.count - 1:
                 c = p.message_latency_s[e][d] + p.message_bytes[self.cuts[j + 1]] * p.message_s[e][d]
                 first, last = first + tb[j + 1] + c, max(last + tb[j + 1], first + tb[j + 1] + (m - 1) * c) + c
-            first = max(first, self.free[d], self.there[d] if swapped_again else 0.0)
+            first = max(first, self.free[d], self.there_s(j, n) if swapped_again else 0.0)
             last = max(last, first + (m - 1) * tb[j])
             if swapped_again:
                 self.freed[d] = self.free[d]
             self.free[d] = self.ready[j] = last + tb[j]
-        for top in range(self.count, 0, -n):
-            self.offloads(range(top - 1, max(top - n, 0) - 1, -1))
+            if j >= 2 * n:
+                self.fetch(j - 2 * n, n, self.free[d])
+        self.offloads()
         self.both_ways()
 
     def both_ways(self) -> None:
@@ -352,22 +296,19 @@ class _Step:
             passed_s[unit.complex] += (self.g[j] + again) * unit.shared_both_s
             self.ready[j] = max(self.ready[j], passed_s[unit.complex] + unit.latency_s)
 
-    def offloads(self, stages: Sequence[int]) -> None:
-        """Set `ready`, when the gradients of these stages, one per device, are in DRAM."""
-        jobs: dict[int, list[QueuedTransfer]] = {}
-        for j in stages:
-            d = j % self.n
-            if self.ahead_bytes[d] != math.inf:
-                unit, done_s = self.p.units[d], self.ready[j]
-                work_s = self.g[j] * unit.shared_offload_s
-                self.out[unit.complex] = max(self.out[unit.complex], done_s) + work_s
-                begin_s = max(done_s, self.own_out[d])
-                self.ready[j] = max(self.out[unit.complex], begin_s + self.g[j] * unit.offload_s) + unit.latency_s
-                jobs.setdefault(unit.complex, []).append(QueuedTransfer(begin_s, work_s, j))
-        for shared in jobs.values():
-            for end_s, j in evenly(shared):
-                unit = self.p.units[j % self.n]
-                self.ready[j] = self.own_out[j % self.n] = max(self.ready[j], end_s + unit.latency_s)
+    def offloads(self) -> None:
+        """Set `ready`, when the gradients of swapped stages are in DRAM: they leave in the order of backward."""
+        p, n, links = self.p, self.n, [SharedLink() for _ in self.out]
+        swapped = [j for j in reversed(range(self.count)) if self.ahead_bytes[j % n] != math.inf]
+        for j in swapped:
+            unit = p.units[j % n]
+            links[unit.complex].add(j % n, j, self.ready[j], self.g[j] * unit.shared_offload_s)
+        for j in swapped:
+            d, unit = j % n, p.units[j % n]
+            c = unit.complex
+            self.out[c] = max(self.out[c], self.ready[j]) + self.g[j] * unit.shared_offload_s
+            alone_s = max(self.ready[j], self.own_out[d]) + self.g[j] * unit.offload_s
+            self.ready[j] = self.own_out[d] = max(self.out[c], alone_s, links[c].end_s(j)) + unit.latency_s
 
     def update(self) -> float:
         p, n, ready = self.p, self.n, self.ready
@@ -382,14 +323,17 @@ class _Step:
                 else:
                     took = size * p.update.bytes_s[p.units[d].host]
                 ready[first] = ready[last] = max(ready[first], ready[last]) + took
-        barrier = max(ready) if p.update.barrier else 0.0
+        barrier = self.norm_s() if p.update.barrier else 0.0
         done = max(ready)
         for d in range(min(n, self.count)):  # on a device after its last backward, in the order of its text
             if self.ahead_bytes[d] == math.inf:
                 unit, now_s = p.units[d], self.free[d]
                 for j in range(d, self.count, n):
-                    tensors = p.tensors[self.cuts[j + 1]] - p.tensors[self.cuts[j]]
-                    now_s = max(now_s, ready[j], barrier) + self.q[j] * unit.step_s + tensors * unit.call_s + unit.own_s
+                    calls = p.tensors[self.cuts[j + 1]] - p.tensors[self.cuts[j]]
+                    took = self.q[j] * unit.step_s + calls * unit.call_s + unit.own_s
+                    if p.update.barrier:
+                        took += 2 * self.g[j] * unit.byte_s + unit.call_s + unit.own_s
+                    now_s = max(now_s, ready[j], barrier) + took
                 done = max(done, now_s)
         for j in sorted(range(self.count), key=ready.__getitem__):
             if self.ahead_bytes[j % n] != math.inf:
@@ -398,6 +342,19 @@ class _Step:
                 hosts[host] = max(hosts[host], ready[j], barrier) + self.q[j] * p.update.params_s[host] + clip
                 done = max(done, hosts[host])
         return done
+
+    def norm_s(self) -> float:
+        """When all devices have the norm of their gradients, where these lie; all wait for the last one."""
+        p, n, last = self.p, self.n, 0.0
+        hosts = [0.0] * len(p.update.params_s)
+        complete = sorted((max(self.ready[d::n]), d) for d in range(min(n, self.count)))
+        for ready_s, d in complete:
+            unit, size = p.units[d], math.fsum(self.g[d::n])
+            if self.ahead_bytes[d] == math.inf:
+                last = max(last, ready_s + size * unit.byte_s + unit.call_s + unit.own_s)
+            else:
+                hosts[unit.host] = max(hosts[unit.host], ready_s) + size * p.update.bytes_s[unit.host]
+        return max(last, *hosts)
 
     def stage_of(self, block: int) -> int:
         return next(j for j, b in enumerate(self.cuts[1:]) if block < b)

@@ -200,7 +200,8 @@ class TotalsModel:
             took = p.update.params_s[unit.host] * GB * self.of(d, ["swap"], p.params)
             if p.update.barrier:
                 took = took + 2 * p.update.bytes_s[unit.host] * GB * self.of(d, ["swap"], p.grad_bytes)
-                self.row(self.end, backward_end + unit.step_s * GB * self.of(d, ["stay"], p.params))
+                clip_s = 2 * unit.byte_s * self.of(d, ["stay"], p.grad_bytes)
+                self.row(self.end, backward_end + GB * (clip_s + unit.step_s * self.of(d, ["stay"], p.params)))
             work[unit.host] = work.get(unit.host, 0.0) + took
         for took in work.values():
             self.row(self.end, (backward_end if p.update.barrier else forward_end) + took)

@@ -49,6 +49,7 @@ def problem(
             latency_s=1e-3,
             own_s=1e-3,
             step_s=1e-12,
+            byte_s=1e-11,
             complex=complex_,
         )
         for budget, complex_ in zip(budgets, complexes)

@@ -1,4 +1,4 @@
-"""The recurrences against a schedule of every micro-batch, and shares of a root complex against arithmetic."""
+"""The recurrences against a schedule of every micro-batch, and against arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
-from penstock.passes.partition_mip.recurrence import QueuedTransfer, contended_s, evenly, fits, literal_s, residents
+from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s, residents
 from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
 
 
@@ -62,15 +62,6 @@ def test_first_and_last_micro_batch_are_enough(p: MipProblem, data: st.DataObjec
     assert literal_s(p, cuts) == pytest.approx(want, rel=1e-9)
 
 
-def test_a_resource_is_shared_evenly() -> None:
-    assert evenly([QueuedTransfer(1.0, 2.0, 7)]) == [(3.0, 7)]
-    assert evenly([QueuedTransfer(0.0, 1.0, 0), QueuedTransfer(0.0, 2.0, 1)]) == [(2.0, 0), (3.0, 1)]
-    assert evenly([QueuedTransfer(0.0, 2.0, 0), QueuedTransfer(1.0, 0.5, 1)]) == [(2.0, 1), (2.5, 0)]
-    assert evenly([QueuedTransfer(0.0, 1.0, 0), QueuedTransfer(5.0, 1.0, 1)]) == [(1.0, 0), (6.0, 1)]
-    # behind the first job of 0 comes another one, which holds up 1
-    assert evenly([QueuedTransfer(0.0, 1.0, 0, 0.0, 9.0), QueuedTransfer(0.0, 2.0, 1)]) == [(2.0, 0), (4.0, 1)]
-
-
 def test_more_of_everything_never_helps() -> None:
     """Contention, late places and gradients only add to what computation takes."""
     free = problem([0] * 8, [1.0] * 2, [0, 1], [600.0] * 2, rate=1e6)
@@ -103,3 +94,24 @@ def test_both_directions_of_a_root_complex_share_it() -> None:
     model = CountModel(BlockLimits(shared), 4, [False, False], integer=True)
     model.model.optimize()
     assert model.model.objective_value == pytest.approx(contended_s(shared, cuts), rel=1e-4)
+
+
+def test_a_norm_is_taken_where_gradients_lie() -> None:
+    """Two resident stages of 4 GB each wait for both norms, clip, and step; memory takes 1e-11 s a byte."""
+    options = {"kinds": (0, 0), "speeds": (1.0, 1.0), "complexes": (0, 1), "budgets": (600.0, 600.0)}
+    plain, normed = (problem(**options, barrier=barrier) for barrier in (False, True))  # type: ignore[arg-type]
+    cuts = (0, 1, 2)
+    assert residents(normed, cuts) == (True, True)
+    norm_s, clip_s, own_s = 4e9 * 1e-11, 2 * 4e9 * 1e-11, 1e-3
+    assert contended_s(normed, cuts) == pytest.approx(contended_s(plain, cuts) + norm_s + clip_s + 2 * own_s)
+
+
+def test_backward_fetches_of_one_device_slow_the_last_forward_of_another() -> None:
+    """Five stages of 8 GB on two devices of 25 GB under one root complex of 1 GB/s: after 4 fetches two at a time, the
+    last stage's weights share it with those that the other device fetches again for its backward."""
+    p = problem((2,) * 5, (1e3, 1e3), (0, 0), (25.0, 25.0))
+    cuts = (0, 1, 2, 3, 4, 5)
+    assert residents(p, cuts) == (False, False)
+    # Stages 0 and 1 are there after 16 s, 2 and 3 after 32 s; then 4, and 1 again, come until 48 s. Gradients follow,
+    # and the update of the last 4 G parameters.
+    assert contended_s(p, cuts) == pytest.approx(48.0 + 5 * 8.0 + 4 * 0.2, abs=0.2)
