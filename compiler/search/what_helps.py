@@ -86,9 +86,12 @@ def _planned(change: str, attempts: Attempts, plan: Plan) -> Help:
 
 
 def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]:
-    """The chosen pipeline, then pipelines like it with other partitions, mappings and numbers of stages."""
+    """The chosen pipeline, then pipelines like it with other partitions, mappings and numbers of stages. An asynchronous
+    one is alone: another schedule would train otherwise."""
     chosen = Candidate.of(plan.passes, attempts.hardware.num_devices)
     yield chosen
+    if not chosen.is_synchronous:
+        return
     mesh = chosen.mesh
     if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
         mesh = dataclasses.replace(mesh, shards=plan.decisions.mesh.shards)

@@ -75,6 +75,16 @@ def test_a_pipeline_is_offered_other_stages() -> None:
     assert blocks[0] > blocks[1] and "with other stages, " in str(offer)
 
 
+def test_an_asynchronous_pipeline_is_offered_others_of_its_kind_only() -> None:
+    """With the same updates: a plan with one for the whole batch, though faster, would train otherwise."""
+    schedule = "schedule-async{accumulate=4}"
+    line = f"coarsen, mesh{{depth=2}}, partition-balanced{{stages=2, asynchronous=true}}, map-round-robin, {schedule}"
+    job = compiled(strategy=line, hardware=penstock.Hardware.cpu(num_devices=4))
+    assert job._offer_finder is not None
+    offer = job._offer_finder({1: 3.0})
+    assert offer is not None and schedule in offer.plan.passes
+
+
 def test_a_slower_device_takes_longer_in_everything() -> None:
     device = penstock.Hardware.preset("rtx4090x1").devices[0]
     half = slower(device, 2.0)
