@@ -86,8 +86,8 @@ def _planned(change: str, attempts: Attempts, plan: Plan) -> Help:
 
 
 def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]:
-    """The chosen pipeline, then pipelines like it with other partitions, mappings and numbers of stages. An asynchronous
-    one is alone: another schedule would train otherwise."""
+    """The chosen pipeline, then pipelines like it with other partitions, mappings and numbers of stages; none like an
+    asynchronous one, as another schedule would train otherwise."""
     chosen = Candidate.of(plan.passes, attempts.hardware.num_devices)
     yield chosen
     if not chosen.is_synchronous:
