@@ -109,12 +109,28 @@ class TurnsLost(WorkerError):
     """The process that hands out the turns of copies is gone: it is to blame, and not the device that waits."""
 
 
-class TurnClient:
+class Asking:
+    """The device's side of a server on its host: each of its threads has a connection of its own."""
+
+    def __init__(self, address: str):
+        self.address = address
+        self._own = threading.local()
+
+    def _connected(self) -> socket.socket:
+        channel: socket.socket | None = getattr(self._own, "channel", None)
+        if channel is None:
+            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with reachable(self.address) as path:
+                channel.connect(path)
+        return channel
+
+
+class TurnClient(Asking):
     """One device's side, under the root complex of this number, of those of all hosts: any of its threads may ask."""
 
     def __init__(self, address: str, complex_: int):
-        self.address, self.complex_ = address, complex_
-        self._own = threading.local()
+        super().__init__(address)
+        self.complex_ = complex_
 
     @contextmanager
     def hold(self, turn: int) -> Iterator[None]:
@@ -132,11 +148,3 @@ class TurnClient:
         finally:
             with contextlib.suppress(OSError):  # the next request says so
                 channel.sendall(DONE)
-
-    def _connected(self) -> socket.socket:
-        channel: socket.socket | None = getattr(self._own, "channel", None)
-        if channel is None:
-            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with reachable(self.address) as path:
-                channel.connect(path)
-        return channel

@@ -3,9 +3,7 @@ of two servers, `emulate/link_server.py` and `turns.py`, which know about all de
 
 from __future__ import annotations
 
-import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +13,7 @@ from ...ir import ops
 from ...ir.errors import WorkerError
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import PAGE, aligned
-from ..scratch import reachable
-from ..turns import TurnClient
+from ..turns import Asking, TurnClient
 from .prepare import Issue, Issues
 
 # A chunk is what the device's link moves in CHUNK_S: a fetch with a lower turn waits so long at most. The copy of its
@@ -121,12 +118,12 @@ def route_of(issue: Issue, hardware: Hardware, own: Device) -> tuple[str, str]:
     return names[source], names[target]
 
 
-class LinkClient:
+class LinkClient(Asking):
     """One device's side: any of its threads may ask."""
 
     def __init__(self, address: str, device: int):
-        self.address, self.device = address, device
-        self._own = threading.local()
+        super().__init__(address)
+        self.device = device
 
     def begin(self, index: int) -> Callable[[], None]:
         """Tell the server that op `index` begins now; the returned function waits for its end. One op at a time per
@@ -149,14 +146,6 @@ class LinkClient:
                 raise self._gone()
 
         return wait
-
-    def _connected(self) -> socket.socket:
-        channel: socket.socket | None = getattr(self._own, "channel", None)
-        if channel is None:
-            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with reachable(self.address) as path:
-                channel.connect(path)
-        return channel
 
     def _gone(self) -> WorkerError:
         return WorkerError(f"device {self.device}: the process that shares out the links is gone")
