@@ -28,15 +28,14 @@ from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistic
 from .quantised.linear_4bit import linear_4bit
 from .quantised.linear_8bit import linear_8bit
 from .quantised.linear_torchao import linear_torchao
-from .ring_attention import as_autocast, attend_first, attend_next, attention_of
+from .ring_attention import as_autocast, attend_block, attention_of, with_gradients
 from .tiles import in_tiles
 from .token_parts import among_zeros, own_tokens
 
 __all__ = [
     "among_zeros",
     "arrived_offsets",
-    "attend_first",
-    "attend_next",
+    "attend_block",
     "attention_of",
     "chunked_cross_entropy",
     "cross_entropy_of_parts",
@@ -61,6 +60,7 @@ __all__ = [
     "part_rows",
     "part_statistics",
     "window_attention",
+    "with_gradients",
 ]
 
 LEAST_QUERIES, MOST_QUERIES = 128, 512  # of a block

@@ -221,6 +221,7 @@ class StageSpec:
     split_bytes: int = 0  # gradients that wait for that share if backward is split
     again: AgainSpec | None = None  # where rematerialisation is less than forward
     exchanges: tuple[Exchange, ...] = ()  # of its outputs, after its forward, or of its inputs, before it
+    handed: tuple[tuple[str, str], ...] = ()  # inputs whose gradients are those of outputs as they are, with these
 
     @property
     def made(self) -> tuple[TensorSpec, ...]:
@@ -242,6 +243,11 @@ class StageSpec:
             (), (), self.forward_flops, self.forward_traffic_bytes, self.forward_mix, self.launches,
             self.forward_workspace_bytes,
         )  # fmt: skip
+
+    @property
+    def is_free_again(self) -> bool:
+        """Whether rematerialisation makes nothing that backward needs but what `inputs` hold: then nothing is kept."""
+        return self.again is not None and not self.again.flops and self.rematerialisable and not self.draws
 
     @property
     def weight_bytes(self) -> int:

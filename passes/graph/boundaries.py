@@ -15,11 +15,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ...runtime.part_loss import part_statistics
-from ...runtime.ring_attention import attend_first, attend_next
+from ...runtime.ring_attention import with_gradients
 from .opgraph import OpGraph
 
 CASTS = ("to", "type", "type_as", "float")  # methods by which a model asks for a type
-WIDE = (part_statistics, attend_first, attend_next)  # calls whose results are in fp32 because they add up
+WIDE = (part_statistics, with_gradients)  # calls whose results are in fp32 because they add up
 
 
 def narrowed(graph: OpGraph) -> frozenset[fx.Node]:

@@ -177,6 +177,7 @@ class FakeBlockRun:
                 self.run_part(step, values)
                 read = step.inputs
             elif step in without:
+                values[step] = None
                 continue
             else:
                 self.run_node(step, values)

@@ -26,7 +26,7 @@ from .saved_classes import saved_classes
 from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
 from .split_costs import split_costs
 from .stage_costs import cast_bytes, stage_costs
-from .team.exchanges import counts_of, exchange, exchanges_of, is_exchange, source_of
+from .team.exchanges import counts_of, exchange, exchanges_of, handed, hands_back, is_exchange, source_of
 
 
 @dataclass
@@ -100,8 +100,8 @@ class _Cut:
             if not is_exchange(node):
                 continue
             source = source_of(node)
-            readers = (self.home[user] for user in source.users if user in self.home)
-            found[node] = self.home[source] if source in self.home else min(readers)
+            readers = [self.home[user] for user in source.users if user in self.home]
+            found[node] = self.home[source] if source in self.home else min(readers, default=found.get(source, 0))
             counts = counts_of(node)
             if counts is not None and found[counts] > found[node]:
                 raise PassError(
@@ -163,6 +163,8 @@ def live_nodes(graph: OpGraph) -> set[fx.Node]:
             found.add(node)
             stack += writers.get(storage_root(node), ())
             stack += (a for a in node.all_input_nodes if storage_root(a) in writers or _requires_grad(a))
+            before = handed(node)
+            stack += [before] if before is not None else []
     return found
 
 
@@ -218,7 +220,8 @@ class _Builder:
         read = [a for n in own for a in n.all_input_nodes]
         outside = self.cut.shared_closure([*read, *results.values(), *self.cut.checks[self.index]])
         elsewhere = {a for a in read if self.home.get(a, self.index) != self.index or is_exchange(a)}
-        elsewhere |= {source_of(n) for n in exchanges if is_exchange(source_of(n))}
+        sources = {source_of(n) for n in exchanges}
+        elsewhere |= {n for n in sources if is_exchange(n) and n not in exchanges}
         counts = {counts_of(n) for n in exchanges} - {None, *exchanges}
         boundary = self._in_order(elsewhere | {n for n in counts if n is not None})
         loaded = [n for n in outside if n.op == "placeholder"]
@@ -234,7 +237,12 @@ class _Builder:
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
         module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()], set(sent), unneeded)
         spec = self._spec(boundary, batch, outputs, results, loss, body)
-        spec = replace(spec, exchanges=tuple(self._exchange(n, given) for n in exchanges))
+        pairs = [(before, n) for n in outputs if (before := handed(n)) in boundary]
+        spec = replace(
+            spec,
+            exchanges=tuple(self._exchange(n, given) for n in exchanges),
+            handed=tuple((before.name, n.name) for before, n in pairs if before is not None and n in self.cut.live),
+        )
         if spec.again is not None:
             spec = replace(spec, again=replace(spec.again, inputs=tuple(n.name for n in unneeded)))
         return PlannedStage(spec, module, tuple(self.cut.partition[self.index]))
@@ -373,7 +381,7 @@ class _Builder:
 
     def _is_live(self, node: fx.Node, inside: bool) -> bool:
         """Whether a gradient of the node comes from its readers inside, or outside, this stage."""
-        if not inside and any(user in self.cut.live for user in exchanges_of(node)):
+        if not inside and any(user in self.cut.live for user in (*exchanges_of(node), *hands_back(node))):
             return True
         here = {user for user in node.users if self.home.get(user, self.index) == self.index and not is_exchange(user)}
         return any(user in self.cut.live for user in node.users if (user in here) == inside)

@@ -37,7 +37,7 @@ class Ahead:
 @dataclass
 class _Way:
     """The way of one value: it is made before turn `made`, last read by a forward in turn `left`, first used by a
-    backward in turn `used`; `readers` are all backwards that use it."""
+    backward, or by the members of a team for one, in turn `used`; `readers` are all ops of backward that use it."""
 
     value: fx.Node
     memory: str
@@ -98,9 +98,19 @@ class _Mover:
         self.program, self.choices, self.ahead = program, choices, ahead
         self.turns = [n for n in program.ops() if op_of(n).parts]
         self.turn_of = {node: i for i, node in enumerate(self.turns)}
+        self.exchanges = self.turns_of_exchanges()
         self.whole = {  # stages that keep all saved tensors on the device, perhaps inputs and outputs among them
             str(n.args[0]) for n in self.turns if n.target is ops.forward and n.kwargs.get("keep", True) is True
         }
+
+    def turns_of_exchanges(self) -> dict[fx.Node, int]:
+        """For each op in which members of a team meet, the turn that comes next."""
+        found, turn = {}, 0
+        for node in self.program.ops():
+            turn += node in self.turn_of
+            if op_of(node).passes_on and op_of(node).meets:
+                found[node] = turn
+        return found
 
     def emit(self) -> None:
         ways = sorted(self.ways(), key=lambda way: way.used)
@@ -139,8 +149,8 @@ class _Mover:
             for value, memory in wanted:
                 if value in found:
                     found[value].readers.append(node)
-                else:
-                    found[value] = self.way(value, memory, node)
+                elif producer_of(value) in self.turn_of or any(user.target is ops.forward for user in value.users):
+                    found[value] = self.way(value, memory, node)  # others go round a ring again for backward
         for value, way in found.items():
             if way.memory != ops.DEVICE and value not in returned and not self.pinned(value) and self.pays(way):
                 if way.memory == ops.SSD and self.read_turn(way) <= self.write_turn(way):
@@ -151,7 +161,9 @@ class _Mover:
         forwards = [self.turn_of[user] for user in value.users if user.target is ops.forward]
         producer = producer_of(value)
         made = self.turn_of[producer] + 1 if producer in self.turn_of else min(forwards)
-        return _Way(value, memory, made, max([*forwards, made - 1]), self.turn_of[reader], [reader])
+        left = max([*forwards, made - 1])
+        met = {user: turn for user in value.users if (turn := self.exchanges.get(user, left)) > left}
+        return _Way(value, memory, made, left, min([self.turn_of[reader], *met.values()]), [reader, *met])
 
     def pinned(self, value: fx.Node) -> bool:
         """Whether autograd may hold a value: a stage that keeps everything made it or reads it."""

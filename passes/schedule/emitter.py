@@ -32,6 +32,7 @@ class Emitter:
         self.grads: dict[str, fx.Node] = {}
         self.losses: list[fx.Node] = []
         self.own_number: fx.Node | None = None
+        self.come_back: dict[Message, fx.Node] = {}  # keys and values that go round a second time, for backward
         sent = [(src, *row) for src, turn in order if isinstance(turn, Turn) for row in flow.sent_by(turn)]
         self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
 
@@ -64,9 +65,10 @@ class Emitter:
         self.exchange(spec, spec.inputs, m)
         operands = (spec.name, self.weights_of_forward(spec, m), *inputs)
         names = [*(f"{o.name}_m{m}" for o in spec.outputs), f"kept{number_of(spec)}_m{m}"]
-        fields = {} if spec.name in self.keeping else {"keep": False}
+        is_kept = spec.name in self.keeping and not spec.is_free_again
+        fields = {} if is_kept else {"keep": False}
         made = self.program.emit(ops.forward, *operands, micro_batch=m, names=names, **fields)
-        if spec.name in self.keeping:
+        if is_kept:
             self.kept[spec.name, m] = made.pop()
         self.outputs(spec, made, m)
 
@@ -105,10 +107,11 @@ class Emitter:
         self.send(Turn(spec.name, m))
 
     def exchange(self, spec: StageSpec, sources: Sequence[TensorSpec], m: int) -> None:
-        """Write what the team makes of these values of a stage."""
+        """Write what the team makes of these values of a stage, and of what it makes of them."""
         names = {source.name for source in sources}
         for e in spec.exchanges:
             if e.source in names:
+                names.add(e.result.name)
                 given, made = self.values[Message(e.source, m)], Message(e.result.name, m)
                 self.values[made] = self.made_by(e, given, m, made.name)
 
@@ -138,10 +141,11 @@ class Emitter:
     def backward(self, spec: StageSpec, m: int) -> None:
         """Write a whole backward, or the half that others wait for."""
         for e in spec.exchanges:
-            if e.source not in {out.name for out in spec.outputs}:
+            if e.source not in {value.name for value in spec.made}:
                 self.exchange_gradient(spec, e, m)
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
-        inputs = [None if i is None else self.values[Message(i.name, m)] for i in spec.backward_inputs]
+        self.send_again(spec, m)
+        inputs = [None if i is None else self.input_again(i.name, m) for i in spec.backward_inputs]
         kept = self.kept.get((spec.name, m))
         operands = (spec.name, self.weights_of_backward(spec, m), kept, inputs, douts)
         wanted = [i for i in spec.inputs if i.requires_grad]
@@ -156,7 +160,44 @@ class Emitter:
             *dinputs, self.grads[spec.name] = made
         for i, node in zip(wanted, dinputs):
             self.contribute(Message(i.name, m, is_gradient=True), node)
+        for given, output in spec.handed:
+            whole = next(dout for dout, out in zip(douts, spec.outputs) if out.name == output)
+            if isinstance(whole, fx.Node):
+                self.contribute(Message(given, m, is_gradient=True), whole)
         self.send(Turn(spec.name, m, is_backward=True))
+
+    # --- rings in backward
+
+    def sent_again(self, spec: StageSpec, m: int) -> list[str]:
+        """The inputs of a stage that go round again for its backward, in place of lying there since its forward. For
+        none on a device that has a part of the ring's stages."""
+        return [i.name for i in spec.inputs if i.name in self.flow.round_of(i.name, self.device, m)[1:]]
+
+    def input_again(self, name: str, m: int) -> fx.Node:
+        """An input as backward takes it."""
+        return self.come_back.get(Message(name, m), self.values[Message(name, m)])
+
+    def send_again(self, spec: StageSpec, m: int) -> None:
+        """Write what a stage's backward needs of a ring, and what the backward after it will, so that this is on its
+        way meanwhile. Backward takes the last of them first, so they come the other way round; that one is made of the
+        members' own, from which it is N - 1 steps forward, or one back."""
+        for name in self.sent_again(spec, m):
+            names = self.flow.round_of(name, self.device, m)
+            place = names.index(name)
+            if Message(name, m) not in self.come_back:
+                self.go_round(names, 0, place, m)
+            earlier = next((i for i in range(place - 1, 0, -1) if names[i] in self.flow.readers), None)
+            if earlier is not None:
+                self.go_round(names, place, earlier, m)
+
+    def go_round(self, names: Sequence[str], begin: int, end: int, m: int) -> None:
+        """Write the steps from one value of a ring to another, whichever way is shorter."""
+        size, value = self.interface.team, self.input_again(names[begin], m)
+        back = (begin - end) % size <= (end - begin) % size
+        for at in range(begin - 1, end - 1 - size * (end > begin), -1) if back else range(begin + 1, end + 1):
+            name = f"{names[end]}_m{m}_again" if at % size == end else f"{names[end]}_m{m}_by_{at % size}"
+            value = self.made_by(ops.pass_on.name, value, (("back", 1),) if back else (), name)
+        self.come_back[Message(names[end], m)] = value
 
     def backward_weight(self, spec: StageSpec, m: int) -> None:
         operands = (spec.name, self.weights[spec.name], self.rests[spec.name, m], self.grads.get(spec.name))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...ir import ops
 from ...ir.program import Interface, StageSpec, TensorSpec
 
 
@@ -63,6 +64,18 @@ Action = StageAction | Share
 Placed = tuple[int, Action]  # the device, and what it does
 
 
+def _rounds(specs: Sequence[StageSpec]) -> dict[str, tuple[str, ...]]:
+    """For each value that goes round a ring all that it is on its way, its own members' first."""
+    following = {e.source: e.result.name for spec in specs for e in spec.exchanges if e.op == ops.pass_on.name}
+    found: dict[str, tuple[str, ...]] = {}
+    for first in following.keys() - set(following.values()):
+        names = [first]
+        while names[-1] in following:
+            names.append(following[names[-1]])
+        found.update(dict.fromkeys(names, tuple(names)))
+    return found
+
+
 class Flow:
     """Which stage makes each value, which stages read it, and what therefore travels between which devices.
 
@@ -86,19 +99,27 @@ class Flow:
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
         self.copies = {name: list((copies or {}).get(name, [device])) for name, device in self.device_of.items()}
         self.maker = {out.name: spec.name for spec in self.specs for out in spec.made}
+        self.rounds = _rounds(self.specs)
         self.readers: dict[str, list[str]] = defaultdict(list)
         self.learners: dict[str, list[str]] = defaultdict(list)  # readers that hand back a gradient
         for spec in self.specs:
             for value in spec.inputs:
                 if value.name in self.maker:
                     self.readers[value.name].append(spec.name)
-                    if value.requires_grad:
+                    if value.requires_grad or value.name in dict(spec.handed):
                         self.learners[value.name].append(spec.name)
         self.trained = {s.name for s in self.specs if s.trained_params or any(i.requires_grad for i in s.inputs)}
         self.closing: dict[str, str | None] = {}
         closing: str | None = None
         for spec in reversed(self.specs):
             closing = self.closing[spec.name] = spec.name if spec.name in self.trained else closing
+
+    def round_of(self, value: str, device: int, micro_batch: int) -> tuple[str, ...]:
+        """The values that a ring makes of one, itself first, if `value` is among these and all stages that read them on
+        this micro-batch are on this device; else none."""
+        found = self.rounds.get(value, ())
+        readers = {self.at(reader, micro_batch) for name in found for reader in self.readers[name]}
+        return found if readers == {device} else ()
 
     def on(self, device: int) -> list[StageSpec]:
         return [spec for spec in self.specs if device in self.copies[spec.name]]
@@ -156,7 +177,7 @@ class Flow:
         return [
             i
             for i in spec.inputs
-            if i.requires_grad
+            if (i.requires_grad or i.name in dict(spec.handed))
             and i.name in self.maker
             and self.at(self.maker[i.name], micro_batch) != device
             and self.gradient_stage(i.name, device, micro_batch) == spec.name

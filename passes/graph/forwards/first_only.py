@@ -1,8 +1,8 @@
 """Nodes that run in the first forward only: a rematerialisation needs nothing of them.
 
 In: blocks. Out: for each block its nodes without gradients that no node with gradients reads, directly or not, such as
-all of a reference's layer in preference training; and for a stage those of its blocks that are left out, which is all
-of a block's or none.
+all of a reference's layer in preference training, or attention to a block of a ring, which `with_gradients` reads but
+needs nothing of; and for a stage those of its blocks that are left out, which is all of a block's or none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from ....runtime.functions import with_gradients
 from ..blocks import Block, storage_root
 
 
@@ -25,12 +26,17 @@ def unread_by_gradients(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
     stack = [n for n in nodes if not n.meta.get("no_grad")] + [n for root in outer for n in writers[root]]
     needed = set(stack)
     while stack:
-        for operand in stack.pop().all_input_nodes:
+        for operand in needed_operands(stack.pop()):
             for node in (operand, *writers.get(storage_root(operand), ())):
                 if node in inside and node not in needed:
                     needed.add(node)
                     stack.append(node)
     return frozenset(inside - needed)
+
+
+def needed_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands whose values a node needs in a rematerialisation."""
+    return [n for n in node.all_input_nodes if node.target is not with_gradients or n is not node.args[0]]
 
 
 def left_out(
@@ -43,7 +49,8 @@ def left_out(
     spared_flops = 0.0
     for block in reversed(blocks):
         nodes = unread_by_gradients(block.nodes) if block.cost.again is not None else frozenset()
-        if all(user in nodes or user in found or user not in own for node in nodes for user in node.users):
+        needing = (user for node in nodes for user in node.users if user in own and node in needed_operands(user))
+        if all(user in nodes or user in found for user in needing):
             found |= nodes
             spared_flops += block.cost.forward_flops - block.cost.again.flops if block.cost.again is not None else 0.0
     if not spared_flops:

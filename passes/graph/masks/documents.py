@@ -35,7 +35,7 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
     documents: set[fx.Node] = set()
     positions: set[fx.Node] = set()
     is_causal = False
-    for part in _parts(mask):
+    for part in parts_of(mask):
         told = _comparison(graph, part, tuple(shape))
         if told is not None:
             (documents if told[0] == "eq" else positions).add(told[1])
@@ -60,17 +60,17 @@ def counted_input(graph: OpGraph, documents: fx.Node, rows: int) -> str:
     return str(positions.target) if str(positions.target) in graph.inputs else ""
 
 
-def _parts(mask: fx.Node) -> Iterator[fx.Node]:
+def parts_of(mask: fx.Node) -> Iterator[fx.Node]:
     """What a mask is the conjunction of."""
     name, value = call_name(mask), mask.meta.get("val")
     operands = [n for n in mask.all_input_nodes if _is_boolean(n)]
     if mask.meta.get("mutates") or not isinstance(value, Tensor):
         yield mask
     elif name in _CONJUNCTIONS and len(operands) == 2 == len(mask.args):
-        yield from _parts(operands[0])
-        yield from _parts(operands[1])
+        yield from parts_of(operands[0])
+        yield from parts_of(operands[1])
     elif name in _SAME and mask.all_input_nodes == operands and len(operands) == 1:
-        yield from _parts(operands[0])
+        yield from parts_of(operands[0])
     else:
         yield mask
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ....ir.program import Exchange, TensorSpec
+from ....runtime.functions import attend_block, attention_of, with_gradients
 from ..edit import GraphEdit
 from ..opgraph import OpGraph, plain_meta, value_tensors
 
@@ -134,6 +135,19 @@ def apart(edit: GraphEdit, value: fx.Node) -> fx.Node:
     return edit.call(torch.clone, value) if is_exchange(value) else value
 
 
+def handed(node: fx.Node) -> fx.Node | None:
+    """The partial attention before a ring's block, whose gradient is that of this node as it is."""
+    block = node.args[0] if node.target is with_gradients else None
+    before = block.args[0] if isinstance(block, fx.Node) else None
+    return before if isinstance(before, fx.Node) else None
+
+
+def hands_back(node: fx.Node) -> list[fx.Node]:
+    """The partial attentions with one more block, whose gradients are that of this node as they are."""
+    blocks = (user for user in node.users if user.target is attend_block and user.args[0] is node)
+    return [user for block in blocks for user in block.users if handed(user) is node]
+
+
 def source_of(node: fx.Node) -> fx.Node:
     """The value of which an exchange is made."""
     source = node.args[0]
@@ -152,8 +166,11 @@ def exchanges_of(value: fx.Node) -> list[fx.Node]:
 
 
 def borders(node: fx.Node) -> set[fx.Node]:
-    """The exchanged values, before or after their exchange, that a node reads where a block has to begin."""
+    """The values that a node reads where a block has to begin: those that are exchanged, before or after their
+    exchange, and what a ring has made, so that backward needs nothing of its last block but this."""
     read = {arg for arg in node.all_input_nodes if is_exchange(arg) or exchanges_of(arg)}
+    if node.target is attention_of:
+        read.update(node.all_input_nodes)
     return {_first_of(arg) for arg in read if arg.target is not share_weight}
 
 

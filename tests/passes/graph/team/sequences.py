@@ -31,13 +31,14 @@ class Layer(nn.Module):
         self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * GROUPS * each)
         self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
 
-    def forward(self, h: Tensor, angle: Tensor) -> Tensor:
+    def forward(self, h: Tensor, angle: Tensor, mask: Tensor | None = None) -> Tensor:
         rows, tokens, width = h.shape
         x = self.norm(h)
         q = self.q(x).view(rows, tokens, HEADS, -1).transpose(1, 2)
         k, v = self.kv(x).view(rows, tokens, 2 * GROUPS, -1).transpose(1, 2).chunk(2, dim=1)
         q, k = (t * angle.cos() + t.roll(1, -1) * angle.sin() for t in (q, k))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, enable_gqa=True)
+        is_causal = self.is_causal and mask is None
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=True)
         h = h + self.out(seen.transpose(1, 2).reshape(rows, tokens, width))
         return h + self.down(torch.relu(self.up(h)))
 
@@ -55,12 +56,49 @@ class Decoder(nn.Module):
         positions = torch.arange(ids.shape[1])
         h = self.embed(ids) + self.places(positions)
         angle = positions[:, None] / 7.0
+        mask = self.mask(ids)
         for layer in self.layers:
-            h = layer(h, angle)
+            h = layer(h, angle, mask)
         logits = self.head(h)
         wanted = F.pad(labels, (0, 1), value=-100)[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.reshape(-1), reduction="sum")
         return {"loss": loss / wanted.ne(-100).sum() + 1e-3 * logits.square().mean(), "logits": logits}
+
+
+    def mask(self, ids: Tensor) -> Tensor | None:
+        return None
+
+
+class Masked(Decoder):
+    """Attention with a mask, whose rows follow from the batch."""
+
+    def __init__(self, kind: str):
+        super().__init__(depth=1)
+        self.kind = kind
+
+    def mask(self, ids: Tensor) -> Tensor | None:
+        place = torch.arange(ids.shape[1])
+        causal = (place <= place[:, None])[None, None]
+        padding = (place >= ids[:, :1] % 5)[:, None, None]  # on the left: causal queries there see no key
+        window = (place > place[:, None] - 5)[None, None]
+        if self.kind == "documents":
+            numbers = ids.eq(0).cumsum(1)
+            return causal & (numbers[:, None, :, None] == numbers[:, None, None])
+        masks = {
+            "padding": causal & padding,
+            "padding alone": padding.expand(-1, 1, ids.shape[1], -1),
+            "window": causal & window,
+            "window, padding": causal & window & padding,
+            "any": (ids[:, None, None] + place[:, None]) % 3 != 0,
+            # A query sees itself: of one that sees no key by numbers, torch's kernel for CPUs has other gradients.
+            "numbers": (place - place[:, None]).abs().neg().double().masked_fill(
+                ~(causal & padding | (place == place[:, None])), torch.finfo(torch.float64).min
+            ),
+        }
+        return masks[self.kind]
+
+
+MASKS = ("padding", "padding alone", "window", "window, padding", "documents", "any", "numbers")
 
 
 def batches_of(count: int, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,12 @@ from penstock.tests.alike import slow_but
 from penstock.tests.passes.graph.team.sequences import (
     GROUPS,
     HEADS,
+    MASKS,
     PLAIN,
     TOKENS,
     WIDTH,
     Decoder,
+    Masked,
     assert_a_team_trains_as_eager,
     batches_of,
     drafted,
@@ -55,6 +58,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+MASKED = tuple(f"{by}: {kind}, {team}" for by in ("heads", "ring") for kind in MASKS for team in (2, 4))
 CASES = [f"{by}: {layout}" for by in ("heads", "ring") for layout in LAYOUTS]
 
 
@@ -68,6 +72,16 @@ def test_a_team_trains_as_eager(case: str) -> None:
     if layout == "two teams":
         assert draft.programs[0].interface.teams == 2 and draft.graph.team == 2
     assert {"heads": "all_to_all", "ring": "pass_on"}[by] in names_of(draft) and "member" in names_of(draft)
+
+
+@pytest.mark.parametrize("case", slow_but(("ring: padding, 4",), MASKED))
+def test_masks(case: str) -> None:
+    """Rows of padding, and queries that see no key, included."""
+    by, kind = case.split(": ")
+    kind, team = kind.rsplit(", ", 1)
+    graph = graph_of(lambda: Masked(kind))
+    draft = drafted(graph, f"drop-masks, {lines(by, int(team))}", int(team))
+    assert_a_team_trains_as_eager(graph, draft)
 
 
 @pytest.mark.slow
@@ -95,13 +109,36 @@ def test_bytes_on_links_are_those_of_theory() -> None:
 
 @pytest.mark.slow
 def test_a_ring_sends_keys_and_values_once_for_each_other_member() -> None:
-    """N - 1 times, of their own heads, and their gradients back."""
+    """N - 1 times, of their own heads, and again for backward, beside their gradients."""
     team, depth = 4, 1
     line = lines("ring", team, rest=PLAIN.partition(", insert")[0])
     draft = drafted(small(), line, team, micro_batches=1)
     works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.pass_on]
     keys = 2 * (TOKENS // team) * GROUPS * (WIDTH // HEADS) * 8
-    assert {work.moved_bytes for work in works} == {keys} and len(works) == 2 * 2 * (team - 1) * depth
+    assert {work.moved_bytes for work in works} == {keys} and len(works) == 3 * 2 * (team - 1) * depth
+
+
+@pytest.mark.slow
+def test_a_window_sends_keys_and_values_as_far_as_queries_see() -> None:
+    """To the next member of four, of whose four tokens each a window of five reaches into those of one before; again
+    for backward, and gradients back."""
+    graph, team = graph_of(lambda: Masked("window")), 4
+    draft = drafted(graph, f"drop-masks, {lines('ring', team, rest=PLAIN.partition(', insert')[0])}", team, 1)
+    assert names_of(draft).count("pass_on") == 3 * 2
+
+
+@pytest.mark.parametrize("team", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_ring_holds_nothing_of_other_members_until_backward(team: int) -> None:
+    """Nor partial attentions but the last: what a micro-batch leaves for its backward does not grow with the team."""
+    draft = drafted(small(), lines("ring", team), team, micro_batches=1)
+    program = draft.programs[0]
+    first = next(n for n in program.ops() if n.target is ops.backward)
+    before = set(itertools.takewhile(lambda node: node is not first, program.graph.nodes))
+    lying = {n for n in before for user in n.users if user not in before and user.target is not ops.free}
+    blocks = [n for n in lying if n.name.startswith(("pass_on", "with_gradients"))]
+    assert [n.name for n in blocks] == [f"with_gradients_{team - 1}_m0"]
+    forwards = [n for n in program.ops() if n.target is ops.forward]
+    assert [n.kwargs.get("keep", True) for n in forwards] == [True, *[False] * team, True]
 
 
 class Summed(Decoder):

@@ -1,0 +1,78 @@
+"""What the queries of a call of attention see: by their places, by documents, and by the keys themselves.
+
+In: a call, and its mask if it has one. Out: a window of places, and what of the mask these do not say. A mask that
+transformers makes of a padded batch is a conjunction: of what follows from places (causal, a window), and of what shows
+some keys to all queries (padding); neither needs a number for each pair of a query and a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ....runtime.functions import packed_attention, window_attention
+from ...decisions import KeyWindow
+from ..opgraph import OpGraph
+from .documents import documents_of, parts_of
+from .drop_masks import form_of
+from .visible import visible_keys
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The query at place i sees the keys from place i - before to i + after, all where that is None; of these, those
+    that each of `masks` shows, and those of its own document."""
+
+    before: int | None = None
+    after: int | None = None
+    masks: tuple[fx.Node, ...] = ()
+    documents: fx.Node | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a triangle: the later a query, the more keys it sees."""
+        return self.before is None and self.after == 0
+
+
+def sight_of(graph: OpGraph, node: fx.Node, given: Mapping[str, Any]) -> Sight:
+    """What a call of attention with these arguments lets its queries see."""
+    if node.target is window_attention:
+        return Sight(given["before"], given["after"])
+    if node.target is packed_attention:
+        return Sight(after=0, documents=given["documents"])
+    mask = given.get("attn_mask")
+    if not isinstance(mask, fx.Node):
+        return Sight(after=0) if given.get("is_causal") else Sight()
+    return _of_mask(graph, mask)
+
+
+def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
+    length = mask.meta["val"].shape[-1]
+
+    def form(part: fx.Node) -> Any:
+        seen = visible_keys(graph, part)
+        return None if seen is None else form_of(seen, length, length)
+
+    documents = documents_of(graph, mask, form)
+    if documents is not None:
+        return Sight(after=0, documents=documents)
+    before: int | None = None
+    after: int | None = None
+    masks = []
+    for part in parts_of(mask):
+        value = part.meta["val"]
+        by_place = form(part) if value.dim() > 1 and value.shape[-2] == length else None
+        if isinstance(by_place, KeyWindow):
+            before, after = _least(before, by_place.before), _least(after, by_place.after)
+        elif by_place == "causal":
+            after = 0
+        elif by_place != "all":
+            masks.append(part)
+    return Sight(before, after, tuple(masks))
+
+
+def _least(known: int | None, other: int) -> int:
+    return other if known is None else min(known, other)
