@@ -39,7 +39,7 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
         told = _comparison(graph, part, tuple(shape))
         if told is not None:
             (documents if told[0] == "eq" else positions).add(told[1])
-        elif not _shows_all(graph, part):
+        elif not shows_all(graph, part):
             if form_of(part) != "causal":
                 return None
             is_causal = True
@@ -75,7 +75,8 @@ def parts_of(mask: fx.Node) -> Iterator[fx.Node]:
         yield mask
 
 
-def _shows_all(graph: OpGraph, part: fx.Node) -> bool:
+def shows_all(graph: OpGraph, part: fx.Node) -> bool:
+    """Whether a small mask hides nothing, whatever the batch."""
     known = constant_value(graph, part)
     return known is not None and bool(known.all())
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from ....runtime.functions import packed_attention, window_attention
-from ...decisions import KeyWindow
 from ..opgraph import OpGraph
-from .documents import documents_of, parts_of
+from .documents import documents_of, parts_of, shows_all
 from .drop_masks import form_of
+from .intervals import Intervals
 from .visible import visible_keys
 
 
@@ -59,20 +60,33 @@ def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
     documents = documents_of(graph, mask, form)
     if documents is not None:
         return Sight(after=0, documents=documents)
-    before: int | None = None
-    after: int | None = None
+    ends: tuple[list[int], list[int]] = [], []
     masks = []
     for part in parts_of(mask):
         value = part.meta["val"]
-        by_place = form(part) if value.dim() > 1 and value.shape[-2] == length else None
-        if isinstance(by_place, KeyWindow):
-            before, after = _least(before, by_place.before), _least(after, by_place.after)
-        elif by_place == "causal":
-            after = 0
-        elif by_place != "all":
+        seen = visible_keys(graph, part) if value.dim() > 1 and value.shape[-2] == length else None
+        window = None if seen is None else _window(seen, length)
+        if window is not None:
+            for found, end in zip(ends, window):
+                found += [] if end is None else [end]
+        elif not shows_all(graph, part):
             masks.append(part)
-    return Sight(before, after, tuple(masks))
+    return Sight(*(min(found, default=None) for found in ends), tuple(masks))
 
 
-def _least(known: int | None, other: int) -> int:
-    return other if known is None else min(known, other)
+def _window(seen: Intervals, length: int) -> tuple[int | None, int | None] | None:
+    """How many keys before and after its own place each query sees, None for all; None where that differs from query
+    to query, row to row or head to head, or a query does not see its own place."""
+    begin, end, place = seen.begin.reshape(-1, length), seen.end.reshape(-1, length), torch.arange(length)
+    if seen.num_keys != length or not bool((begin == begin[0]).all() and (end == end[0]).all()):
+        return None
+    begin, end = begin[0], end[0]
+    before = (place - begin)[begin > 0][:1].tolist()
+    after = (end - 1 - place)[end < length][:1].tolist()
+    if min(*before, *after, 0) < 0:
+        return None
+    first = (place - before[0]).clamp(min=0) if before else torch.zeros_like(place)
+    last = (place + after[0] + 1).clamp(max=length) if after else torch.full_like(place, length)
+    if not (torch.equal(begin, first) and torch.equal(end, last)):
+        return None
+    return before[0] if before else None, after[0] if after else None
