@@ -196,7 +196,8 @@ class Emitter:
         back = (begin - end) % size <= (end - begin) % size
         for at in range(begin - 1, end - 1 - size * (end > begin), -1) if back else range(begin + 1, end + 1):
             name = f"{names[end]}_m{m}_again" if at % size == end else f"{names[end]}_m{m}_by_{at % size}"
-            value = self.made_by(ops.pass_on.name, value, (("back", 1),) if back else (), name)
+            fields = {"back": 1} if back else {}
+            (value,) = self.program.emit(ops.pass_on, value, group=ops.TEAM, **fields, names=[name])
         self.come_back[Message(names[end], m)] = value
 
     def backward_weight(self, spec: StageSpec, m: int) -> None:

@@ -71,7 +71,8 @@ def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
                 found += [] if end is None else [end]
         elif not shows_all(graph, part):
             masks.append(part)
-    return Sight(*(min(found, default=None) for found in ends), tuple(masks))
+    before, after = (min(found, default=None) for found in ends)
+    return Sight(before, after, tuple(masks))
 
 
 def _window(seen: Intervals, length: int) -> tuple[int | None, int | None] | None:
