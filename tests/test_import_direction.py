@@ -27,7 +27,7 @@ ORDER = {
     "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "tiles", "program", "verify"),
     "runtime": (
         "accelerator", "modules", "chunked_loss", "expert_parts", "part_loss", "tiles", "document_borders", "quantised",
-        "ring_attention", "token_parts", "member_tables", "functions", "forced_eager", "model_names", "scratch",
+        "token_parts", "ring_attention", "member_tables", "functions", "forced_eager", "model_names", "scratch",
         "nodes", "team", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device",
         "emulate", "measure", "processes",
     ),
