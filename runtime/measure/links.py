@@ -1,5 +1,5 @@
-"""Timing the transfers of CPU devices as their workers run them: copies and messages on threads of their own, messages
-through the runtime's own link.
+"""Timing transfers as workers run them: copies and messages of CPU devices on threads of their own, messages of GPUs on
+CUDA streams, messages through the runtime's own link.
 
 A transfer's latency is the time from its issue until a thread that waits for it goes on, for a tensor too small to take
 any time itself: the copy or the message, and the waking of threads.
@@ -8,7 +8,8 @@ any time itself: the copy or the message, and the waking of threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch import Tensor
 from ..device.peers import LOOPBACK, PeerLink
 from ..device.streams import Event, StreamTask, ThreadStream
 
+CPU = torch.device("cpu")
 THERE, BACK = "there", "back"
 BURSTS = 8
 LEAST_S = 1e-9  # of a message whose time is that of an empty one
@@ -44,6 +46,40 @@ class StreamThread:
             fault = self.notices.get()
             assert isinstance(fault, Exception)
             raise fault
+
+
+class StreamOfGpu:
+    """A CUDA stream with the methods of a `StreamThread`: a task is enqueued at once, and waits for others there."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def issue(self, task: StreamTask, *after: torch.cuda.Event) -> torch.cuda.Event:
+        with torch.cuda.stream(self.stream):
+            for event in after:
+                self.stream.wait_event(event)
+            task()
+            done: torch.cuda.Event = self.stream.record_event()
+        return done
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+
+@contextmanager
+def two_lanes(device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """One for sends and one for receives: CUDA streams of a GPU, else threads."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what is sent was made on another stream
+        yield StreamOfGpu(device), StreamOfGpu(device)
+        torch.cuda.synchronize(device)
+        return
+    sends, receives = StreamThread("send"), StreamThread("recv")
+    try:
+        yield sends, receives
+    finally:
+        sends.stream.close()
+        receives.stream.close()
 
 
 def undisturbed_s(work: Callable[[], object], repeats: int) -> float:
@@ -75,19 +111,18 @@ def fetch_latency_s(repeats: int = 100) -> float:
 
 
 def message_rates(
-    store: dist.Store, rank: int, sizes: Sequence[int], hostname: str | None = LOOPBACK
+    store: dist.Store, rank: int, sizes: Sequence[int], hostname: str | None = LOOPBACK, device: torch.device = CPU
 ) -> dict[str, Any]:
     """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time, and the share of the bandwidth
-    that messages of each of `sizes` (in bytes, rising) reach; both must call this. `hostname`: see `PeerLink`."""
-    link = PeerLink(store, rank, 2, {}, torch.device("cpu"), hostname=hostname, timeout_s=60.0)
+    that messages of each of `sizes` (in bytes, rising) reach; both must call this. `hostname`: see `PeerLink`. The
+    messages lie in the memory of `device`, by gloo in a host's and by NCCL in a GPU's."""
+    link = PeerLink(store, rank, 2, {}, device, hostname=hostname, timeout_s=60.0)
     link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
-    sends, receives = StreamThread("send"), StreamThread("recv")
-    try:
-        latency_s = _one_way_s(link, sends, receives, torch.ones(1), 50)
-        took_s = [_one_way_s(link, sends, receives, torch.ones(n, dtype=torch.uint8), 4) for n in sizes]
-    finally:
-        sends.stream.close()
-        receives.stream.close()
+    values = [torch.ones(1, device=device)]
+    values += [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
+    with two_lanes(device) as (sends, receives):
+        latency_s = _one_way_s(link, sends, receives, values[0], 50)
+        took_s = [_one_way_s(link, sends, receives, value, 4) for value in values[1:]]
     return {"link_latency_s": latency_s, **link_shares(latency_s, dict(zip(sizes, took_s, strict=True)))}
 
 
@@ -106,8 +141,9 @@ def link_shares(latency_s: float, took_s: Mapping[int, float]) -> dict[str, Any]
     return {"link": rates[-1], "link_shares": shares if min(shares.values()) < 1 else None}
 
 
-def _one_way_s(link: PeerLink, sends: StreamThread, receives: StreamThread, value: Tensor, repeats: int) -> float:
-    """Half of the time between a send and the arrival of the other side's answer, at rank 0."""
+def _one_way_s(link: PeerLink, sends: Any, receives: Any, value: Tensor, repeats: int) -> float:
+    """Half of the time between a send and the arrival of the other side's answer, at rank 0. A GPU answers by itself, a
+    CPU device's thread is woken."""
     other = 1 - link.index
 
     def send() -> None:
@@ -122,7 +158,8 @@ def _one_way_s(link: PeerLink, sends: StreamThread, receives: StreamThread, valu
             receives.wait(receives.issue(receive))
         else:
             arrived = receives.issue(receive)
-            receives.wait(arrived)
-            sends.wait(sends.issue(send))
+            if not value.is_cuda:
+                receives.wait(arrived)
+            sends.wait(sends.issue(send, *([arrived] if value.is_cuda else [])))
 
     return undisturbed_s(there_and_back, repeats) / 2

@@ -1,18 +1,21 @@
-"""The machine that the ranks of a torchrun form: each host describes itself, hosts with CPU devices time the network
-between them, and every rank joins the descriptions to the same document."""
+"""The machine that the ranks of a torchrun form: each host describes itself, the hosts time the network between them
+(gloo between CPU devices, NCCL between GPUs), and every rank joins the descriptions to the same document."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ..measure.detect import detect_hardware
+from ..measure.links import CPU
 from ..measure.network import network_rates
 from .ranks import Ranks
 from .rows import Member
@@ -21,6 +24,7 @@ from .store_thread import connect_store
 NETWORK_BYTES_S = 1.25e9  # 10 Gb/s, if the system does not know a network interface's rate
 NETWORK_LATENCY_S, SHORTEST_S = 50e-6, 1e-6
 ARRIVAL_S, PATIENCE_S = 60.0, 300.0
+NETWORK_PATIENCE_S = 200.0  # less than the other ranks' patience
 
 
 def detected_together(measure: bool = False) -> Hardware:
@@ -49,26 +53,48 @@ def joint_hardware(ranks: Ranks, measure: bool = False) -> Hardware:
         except PenstockError as error:
             mine = {"error": error_to_data(error)}
     rows = ranks.exchange(mine)
-    if len(firsts) == 1 or any(_has_gpus(rows[rank]) for rank in firsts):
+    device = _messenger([rows[rank] for rank in firsts])
+    if len(firsts) == 1 or device is None:
         return combine(rows, ranks.members)
     timed: dict[str, Any] | None = None
     if ranks.rank in firsts:
-        timed = _timed(ranks, firsts.index(ranks.rank), len(firsts))
+        timed = _timed(ranks, firsts.index(ranks.rank), len(firsts), device)
     return combine(rows, ranks.members, ranks.exchange(timed)[firsts[0]])
 
 
-def _has_gpus(row: Mapping[str, Any]) -> bool:
-    """Whether a host has GPUs; one that could not describe itself counts as one, so that its error is raised."""
-    return "error" in row or any(device["kind"] == "cuda" for device in row["document"]["devices"])
+def _messenger(rows: Sequence[Mapping[str, Any]]) -> torch.device | None:
+    """The device of each host whose messages are timed: its first GPU, or the CPU. None if hosts differ in that, which
+    no run's messages do, if torch has no NCCL, or if a host could not describe itself: its error is raised later."""
+    if any("error" in row for row in rows):
+        return None
+    kinds = {device["kind"] for row in rows for device in row["document"]["devices"]}
+    if kinds == {"cuda"}:
+        return torch.device("cuda", 0) if dist.is_nccl_available() else None
+    return CPU if kinds == {"cpu"} else None
 
 
-def _timed(ranks: Ranks, host: int, num_hosts: int) -> dict[str, Any]:
-    """The network's fields as this host has timed them, or the error."""
-    try:
-        return network_rates(dist.PrefixStore("network", ranks.store), host, num_hosts)
-    except RuntimeError as error:  # of gloo
-        said = f"the network between {num_hosts} hosts cannot be timed: {error}; give a document as hardware instead"
-        return {"error": error_to_data(HardwareError(said))}
+def _timed(ranks: Ranks, host: int, num_hosts: int, device: torch.device) -> dict[str, Any]:
+    """The network's fields as this host has timed them, or the error. NCCL waits for ever for a host that it does not
+    reach, so a thread of its own does."""
+    found: list[dict[str, Any]] = []
+    failed: list[Exception] = []
+
+    def time_it() -> None:
+        try:
+            found.append(network_rates(dist.PrefixStore("network", ranks.store), host, num_hosts, device=device))
+        except Exception as error:  # raised below, in the thread that waits
+            failed.append(error)
+
+    thread = threading.Thread(target=time_it, name="penstock-network", daemon=True)
+    thread.start()
+    thread.join(NETWORK_PATIENCE_S)
+    if found:
+        return found[0]
+    if failed and not isinstance(failed[0], RuntimeError):  # neither gloo's nor NCCL's
+        raise failed[0]
+    why = failed[0] if failed else f"no answer in {NETWORK_PATIENCE_S:.0f} s"
+    said = f"the network between {num_hosts} hosts cannot be timed: {why}; give a document as hardware instead"
+    return {"error": error_to_data(HardwareError(said))}
 
 
 def combine(

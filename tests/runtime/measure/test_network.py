@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.joint_hardware import combine
 from penstock.runtime.processes.rows import Member
 from penstock.tests.compiler.job.agents import agents
-from penstock.tests.runtime.measure.timed_host import HOSTS, host
+from penstock.tests.runtime.measure.timed_host import HOSTS, timed_by_all
 
 SCRIPT = """
 import sys
@@ -23,17 +22,7 @@ main(["hardware", "detect", "--save", sys.argv[1]])
 @pytest.mark.slow
 @pytest.mark.multi
 def test_three_processes_time_what_lies_between_them(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    processes = [context.Process(target=host, args=(index, str(tmp_path), found)) for index in range(HOSTS)]
-    for process in processes:
-        process.start()
-    try:
-        rows = dict(found.get() for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
+    rows = timed_by_all(str(tmp_path))
     first, other = rows[0], rows[2]
     assert not other
     assert 1e7 < first["bandwidth"] < 1e12 and 0 < first["latency_s"] < 1
