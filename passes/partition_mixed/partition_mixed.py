@@ -275,8 +275,13 @@ class _Problem:
 
     @cached_property
     def largest(self) -> tuple[int, str]:
-        """The block that needs most memory alone: its bytes and its name."""
+        """The block that needs most memory alone: its bytes and its name. In an asynchronous pipeline the inputs of one
+        micro-batch count, as no fewer are under way whatever the stages."""
+        before = self.memory.distance
+        if self.asynchronous:
+            self.memory.count_under_way([range(self.graph.num_blocks)], [0])
         needs = [self.memory.swapped_bytes([self.memory.stage([i])]) for i in range(self.graph.num_blocks)]
+        self.memory.distance = before
         return max(zip(needs, (block.name for block in self.draft.blocks)))
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:

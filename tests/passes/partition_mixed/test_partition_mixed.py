@@ -281,3 +281,10 @@ def test_an_asynchronous_device_holds_what_is_under_way() -> None:
         assert all(0.85 * peak <= need <= 1.5 * peak for need, peak in zip(needs, peaks)), (needs, peaks)
         found.append(needs)
     assert found[0] == found[1]
+
+
+def test_many_micro_batches_of_an_asynchronous_pipeline_need_not_fit_at_once() -> None:
+    """Inputs of few are under way; those of all together are larger than any device."""
+    draft = draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=2), micro_batches=10**8)
+    apply(draft, Coarsen(), PartitionMixed(stages=4, asynchronous=True))
+    assert sorted(name for own in draft.partition for name in own) == sorted(block.name for block in draft.blocks)
