@@ -22,7 +22,8 @@ NEAREST = ("shards", "pipeline")  # which devices are neighbours: those that sha
 class Lanes(BaseModel):
     """Copies of the computation. `lanes`: per copy its devices, in the order of its pipeline; `shards`: the number of
     lanes, one after the other, that share each stage's weights; `team`: of those that run the same micro-batches
-    together; `micro_batches`: the number of each lane, where they are not the same.
+    together; `crossed`: lanes that share stages are of different teams, each in the same place of its own;
+    `micro_batches`: the number of each lane, where they are not the same.
 
     A document may instead give the number of `devices`, the `depth` of a lane and what is `nearest` (see the pass
     `mesh`); regular lanes are saved so.
@@ -32,6 +33,7 @@ class Lanes(BaseModel):
     lanes: list[list[int]]
     shards: Annotated[int, Field(ge=1)] = 1
     team: Annotated[int, Field(ge=1)] = 1
+    crossed: bool = False
     micro_batches: list[Annotated[int, Field(ge=1)]] = []
 
     @model_validator(mode="before")
@@ -42,26 +44,33 @@ class Lanes(BaseModel):
         short = {"shards": 1, "team": 1, "nearest": NEAREST[0], **document}
         names = ("devices", "depth", "shards", "team", "nearest")
         count, depth, shards, team, nearest = (short.pop(name) for name in names)
-        numbers = (count, depth, shards, team)
+        numbers, crossed = (count, depth, shards, team), short.get("crossed") is True
         wrong = any(not isinstance(n, int) or n < 1 for n in numbers)
-        if wrong or count % (depth * max(shards, team)) or nearest not in NEAREST:
+        if wrong or count % (depth * lanes_beside(shards, team, crossed)) or nearest not in NEAREST:
             raise ValueError(
                 f"devices are a multiple of depth times shards and team, nearest is one of {', '.join(NEAREST)}"
             )
-        lanes = regular_lanes(count, max(shards, team), depth, nearest)
+        lanes = regular_lanes(count, lanes_beside(shards, team, crossed), depth, nearest)
         return {**short, "lanes": lanes, "shards": shards, "team": team}
 
     @model_serializer(mode="wrap", when_used="json")
     def _short(self, plain: Callable[[Lanes], dict[str, Any]]) -> dict[str, Any]:
-        depth, count, beside = len(self.lanes[0]), self.num_devices, max(self.shards, self.team)
+        depth, count, beside = len(self.lanes[0]), self.num_devices, self.beside
         found = plain(self)
+        crossed = {"crossed": True} if found.pop("crossed") else {}
         unequal = {"micro_batches": found.pop("micro_batches")} if self.micro_batches else {}
         for nearest in NEAREST if count % (depth * beside) == 0 else ():
             if self.lanes == regular_lanes(count, beside, depth, nearest):
                 team = {"team": self.team} if self.team > 1 else {}
-                return {"devices": count, "depth": depth, "shards": self.shards, **team, "nearest": nearest, **unequal}
+                sizes = {"devices": count, "depth": depth, "shards": self.shards, **team, **crossed}
+                return {**sizes, "nearest": nearest, **unequal}
         found.pop("micro_batches", None)
-        return {**found, **unequal}
+        return {**found, **crossed, **unequal}
+
+    @property
+    def beside(self) -> int:
+        """The number of lanes, one after the other, that are one team or more, and share stages among them."""
+        return lanes_beside(self.shards, self.team, self.crossed)
 
     def total_micro_batches(self, most: int) -> int:
         """The different micro-batches of all lanes together, of which the lanes with the most have `most`."""
@@ -74,17 +83,22 @@ class Lanes(BaseModel):
 
     def describe(self) -> str:
         """In words: "512 devices: 64 replicas of 8 shards", "16 devices: 2 replicas of 2 shards of pipelines of 4"."""
-        depth, beside = len(self.lanes[0]), max(self.shards, self.team)
+        depth, beside = len(self.lanes[0]), self.beside
         replicas = self.num_devices // (beside * depth)
         parts = [f"{replicas} replicas"] if replicas > 1 else []
         groups = {"shards": self.shards, "lanes that are a team": self.team}
-        if self.shards == self.team > 1:
+        if self.shards == self.team > 1 and not self.crossed:
             groups = {"shards that are a team": self.team}
         for most, name in sorted(((count, name) for name, count in groups.items() if count > 1), reverse=True):
             parts.append(f"{most} {name}")
         parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
         unequal = f", which run {', '.join(map(str, self.micro_batches))} micro-batches" if self.micro_batches else ""
         return f"{self.num_devices} devices: {' of '.join(parts)}{unequal}"
+
+
+def lanes_beside(shards: int, team: int, crossed: bool) -> int:
+    """The number of lanes that share stages or are a team: of `crossed` ones each shares with one of each team."""
+    return shards * team if crossed else max(shards, team)
 
 
 def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]) -> list[list[int]]:

@@ -91,7 +91,7 @@ class Options:
 
 def _owner(param: ParamSpec) -> str:
     """The parameter of the model that this one is, or is a part of."""
-    return param.whole.name
+    return param.whole_name
 
 
 @dataclass

@@ -49,7 +49,10 @@ def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) ->
         return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
     answers = [driver.call("stage_state", device, args) for device in driver.setup.spread[spec.name]]
     states = [unpack_state(*answer) for answer in answers]
-    return of_members(states, spec) if spec.name in driver.setup.divided else joined(states, spec)
+    size = len(states) // len(driver.setup.divided.get(spec.name, [0]))  # the shards of each member, one after another
+    if size > 1:
+        states = [joined(states[i : i + size], spec) for i in range(0, len(states), size)]
+    return of_members(states, spec) if spec.name in driver.setup.divided else states[0]
 
 
 def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:

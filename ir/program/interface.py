@@ -91,7 +91,12 @@ class Interface:
     @property
     def lanes_of_copy(self) -> int:
         """The number of lanes one after the other that together hold one copy of all weights."""
-        return self.team if self.divided else self.shards
+        return self.shards * self.team if self.divided else self.shards
+
+    @property
+    def lanes_beside(self) -> int:
+        """The number of lanes one after the other that are a team, share stages, or both."""
+        return max(self.lanes_of_copy, self.team)
 
     @property
     def total_micro_batches(self) -> int:
@@ -373,17 +378,16 @@ def _wrong_lanes(interface: Interface) -> Iterator[str]:
         yield f"the lanes are not {len(lanes)} times {interface.num_devices} different devices"
     if max(1, len(lanes)) % interface.shards:
         yield f"{len(lanes)} lanes cannot be cut into groups of {interface.shards}"
-    if max(1, len(lanes)) % interface.team or max(interface.team, interface.shards) % min(
-        interface.team, interface.shards
-    ):
+    most, least = max(interface.team, interface.shards), min(interface.team, interface.shards)
+    if lanes and (len(lanes) % interface.lanes_beside or (not interface.divided and most % least)):
         yield f"{len(lanes)} lanes in groups of {interface.shards} cannot be cut into teams of {interface.team}"
     params = [param for spec in interface.stages.values() for param in spec.params]
     divided = {param.part.members for param in params if isinstance(param.part, TeamPart)}
     if interface.lanes and divided - {interface.team}:
         yield f"members of teams of {interface.team} have parts for teams of {sorted(divided)}"
-    if interface.divided != bool(divided) or (divided and interface.shards > 1):
+    if interface.divided != bool(divided) or (interface.sums_in_team and interface.shards > 1):
         yield f"members have {'' if divided else 'no '}parts of parameters, and {interface.shards} lanes share stages"
-    shares, beside = interface.lane_micro_batches, max(interface.shards, interface.team)
+    shares, beside = interface.lane_micro_batches, interface.lanes_beside
     if shares and (len(shares) != len(lanes) or min(shares) < 1 or max(shares) != interface.micro_batches):
         yield f"{len(lanes)} lanes have {list(shares)} micro-batches, of which the most are {interface.micro_batches}"
     elif any(len(set(shares[i : i + beside])) > 1 for i in range(0, len(shares), beside)):

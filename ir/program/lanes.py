@@ -79,7 +79,7 @@ def group_name(interface: Interface, lane: int, role: int, group: str) -> str:
     if group == ops.TEAM:
         return f"{group}.{role}.{lane // interface.team}"
     if group == ops.SHARDS:
-        return f"{group}.{role}.{lane // interface.shards}"
+        return f"{group}.{role}.{min(_sharing(interface, lane)) if interface.divided else lane // interface.shards}"
     replica, place = divmod(lane, interface.lanes_of_copy)
     if group == ops.REPLICAS:
         return f"{group}.{role}.{place}"
@@ -133,13 +133,16 @@ def members_of(interface: Interface, lane: int, role: int, group: str) -> list[i
     if group == ops.TEAM:
         begin = lane - lane % interface.team
         return [interface.lanes[other][role] for other in range(begin, begin + interface.team)]
-    first = lane - lane % interface.shards
-    among = (
-        range(first, first + interface.shards)
-        if group == ops.SHARDS
-        else range(lane % each, len(interface.lanes), each)
-    )
+    among = _sharing(interface, lane) if group == ops.SHARDS else range(lane % each, len(interface.lanes), each)
     return [interface.lanes[other][role] for other in among]
+
+
+def _sharing(interface: Interface, lane: int) -> range:
+    """The lanes that share stages with a lane: neighbours, or, where members of a team have parts of weights, those in
+    its place of several teams."""
+    apart = interface.team if interface.divided else 1
+    first = lane - lane % (interface.shards * apart) + lane % apart
+    return range(first, first + interface.shards * apart, apart)
 
 
 def team_of(interface: Interface, device: int) -> list[int]:
@@ -161,7 +164,7 @@ def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> Dev
     those that the plan needs.
 
     With teams there is a dimension "team", in place of "shard" where the same lanes share stages or none do; else the
-    larger groups are made of the smaller ones, and stand before them."""
+    larger groups are made of the smaller ones, and stand before them, or "shard" goes across teams."""
     from torch.distributed.device_mesh import DeviceMesh  # imported here, because planning does not need it
 
     lanes = interface.lanes or (tuple(range(interface.num_devices)),)
@@ -169,6 +172,9 @@ def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> Dev
     names: tuple[str, ...] = DIMENSIONS
     if team == 1:
         rows = rows.view(-1, shards, interface.num_devices)
+    elif interface.divided and shards > 1:
+        rows = rows.view(-1, shards, team, interface.num_devices)
+        names = ("replica", "shard", "team", "pipeline")
     elif shards in (1, team):
         rows, names = rows.view(-1, team, interface.num_devices), ("replica", "team", "pipeline")
     else:

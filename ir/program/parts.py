@@ -14,7 +14,7 @@ from .stage import ParamSpec, RowPart, TeamPart
 
 def whole_params(params: Iterable[ParamSpec]) -> list[ParamSpec]:
     """The model's parameters that these are, or are parts of, each once."""
-    return list({param.whole.name: param.whole for param in params}.values())
+    return list({param.whole_name: param.whole for param in params}.values())
 
 
 def wrong_parts(params: Iterable[ParamSpec]) -> Iterator[str]:

@@ -107,6 +107,11 @@ class ParamSpec:
     stays: bool = False
 
     @property
+    def whole_name(self) -> str:
+        """The name of the parameter of the model that this is, or is a part of, or a piece of a part."""
+        return self.name if self.part is None else self.part.parameter
+
+    @property
     def whole(self) -> ParamSpec:
         """The parameter of the model that this is, or is a part of."""
         if self.part is None:

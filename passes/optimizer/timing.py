@@ -57,7 +57,7 @@ def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
     clip = draft.options.max_grad_norm
     max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
     groups = tie_groups(draft)
-    lanes = draft.mesh.team if draft.graph.divided else draft.mesh.shards  # that have one copy of all weights
+    lanes = draft.mesh.shards * (draft.mesh.team if draft.graph.divided else 1)  # that have one copy of all weights
     if max_norm is not None and draft.lane_hardware.num_devices * lanes > 1:
         groups[WORLD] = tuple((device, "", "") for device in range(draft.lane_hardware.num_devices))
     return Updates(where, groups, max_norm, scaled)

@@ -18,7 +18,7 @@ def by_speed(draft: Draft, equal: Lanes) -> Lanes:
     """The lanes with shares by speed; with equal ones where they are equally fast. Lanes that share stages, or are a
     team, have the same number, by the slowest of them. Raises `PassError` where micro-batches are too few, or cannot be
     divided so."""
-    beside = max(equal.shards, equal.team)
+    beside = equal.beside
     groups = [equal.lanes[i : i + beside] for i in range(0, len(equal.lanes), beside)]
     device_s = _device_seconds(draft)
     seconds = [max(1 / sum(1 / device_s[d] for d in lane) for lane in group) for group in groups]

@@ -5,7 +5,8 @@ whose micro-batches are those of one lane (where lanes are unequal, of one with 
 plan one lane as they would plan a machine. A lane is `depth` devices that divide the stages; `shards` consecutive lanes
 share each stage's weights, gradients and optimizer states (MiCS 3.2, a partition group), and those that keep the same
 piece are each other's replicas. `team` consecutive lanes run the same micro-batches together, each a part of the work
-inside a layer, which a pass over the op graph has divided.
+inside a layer, which a pass over the op graph has divided. Where members of a team have parts of weights, lanes in the
+same place of `shards` teams share their stages: the two are axes across each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import ClassVar
 from ...ir.errors import PassError
 from ...ir.program import slice_of
 from ..base import Pass
-from ..decisions import NEAREST, Lanes, regular_lanes
+from ..decisions import NEAREST, Lanes, lanes_beside, regular_lanes
 from ..draft import Draft
 from .by_speed import by_speed
 from .group_size import smallest_group
@@ -53,39 +54,36 @@ class Mesh(Pass):
         for name, value, least in (("shards", self.shards, 0), ("depth", self.depth, 1), ("team", self.team, 0)):
             if value < least:
                 raise PassError(f"pass {self.name!r}: option {name}={value}; it is at least 1")
-        most, least = max(self.shards, self.team), min(self.shards, self.team)
-        if least and most % least:
-            raise PassError(
-                f"pass {self.name!r}: shards={self.shards} and team={self.team}; one of the two is a multiple of the "
-                f"other, such as shards={self.team}, which spreads weights over the team"
-            )
 
     def plan(self, draft: Draft) -> Lanes:
         shards, team = self.shards or smallest_group(draft, self.depth), self.team or draft.graph.team
-        if max(shards, team) % min(shards, team):
-            shards = shards if self.shards else math.lcm(shards, team)
-        count, beside = draft.machine.num_devices, max(shards, team)
+        crossed = draft.graph.divided and shards > 1
+        if not crossed and max(shards, team) % min(shards, team):
+            if self.shards:
+                raise PassError(
+                    f"pass {self.name!r}: shards={shards} and team={team}; one of the two is a multiple of the other, "
+                    f"such as shards={team}, which spreads weights over the team"
+                )
+            shards = math.lcm(shards, team)
+        count, beside = draft.machine.num_devices, lanes_beside(shards, team, crossed)
         each = beside * self.depth
         if count % each:
             near = [n for n in range(each, count + 1) if count % n == 0]
             what = f"a team of {team}" if team > shards else f"{shards} shards"
+            what = f"{shards} shards of teams of {team}" if crossed else what
             raise PassError(
                 f"{what} x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
                 f"the nearest number that can is {near[0] if near else count}"
             )
         lanes = regular_lanes(count, beside, self.depth, self.nearest)
-        found = Lanes(lanes=lanes, shards=shards, team=team)
+        found = Lanes(lanes=lanes, shards=shards, team=team, crossed=crossed)
         return by_speed(draft, found) if self.by_speed else found
 
     def rewrite(self, draft: Draft, decision: Lanes) -> None:
         lanes = decision.lanes
         _check_lanes(decision, draft.machine.num_devices)
         _check_team(draft, decision.team)
-        if draft.graph.divided and decision.shards > 1:
-            raise PassError(
-                f"{self.name}: members of a team of {decision.team} have parts of weights already, which no lanes can "
-                f"share; found shards={decision.shards}, allowed is shards=1"
-            )
+        _check_crossed(draft, decision)
         if draft.partition:
             raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
         if len(lanes) == 1:
@@ -115,7 +113,7 @@ def _check_lanes(decision: Lanes, count: int) -> None:
         raise PassError(f"mesh: lanes are {lanes}; equally long, they hold each of the devices 0 to {count - 1} once")
     if shards < 1 or len(lanes) % shards:
         raise PassError(f"mesh: {shards} shards; the {len(lanes)} lanes cannot be divided by that")
-    if team < 1 or len(lanes) % team or max(shards, team) % min(shards, team):
+    if team < 1 or len(lanes) % decision.beside or (not decision.crossed and max(shards, team) % min(shards, team)):
         raise PassError(
             f"mesh: teams of {team}; the {len(lanes)} lanes, of which {shards} share stages, cannot be divided by that"
         )
@@ -131,6 +129,23 @@ def _check_team(draft: Draft, team: int) -> None:
         )
 
 
+def _check_crossed(draft: Draft, decision: Lanes) -> None:
+    """Raise `PassError` where members of a team have parts of weights, and lanes of one team share stages, or where
+    they have none and lanes of several teams do."""
+    if draft.graph.divided and draft.graph.apart and decision.shards > 1:
+        raise PassError(
+            f"mesh: members of a team of {decision.team} have experts of their own and tokens of their own, and add up "
+            f"gradients of all else; no lanes share stages beside that: found shards={decision.shards}, allowed is "
+            "shards=1"
+        )
+    if decision.crossed != (draft.graph.divided and decision.shards > 1):
+        parts = "parts" if draft.graph.divided else "no parts"
+        raise PassError(
+            f"mesh: crossed is {decision.crossed}, but members of a team have {parts} of weights, and "
+            f"{decision.shards} lanes share stages; allowed is {not decision.crossed}"
+        )
+
+
 def _check_shares(count: int, lanes: int, what: str) -> None:
     if count % lanes:
         near = max(lanes, round(count / lanes) * lanes)
@@ -142,7 +157,7 @@ def _check_shares(count: int, lanes: int, what: str) -> None:
 
 def _check_unequal(count: int, decision: Lanes) -> None:
     """Raise `PassError` where shares are not the batch, or lanes that share stages or are a team have unequal ones."""
-    given, lanes, beside = decision.micro_batches, len(decision.lanes), max(decision.shards, decision.team)
+    given, lanes, beside = decision.micro_batches, len(decision.lanes), decision.beside
     if len(given) != lanes or sum(given[:: decision.team]) != count:
         what = "one number each" if decision.team == 1 else f"one number each, {decision.team} in a row the same"
         raise PassError(f"mesh: micro_batches are {given}; {lanes} lanes have {what}, {count} in all")

@@ -120,12 +120,13 @@ class RunSetup:
     @cached_property
     def spread(self) -> dict[str, list[int]]:
         """The stages of which no device has all, each with the devices whose shards, or whose members' parts, make one
-        whole stage."""
+        whole stage: all shards of the first member's part, then those of the next."""
         found = dict(self.divided)
         for role, programs in enumerate(self.roles):
             for stage, home in homes_of(programs["step"]).items():
+                lanes = range(self.interface.team if stage in self.divided else 1)
                 if home.group:
-                    found[stage] = members_of(self.interface, 0, role, home.group)
+                    found[stage] = [d for lane in lanes for d in members_of(self.interface, lane, role, home.group)]
         return found
 
     @cached_property

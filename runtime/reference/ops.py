@@ -95,7 +95,7 @@ class ReferenceStage:
         self.weights: dict[str, Tensor] = {}  # in the dtype of the computation; the masters themselves if that is full
         divided = {param.name: param for param in spec.params if isinstance(param.part, TeamPart)}
         for name, param in self.runner.parameters.items():
-            whole = divided[name].whole.name if name in divided else name
+            whole = divided[name].whole_name if name in divided else name
             if whole not in weights:
                 raise PlanError(f"{spec.name} needs a weight {whole!r}, for which there is no value")
             dtype = FULL.get(param.dtype, param.dtype) if has_masters else param.dtype

@@ -101,7 +101,7 @@ class Reference:
                     self.world.replicas[device, name] = state
                 self.world.stages.setdefault(name, state)
         self.first_devices = {name: min(_homes(programs, name)) for name in stages if _homes(programs, name)}
-        self.groups = {name: group for name in stages for group in _homes(programs, name).values() if group}
+        self.homes = {name: _homes(programs, name) for name in stages}
         self.world.loss_scale = LossScale() if Precision.of(precision).scales_loss else None
         self.budgets = dict(budgets or {})
         self.accounts: dict[str, Account] = {}
@@ -155,14 +155,17 @@ class Reference:
 
     def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
         """A parameter's "masters" or "grads": those of the first device, or put together from the shards."""
-        if stage not in self.groups:
-            if isinstance(param.part, TeamPart):
-                team = team_of(self.world.interface, self.first_devices[stage])
-                return whole_of_members([getattr(self.world.stage(d, stage), what)[param.name] for d in team], param)
-            held: Mapping[str, Tensor] = getattr(self.world.stages[stage], what)
-            return held[param.name]
-        devices = self.world.interface.members(self.groups[stage])
-        return whole_of([getattr(self.world.stage(d, stage), what)[param.name] for d in devices], param.shape)
+        if not isinstance(param.part, TeamPart):
+            return self._of_member(stage, param, what, self.first_devices[stage])
+        team = team_of(self.world.interface, self.first_devices[stage])
+        return whole_of_members([self._of_member(stage, param, what, device) for device in team], param)
+
+    def _of_member(self, stage: str, param: ParamSpec, what: str, device: int) -> Tensor:
+        """What a device has of it, together with those that share the stage with it."""
+        group = self.homes[stage].get(device, "")
+        sharing = self.world.interface.members(group) if group else [device]
+        pieces = [getattr(self.world.stage(other, stage), what)[param.name] for other in sharing]
+        return whole_of(pieces, param.shape) if group else pieces[0]
 
     def _run(self, function: str, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         programs = self.programs[function]

@@ -52,8 +52,7 @@ class WholeMachine:
     @cached_property
     def lanes(self) -> int:
         """The number of lanes that stand for all."""
-        together = max(self.interface.shards, self.interface.team)
-        return repeating_lanes(self.hardware, self.interface.lanes, together)
+        return repeating_lanes(self.hardware, self.interface.lanes, self.interface.lanes_beside)
 
     @cached_property
     def near(self) -> set[int] | None:

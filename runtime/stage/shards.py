@@ -40,7 +40,7 @@ def rounding_of(spec: StageSpec, firsts: Mapping[str, int]) -> Rounding:
     parameter, if not 0."""
     names, starts = {}, {}
     for param in spec.params:
-        names[param.name] = param.whole.name if param.part is not None else param.tied_to or param.name
+        names[param.name] = param.whole_name if param.part is not None else param.tied_to or param.name
         rows = param.part.begin if isinstance(param.part, RowPart) else 0
         starts[param.name] = rows * math.prod(param.shape[1:]) + firsts.get(param.name, 0)
     return Rounding(names, starts)

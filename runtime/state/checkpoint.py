@@ -89,7 +89,7 @@ def write_shard(
     Raises `CheckpointError` naming the file if the disk is full, and removes that file.
     """
     ties = dict(ties or {})
-    wholes = ((p.name, p.whole.name) for p in spec.params if isinstance(p.part, TeamPart))
+    wholes = ((p.name, p.whole_name) for p in spec.params if isinstance(p.part, TeamPart))
     ties |= {name: ties.get(whole, whole) for name, whole in wholes}
     owned = names_to_save(spec, with_frozen)
     found: dict[tuple[str, str, str], Tensor | StoredTensor] = {}
@@ -242,7 +242,7 @@ class Checkpoint:
         if self.base is None:
             return ()
         rows = frozen_params(spec.params)
-        return tuple(row for row in rows if self._shape("weights", self._canonical(row.whole.name)) is None)
+        return tuple(row for row in rows if self._shape("weights", self._canonical(row.whole_name)) is None)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer, one at a time; tied ones once."""
@@ -265,7 +265,7 @@ class Checkpoint:
     def _pieces(self, row: ParamSpec) -> list[tuple[str, slice]]:
         """The names that hold a parameter, or a part of one, with the rows of each."""
         part = row.part if isinstance(row.part, RowPart) else None
-        return self._parts.pieces(self._canonical(row.whole.name), part)
+        return self._parts.pieces(self._canonical(row.whole_name), part)
 
     def _shape(self, kind: str, name: str) -> tuple[int, ...] | None:
         """The shape of a parameter or buffer; None where the checkpoint has none of that name."""

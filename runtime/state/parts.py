@@ -44,7 +44,7 @@ class PartJoiner:
         that another stage owns are left out."""
         params = list(params)
         parts = {param.name: param for param in params if isinstance(param.part, RowPart)}
-        own = {param.name: param.whole.name for param in params if param.name not in parts}  # members' parts are whole
+        own = {param.name: param.whole_name for param in params if param.name not in parts}  # members' parts are whole
         done = {own.get(name, name): tensor for name, tensor in tensors.items() if name not in parts}
         for name, param in parts.items():
             if not isinstance(param.part, RowPart) or not param.owner or name not in tensors:

@@ -175,7 +175,7 @@ def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) ->
         if canonical not in found:
             stored = _read(source, param)
             found[canonical] = stored.to(
-                _loaded_dtype(stored, param, canonical in trained), copy=own and source.is_shared(param.whole.name)
+                _loaded_dtype(stored, param, canonical in trained), copy=own and source.is_shared(param.whole_name)
             )
     return {param.name: found[source.ties.get(param.name, param.name)] for param in spec.params}
 
@@ -209,7 +209,7 @@ def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:
 
 def _read(source: WeightSource, wanted: ParamSpec) -> Tensor:
     part = wanted.part if isinstance(wanted.part, RowPart) else None
-    stored = source.read(wanted.whole.name) if part is None else source.read_rows(part)
+    stored = source.read(wanted.whole_name) if part is None else source.read_rows(part)
     shape = wanted.shape if part is not None else wanted.whole.shape  # a member takes its part of the whole itself
     if tuple(stored.shape) != shape:
         raise CheckpointError(

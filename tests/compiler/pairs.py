@@ -81,7 +81,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("Ulysses", "experts"): r"sort \(.*\) lets tokens meet",  # a router sorts the tokens of all rows by expert
     ("ring", "experts"): r"sort \(.*\) lets tokens meet",
     ("width", "experts"): "multiplies no groups of rows",  # members of a team have whole experts each already
-    ("width", "shards"): "have parts of weights already, which no lanes can share",
+    ("width", "shards", "2"): "2 shards of teams of 2 x 1 deep are 4 devices",
     ("Ulysses", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("ring", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("width", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",

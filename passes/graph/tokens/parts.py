@@ -50,9 +50,14 @@ def token_parts(graph: OpGraph, device_kind: str = "cpu") -> list[TokenPart]:
     Where sequences of several lengths enter, those of the longest are cut."""
     if graph.sizes or graph.symbols:
         return []
-    whole = max(sequence_lengths(graph), default=0)
-    lengths = dict.fromkeys((whole // graph.team, whole))  # members of a team may have a part of the tokens each
-    return next((found for n in lengths if n > SIZE and (found := _parts(graph, n, device_kind))), [])
+    known = graph.module.meta.setdefault("token_parts", {})  # a rewrite asks again for what its plan has found
+    if (graph.team, device_kind) not in known:
+        whole = max(sequence_lengths(graph), default=0)
+        lengths = dict.fromkeys((whole // graph.team, whole))  # members of a team may have a part of the tokens each
+        found = (_parts(graph, n, device_kind) for n in lengths if n > SIZE)
+        known[graph.team, device_kind] = next(filter(None, found), [])
+    parts: list[TokenPart] = known[graph.team, device_kind]
+    return parts
 
 
 def _parts(graph: OpGraph, length: int, device_kind: str) -> list[TokenPart]:

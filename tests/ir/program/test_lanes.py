@@ -10,9 +10,9 @@ import pytest
 from penstock.compiler.pipeline import parse_pipeline
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import bind, slice_of
+from penstock.ir.program import WORLD, Interface, bind, bound_interface, device_mesh, members_of, slice_of
 from penstock.ir.verify import verify
-from penstock.passes.decisions import regular_lanes
+from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, chain, draft_of
@@ -88,3 +88,24 @@ def test_a_lane_has_its_part_of_everything_shared() -> None:
     assert own.hosts[0].root_complexes[0].bandwidth_up == whole.root_complexes[0].bandwidth_up / 2
     deep = slice_of(hardware, regular_lanes(512, shards=1, depth=8))
     assert deep.num_devices == 8 and deep.hosts[0].dram_bytes == whole.dram_bytes
+
+
+def test_shards_of_members_go_across_teams() -> None:
+    """Of 16 devices in lanes of one, teams of two that have parts of weights, and two teams that share these."""
+    interface = Interface({}, {}, 1, 4, lanes=tuple((device,) for device in range(16)), shards=2, team=2, divided=True)
+    groups = bound_interface(interface).groups
+    found: dict[str, list[list[int]]] = {kind: [] for kind in ("shards", "replicas", "team")}
+    for name, rows in groups.items():
+        found[name.partition(".")[0]].append([device for device, _, _ in rows])
+    assert found["team"] == [[first, first + 1] for first in range(0, 16, 2)]
+    assert sorted(found["shards"]) == sorted([n, n + 2] for first in range(0, 16, 4) for n in (first, first + 1))
+    assert sorted(found["replicas"]) == [list(range(place, 16, 4)) for place in range(4)]
+    assert members_of(interface, 5, 0, WORLD) == [4, 5, 6, 7]
+    sizes = dict(zip(*(getattr(device_mesh(interface), name) for name in ("mesh_dim_names", "shape"))))
+    assert sizes == {"replica": 4, "shard": 2, "team": 2, "pipeline": 1}
+
+
+def test_crossed_lanes_are_saved_short() -> None:
+    lanes = Lanes(lanes=regular_lanes(16, 4, 2), shards=2, team=2, crossed=True)
+    assert Lanes.model_validate_json(lanes.model_dump_json()) == lanes and '"devices":16' in lanes.model_dump_json()
+    assert lanes.describe() == "16 devices: 2 replicas of 2 shards of 2 lanes that are a team of pipelines of 2"

@@ -131,7 +131,7 @@ def test_heads_in_parts_equal_eager(name: str) -> None:
     ties = {alias: first for alias, first in job._ties.items() if "lm_head" in alias or "decoder.weight" in alias}
     assert bool(ties) == (name != "llama")
     specs = job.folder.interface.stages.values()
-    wholes = {param.whole.name for spec in specs for param in spec.params if param.part}
+    wholes = {param.whole_name for spec in specs for param in spec.params if param.part}
     assert job.plan.decisions.vocabulary.keys() <= wholes
     assert wholes.isdisjoint(param.name for spec in specs for param in spec.params)
     assert_trains_like_eager(job, batch, REORDERED)

@@ -222,7 +222,7 @@ def test_whoever_asks_for_what_cannot_be_hears_why() -> None:
         job_of(model, batch, 5, strategy(5))
     with pytest.raises(PassError, match="its optimizer looks at whole parameters"):
         job_of(model, batch, 2, strategy(2), optimizer=partial(torch.optim.Adafactor, lr=1e-3))
-    with pytest.raises(PassError, match="have parts of weights already, which no lanes can share; found shards=2"):
+    with pytest.raises(PassError, match="2 shards of teams of 2 x 1 deep are 4 devices, and 2 cannot be divided"):
         job_of(model, batch, 2, strategy(2).replace("depth=1", "shards=2"))
     job = job_of(model, batch, 2, strategy(2))
     job.plan.decisions.width.regions.append("model.norm.weight")
