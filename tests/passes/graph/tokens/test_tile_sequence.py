@@ -20,6 +20,8 @@ from penstock.ir.errors import PassError
 from penstock.ir.tiles import TiledPart, mark_of, with_parts
 from penstock.passes.graph import costs
 from penstock.passes.graph.coarsen import find_blocks
+from penstock.passes.graph.tokens import parts
+from penstock.passes.graph.tokens.facts import token_facts
 from penstock.passes.graph.tokens.parts import token_parts
 from penstock.passes.graph.tokens.tile_sequence import TileSequence
 from penstock.runtime.tiles import tile_slices
@@ -249,3 +251,12 @@ def test_members_of_a_team_cut_their_own_tokens() -> None:
     draft = sequences.drafted(graph, line, 2)
     assert any(isinstance(step, TiledPart) for step in with_parts(draft.graph.nodes))
     sequences.assert_a_team_trains_as_eager(graph, draft)
+
+
+def test_tokens_are_followed_once_for_plan_and_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(parts, "token_facts", lambda *given: [calls.append(1), token_facts(*given)][1])
+    draft = draft_of(trace(Attending(), full_batch(2)))
+    found = TileSequence(tokens=4).plan(draft)
+    TileSequence(tokens=4).rewrite(draft, found)
+    assert found and calls == [1]
