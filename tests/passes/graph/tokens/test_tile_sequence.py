@@ -21,7 +21,7 @@ from penstock.ir.tiles import TiledPart, mark_of, with_parts
 from penstock.passes.graph import costs
 from penstock.passes.graph.coarsen import find_blocks
 from penstock.passes.graph.tokens import parts
-from penstock.passes.graph.tokens.facts import token_facts
+from penstock.passes.graph.tokens.facts import TokenFacts, token_facts
 from penstock.passes.graph.tokens.parts import token_parts
 from penstock.passes.graph.tokens.tile_sequence import TileSequence
 from penstock.runtime.tiles import tile_slices
@@ -255,7 +255,12 @@ def test_members_of_a_team_cut_their_own_tokens() -> None:
 
 def test_tokens_are_followed_once_for_plan_and_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(parts, "token_facts", lambda *given: [calls.append(1), token_facts(*given)][1])
+
+    def counted(*given: Any) -> TokenFacts:
+        calls.append(1)
+        return token_facts(*given)
+
+    monkeypatch.setattr(parts, "token_facts", counted)
     draft = draft_of(trace(Attending(), full_batch(2)))
     found = TileSequence(tokens=4).plan(draft)
     TileSequence(tokens=4).rewrite(draft, found)
