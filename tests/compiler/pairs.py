@@ -171,7 +171,12 @@ class Pair:
         return sparse if any(way.experts for way in self.ways) else dense
 
     def made(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        return made(self.model, self.dropout)
+        return made(self.model, self.dropout, self.is_padded)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows are padded in front, where some queries see no key: of rings, which take such a mask apart."""
+        return "ring" in self
 
     @property
     def dropout(self) -> float:
@@ -248,7 +253,7 @@ def on_processes(pair: Pair, rank: int, ssd_dir: str) -> Difference | None:
 
 def compared(pair: Pair, losses: list[float], sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Difference:
     """`sums`: by parameter, the gradients of all steps as SGD's momentum adds them up."""
-    want = by_eager(pair.model, pair.dropout, pair.micro_batches)
+    want = by_eager(pair.model, pair.dropout, pair.micro_batches, pair.is_padded)
     ties = ties_of(pair.made()[0])
     sums = {ties.get(name, name): value for name, value in sums.items()}
     found = {ties.get(name, name): value for name, value in weights.items()}
@@ -278,20 +283,21 @@ MODELS = {
 
 
 @functools.cache
-def made(name: str, dropout: float) -> tuple[nn.Module, dict[str, Tensor]]:
+def made(name: str, dropout: float, is_padded: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model, and a global batch whose micro-batches count different tokens."""
     parts = [MODELS[name](dropout, seed=seed)[1] for seed in range(ROWS // 2)]
     ids = torch.cat([part["input_ids"] for part in parts])
     labels = ids.clone()
     for row in range(ROWS):
         labels[row, : row % 5] = -100
-    return MODELS[name](dropout, seed=0)[0], {"input_ids": ids, "labels": labels}
+    mask = {"attention_mask": labels.ne(-100).long()} if is_padded else {}
+    return MODELS[name](dropout, seed=0)[0], {"input_ids": ids, **mask, "labels": labels}
 
 
 @functools.cache
-def by_eager(name: str, dropout: float, micro_batches: int) -> EagerRun:
+def by_eager(name: str, dropout: float, micro_batches: int, is_padded: bool) -> EagerRun:
     """What plain PyTorch has on whole batches; dropout draws what as many micro-batches draw."""
-    model, batch = made(name, dropout)
+    model, batch = made(name, dropout, is_padded)
     mine = copy.deepcopy(model)
     eager = Eager(mine, module_runner(mine, "fp32", draws=micro_batches), OptimizerSpec.from_callable(SGD),
                   micro_batches=1, precision="fp32")  # fmt: skip
