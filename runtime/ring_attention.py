@@ -23,7 +23,7 @@ differ, so that all members do the same work and no host asks which it is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +35,15 @@ from .token_parts import own_tokens
 QUERIES = 512  # of which the products with all keys of a block stand at once
 EITHER = 2  # the first run where the keys are of a member with a lower number, else the second
 MORE = 3  # numbers of a partial attention beside the sum of values
+Tiles = list[tuple[slice, slice]]  # queries, and the keys around those that they see
+Some = Callable[[Tiles], Iterable[tuple[slice, slice]]]
 
 
 @torch.no_grad()
 def attend_block(
     partial: Tensor | None, query: Tensor, key: Tensor, value: Tensor, member: Tensor, step: int, team: int,
     zigzag: bool = False, before: int | None = None, after: int | None = None, scale: float | None = None,
-    mask: Tensor | None = None, documents: Tensor | None = None,
+    mask: Tensor | None = None, documents: Tensor | None = None, some: Some | None = None,
 ) -> Tensor:  # fmt: skip
     """The partial attention of a member's queries [rows, heads, tokens, width] with the keys and values, too, that have
     come round `step` members; with its own, step 0, there is no `partial` before. Heads of keys may each serve several
@@ -49,9 +51,10 @@ def attend_block(
 
     member: [1], the number of this one among `team`. The query at place i sees the keys from place i - before to
     i + after, all of them where that is None, as far as `mask` [rows, heads, all tokens, all tokens] shows them
-    (booleans, or numbers to add; dimensions may be 1), of its own document (documents: [rows, all tokens]).
+    (booleans, or numbers to add; dimensions may be 1), of its own document (documents: [rows, all tokens]). `some`:
+    those of the tiles of a product that are computed; all unless given.
     """
-    block = _Block(query, key, value, member, mask, documents, _Way(step, team, zigzag, before, after, scale))
+    block = _Block(query, key, value, member, mask, documents, _Way(step, team, zigzag, before, after, scale), some)
     found = block.nothing_seen() if partial is None else partial.clone()
     for product in block.products():
         product.attend(found)
@@ -61,12 +64,12 @@ def attend_block(
 def with_gradients(
     partial: Tensor | None, query: Tensor, key: Tensor, value: Tensor, member: Tensor, step: int, team: int,
     zigzag: bool = False, before: int | None = None, after: int | None = None, scale: float | None = None,
-    mask: Tensor | None = None, documents: Tensor | None = None,
+    mask: Tensor | None = None, documents: Tensor | None = None, some: Some | None = None,
 ) -> Tensor:  # fmt: skip
     """What `attend_block` made of these operands, as it is; the gradients of the queries, keys and values follow from
     that of the result. None in a rematerialisation, for which this needs no value."""
     way = _Way(step, team, zigzag, before, after, scale)
-    found: Tensor = _Gradients.apply(partial, query, key, value, member, mask, documents, way)
+    found: Tensor = _Gradients.apply(partial, query, key, value, member, mask, documents, way, some)
     return found
 
 
@@ -156,8 +159,9 @@ class _Block:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, member: Tensor, mask: Tensor | None, documents: Tensor | None,
-        way: _Way,
+        way: _Way, some: Some | None,
     ):  # fmt: skip
+        self.some = some or iter
         self.query, self.key, self.value = as_autocast(query, key, value)
         self.member, self.way, self.tokens = member, way, query.shape[-2]
         self.scale = query.shape[-1] ** -0.5 if way.scale is None else way.scale
@@ -257,8 +261,10 @@ class _Product:
             self.add(query, self.pair.queries, rows, (of_scores @ self.key[..., seen, :]).view(of.shape))
             self.add(key, self.pair.keys, seen, of_scores.mT @ _grouped(of, self.key))
 
-    def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Queries, and the keys around those that they see."""
+    def slices(self) -> Iterable[tuple[slice, slice]]:
+        return self.block.some(list(self.tiles()))
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
         queries, keys, way, distance = self.query.shape[-2], self.key.shape[-2], self.way, self.pair.distance
         for start in range(0, queries, QUERIES):
             stop, first, last = min(start + QUERIES, queries), 0, keys
@@ -317,9 +323,9 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, partial: Tensor | None, query: Tensor, key: Tensor, value: Tensor, member: Tensor,
-        mask: Tensor | None, documents: Tensor | None, way: _Way,
+        mask: Tensor | None, documents: Tensor | None, way: _Way, some: Some | None,
     ) -> Tensor:  # fmt: skip
-        ctx.way = way
+        ctx.way, ctx.some = way, some
         ctx.save_for_backward(query, key, value, member, mask, documents)
         kind = query.device.type
         ctx.low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -334,12 +340,12 @@ class _Gradients(torch.autograd.Function):
         query, key, value, member, mask, documents = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
             low = [operand.to(ctx.low) for operand in (query, key, value)]
-            block = _Block(low[0], low[1], low[2], member, mask, documents, ctx.way)
+            block = _Block(low[0], low[1], low[2], member, mask, documents, ctx.way, ctx.some)
             sums = [torch.zeros(t.shape, dtype=block.wide, device=t.device) for t in (query, key, value)]
             for product in block.products():
                 product.gradients(grads[0], sums)
         own = (total.to(operand.dtype) for total, operand in zip(sums, (query, key, value)))
-        return (None, *own, None, None, None, None)
+        return (None, *own, None, None, None, None, None)
 
 
 class _Attention(torch.autograd.Function):

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...ir.tiles import TiledPart, mark_of, with_parts
 from ...runtime.chunked_loss import slices
-from ...runtime.functions import chunked_cross_entropy, part_statistics
+from ...runtime.functions import attend_block, chunked_cross_entropy, part_statistics, with_gradients
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
 from ...runtime.tiles import in_tiles, tile_slices
@@ -231,6 +231,19 @@ class FakeBlockRun:
         self.times = 1
         yield from others[len(alike) :]
 
+    def some_of(self, rows: Sequence[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
+        """Of tiles that are alike, or of which each is larger by as much, the first, the one or two in the middle in
+        place of all between, and the last two, as what is made for one may be there while the next is computed."""
+        first, between, last = rows[:1], rows[1:-2], rows[1:][-2:]
+        half = (len(between) - 1) // 2
+        middle = between[half : len(between) - half]
+        yield from first
+        for row in middle:
+            self.times = len(between) // len(middle)
+            yield row
+        self.times = 1
+        yield from last
+
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
             owner, _, name = str(node.target).rpartition(".")
@@ -245,6 +258,8 @@ class FakeBlockRun:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.target in IN_PIECES:
             kwargs = {**kwargs, "pieces": self.some_pieces}
+        if node.target in (attend_block, with_gradients):
+            kwargs = {**kwargs, "some": self.some_of}
         stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS
         target: Any = stand_ins.get(node.target, node.target)
         return target(*args, **kwargs)

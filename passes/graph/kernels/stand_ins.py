@@ -21,6 +21,7 @@ from ....ir.program import aligned
 from ....runtime.chunked_loss import slices
 from ....runtime.expert_parts import rows_after
 from ....runtime.functions import (
+    attend_block,
     chunked_cross_entropy,
     linear_8bit,
     packed_attention,
@@ -130,6 +131,7 @@ SHAPE_RULES: dict[Any, Any] = {
     torch.nn.functional.ctc_loss: ctc_loss,
     chunked_cross_entropy: partial(chunked_cross_entropy, pieces=ends),
     part_statistics: partial(part_statistics, pieces=ends),
+    attend_block: partial(attend_block, some=lambda tiles: tiles[:1]),
 }
 STAND_INS: dict[Any, Any] = {
     torch._grouped_mm: grouped_product,

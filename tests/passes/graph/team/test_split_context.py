@@ -18,8 +18,12 @@ from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import work_of
 from penstock.passes.draft import Draft, Options
+from penstock.passes.graph import measured
+from penstock.passes.graph.costs import FakeBlockRun
 from penstock.passes.graph.team.split_context import SplitContext
+from penstock.runtime import ring_attention
 from penstock.tests.alike import slow_but
+from penstock.tests.passes.graph.team import sequences
 from penstock.tests.passes.graph.team.sequences import (
     GROUPS,
     HEADS,
@@ -125,6 +129,25 @@ def test_a_window_sends_keys_and_values_as_far_as_queries_see() -> None:
     graph, team = graph_of(lambda: Masked("window")), 4
     draft = drafted(graph, f"drop-masks, {lines('ring', team, rest=PLAIN.partition(', insert')[0])}", team, 1)
     assert names_of(draft).count("pass_on") == 3 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [4, 8])
+def test_a_few_tiles_of_a_block_say_what_all_cost(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    """Of a triangle, whose tiles see more keys one after another, and of a rectangle; an odd and an even number."""
+    monkeypatch.setattr(sequences, "TOKENS", 144)
+    monkeypatch.setattr(ring_attention, "QUERIES", queries)
+    graph, found = graph_of(lambda: Decoder(depth=1)), []
+    for some in (FakeBlockRun.some_of, lambda run, rows: iter(rows)):
+        monkeypatch.setattr(FakeBlockRun, "some_of", some)
+        monkeypatch.setattr(measured, "_KNOWN", {})
+        specs = [stage.spec for stage in drafted(graph.copy(), lines("ring", 2), 2).stages]
+        found.append([
+            (s.forward_flops, s.backward_flops, s.launches, s.kept_bytes, s.forward_workspace_bytes,
+             s.light_workspace_bytes, s.backward_workspace_bytes)
+            for s in specs
+        ])  # fmt: skip
+    assert found[0] == found[1] and found[0][1][2] > 144 // queries
 
 
 @pytest.mark.parametrize("team", [2, pytest.param(4, marks=pytest.mark.slow)])
