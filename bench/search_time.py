@@ -1,5 +1,5 @@
 """Seconds and memory of `compile` given only a model and a machine: a large model, unequal GPUs, 512 GPUs, mixtures of
-experts.
+experts, and machines that are too small, until that is said with what would do.
 
 Every case runs in a process of its own. Run: python bench/search_time.py [CASE]
 """
@@ -17,6 +17,7 @@ from penstock.bench.peers import rows
 from penstock.cli.options import JobOptions
 from penstock.compiler.job.job import Job
 from penstock.compiler.models.named import find_model
+from penstock.ir.errors import DoesNotFit
 
 LIMIT_S, LIMIT_GB = 60.0, 2.0
 MIXTURE_LIMIT_S, MIXTURE_LIMIT_GB = 120.0, 8.0
@@ -29,6 +30,21 @@ MIXTURES: dict[str, dict[str, Any]] = {  # as options of `penstock plan`, of 8 r
     },
     "qwen3-30b-a3b on 1 GPU": {
         "model": "qwen3-30b-a3b", "hardware": ["rtx4090x1"], "dram": "768GB", "precision": "bf16-mixed",
+    },
+}  # fmt: skip
+TOO_SMALL: dict[str, dict[str, Any]] = {  # as options of `penstock plan`
+    "llama-8b on 1 GPU with 64 GB": {
+        "model": "llama-8b", "hardware": ["rtx3090x1"], "dram": "64GB", "ssd": "0", "batch": 8, "sequence": 1024,
+    },
+    "llama-70b on a laptop": {"model": "llama-70b", "hardware": ["laptop-16gb"], "batch": 8, "sequence": 1024},
+    "llama-8b, 524288 tokens on 1 GPU": {
+        "model": "llama-8b", "hardware": ["rtx4090x1"], "dram": "512GB", "batch": 1, "sequence": 524288,
+    },
+    "mixtral-8x7b on 2 GPUs with 256 GB": {
+        "model": "mixtral-8x7b", "hardware": ["rtx3090x2"], "dram": "256GB", "ssd": "0", "batch": 8, "sequence": 1024,
+    },
+    "gpt3-175b on 1 GPU with 64 GB": {
+        "model": "gpt3-175b", "hardware": ["rtx4090x1"], "dram": "64GB", "batch": 8, "sequence": 1024,
     },
 }  # fmt: skip
 CASES = {  # model, the presets from which GPUs are taken (see `machine`), batch, sequence
@@ -63,6 +79,8 @@ def compiled(case: str) -> Job:
     """The job of a case."""
     if case in MIXTURES:
         return JobOptions(batch=8, sequence=1024, **MIXTURES[case]).compile()
+    if case in TOO_SMALL:
+        return JobOptions(**TOO_SMALL[case]).compile()
     name, presets, batch, sequence = CASES[case]
     model, inputs, hardware = find_model(name).on_meta(), find_model(name).batch_spec(batch, sequence), machine(presets)
     # With fp16 the gradients of 175B stay in DRAM until their norm is known, and take more than these 256 GB.
@@ -72,22 +90,32 @@ def compiled(case: str) -> Job:
 
 def main() -> None:
     if len(sys.argv) == 1:
-        for case in (*CASES, *MIXTURES):
+        for case in (*CASES, *MIXTURES, *TOO_SMALL):
             subprocess.run([sys.executable, __file__, case], check=True)
         return
     case = sys.argv[1]
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    plan = compiled(case).plan
+    miss, plan = None, None
+    try:
+        plan = compiled(case).plan
+    except DoesNotFit as error:
+        miss = error
     took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     limit_s, limit_gb = (MIXTURE_LIMIT_S, MIXTURE_LIMIT_GB) if case in MIXTURES else (LIMIT_S, LIMIT_GB)
-    assert plan.predicted is not None
+    measured = {
+        "case": case, "took_s": took_s, "cpu_s": cpu_s, "peak_rss_gb": gigabytes,
+        "limit_s": limit_s, "limit_gb": limit_gb, "met": cpu_s <= limit_s and gigabytes <= limit_gb,
+    }  # fmt: skip
+    if case in TOO_SMALL:
+        assert miss is not None and plan is None, "it fits"
+        rows.save("search_time", {**measured, "refused": str(miss), "nearest": miss.nearest})
+        return
+    assert plan is not None and plan.predicted is not None, miss
     rows.save(
         "search_time",
         {
-            "case": case, "precision": plan.precision, "took_s": took_s, "cpu_s": cpu_s,
-            "peak_rss_gb": gigabytes,
-            "limit_s": limit_s, "limit_gb": limit_gb, "met": cpu_s <= limit_s and gigabytes <= limit_gb,
+            **measured, "precision": plan.precision,
             "passes": plan.passes, "micro_batches": plan.micro_batches, "stages": len(plan.decisions.stages),
             "step_s": plan.predicted.step_s, "bound_s": plan.predicted.bound_s,
             "peak_bytes": plan.predicted.peak_bytes, "notes": plan.notes,

@@ -27,7 +27,8 @@ from .host_memory import host_needs, host_of, tier_of
 from .search import attempt_smallest, search
 
 BOUNDLESS_BYTES = 1 << 60
-TRIES = 12
+TRIES = 8
+AGAIN_SHARE = 1 / 16  # of a memory, which is added at least where the missing bytes were not enough
 STOCK_BYTES = int(parse_bytes(STOCK_SSD["size_bytes"]) * 0.9)  # what a disk adds where there was none
 
 
@@ -42,6 +43,22 @@ class Nearest:
         words = ", ".join(f'{name}="{v}"' if isinstance(v, str) else f"{name}={v}" for name, v in self.change.items())
         where = "" if self.change.keys() & {"strategy", "micro_batches"} else "this hardware with "
         return f"Tried, and fits: {where}{words}, {format_seconds(self.step_s)} a step."
+
+
+class Growth:
+    """The sizes that memories are given one after another: first what was missing, then at least a share of what there
+    is, and twice as much each time, as each plan that lacks something shows the next bottleneck only."""
+
+    def __init__(self) -> None:
+        self._added: dict[str, int] = {}
+
+    def of(self, memory: str, size_bytes: int, missing_bytes: int) -> int:
+        """The next size in bytes of a memory that lacks so many."""
+        more = missing_bytes
+        if memory in self._added:
+            more = max(missing_bytes, int(AGAIN_SHARE * size_bytes), 2 * self._added[memory])
+        self._added[memory] = more if memory in self._added else 0
+        return size_bytes + more
 
 
 def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> DoesNotFit:
@@ -114,6 +131,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
     """Add missing bytes to devices until a plan fits with boundless DRAM, then give DRAM what that plan needs."""
     wider = hardware.with_(dram=BOUNDLESS_BYTES)
     change: dict[str, Any] = {}
+    growth = Growth()
     for _ in range(TRIES):
         tried = attempt_smallest(trace, wider, wishes)
         if isinstance(tried, CompiledCandidate):
@@ -124,7 +142,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
             return None
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
-        change["memory"] = short_bytes(largest.memory_bytes + more_bytes)
+        change["memory"] = short_bytes(growth.of("memory", largest.memory_bytes, more_bytes))
         wider = wider.with_(memory=change["memory"])
     return None
 
@@ -132,6 +150,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
 def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
     """Add SSDs, or DRAM where DRAM is short, by the missing bytes until a plan fits."""
     change: dict[str, Any] = {}
+    growth = Growth()
     tried: CompiledCandidate | PenstockError = miss
     for _ in range(TRIES):
         wider = hardware.with_(**change) if change else hardware
@@ -142,10 +161,11 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
         host = wider.hosts[host_of(tried.memory)]
         if tier_of(tried.memory) == ops.SSD:
             like = host.ssds[0].budget_bytes if host.ssds else STOCK_BYTES
-            change["ssds"] = len(host.ssds) + max(1, ceil(tried.missing_bytes / like))
+            held_bytes = len(host.ssds) * like
+            change["ssds"] = ceil(growth.of("ssds", held_bytes, tried.missing_bytes) / like)
         else:
             more_bytes = ceil(tried.missing_bytes / host.dram_usable_fraction)
-            change["dram"] = short_bytes(host.dram_bytes + more_bytes)
+            change["dram"] = short_bytes(growth.of("dram", host.dram_bytes, more_bytes))
         tried = attempt_smallest(trace, hardware.with_(**change), wishes)
     return None
 

@@ -429,18 +429,26 @@ class Sweep(Attempts):
 
 def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> CompiledCandidate | PenstockError:
     """Try the candidates of `search` that need the least memory on devices: small micro-batches, many stages, and, for
-    models that are not large, stages of single operators."""
+    models that are not large, stages of single operators. Few micro-batches are tried as well where the model is large,
+    as gradients that are not added up take less."""
     usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
     is_large = len(trace(wishes.micro_batches or usual[0]).nodes) > LARGE_GRAPH_NODES
-    counts = [*usual, *last_resort] if is_large else [max(usual + last_resort)]
+    most = max(usual + last_resort)
+    counts = dict.fromkeys([usual[0], most] if is_large else [most])
     sweep = Sweep(trace, hardware, dataclasses.replace(wishes, decided=None))
     for count in counts if wishes.micro_batches is None else [wishes.micro_batches]:
         if wishes.asked is not None:
             smallest = [wishes.asked]
         else:
-            smallest = [scouts(sweep.compiler(count).lane(base), base)[-1] for base in sweep.bases()]
+            smallest = [scouts(sweep.compiler(count).lane(base), base)[-1] for base in _smallest(sweep.bases())]
             smallest += [] if is_large else [Candidate.of("ftpipe", hardware.num_devices)]
         sweep.look(count, smallest)
         if sweep.best is not None or sweep.lacks_host_memory:
             break
     return sweep.best or smallest_step(errors_of(sweep.trials), max(d.memory_bytes for d in hardware.devices))
+
+
+def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
+    """The bases that need the least memory: those with tiles, and the last two, which have all that is large in parts;
+    of machines without SSDs one of these keeps activations on the device, the other moves them."""
+    return list(dict.fromkeys([*(base for base in bases if TILES in base.graph_passes), *bases[-2:]]))

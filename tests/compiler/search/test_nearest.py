@@ -1,0 +1,96 @@
+"""What does not fit is refused at once, and only that; the nearest that fits is found in few tries."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock
+from penstock.compiler import api
+from penstock.compiler.search import search
+from penstock.compiler.search.attempts import Attempts
+from penstock.compiler.search.nearest import Growth
+from penstock.ir.errors import DoesNotFit
+from penstock.ir.machine.hardware import Hardware
+
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+WIDTH, BATCH = 32, {"x": torch.zeros(8, 32), "y": torch.zeros(8, 32)}
+
+
+class Net(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.layers[0].requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+class Refused(Exception):
+    """The model does not fit, and nothing else is asked."""
+
+
+def refuse(*args: object) -> None:
+    raise Refused
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    st.integers(2_000, 60_000), st.integers(2_000, 60_000), st.sampled_from([None, 10_000, 40_000]), st.booleans(),
+    st.sampled_from(["fp32", "bf16-mixed"]),
+)  # fmt: skip
+def test_nothing_that_fits_is_refused_before_it_is_tried(
+    memory: int, dram: int, ssd: int | None, frozen: bool, precision: str
+) -> None:
+    """Where weights, masters and states exceed all memories together, no candidate of the search fits, either."""
+    options: dict[str, Any] = {"ssd": ssd} if ssd else {}
+    hardware = Hardware.cpu(1, memory=memory, dram=dram, **options)
+    asked: list[bool] = []
+
+    def instead(*args: Any) -> int:
+        try:
+            return check(*args)
+        except DoesNotFit:
+            asked.append(True)
+            return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        check = api.check_states_fit
+        patch.setattr(api, "check_states_fit", instead)
+        patch.setattr(api, "with_nearest", refuse)
+        try:
+            penstock.compile(Net(frozen), hardware, example_inputs=BATCH, optimizer=ADAM, precision=precision)
+        except Refused:
+            return
+    assert not asked, "a plan fits that would have been refused"
+
+
+def test_a_large_model_has_few_tries_for_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with a large graph: two numbers of micro-batches, and the bases that need the least memory."""
+    monkeypatch.setattr(search, "LARGE_GRAPH_NODES", 2)
+    looked: list[tuple[int, str]] = []
+    attempt = Attempts.attempt
+    monkeypatch.setattr(
+        Attempts, "attempt", lambda self, count, c: (looked.append((count, c.label)), attempt(self, count, c))[1]
+    )
+    short = DoesNotFit("too small", memory="cpu0", missing_bytes=1)
+    monkeypatch.setattr(api, "search", lambda *args: (_ for _ in ()).throw(short))
+    hardware = Hardware.cpu(2, memory="2kB", dram="1GB")
+    with pytest.raises(DoesNotFit, match=r"Tried, and fits: this hardware with memory=") as caught:
+        penstock.compile(Net(False), hardware, example_inputs=BATCH, optimizer=ADAM)
+    assert set(caught.value.nearest) == {"memory"}
+    assert {count for count, _ in looked} == {2, 8} and len(looked) <= 12, looked
+
+
+def test_memories_grow_by_what_is_missing_then_by_shares_that_double() -> None:
+    growth = Growth()
+    assert [growth.of("dram", 160, 16), growth.of("dram", 176, 1), growth.of("dram", 187, 1)] == [176, 187, 209]
+    assert growth.of("dram", 209, 500) == 709 and growth.of("memory", 160, 3) == 163
