@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import StageSpec, are_alike
 from ...passes.draft import Draft
-from ...passes.graph.team.exchanges import MEMBER
 from ...passes.mapping.mapping import equal_devices
 from ...passes.stage_time import stage_seconds
 from ...passes.staying import staying_stages
-from .teams import has_long_rows
+from .teams import has_experts, has_long_rows
 
 
 @dataclass(frozen=True)
@@ -222,10 +221,10 @@ def machine_bound(draft: Draft) -> Bound:
     )
     if not all(per_device):
         return Bound(0.0, "nothing")
-    tokens_divided = any(node.op == "placeholder" and node.target == MEMBER for node in draft.graph.nodes)
-    parts = draft.graph.team if tokens_divided else 1  # of width, members have parts in common
+    parts = draft.graph.team if draft.graph.apart else 1  # of width, members have parts in common
     shared_s = count * parts / sum(1.0 / seconds for seconds in per_device)
-    alone = draft.graph.team == 1 and not (hardware.num_devices > 1 and has_long_rows(draft.graph))
+    may_share = hardware.num_devices > 1 and (has_long_rows(draft.graph) or has_experts(draft.graph))
+    alone = draft.graph.team == 1 and not may_share
     bounds = [Bound(shared_s, "computation shared by all devices"), *_machine_disks(draft)]
     bounds += [Bound(min(per_device), "one micro-batch through all stages")] if alone else []
     return max(bounds, key=lambda bound: bound.seconds)

@@ -13,7 +13,7 @@ tiles, too.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
 them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
-lanes may share each sequence (`teams.py`).
+lanes may share each sequence, and in a mixture of experts these (`teams.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ...passes.graph.graph_pass import GraphPass
 from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.tables.split_vocabulary import SplitVocabulary
+from ...passes.graph.team.split_context import SplitContext
 from ...passes.graph.team.split_width import SplitWidth
 from ...passes.graph.tokens.tile_sequence import TileSequence
 from ...passes.memory.insert_fetch import InsertFetch, is_queued
@@ -55,7 +56,7 @@ from .candidates import (
 )
 from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, team_layouts, varied
-from .teams import divided, has_long_rows, team_meshes
+from .teams import divided, has_experts, has_long_rows, team_meshes
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
 AGAIN, TILES = RecomputePointwise(), TileSequence()
@@ -113,6 +114,8 @@ class Sweep(Attempts):
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
             self.share_sequences()
+        if self.hardware.num_devices > 1 and has_experts(self.compiler(self.usual[0]).graph):
+            self.share_experts()
 
     def first_that_fits(self, bases: Sequence[Candidate]) -> None:
         """Try the bases in order until something fits."""
@@ -137,7 +140,9 @@ class Sweep(Attempts):
             count = next((n for n in sorted({*self.usual, *self.last_resort}) if n % teams == 0), None)
             if count is None:
                 continue
-            for found in divided(base, self.compiler(count).lane(base), team):
+            lane = self.compiler(count).lane(base)
+            experts = mesh.shards == 1 or not has_experts(lane.graph)  # parts of weights are not spread once more
+            for found in divided(base, lane, team, experts):
                 if isinstance(found, PassError):
                     self.trials.append(Trial(base.on(mesh), count, reason=found))
                     continue
@@ -225,6 +230,27 @@ class Sweep(Attempts):
                 self.trials.append(Trial(candidate, count, reason=error))
                 continue
             self.look(count, lane_scouts(lane, candidate, mesh))
+
+    def share_experts(self) -> None:
+        """Try teams that share out experts, each member with whole rows of a micro-batch: with the fewest micro-batches
+        that have rows for all members, the most, and a number between."""
+        whole = [p for p in self.best_candidate.graph_passes if not isinstance(p, SplitExperts | SplitContext)]
+        for members, mesh in team_layouts(self.hardware):
+            teams = self.hardware.num_devices // (members * mesh.depth)
+            able = divisors(self.wishes.batch_size) if self.wishes.micro_batches is None else self.usual
+            counts = [n for n in able if n % teams == 0 and self.wishes.batch_size // n % members == 0]
+            candidate = PLAIN.over(*whole, SplitContext("rows", members)).on(mesh)
+            for count in dict.fromkeys((*counts[:1], *counts[len(counts) // 2 :][:1], *counts[-1:])):
+                if self.best is not None and self.is_late:
+                    self.trials.append(Trial(candidate, count, reason=Skipped.OUT_OF_TIME))
+                    continue
+                try:
+                    lane = self.compiler(count).lane(candidate)
+                except PassError as error:
+                    self.trials.append(Trial(candidate, count, reason=error))
+                    continue
+                if lane.graph.divided:  # else members are replicas
+                    self.look(count, lane_scouts(lane, candidate, mesh))
 
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""

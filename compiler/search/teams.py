@@ -1,13 +1,16 @@
-"""Teams to try: lanes that share the tokens of every sequence, each a part (`split-context`).
+"""Teams to try: lanes that share the tokens of every sequence, or the rows of every micro-batch (`split-context`).
 
 A team divides the work of one row, which no other layout does. It sends activations inside every layer, so it is worth
-a try where rows are long, or where nothing else fits.
+a try where rows are long, or where nothing else fits. Members that share out experts each hold a part of them, and run
+what would else be several micro-batches as one: so that is worth a try in a mixture of experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import get_args
+
+import torch
 
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
@@ -17,6 +20,7 @@ from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.team.split_context import SplitContext
 from ...passes.graph.tokens.facts import sequence_lengths
 from ...passes.sharding.mesh import Mesh
+from ...runtime.expert_parts import part_product
 from .candidate import Candidate
 
 LONG_TOKENS = 8192  # of a row
@@ -25,6 +29,11 @@ LONG_TOKENS = 8192  # of a row
 def has_long_rows(graph: OpGraph) -> bool:
     """Whether rows are so long that a team may be worth its messages."""
     return not graph.sizes and max(sequence_lengths(graph), default=0) >= LONG_TOKENS
+
+
+def has_experts(graph: OpGraph) -> bool:
+    """Whether products in groups make a team worth a try that shares out what they multiply by."""
+    return any(node.target in (torch._grouped_mm, part_product) for node in graph.nodes)
 
 
 def team_meshes(hardware: Hardware) -> Iterator[tuple[int, Mesh]]:
@@ -36,11 +45,12 @@ def team_meshes(hardware: Hardware) -> Iterator[tuple[int, Mesh]]:
         yield team, Mesh()
 
 
-def divided(base: Candidate, draft: Draft, team: int) -> Iterator[Candidate | PassError]:
+def divided(base: Candidate, draft: Draft, team: int, experts: bool) -> Iterator[Candidate | PassError]:
     """The candidate with sequences divided among `team` members, in each way that the graph allows; for each that it
-    does not, the reason. `draft` has the graph after the candidate's other passes over it."""
+    does not, the reason. `draft` has the graph after the candidate's other passes over it. `experts`: whether members
+    share these out."""
     for by in get_args(By):
-        split = SplitContext(by, team)
+        split = SplitContext(by, team, experts)
         trial = Draft(draft.graph, draft.machine, draft.options)
         try:
             split.rewrite(trial, split.plan(trial))

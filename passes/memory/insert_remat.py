@@ -3,7 +3,8 @@
 In: programs. Out: the same programs in which the decided stages forward with `keep=False` and whose backward takes no
 `kept`. A stage is rematerialised only if its device would otherwise exceed its memory, largest saved tensors first.
 Where not even that lets all weights stay resident, every stage but the device's last is rematerialised, since its
-weights leave in between, and the last one, too, where early fetches need the room.
+weights leave in between, and the last one, too, where early fetches need the room. Rows that came to such a stage's
+experts are not kept, either: they come again, as there is room for N times those that a member sends.
 """
 
 from __future__ import annotations
@@ -13,10 +14,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PassError
-from ...ir.program import Program, StageSpec, infer, infer_all, place_frees, profile_memory, values_of
+from ...ir.program import (
+    Program,
+    StageSpec,
+    infer,
+    infer_all,
+    place_frees,
+    producer_of,
+    profile_memory,
+    values_of,
+)
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
@@ -121,6 +133,7 @@ def rematerialise(program: Program, stages: set[str]) -> None:
             for user in list(kept.users):
                 if op_of(user).takes_kept:
                     user.update_arg(2, None)
+                    _route_again(program, user)
                 else:
                     user.args = tuple(arg for arg in user.args if arg is not kept)
             graph.erase_node(kept)
@@ -128,3 +141,15 @@ def rematerialise(program: Program, stages: set[str]) -> None:
             infer(program, node)
     infer_all(program)
     place_frees(program)
+
+
+def _route_again(program: Program, backward: fx.Node) -> None:
+    """Let a backward read rows that are sent to experts once more, in place of those that forward read."""
+    inputs = op_of(backward).bind(backward.args, backward.kwargs)["inputs"]
+    for value in inputs:
+        if isinstance(value, fx.Node) and producer_of(value).target is ops.to_experts:
+            with program.graph.inserting_before(backward):
+                (again,) = program.emit(
+                    ops.to_experts, *value.args, names=[f"{value.name}_again"], group=value.kwargs["group"]
+                )
+            backward.replace_input_with(value, again)

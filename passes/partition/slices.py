@@ -18,7 +18,7 @@ from ...ir.units import format_bytes
 from ..draft import Draft
 from ..graph.blocks import Block, param_spec
 from ..graph.stage_costs import Storages, storages
-from ..graph.team.exchanges import is_exchange
+from ..graph.team.exchanges import is_exchange, source_of, to_experts
 from ..stage_time import block_seconds
 
 
@@ -198,15 +198,21 @@ class BlockRow:
     def of(cls, block: Block, parameters: dict[int, int], sent: set[fx.Node]) -> BlockRow:
         """`parameters`: bytes by identity; `sent`: the values that any block hands on."""
         cost = block.cost
+        came = [node for node in block.inputs if node.target is to_experts]
         return cls(
             storages(block.outputs),
-            storages(node for node in block.inputs if node in sent or node.op == "placeholder"),
+            storages(_held(node) for node in block.inputs if node in sent or node.op == "placeholder"),
             storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved),
             storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved),
             parameters,
             cost.kept_bytes,
-            max(cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes),
+            max(cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes) + sum(storages(came).values()),
         )
+
+
+def _held(value: fx.Node) -> fx.Node:
+    """What is held of an input until backward: of rows that come to experts, those that are sent (`insert-remat`)."""
+    return source_of(value) if value.target is to_experts else value
 
 
 def needs_to_front(rows: Sequence[BlockRow], each: bool = False, most_bytes: float = math.inf) -> list[StageNeed]:

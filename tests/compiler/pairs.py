@@ -45,7 +45,8 @@ LEAST_SHARE = 1e-2
 class Way:
     """What one way of dividing adds. `mesh`: options of that pass; `graph`: a pass before `coarsen`, for as many
     members as `{team}` says; `schedule`: the pass in place of `schedule-pipeline`; `tier`: where weights and states
-    are. `experts`: the model is a mixture of them. `unequal`: the first half of the devices is three times as fast as
+    are. `experts`: the model is a mixture of them. `routes`: members of a team share out its experts; of the team that
+    the other way makes, if that divides tokens. `unequal`: the first half of the devices is three times as fast as
     the others. `turns`: fetches have turns on the links that devices of a lane share. `divides`: members of a team that
     do not see all of a value, so that none may draw random numbers."""
 
@@ -54,14 +55,16 @@ class Way:
     schedule: str = ""
     tier: str = ""
     experts: bool = False
+    routes: bool = False
     unequal: bool = False
     turns: bool = False
     divides: bool = False
 
 
 WAYS: dict[str, Way] = {
-    "Ulysses": Way(graph="split-context{{by=heads, team={team}}}", divides=True),
-    "ring": Way(graph="split-context{{by=ring, team={team}}}", divides=True),
+    "Ulysses": Way(graph="split-context{{by=heads, team={team}, experts={routes}}}", divides=True),
+    "ring": Way(graph="split-context{{by=ring, team={team}, experts={routes}}}", divides=True),
+    "routing": Way(graph="split-context{{by=rows, team={team}}}", divides=True, experts=True, routes=True),
     "width": Way(graph="split-width{{team={team}}}", divides=True),
     "experts": Way(graph="split-experts{{parts=2}}", experts=True),
     "tiles": Way(graph="tile-sequence{{tokens=2}}"),
@@ -78,16 +81,19 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("Ulysses", "ring"): "'split-context' comes twice",
     ("Ulysses", "width"): "divided among 2 members already",
     ("ring", "width"): "divided among 2 members already",
-    ("Ulysses", "experts"): r"sort \(.*\) lets tokens meet",  # a router sorts the tokens of all rows by expert
-    ("ring", "experts"): r"sort \(.*\) lets tokens meet",
+    ("routing", "width"): "divided among 2 members already",
+    ("routing", "experts"): "multiplies no groups of rows",
+    ("routing", "shards"): "have parts of weights already, which no lanes can share",
     ("width", "experts"): "multiplies no groups of rows",  # members of a team have whole experts each already
     ("width", "shards", "2"): "2 shards of teams of 2 x 1 deep are 4 devices",
     ("Ulysses", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("ring", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("routing", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("width", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
     ("pipeline", "shards", "2"): "2 shards x 2 deep are 4 devices",
     ("Ulysses", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
     ("ring", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
+    ("routing", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
     ("width", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
     ("shards", "turns", "2"): "2 shards x 2 deep are 4 devices",
 }
@@ -115,6 +121,10 @@ class Pair:
         return any(way.divides for way in self.ways)
 
     @property
+    def routes(self) -> bool:
+        return any(way.routes for way in self.ways)
+
+    @property
     def unequal(self) -> bool:
         return any(way.unequal for way in self.ways)
 
@@ -134,6 +144,10 @@ class Pair:
         return way in (self.first, self.second)
 
     @property
+    def splits_tokens(self) -> bool:
+        return "Ulysses" in self or "ring" in self
+
+    @property
     def mesh(self) -> dict[str, Any]:
         return {key: value for way in self.ways for key, value in way.mesh.items()}
 
@@ -144,12 +158,14 @@ class Pair:
 
     @property
     def micro_batches(self) -> int:
-        return ROWS if self.unequal else ROWS // 2
+        count = ROWS if self.unequal else ROWS // 2
+        return min(count, ROWS // self.beside) if self.routes else count  # members have rows of a micro-batch each
 
     @property
     def strategy(self) -> str:
         mesh = self.mesh
-        graph = [way.graph.format(team=self.beside) for way in self.ways if way.graph]
+        made = [way for way in self.ways if way.graph and not (way.routes and self.splits_tokens)]
+        graph = [way.graph.format(team=self.beside, routes=str(self.routes).lower()) for way in made]
         schedule = next((way.schedule for way in self.ways if way.schedule), "schedule-pipeline")
         tier = next((way.tier for way in self.ways if way.tier), DEVICE)
         lanes = f"mesh{{{', '.join(f'{key}={value}' for key, value in mesh.items())}}}" if mesh else "mesh"

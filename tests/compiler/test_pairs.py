@@ -51,10 +51,11 @@ def test_what_cannot_be_composed_is_refused(pair: Pair) -> None:
 def test_members_exchange_what_theory_says(pair: Pair) -> None:
     """Whatever the way is composed with. Over a step, of hidden states, queries, keys and values in fp32 (M bytes over
     all members of a team of N): Ulysses sends (N-1)/N of queries, keys, values and results (DeepSpeed-Ulysses 3.2); a
-    ring all keys and values N-1 times (Liu 2023, 3.1); width adds up twice a layer, 2 (N-1) M each (Megatron-LM 3). As
-    much goes back in backward, for which keys and values go round once more, unless a ring's stages lie on several
-    devices of a pipeline."""
-    (way,) = {"Ulysses", "ring", "width"} & {pair.first, pair.second}
+    ring all keys and values N-1 times (Liu 2023, 3.1); width adds up twice a layer, 2 (N-1) M each (Megatron-LM 3). Of
+    tokens for k experts each, (N-1)/N go to another member, k times, and their results come back (GShard, 3.2). As much
+    goes back in backward, for which keys and values go round once more, unless a ring's stages lie on several devices
+    of a pipeline, and rows go to experts once more that run again."""
+    way = next(name for name in ("Ulysses", "ring", "width", "routing") if name in pair)
     config: Any = pair.made()[0].config
     heads, team = config.num_attention_heads, pair.beside
     groups = getattr(config, "num_key_value_heads", heads)
@@ -64,9 +65,16 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
         "ring": tokens_bytes * 2 * groups // heads * (team - 1),
         "width": 2 * tokens_bytes * 2 * (team - 1),
     }
-    op = {"Ulysses": ops.all_to_all, "ring": ops.pass_on, "width": ops.sum_parts}[way]
-    times = 3 if way == "ring" and "depth" not in pair.mesh else 2
-    assert on_links_bytes(pair.compiled(), op) == expected[way] * times * config.num_hidden_layers
+    job = pair.compiled()
+    if "routing" in pair:
+        routed_bytes = tokens_bytes * config.num_experts_per_tok * (team - 1) // team
+        again = 1 if "depth" not in pair.mesh and job.plan.decisions.rematerialise else 0
+        assert on_links_bytes(job, ops.to_experts) == routed_bytes * (2 + again) * config.num_hidden_layers
+        assert on_links_bytes(job, ops.from_experts) == routed_bytes * 2 * config.num_hidden_layers
+    if way != "routing":
+        op = {"Ulysses": ops.all_to_all, "ring": ops.pass_on, "width": ops.sum_parts}[way]
+        times = 3 if way == "ring" and "depth" not in pair.mesh else 2
+        assert on_links_bytes(job, op) == expected[way] * times * config.num_hidden_layers
 
 
 def on_links_bytes(job: Job, op: ops.Op) -> float:

@@ -60,13 +60,14 @@ class _Routed(ExpertShare):
         sent: dict[fx.Node, fx.Node], values: LocalValues,
     ):  # fmt: skip
         super().__init__(graph, layer, f"{layer.name}[/{team}]")
-        self.member, self.team, self.counts, self.sent, self.values = member, team, counts, sent, values
+        self.team, self.sent, self.values = team, sent, values
+        self.offsets = self.call(arrived_offsets, counts, member, team)  # first: the block begins here
 
     def parameter(self, whole: str) -> str:
         return add_team_part(self.graph, whole, self.layer.weights[whole], 0, self.team)
 
     def own_offsets(self) -> fx.Node:
-        return self.call(arrived_offsets, self.counts, self.member, self.team)
+        return self.offsets
 
     def own_rows(self, rows: fx.Node) -> fx.Node:
         return self.sent[rows]

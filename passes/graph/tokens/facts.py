@@ -12,8 +12,7 @@ whatever labels their operands have, so that what runs on parts of these gives t
 What is sorted by something else, as a router sorts tokens by expert, is followed through the permutation until it is
 undone. Such nodes are token-wise together, not one by one: on some tokens alone they give what belongs to these.
 
-Rows of the batch are followed in the same way, as what lies along dimension 0 of the inputs; no place of theirs is
-found by length.
+Rows of the batch are followed in the same way, as what lies along dimension 0 of the inputs.
 """
 
 from __future__ import annotations
@@ -174,7 +173,9 @@ class _TokenFollower(Follower):
             if operand.dim() == tensor.dim() and operand.shape[before.dim] == tensor.shape[before.dim]:
                 return ByRow(dim=before.dim, inner=before.inner)
         along = [dim for dim, size in enumerate(tensor.shape) if size == self.rows]
-        if len(along) == 1 and self.along == TOKEN_DIM:
+        if self.along == ROW_DIM:  # a few rows: many a dimension is as long
+            along = [0] if 0 in along and tensor.dim() > 1 and node.op != "get_attr" else []
+        if len(along) == 1:
             return ByRow(dim=along[0])
         return state if isinstance(state, Free) else Free(varies=whole(range(tensor.dim())))
 

@@ -39,6 +39,7 @@ LAYOUTS = {
     "two teams": (4, 2, "mesh", PLAIN),
     "a pipeline of teams": (4, 2, "mesh{depth=2}", PIPELINE),
     "split backwards": (4, 2, "mesh{depth=2}", PIPELINE.replace("1f1b", "zero-bubble")),
+    "forwards again": (2, 2, "mesh", PLAIN.replace("insert-remat", "insert-remat{always=true}")),
     "weights in DRAM": (2, 2, "mesh", PLAIN.replace("insert-fetch", "insert-fetch{swap=true}")),
     "activations in DRAM": (
         2, 2, "mesh",
@@ -115,6 +116,8 @@ def test_experts_of_a_team_train_as_eager(case: str) -> None:
     draft = drafted(graph, lines(by, team, mesh, rest), devices)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     assert {"to_experts", "from_experts"} <= set(names_of(draft)) or "depth" in mesh
+    if layout == "forwards again":  # rows come once more, so that what came is not held until then
+        assert names_of(draft).count("to_experts") == 2 * 3 and names_of(draft).count("from_experts") == 2 * 2
 
 
 @pytest.mark.slow
