@@ -385,7 +385,7 @@ def _wrong_lanes(interface: Interface) -> Iterator[str]:
     divided = {param.part.members for param in params if isinstance(param.part, TeamPart)}
     if interface.lanes and divided - {interface.team}:
         yield f"members of teams of {interface.team} have parts for teams of {sorted(divided)}"
-    if interface.divided != bool(divided) or (interface.sums_in_team and interface.shards > 1):
+    if interface.divided != bool(divided):
         yield f"members have {'' if divided else 'no '}parts of parameters, and {interface.shards} lanes share stages"
     shares, beside = interface.lane_micro_batches, interface.lanes_beside
     if shares and (len(shares) != len(lanes) or min(shares) < 1 or max(shares) != interface.micro_batches):

@@ -43,13 +43,20 @@ def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
     with program.graph.inserting_before(_after_sends(total) if takes_turns else total.next):
         if takes_turns:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_copies"], group=copies)
-        if interface.sums_in_team and interface.stages[stage].common_grad_bytes:
-            (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_team"], group=ops.TEAM, parts=False)
+        total = _in_team(program, total, f"{name}_team")
         if interface.shards > 1:
             (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
         if interface.replicas > 1:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_all"], group=ops.REPLICAS)
     return total
+
+
+def _in_team(program: Program, grads: fx.Node, name: str) -> fx.Node:
+    """Gradients summed over a team whose members have different tokens, but for those of its members' own parts."""
+    interface = program.interface
+    if not interface.sums_in_team or not interface.stages[str(grads.meta["type"].stage)].common_grad_bytes:
+        return grads
+    return program.emit(ops.all_reduce, grads, names=[name], group=ops.TEAM, parts=False)[0]
 
 
 def _after_sends(total: fx.Node) -> fx.Node:
@@ -69,6 +76,7 @@ def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.N
     own = _apart(program, total)
     for number, grads in enumerate(own):
         with graph.inserting_before(grads.next):
+            grads = _in_team(program, grads, f"{name}_team_m{number}")
             if every == TWO_HOP:
                 before = () if found is None else (found,)
                 names = [f"{name}_shard_m{number}"]

@@ -132,12 +132,6 @@ def _check_team(draft: Draft, team: int) -> None:
 def _check_crossed(draft: Draft, decision: Lanes) -> None:
     """Raise `PassError` where members of a team have parts of weights, and lanes of one team share stages, or where
     they have none and lanes of several teams do."""
-    if draft.graph.divided and draft.graph.apart and decision.shards > 1:
-        raise PassError(
-            f"mesh: members of a team of {decision.team} have experts of their own and tokens of their own, and add up "
-            f"gradients of all else; no lanes share stages beside that: found shards={decision.shards}, allowed is "
-            "shards=1"
-        )
     if decision.crossed != (draft.graph.divided and decision.shards > 1):
         parts = "parts" if draft.graph.divided else "no parts"
         raise PassError(

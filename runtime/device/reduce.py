@@ -43,22 +43,25 @@ def reduce_grads(
 
 def reduce_whole(grads: Grads, link: PeerLink | None, group: str, without: Collection[str] = ()) -> None:
     """Replace a stage's gradients by their sums over the group, in place if they lie in flat buffers. The graph fixes
-    which parameters get a gradient, so that all devices hold the same names. `without`: names that stay as they are;
-    then no gradient lies in a flat buffer."""
+    which parameters get a gradient, so that all devices hold the same names. `without`: names that stay as they are."""
     if link is None:
         return
-    assert not (grads.flats and without)
+    flats = () if without else grads.flats
     tensors = {name: g for name, g in grads.tensors.items() if name not in without}
     for dtype in sorted({g.dtype for g in tensors.values()}, key=str):
-        names = [name for name, g in tensors.items() if g.dtype == dtype and not grads.flats]
-        values = [flat for flat in grads.flats if flat.dtype == dtype] or [tensors[name].contiguous() for name in names]
+        names = [name for name, g in tensors.items() if g.dtype == dtype and not flats]
+        values = [flat for flat in flats if flat.dtype == dtype] or [tensors[name].contiguous() for name in names]
         if values[0].is_cuda and not link.on_device(group):
             staged = [value.cpu() for value in values]
             link.sum_all(staged, group)
             values = [value.copy_(total) for value, total in zip(values, staged)]
         else:
             link.sum_all(values, group)
-        grads.tensors.update(zip(names, values))
+        for name, value in zip(names, values):
+            if not grads.flats:
+                grads.tensors[name] = value
+            elif value is not tensors[name]:  # it is a copy, of one in a flat buffer
+                tensors[name].copy_(value)
     _settle(next(iter(tensors.values()), torch.zeros(())))
 
 

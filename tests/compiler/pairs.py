@@ -83,7 +83,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("ring", "width"): "divided among 2 members already",
     ("routing", "width"): "divided among 2 members already",
     ("routing", "experts"): "multiplies no groups of rows",
-    ("routing", "shards"): "have parts of weights already, which no lanes can share",
+    ("routing", "shards", "2"): "2 shards of teams of 2 x 1 deep are 4 devices",
     ("width", "experts"): "multiplies no groups of rows",  # members of a team have whole experts each already
     ("width", "shards", "2"): "2 shards of teams of 2 x 1 deep are 4 devices",
     ("Ulysses", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
