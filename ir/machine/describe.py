@@ -27,6 +27,7 @@ def describe_hardware(hardware: Hardware) -> str:
     if hardware.network is not None:
         network = hardware.network
         parts = [f"network {format_rate(network.bandwidth)} a host", format_seconds(network.latency_s)]
+        parts += ["to and from GPU memory"] if network.gpu_direct else []
         parts += _describe_shares("messages of", network.message_shares, message_text)
         parts += _describe_shares("over hosts,", network.host_shares, "{:.0f}".format)
         lines.append(f"  {'; '.join(parts)}" if len(parts) > 2 else f"  {', '.join(parts)}")

@@ -21,7 +21,7 @@ from .call_mix import NO_CALLS, CallMix
 from .copies import KEY, copied, copies_in, first_of, taken_out
 from .describe import describe_hardware
 from .failures import Failures
-from .links import Link, build_graph, build_links, find_path, unknown_memory
+from .links import Link, build_graph, build_links, find_path, goes_direct, unknown_memory
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import cpu_document, preset_document
@@ -152,11 +152,14 @@ class Network(MachinePart):
     """What joins the hosts: rate per host and direction, the time of an empty message, and how hosts stand in racks.
 
     `message_shares` is what messages of so many bytes reach of the rate, besides their latency, and `host_shares` what
-    a collective reaches of it over so many hosts; of both, the product counts.
+    a collective reaches of it over so many hosts; of both, the product counts. `gpu_direct`: network cards read and
+    write GPU memory themselves (GPUDirect RDMA), so that messages between GPUs of different hosts pass no DRAM and wait
+    for no copy to begin.
     """
 
     bandwidth: Rate
     latency_s: Seconds = 20e-6
+    gpu_direct: bool = False
     racks: Racks | None = None  # None: all hosts reach each other at their full rate
     message_shares: MessageShares | None = None
     host_shares: NumberShares | None = None
@@ -401,7 +404,8 @@ class Hardware(MachinePart):
 
     def latency_s(self, src: str, dst: str) -> float:
         """Seconds that an empty transfer takes."""
-        return sum(self._links[name].latency_s for name in self.path(src, dst))
+        path = self.path(src, dst)
+        return sum(self._links[name].latency_s for name in (path[1:-1] if goes_direct(self, src, dst) else path))
 
     def graph(self) -> nx.MultiDiGraph:
         """A new networkx graph: memories and switches as nodes, links as edges keyed by name."""

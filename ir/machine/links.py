@@ -2,7 +2,8 @@
 
 Memories are named: a device by its own name ("gpu0"), "dram0" the DRAM of host 0, "ssd0.1" the second SSD of
 host 0, "ssd0" all SSDs of host 0 striped (its links stand for the whole array: address the array or the single
-disks, not both). Every route passes the DRAM of the hosts at its ends, except NVLink and peer-to-peer copies.
+disks, not both). Every route passes the DRAM of the hosts at its ends, except NVLink, peer-to-peer copies and what
+network cards read from GPU memory themselves.
 """
 
 from __future__ import annotations
@@ -142,7 +143,16 @@ def find_path(hardware: Hardware, src: str, dst: str) -> list[str]:
         if host.p2p and devices[src].root_complex == devices[dst].root_complex:
             return [f"{src}.up", f"{dst}.down"]
     between = _between(hardware, src_host, dst_host)
+    if goes_direct(hardware, src, dst):
+        return [f"{src}.up", *between, f"{dst}.down"]
     return _to_dram(hardware, src, src_host) + between + _from_dram(hardware, dst, dst_host)
+
+
+def goes_direct(hardware: Hardware, src: str, dst: str) -> bool:
+    """Whether network cards move these bytes between the memories of two GPUs, without DRAM and without a copy."""
+    network, devices = hardware.network, hardware.device_by_name
+    between_devices = src in devices and dst in devices and devices[src].host != devices[dst].host
+    return between_devices and network is not None and network.gpu_direct
 
 
 def _between(hardware: Hardware, src_host: int, dst_host: int) -> list[str]:

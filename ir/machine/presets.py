@@ -249,12 +249,12 @@ def _ftpipe() -> Document:
     return machine("ftpipe-2080ti", source, "rtx2080ti", [4, 4], host("512GB", 256, 32, 2, PCIE_X16[3]))
 
 
-def _mics(name: str, part: str, num_hosts: int, one_host: Document, network: str, source: str) -> Document:
+def _mics(name: str, part: str, num_hosts: int, one_host: Document, network: Document, source: str) -> Document:
     """Hosts of 8 GPUs, two to a PCIe switch."""
     devices = [gpu(part, i, i // 2, pcie=3) for i in range(8)]
     return {
         "name": name, "source": f"{source}; {PARTS[part].source}", "copies": num_hosts, "hosts": [one_host],
-        "devices": devices, "network": {"bandwidth": network, "latency_s": "30us", **MICS_SHARES},
+        "devices": devices, "network": {"latency_s": "30us", **MICS_SHARES, **network},
         "fitted_to": MICS_FITTED,
     }  # fmt: skip
 
@@ -269,20 +269,22 @@ def _mics_p3dn(num_hosts: int) -> Document:
         "768GiB", 256, 48, 4, PCIE_X16[3], p2p=True, nvlink_bandwidth=128e9, ssds=[ssd] * 2,
         price_dollars_per_hour=31.212,
     )  # fmt: skip
-    return _mics(f"mics-p3dn:{num_hosts}", "v100-32gb", num_hosts, one, "100Gb/s", source)
+    return _mics(f"mics-p3dn:{num_hosts}", "v100-32gb", num_hosts, one, {"bandwidth": "100Gb/s"}, source)
 
 
 def _mics_p4d(num_hosts: int) -> Document:
     source = (
-        "MiCS (VLDB 2022) section 5: EC2 p4d.24xlarge, 400 Gb/s; NVLink at 80% of its 300 GB/s per direction assumed; "
-        "DRAM, cores, disks and price from AWS; PCIe 3 hosts"
+        "MiCS (VLDB 2022) section 5: EC2 p4d.24xlarge, 400 Gb/s; GPUDirect RDMA, which p3dn lacks, by AWS's documents "
+        "of EFA; NVLink at 80% of its 300 GB/s per direction assumed; DRAM, cores, disks and price from AWS; PCIe 3 "
+        "hosts"
     )
     ssd = {"size_bytes": "1TB", "read_bandwidth": "2GB/s", "write_bandwidth": "1GB/s"}
     one = host(
         "1152GiB", 281.6, 48, 4, PCIE_X16[3], p2p=True, nvlink_bandwidth=240e9, ssds=[ssd] * 8,
         price_dollars_per_hour=32.77,
     )  # fmt: skip
-    return _mics(f"mics-p4d:{num_hosts}", "a100-40gb", num_hosts, one, "400Gb/s", source)
+    network = {"bandwidth": "400Gb/s", "gpu_direct": True}
+    return _mics(f"mics-p4d:{num_hosts}", "a100-40gb", num_hosts, one, network, source)
 
 
 _MICS: dict[str, Callable[[int], Document]] = {"mics-p3dn": _mics_p3dn, "mics-p4d": _mics_p4d}

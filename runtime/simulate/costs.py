@@ -253,7 +253,8 @@ class CostModel:
         """Links between two memories, and the seconds of an empty transfer."""
         if (source, target) not in self.routes:
             path = tuple(self.hardware.path(source, target)) or _dram(self.hardware.host_of(target))
-            self.routes[source, target] = (path, sum(self.links[name].latency_s for name in path))
+            latency_s = self.hardware.latency_s(source, target) or sum(self.links[name].latency_s for name in path)
+            self.routes[source, target] = (path, latency_s)
         return self.routes[source, target]
 
 

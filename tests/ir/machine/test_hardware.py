@@ -358,3 +358,15 @@ def test_different_cards_in_one_machine() -> None:
     assert mixed.hosts == Hardware.preset("rtx4090x2").hosts
     with pytest.raises(HardwareError, match="no hardware preset"):
         Hardware.preset("rtx4090+h100")
+
+
+def test_network_cards_that_read_gpu_memory_pass_dram_by_and_wait_for_no_copy() -> None:
+    staged, direct = Hardware.preset("mics-p3dn:2"), Hardware.preset("mics-p4d:2")
+    first, same, other = (direct.devices[index].name for index in (0, 1, 8))
+    assert direct.path(first, other) == [f"{first}.up", "nic0.up", "nic1.down", f"{other}.down"]
+    assert direct.latency_s(first, other) == pytest.approx(30e-6)
+    assert staged.path(first, other)[1] == "rc0.0.up" and staged.latency_s(first, other) == pytest.approx(70e-6)
+    assert direct.path(first, same) == [f"{first}.nvlink.up", f"{same}.nvlink.down"]
+    assert direct.path("dram0", "dram1") == ["nic0.up", "nic1.down"]  # from DRAM as ever
+    assert direct.latency_s("dram0", other) == pytest.approx(50e-6)
+    assert "to and from GPU memory" in str(direct.describe()) and "GPU memory" not in staged.describe()
