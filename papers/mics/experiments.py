@@ -239,7 +239,7 @@ class Mics(Experiments):
             )
 
         assert old.network is not None and new.network is not None
-        hop_s = old.network.latency_s + 2 * old.devices[0].link_latency_s
+        hop_s, direct_s = (each.latency_s(each.devices[0].name, each.devices[GPUS].name) for each in (old, new))
         return {
             "GPUs": f"{gpu(old, 'p3dn, V100')}; {gpu(new, 'p4d, A100')}",
             "network": f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and "
@@ -251,7 +251,9 @@ class Mics(Experiments):
             "carries (n-1)/n of the value once; a sum that all get is a scatter and a gather",
             "latency": f"a ring of n has n-1 rounds (section 2.3, footnote 1) of {hop_s * 1e6:.0f} us between hosts: "
             f"{old.network.latency_s * 1e6:.0f} us of network and {old.devices[0].link_latency_s * 1e6:.0f} us of "
-            f"PCIe on either side, assumed; {old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All "
+            f"PCIe on either side, assumed; {direct_s * 1e6:.0f} us on p4d, whose network cards read GPU memory "
+            f"themselves (GPUDirect RDMA, by AWS's documents; p3dn has none); "
+            f"{old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All "
             "parameters of a layer go in one call",
             "memory": f"{old.devices[0].memory_bytes / 2**30:.0f} and {new.devices[0].memory_bytes / 2**30:.0f} GiB, "
             f"{old.devices[0].usable_fraction:.0%} of it usable; 2 + 2 + 12 bytes a parameter over the group",
