@@ -46,7 +46,7 @@ def _parts(step: SimulatedStep) -> str:
     parts = ", ".join(
         f"{op} {share:.2f}x" for op, share in sorted(moved.items(), key=lambda kv: -kv[1]) if share > 0.005
     )
-    return f"ours are {parts}; what the paper's number holds beyond its equation it does not say"
+    return f"ours are {parts}; checkpoints, which the paper's equation counts too, stay on the GPUs here"
 
 
 def fig7(paper: Mobius) -> Finding:
