@@ -9,16 +9,17 @@ from typing import Any
 
 from rich.table import Table
 
-from ..compiler.capture.trace import trace_in
 from ..compiler.job.batch import BatchShape, micro_batch_spec
+from ..compiler.loss.rules import captured
+from ..compiler.pipeline import parse_pipeline, run_passes
 from ..compiler.profile.profile import make_profiler, parts_here
 from ..compiler.search.candidates import micro_batch_counts
+from ..compiler.strategies import BEFORE_BLOCKS
 from ..ir.machine.hardware import Device
 from ..ir.precision import Precision
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft, Options
 from ..passes.graph.blocks import Block
-from ..passes.graph.coarsen import Coarsen
 from ..passes.graph.profile import distinct
 from ..passes.stage_time import roofline
 from .options import JobOptions
@@ -69,11 +70,10 @@ def profile_report(options: JobOptions) -> ProfileReport:
     count = options.micro_batches or micro_batch_counts(shape.size, hardware)[0][0]
     precision = Precision.of(options.precision_on(hardware))
     inputs = micro_batch_spec(example, count)
-    graph = trace_in(precision, model, inputs, device_kind=hardware.devices[0].kind)
+    graph = captured(model, inputs, precision=precision, device_kind=hardware.devices[0].kind)
     profiler = make_profiler(options.profile_cache or True, precision.name)
     draft = Draft(graph, hardware, Options(micro_batches=count, precision=precision.name, profiler=profiler))
-    coarsen = Coarsen()
-    coarsen.rewrite(draft, coarsen.plan(draft))
+    run_passes(draft, parse_pipeline(f"{BEFORE_BLOCKS}, coarsen", hardware.num_devices), check=False)
     return ProfileReport(count, {p.title: _rows(draft.blocks, p.devices[0], precision.name) for p in parts})
 
 
