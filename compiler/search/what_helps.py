@@ -1,7 +1,9 @@
 """What would help: the same model planned again for machines that have more of one thing.
 
 Each machine gets the chosen pipeline, and the same pipeline with partition-balanced in a few sizes and another mapping:
-a quick look that takes seconds. An even better plan may exist, so a gain is a lower bound.
+a quick look that takes seconds. An even better plan may exist, so a gain is a lower bound. Where these gain on the
+machine at hand, too, as where somebody chose the pipeline, the first row says so: that much is no gain of more of
+anything.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from .trial import why_not
 Part = TypeVar("Part", bound=MachinePart)
 FASTER = 2.0
 COMPUTATION = "computation"
+SAME = "this machine, otherwise planned"
+LEAST_GAIN = 0.01  # of a step, by which other plans for the machine at hand are told
 MORE_DRAM_BYTES = 64 * 10**9
 HELP_S = 25.0  # of computation for all machines together; each gets its share, and one candidate in any case
 
@@ -53,7 +57,7 @@ class Help:
 
 def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> list[Help]:
     """Plan again for each changed machine. Takes `HELP_S` of work, or as much as a candidate for each takes."""
-    changes = list(changed_machines(hardware))
+    changes = [Change(SAME, hardware), *changed_machines(hardware)]
     if wishes.options.profiler is not None:  # measured times do not change with the hardware's rates
         changes = [change for change in changes if change.faster != COMPUTATION]
         options = dataclasses.replace(wishes.options, profiler=for_machines_like(wishes.options.profiler, hardware))
@@ -68,7 +72,10 @@ def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> 
         attempts = Attempts(trace, change.machine, chosen)
         found.append(_planned(change.text, attempts, plan))
         left_s -= attempts.work.seconds
-    return found
+    assert plan.predicted is not None
+    same_s = found[0].step_s
+    gains = same_s is not None and same_s <= (1 - LEAST_GAIN) * plan.predicted.step_s
+    return found if gains else found[1:]
 
 
 def _planned(change: str, attempts: Attempts, plan: Plan) -> Help:
