@@ -189,12 +189,14 @@ By = Literal["heads", "ring", "rows"]
 
 class TokenSplit(BaseModel):
     """How tokens are divided: among `team` members, and how these meet in attention. `experts`: the layers whose
-    experts they divide, too, by module path; tokens then go to the members that have their experts."""
+    experts they divide, too, by module path; tokens then go to the members that have their experts. `keep`: keys and
+    values that came round a ring lie there until backward, in place of going round again."""
 
     model_config = ConfigDict(extra="forbid")
     team: Annotated[int, Field(ge=2)]
     by: By = "heads"
     experts: list[str] = []
+    keep: bool = False
 
 
 class LossChunk(BaseModel):

@@ -8,6 +8,7 @@ what would else be several micro-batches as one: so that is worth a try in a mix
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -48,7 +49,8 @@ def team_meshes(hardware: Hardware) -> Iterator[tuple[int, Mesh]]:
 def divided(base: Candidate, draft: Draft, team: int, experts: bool) -> Iterator[Candidate | PassError]:
     """The candidate with sequences divided among `team` members, in each way that the graph allows; for each that it
     does not, the reason. `draft` has the graph after the candidate's other passes over it. `experts`: whether members
-    share these out."""
+    share these out. A ring sends keys and values again for backward, or keeps them, which takes memory and spares
+    links."""
     for by in get_args(By):
         split = SplitContext(by, team, experts)
         trial = Draft(draft.graph, draft.machine, draft.options)
@@ -58,3 +60,5 @@ def divided(base: Candidate, draft: Draft, team: int, experts: bool) -> Iterator
             yield error
         else:
             yield base.over(*base.graph_passes, split)
+            if by == "ring":
+                yield base.over(*base.graph_passes, replace(split, keep=True))

@@ -65,8 +65,10 @@ Placed = tuple[int, Action]  # the device, and what it does
 
 
 def _rounds(specs: Sequence[StageSpec]) -> dict[str, tuple[str, ...]]:
-    """For each value that goes round a ring all that it is on its way, its own members' first."""
-    following = {e.source: e.result.name for spec in specs for e in spec.exchanges if e.op == ops.pass_on.name}
+    """For each value that goes round a ring, and round again for backward, all that it is on its way, its own members'
+    first."""
+    passed = [e for spec in specs for e in spec.exchanges if e.op == ops.pass_on.name and not e.lasts]
+    following = {e.source: e.result.name for e in passed}
     found: dict[str, tuple[str, ...]] = {}
     for first in following.keys() - set(following.values()):
         names = [first]

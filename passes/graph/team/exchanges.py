@@ -72,8 +72,8 @@ def own_part(value: Tensor, team: int, dim: int) -> Tensor:
     return value.chunk(team, dim)[0].clone()
 
 
-def pass_on(value: Tensor, team: int) -> Tensor:
-    """The value of the member before, in a ring."""
+def pass_on(value: Tensor, team: int, lasts: bool = False) -> Tensor:
+    """The value of the member before, in a ring. Backward is given it anew unless it `lasts` until then."""
     return value * 1
 
 
@@ -192,7 +192,8 @@ def exchange(node: fx.Node, result: TensorSpec) -> Exchange:
     if kind.back == "pass_on":
         back_fields = (("back", 1),)
     counted = "" if counts is None else counts.name
-    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields, counted)
+    lasts = bool(node.kwargs.get("lasts", False))
+    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields, counted, lasts)
 
 
 def cut_at_borders(blocks: Iterable[tuple[str, Iterable[fx.Node]]]) -> list[list[str]]:

@@ -84,7 +84,7 @@ QUOTIENTS = frozenset(("div", "divide", "itruediv", "true_divide", "truediv"))
 @dataclass(frozen=True)
 class SplitContext(GraphPass):
     """`by`: how members meet in attention; `team`: their number; `experts`: whether they share out experts, where a
-    layer has any.
+    layer has any; `keep`: whether keys and values that came round a ring lie there until backward.
 
     Raises `PassError` where tokens meet otherwise, where they or heads cannot be shared out equally, where random
     numbers are drawn for single tokens, and for batches whose sizes are not fixed."""
@@ -94,17 +94,20 @@ class SplitContext(GraphPass):
     by: By = "heads"
     team: int = 2
     experts: bool = True
+    keep: bool = False
 
     def __post_init__(self) -> None:
         if self.by not in get_args(By):
             raise PassError(f"pass {self.name!r}: option by={self.by!r} is none of {', '.join(get_args(By))}")
         if self.team < 2:
             raise PassError(f"pass {self.name!r}: option team={self.team}; a team has at least 2 members")
+        if self.keep and self.by != "ring":
+            raise PassError(f"pass {self.name!r}: option keep=true; with by={self.by} nothing goes round, use by=ring")
 
     def plan(self, draft: Draft) -> TokenSplit:
         layers = find_expert_layers(draft.graph) if self.experts else {}
         shared_out = [name for name, layer in layers.items() if not _refused(draft, layer, self.team)]
-        return TokenSplit(team=self.team, by=self.by, experts=shared_out)
+        return TokenSplit(team=self.team, by=self.by, experts=shared_out, keep=self.keep)
 
     def rewrite(self, draft: Draft, decision: TokenSplit) -> None:
         if draft.graph.team > 1:
@@ -173,6 +176,7 @@ class _Splitter:
 
     def __init__(self, graph: OpGraph, decision: TokenSplit):
         self.graph, self.team, self.by = graph, decision.team, decision.by
+        self.keep = decision.keep
         if graph.sizes:
             raise PassError(
                 f"split-context: the sizes {', '.join(graph.sizes)} differ from batch to batch; pad sequences to one "
@@ -509,9 +513,9 @@ class _Splitter:
         options |= {"mask": self._all_of(edit, sight.masks)} if sight.masks else {}
         tokens = call.query.meta["val"].shape[TOKENS]
         steps = steps_seen(tokens, self.team, self.is_zigzag, sight.before, sight.after)
-        partial = None
+        partial, lasts = None, {"lasts": True} if self.keep else {}
         for step in range(max(steps) + 1):
-            key, value = (edit.call(pass_on, n, self.team) for n in (key, value)) if step else (key, value)
+            key, value = (edit.call(pass_on, n, self.team, **lasts) for n in (key, value)) if step else (key, value)
             if step in steps:
                 partial = self._block(edit, partial, (call.query, key, value, self.member, step, self.team), options)
         assert partial is not None

@@ -16,7 +16,7 @@ from penstock.ir import ops
 from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import work_of
+from penstock.ir.program import profile_memory, work_of
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph import measured
 from penstock.passes.graph.costs import FakeBlockRun
@@ -132,6 +132,18 @@ def test_a_window_sends_keys_and_values_as_far_as_queries_see() -> None:
 
 
 @pytest.mark.slow
+def test_a_ring_may_keep_what_came_round() -> None:
+    """Until backward, which is then sent the gradients alone."""
+    team, graph = 4, small()
+    draft = drafted(graph, lines("ring, keep=true", team), team)
+    assert_a_team_trains_as_eager(graph, draft)
+    assert names_of(draft).count("pass_on") == 2 * 2 * 2 * (team - 1)  # two micro-batches, of keys and of values
+    again = drafted(graph, lines("ring", team), team)
+    peaks = [profile_memory(d.programs[0]).peak_bytes[ops.DEVICE] for d in (draft, again)]
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [4, 8])
 def test_a_few_tiles_of_a_block_say_what_all_cost(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     """Of a triangle, whose tiles see more keys one after another, and of a rectangle; an odd and an even number."""
@@ -227,6 +239,7 @@ def test_what_lets_tokens_meet_is_refused_with_its_line(call: Any, said: str) ->
         (f"split-context{{team=2}}, coarsen{{level=operator}}, mesh, {PLAIN}", "knows no teams"),
         (lines("tokens", 2), "option by='tokens' is none of heads"),
         (lines("heads", 1), "a team has at least 2 members"),
+        (lines("heads, keep=true", 2), "keep=true; with by=heads nothing goes round, use by=ring"),
         (lines("heads", 2, "mesh{shards=3, team=2}"), "one of the two is a multiple of the other"),
     ],
 )
