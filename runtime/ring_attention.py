@@ -35,8 +35,8 @@ from .token_parts import own_tokens
 QUERIES = 512  # of which the products with all keys of a block stand at once
 EITHER = 2  # the first run where the keys are of a member with a lower number, else the second
 MORE = 3  # numbers of a partial attention beside the sum of values
-Tiles = list[tuple[slice, slice]]  # queries, and the keys around those that they see
-Some = Callable[[Tiles], Iterable[tuple[slice, slice]]]
+BlockTiles = list[tuple[slice, slice]]  # queries, and the keys around those that they see
+Some = Callable[[BlockTiles], Iterable[tuple[slice, slice]]]
 
 
 @torch.no_grad()
