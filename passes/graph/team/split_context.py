@@ -513,7 +513,8 @@ class _Splitter:
         options |= {"mask": self._all_of(edit, sight.masks)} if sight.masks else {}
         tokens = call.query.meta["val"].shape[TOKENS]
         steps = steps_seen(tokens, self.team, self.is_zigzag, sight.before, sight.after)
-        partial, lasts = None, {"lasts": True} if self.keep else {}
+        partial: fx.Node | None = None
+        lasts: dict[str, Any] = {"lasts": True} if self.keep else {}
         for step in range(max(steps) + 1):
             key, value = (edit.call(pass_on, n, self.team, **lasts) for n in (key, value)) if step else (key, value)
             if step in steps:
