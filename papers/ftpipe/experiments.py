@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -178,10 +179,10 @@ def num_sent(trial: SimulatedStep) -> float:
 
 
 def copies(trial: SimulatedStep) -> int:
-    """How many other stages receive the largest value that passes between stages."""
+    """How many other stages receive the value of which most bytes pass between stages."""
+    read = Counter(value.name for spec in trial.specs for value in spec.inputs)
     sent = (value for spec in trial.specs for value in spec.outputs if value.requires_grad)
-    largest = max(sent, key=lambda value: value.bytes)
-    return sum(value.name == largest.name for spec in trial.specs for value in spec.inputs)
+    return read[max(sent, key=lambda value: read[value.name] * value.bytes).name]
 
 
 def slowest_s(trial: SimulatedStep) -> float:
