@@ -135,6 +135,7 @@ class CountModel:
         self.w: list[Any] = []
         self.g: list[Any] = []
         self.q: list[Any] = []
+        self.calls: list[Any] = []
 
         def of(sums: Sequence[float], mine: dict[int, Any], unit: float = 1.0) -> Any:
             return mip.xsum((sums[firsts[r] + 1] - sums[firsts[r]]) / unit * x for r, x in mine.items())
@@ -148,6 +149,7 @@ class CountModel:
                 (self.w, of(p.weight_bytes, mine, GB)),
                 (self.g, of(p.grad_bytes, mine, GB)),
                 (self.q, of(p.params, mine, GB)),
+                (self.calls, of(p.tensors, mine)),
             )
             for rows, amount in sums:
                 total = self.real()
@@ -337,6 +339,14 @@ class CountModel:
                 passed[unit.complex] = passed.get(unit.complex, 0.0) + GB * unit.shared_both_s * self.w[j]
         return passed
 
+    def step_s(self, j: int) -> Any:
+        """Seconds of the update of a stage on its device, clipping included."""
+        unit, there = self.p.units[j % self.n], j >= self.idle
+        took = GB * unit.step_s * self.q[j] + unit.call_s * self.calls[j] + unit.own_s * there
+        if self.p.update.barrier:
+            took = took + 2 * GB * unit.byte_s * self.g[j] + (unit.call_s + unit.own_s) * there
+        return took
+
     def update(self) -> None:
         p, n = self.p, self.n
         barrier = self.real() if p.update.barrier else None
@@ -346,9 +356,10 @@ class CountModel:
             self.row(self.end, self.ready[j])
             if barrier is not None:
                 norm_s = unit.byte_s if self.resident[j % n] else p.update.bytes_s[unit.host]
-                self.row(barrier, self.ready[j] + GB * norm_s * mip.xsum(self.g[j % n :: n]))
+                own_s = unit.call_s + unit.own_s if self.resident[j % n] and not self.idle else 0.0
+                self.row(barrier, self.ready[j] + GB * norm_s * mip.xsum(self.g[j % n :: n]) + own_s)
             if self.resident[j % n]:
-                self.row(self.end, self.ready[j] + GB * unit.step_s * self.q[j])
+                self.row(self.end, self.ready[j] + self.step_s(j))
                 continue
             work = self.real()
             took = GB * p.update.params_s[unit.host] * self.q[j]
@@ -359,14 +370,12 @@ class CountModel:
             if barrier is None:
                 self.row(self.end, self.h_ends[j] + work)
                 self.row(self.end, self.ready[j] + took)
-        if barrier is not None:
-            for work in after.values():
-                self.row(self.end, barrier + work)
-            for d in range(min(n, self.count)):
-                if self.resident[d]:
-                    stages = range(d, self.count, n)
-                    step_s, clip_s = GB * p.units[d].step_s, 2 * GB * p.units[d].byte_s
-                    self.row(self.end, barrier + mip.xsum(step_s * self.q[j] + clip_s * self.g[j] for j in stages))
+        for work in after.values() if barrier is not None else ():
+            self.row(self.end, barrier + work)
+        for d in range(min(n, self.count)):
+            if self.resident[d]:  # all of a device's updates follow its last backward
+                begin = barrier if barrier is not None else 0.0 if self.idle else self.h_ends[d]
+                self.row(self.end, begin + mip.xsum(self.step_s(j) for j in range(d, self.count, n)))
 
     def through_the_largest(self, blocks: int) -> None:
         """Some stage has at least so many common blocks: the first micro-batch passes all stages up to it, all

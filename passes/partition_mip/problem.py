@@ -9,7 +9,7 @@ complex. Stage j runs on device j mod N of the order. Identical blocks have one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
@@ -88,6 +88,7 @@ class MipProblem:
     order: tuple[int, ...] = field(default=())
     swap: bool = False  # weights come from DRAM also where they could stay
     ordered: bool = False  # fetches through a root complex go by turn instead of sharing it
+    placed: dict[Hashable, tuple[float, list[int]]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def num_blocks(self) -> int:

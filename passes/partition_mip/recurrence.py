@@ -99,6 +99,11 @@ def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
     return tuple(room == math.inf for room in _Step(p, cuts).ahead_bytes)
 
 
+def _on(cuts: Sequence[int], d: int, n: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Device d and where its stages begin and end."""
+    return d, tuple(cuts[d:-1:n]), tuple(cuts[d + 1 :: n])
+
+
 class _Step:
     """One evaluation. Lists are per stage; `free` and `freed`: when each device's last phase and the one before
     ended."""
@@ -132,17 +137,22 @@ class _Step:
 
     def place(self) -> None:
         """Decide which devices are resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
-        for d in range(min(self.n, self.count)):
-            stages = range(d, self.count, self.n)
-            if not self.p.swap and self.resident(self.p.units[d], stages):
-                self.ahead_bytes[d] = math.inf
-            else:
-                self.swap(d, stages)
+        n, placed = self.n, self.p.placed
+        for d in range(min(n, self.count)):
+            key = _on(self.cuts, d, n)  # partitions that are compared differ on few devices
+            if key not in placed:
+                stages = range(d, self.count, n)
+                again = None if self.p.swap else self.resident(self.p.units[d], stages)
+                placed[key] = self.swapped(d, stages) if again is None else (math.inf, again)
+            self.ahead_bytes[d], again = placed[key]
+            for j in again:
+                self.tb[j] += self.again[j]
 
-    def resident(self, unit: Unit, stages: range) -> bool:
-        """Whether all stages stay on the device, with as few of them rematerialised as it takes, the largest first."""
+    def resident(self, unit: Unit, stages: range) -> list[int] | None:
+        """The stages to rematerialise so that all stay on the device: as few as it takes, the largest first. None where
+        not all can stay."""
         if sum(self.w[j] + self.g[j] + self.p.update.state_bytes * self.q[j] for j in stages) > unit.budget_bytes:
-            return False
+            return None
         largest = sorted(stages, key=lambda j: -self.kept[j])
         low, high = 0, len(largest) + 1
         while low < high:
@@ -150,11 +160,7 @@ class _Step:
             low, high = (
                 (low, middle) if self.peak(stages, largest[:middle]) <= unit.budget_bytes else (middle + 1, high)
             )
-        if low > len(largest):
-            return False
-        for j in largest[:low]:
-            self.tb[j] += self.again[j]
-        return True
+        return None if low > len(largest) else largest[:low]
 
     def peak(self, stages: range, again: Sequence[int]) -> float:
         """Memory of a resident device at the worst of its backwards, the last stage's first."""
@@ -167,14 +173,14 @@ class _Step:
             held -= self.g[j]
         return most
 
-    def swap(self, d: int, stages: range) -> None:
+    def swapped(self, d: int, stages: range) -> tuple[float, list[int]]:
+        """The room for weights fetched ahead beside all else, and the stages to rematerialise."""
         p, m, last = self.p, self.p.micro_batches, stages[-1]
         inputs = most = 0.0
         for j in stages:
             inputs += self.entering[j]
             if j != last:
                 most = max(most, self.work[j] + inputs)
-                self.tb[j] += self.again[j]
         slack = 2 * self.entering[last] / m
         again = max(most, self.work[last] + inputs) + slack
         keeping = max(most, self.work[last] + (m - 1) * self.kept[last] + inputs) + slack
@@ -183,10 +189,8 @@ class _Step:
         if keeping + largest <= budget and self.fetched_early(budget - keeping, stages) >= self.fetched_early(
             budget - again, stages
         ):
-            self.ahead_bytes[d] = budget - keeping
-        else:
-            self.ahead_bytes[d] = budget - again
-            self.tb[last] += self.again[last]
+            return budget - keeping, list(stages[:-1])
+        return budget - again, list(stages)
 
     def fetched_early(self, room: float, stages: range) -> float:
         n, w = self.n, self.w
@@ -200,6 +204,7 @@ class _Step:
         complexes = 1 + max(unit.complex for unit in self.p.units)
         self.up, self.out = [0.0] * complexes, [0.0] * complexes
         self.links = [SharedLink() for _ in range(complexes)]
+        self.passing_s: dict[int, float] = {}
         for j in range(min(2 * self.n, self.count)):
             self.fetch(j, -self.n, 0.0)
         self.forward()
@@ -207,16 +212,15 @@ class _Step:
         return self.update()
 
     def fetch(self, j: int, before: int, begin_s: float) -> None:
-        """Put the weights of stage j for its forward (`before` < 0) or backward into the queue of its device."""
+        """Put the weights of stage j for its forward (`before` < 0) or backward into the queue of its device, with the
+        messages to it, which go before them. After its forward stage j is known as `count` + j."""
         d = j % self.n
-        if self.ahead_bytes[d] < math.inf and not self.p.ordered:
-            name = j if before < 0 else self.count + j
-            self.links[self.p.units[d].complex].add(d, name, begin_s, self.uploading_s(j, before))
-
-    def uploading_s(self, j: int, before: int) -> float:
-        """Seconds that the weights of stage j, and the messages to it, take through the root complex alone."""
-        messages = self.messages(j, before) if j + before >= 0 else 0.0
-        return (self.w[j] + messages) * self.p.units[j % self.n].shared_fetch_s
+        if self.ahead_bytes[d] < math.inf:
+            unit, name = self.p.units[d], j if before < 0 else self.count + j
+            messages = self.messages(j, before) if j + before >= 0 else 0.0
+            self.passing_s[name] = (self.w[j] + messages) * unit.shared_fetch_s
+            if not self.p.ordered:
+                self.links[unit.complex].add(d, name, begin_s, self.passing_s[name])
 
     def there_s(self, j: int, before: int) -> float:
         """When the weights of stage j arrive; `before` leads to the stage of the device's phase before.
@@ -227,15 +231,15 @@ class _Step:
         room = self.ahead_bytes[d]
         if room == math.inf:
             return 0.0
-        unit, w = self.p.units[d], self.w[j]
+        unit, w, name = self.p.units[d], self.w[j], j if before < 0 else self.count + j
         c = unit.complex
-        there_s = self.up[c] = max(self.up[c], self.freed[d]) + self.uploading_s(j, before)
+        there_s = self.up[c] = max(self.up[c], self.freed[d]) + self.passing_s[name]
         if k >= 0 and room < w + self.w[k]:
             late = min(w, w + self.w[k] - room)
             there_s = max(there_s, self.free[d] + late * unit.fetch_s + unit.latency_s)
         there_s = max(there_s, max(self.own_up[d], self.freed[d]) + w * unit.fetch_s)
         if not self.p.ordered:
-            there_s = max(there_s, self.links[c].end_s(j if before < 0 else self.count + j))
+            there_s = max(there_s, self.links[c].end_s(name))
         self.own_up[d] = there_s + unit.latency_s
         return self.own_up[d]
 

@@ -32,7 +32,8 @@ class SharedLink:
                     continue
                 row = queue[0]
                 if row[0] > now_s:
-                    later_s = min(later_s, row[0])
+                    if row[0] < later_s:
+                        later_s = row[0]
                 else:
                     moving.append(row)
                     if row[1] < least_s:

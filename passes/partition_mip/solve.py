@@ -3,13 +3,14 @@
 In: a `MipProblem` and the local search's results. Out: a `Proof`. A node is a range of numbers of stages; it says how
 many devices are resident, of some whether they are, and how many of the common blocks the largest stage has. The node
 with the least bound is split: by the number of resident devices and by the residence of one more device, each part
-bounded by `TotalsModel`, until that is known of all; then by the number of stages modulo N, each part bounded by the
-relaxed `CountModel`, where the devices cannot take each other's places; by the largest stage; by the range of the
-number of stages. Where few partitions are left, all are tried. For one number of stages integer counts faster than a
-cutoff are looked for, and judged by the recurrence, which also takes what the model leaves out; where there are none,
-the next cutoff is closer to the best partition. The search ends when the least bound reaches the best partition but for
-`CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on every machine. python-mip and HiGHS may
-be absent or fail: then the local search's answer stays, and the proof says what happened.
+bounded by `TotalsModel`, until that is known of all; then by the range of the number of stages, as long as it is wide;
+by the number of stages modulo N, each part bounded by the relaxed `CountModel`, where the devices cannot take each
+other's places; by the largest stage; by the range again. Where few partitions are left, all are tried. For one number
+of stages integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes what the
+model leaves out; where there are none, the next cutoff is closer to the best partition. The search ends when the least
+bound reaches the best partition but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on
+every machine. python-mip and HiGHS may be absent or fail: then the local search's answer stays, and the proof says what
+happened.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from .problem import MipProblem
 CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.05, 0.02, 0.01, CLOSE)  # what is proven for one number of stages, one after the other
 TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, for one program of each sort
-ITERATION_S, ROW_S = 1.2e-7, 1e-5  # of work, for a row of a program: in each iteration, and once
-STAGE_S = 0.8e-3  # of work, for a stage of a linear relaxation
+ITERATION_S, ROW_S = 1.2e-7, 2e-5  # of work, for a row of a program: in each iteration, and once
+ENTRY_S, CROSSING_S = 4.5e-7, 3e-7  # of the barrier method: in each iteration for an entry; in each crossover for a row
+INTEGER = 4.0  # times the work of a program's counted iterations where it is solved in integers
 CHOICES = 60  # the most devices whose residence is told apart to bound a number of resident devices
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
+WIDE = 2.5  # the largest number of stages over the least, for which one linear relaxation speaks of all
 FEW = 3000  # so many partitions are tried rather than bounded
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 Residents = tuple[bool | None, ...]  # None: either
@@ -156,6 +159,10 @@ class _Tree:
         n = len(self.search.problem.units)
         if None in node.residents:
             return self.refine_residents(node)
+        if not node.step and node.count >= WIDE * node.fewest:  # small models bound few stages
+            middle = math.isqrt(node.fewest * node.count)
+            parts = [(node.fewest, middle), (middle + 1, node.count)]
+            return [self.total(replace(node, fewest=low, count=high), TOTALS_NODES) for low, high in parts]
         if not node.step:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
@@ -266,7 +273,18 @@ class _Tree:
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
-        self.work.add(model.num_rows * (ROW_S + ITERATION_S * iterations))
+        self.work.add(model.num_rows * (ROW_S + ITERATION_S * iterations) * (INTEGER if nodes else 1.0))
+        return status
+
+    def barrier(self, model: Any) -> Any:
+        """Solve a relaxation by the barrier method, twice as fast as simplex on the largest of these."""
+        import mip
+
+        model.lp_method = mip.LP_Method.BARRIER
+        status = model.optimize(relax=True, max_seconds=self.guard_s())
+        number = model.solver._get_int_info_value
+        entries, crossed = model.num_nz * number("ipm_iteration_count"), number("crossover_iteration_count")
+        self.work.add(entries * ENTRY_S + model.num_rows * (ROW_S + crossed * CROSSING_S))
         return status
 
     def cutoff_s(self, node: _Node) -> float:
@@ -284,9 +302,7 @@ class _Tree:
         gc.collect(0)  # the model before
         cutoff_s = self.best_s() * (1 - CLOSE)
         model = self.counts(node, cutoff_s).model
-        model.lp_method = mip.LP_Method.BARRIER  # twice as fast as the simplex method on the largest of these
-        status = model.optimize(relax=True, max_seconds=self.guard_s())
-        self.work.add(STAGE_S * node.count)
+        status = self.barrier(model)
         self.counted["linear relaxations"] += 1
         if status == mip.OptimizationStatus.OPTIMAL:
             self.raised(node, min(model.objective_value, cutoff_s))

@@ -49,6 +49,7 @@ def problem(
             latency_s=1e-3,
             own_s=1e-3,
             step_s=1e-12,
+            call_s=1e-5,
             byte_s=1e-11,
             complex=complex_,
         )
