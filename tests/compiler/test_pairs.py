@@ -53,8 +53,9 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
     all members of a team of N): Ulysses sends (N-1)/N of queries, keys, values and results (DeepSpeed-Ulysses 3.2); a
     ring all keys and values N-1 times (Liu 2023, 3.1); width adds up twice a layer, 2 (N-1) M each (Megatron-LM 3), in
     a step as much for the vocabulary, and the gradients of norms' weights that heads share. Of tokens for k experts
-    each, (N-1)/N go to another member, k times, and their results come back (GShard, 3.2). As much goes back in backward, for which keys and values go round once more, unless a ring's stages lie on several devices
-    of a pipeline, and rows go to experts once more that run again."""
+    each, (N-1)/N go to another member, k times, and their results come back (GShard, 3.2). As much goes back in
+    backward, for which keys and values go round once more, unless a ring's stages lie on several devices of a pipeline,
+    and rows go to experts once more that run again."""
     way = next(name for name in ("Ulysses", "ring", "width", "routing") if name in pair)
     config: Any = pair.made()[0].config
     heads, team = config.num_attention_heads, pair.beside
