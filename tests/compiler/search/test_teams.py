@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.search.teams import LONG_TOKENS, team_meshes
+from penstock.passes.decisions import TokenSplit
 from penstock.passes.sharding.mesh import Mesh
+from penstock.tests.passes.graph.team.mixtures import Mixture
 from penstock.tests.passes.graph.team.sequences import WIDTH, WORDS, Layer
 
 
@@ -48,6 +50,20 @@ def test_short_rows_are_not_divided() -> None:
     plan = planned(64)
     assert plan.decisions.context is None
     assert not any("split-context" in rival.passes for rival in plan.rivals)
+
+
+@pytest.mark.slow
+def test_experts_are_shared_out_where_one_device_cannot_hold_them() -> None:
+    """13 MB hold half of the experts with their gradients; all of them, or others in turn, would come over a slow
+    link."""
+    machine = penstock.Hardware.cpu(2, memory="13MB", dram="1GB", h2d="50MB/s", d2h="50MB/s", link="2GB/s")
+    ids = torch.zeros(8, 8, dtype=torch.int64)
+    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "search_s": 8.0, "micro_batches": 4}
+    model = Mixture(inner=8192)
+    plan = penstock.compile(model, machine, example_inputs={"ids": ids, "labels": ids}, **options).plan
+    assert plan.decisions.context == TokenSplit(team=2, by="rows", experts=["experts"])
+    others = [rival.step_s for rival in plan.rivals if "split-context" not in rival.passes and rival.step_s is not None]
+    assert plan.predicted is not None and 0 < plan.predicted.bound_s <= plan.predicted.step_s < min(others)
 
 
 def test_teams_are_large_first_and_divide_the_devices() -> None:

@@ -14,10 +14,10 @@ WIDTH, EXPERTS, TOP, INNER = 24, 4, 2, 16  # WIDTH is that of `Layer`
 class Experts(nn.Module):
     """Each token's `TOP` experts of `EXPERTS`, times its router's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int):
         super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) * 0.2)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, inner) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, inner, WIDTH) * 0.2)
 
     def forward(self, h: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
         experts, order = chosen.reshape(-1).sort()
@@ -32,12 +32,12 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """Attention, a router, experts and a shared expert. `bias`: what the router adds to the scores of each expert."""
 
-    def __init__(self, bias: tuple[float, ...] = (0.0,) * EXPERTS, depth: int = 1):
+    def __init__(self, bias: tuple[float, ...] = (0.0,) * EXPERTS, depth: int = 1, inner: int = INNER):
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.attend = nn.ModuleList(Layer() for _ in range(depth))
         self.gate, self.shared = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts()
+        self.experts = Experts(inner)
         self.register_buffer("bias", torch.tensor(bias))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
