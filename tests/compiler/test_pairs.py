@@ -67,7 +67,7 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
         "width": 2 * tokens_bytes * 2 * (team - 1),
     }
     norms = 2 * config.num_hidden_layers if "qwen3" in pair.model else 0
-    norms_bytes = 4 * norms * getattr(config, "head_dim", 0) * pair.micro_batches
+    norms_bytes = 4 * norms * (getattr(config, "head_dim", None) or 0) * pair.micro_batches
     more = expected["width"] + 2 * (team - 1) * norms_bytes if way == "width" else 0
     job = pair.compiled()
     if "routing" in pair:
