@@ -24,7 +24,7 @@ FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
 
 @dataclass
-class Stage:
+class TimedStage:
     """Seconds for one micro-batch, and what comes from which stages: (stage, bytes). `backward_s` is without what is
     computed again."""
 
@@ -50,17 +50,17 @@ def busiest_share(trial: SimulatedStep) -> float:
     return max(busy_s) / (gpipe_s(trial) or 1.0)
 
 
-def stages_of(trial: SimulatedStep) -> list[Stage]:
+def stages_of(trial: SimulatedStep) -> list[TimedStage]:
     """The stages of a simulated program whose backwards all compute their forward again."""
     assert trial.timeline is not None
-    found: dict[str, Stage] = {}
+    found: dict[str, TimedStage] = {}
     nodes = [(p, node) for p in shown(trial.programs, trial.hardware)[0] for node in p.ops() if op_of(node).streams]
     for (program, node), span in zip(nodes, trial.timeline.spans, strict=True):
         took_s, name = span.end_s - span.start_s, str(node.args[0])
         if node.target is ops.step:
             found[name].step_s = took_s
         elif node.target is ops.forward and micro_batch_of(node) == 0:
-            found[name] = Stage(program.device, took_s, 0.0)
+            found[name] = TimedStage(program.device, took_s, 0.0)
         elif node.target is ops.backward and micro_batch_of(node) == 0:
             found[name].backward_s = took_s - found[name].forward_s
     specs = [spec for spec in trial.specs if spec.name in found]
@@ -71,13 +71,13 @@ def stages_of(trial: SimulatedStep) -> list[Stage]:
     return stages
 
 
-def step_s(stages: Sequence[Stage], micro_batches: int, machine: Hardware) -> float:
+def step_s(stages: Sequence[TimedStage], micro_batches: int, machine: Hardware) -> float:
     """Seconds until every stage has updated. A message takes its path's latency and rate; those of one GPU go one after
     another, and messages of different GPUs do not slow each other down."""
     return max(_ends(stages, micro_batches, machine))
 
 
-def _ends(stages: Sequence[Stage], count: int, machine: Hardware) -> Iterator[float]:
+def _ends(stages: Sequence[TimedStage], count: int, machine: Hardware) -> Iterator[float]:
     names = [device.name for device in machine.devices]
     free, sending = [0.0] * len(names), [0.0] * len(names)  # when a GPU, and its link, has no more to do
     left = [list(_turns(count)) for _ in stages]

@@ -6,17 +6,17 @@ import pytest
 
 from penstock.ir.machine.hardware import Hardware
 from penstock.papers.ftpipe.experiments import FtPipe
-from penstock.papers.ftpipe.gpipe import Stage, busiest_share, gpipe_s, stages_of, step_s
+from penstock.papers.ftpipe.gpipe import TimedStage, busiest_share, gpipe_s, stages_of, step_s
 from penstock.papers.lab import Lab
 
 FREE = Hardware.preset("ftpipe-2080ti", link_latency_s=0.0)
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
-def pipe(devices: list[int], num_bytes: int = 0) -> list[Stage]:
+def pipe(devices: list[int], num_bytes: int = 0) -> list[TimedStage]:
     """Equal stages, one after another."""
     return [
-        Stage(device, FORWARD_S, BACKWARD_S, sources=[(number - 1, num_bytes)] if number else [])
+        TimedStage(device, FORWARD_S, BACKWARD_S, sources=[(number - 1, num_bytes)] if number else [])
         for number, device in enumerate(devices)
     ]
 
@@ -49,7 +49,11 @@ def test_messages_and_updates_are_waited_for() -> None:
 
 def test_a_value_for_several_stages_goes_to_one_after_another() -> None:
     size = round(FREE.bandwidth("gpu0", "gpu1"))
-    fan = [Stage(0, 1.0, 0.0), Stage(1, 1.0, 0.0, sources=[(0, size)]), Stage(2, 1.0, 0.0, sources=[(0, size)])]
+    fan = [
+        TimedStage(0, 1.0, 0.0),
+        TimedStage(1, 1.0, 0.0, sources=[(0, size)]),
+        TimedStage(2, 1.0, 0.0, sources=[(0, size)]),
+    ]
     assert step_s(fan, 1, FREE) == pytest.approx(1.0 + 2.0 + 1.0 + 1.0)
 
 

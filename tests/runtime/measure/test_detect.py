@@ -60,7 +60,7 @@ def test_measuring_times_every_figure_on_this_machine(no_gpu: None, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_failing_measurement_shows_the_childs_error() -> None:
-    with pytest.raises(HardwareError, match=r"(?s)measuring failed in measure \(exit 1\).*not enough values"):
+    with pytest.raises(HardwareError, match=r"(?s)measuring failed in cpu \(exit 1\).*not enough values"):
         detect.run_children("cpu", [["0"]], threads=1)
 
 
