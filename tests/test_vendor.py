@@ -9,7 +9,7 @@ from typing import TypeGuard
 ROOT = Path(__file__).resolve().parent.parent
 KNOWS = "runtime/accelerator.py"
 # What measures a machine calls torch's own functions for its GPUs, one by one: the calls are what is measured.
-MEASURES = {f"runtime/measure/{name}.py" for name in ("blocks", "cpu", "cuda", "detect")}
+MEASURES = {f"runtime/measure/{name}.py" for name in ("blocks", "cpu", "cuda", "detect", "links")}
 ROOMS = ("ir", "passes", "codegen", "runtime", "compiler", "data", "training", "integrations", "cli", "papers")
 
 

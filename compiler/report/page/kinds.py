@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[ops.Op, ...]] = {
     "messages": (
         ops.send, ops.recv, ops.all_reduce, ops.all_gather, ops.reduce_scatter,
         ops.all_to_all, ops.gather_parts, ops.scatter_sum, ops.sum_parts, ops.pass_on,
+        ops.to_experts, ops.from_experts,
     ),
     "other": (ops.add, ops.split, ops.own_part),
 }  # fmt: skip

@@ -298,7 +298,7 @@ class _Divided:
             yield (args[0], *wanted[0]) if flat else (args[0], tuple(wanted[0])), {}
         if str(node.target) == "unflatten" and node.op == "call_method" and len(args) == 3 and isinstance(args[1], int):
             first = args[1] if args[1] >= 0 else args[1] + args[0].meta["val"].dim()  # type: ignore[union-attr]
-            yield (*args[:2], tuple(wanted[0][first : first + len(args[2])])), kwargs  # type: ignore[arg-type]
+            yield (*args[:2], tuple(wanted[0][first : first + len(args[2])])), kwargs  # type: ignore[arg-type, operator]
         yield args, kwargs
 
         def smaller(value: Any) -> Any:
