@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -142,6 +143,15 @@ def assert_trains_like_eager(job: Job, batch: Any, tolerance: float = 0.0, **opt
             assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, tolerance and 1e-6)
         assert_same_states(job, eager, tolerance)
         assert_close(job.state_dict(), eager.model.state_dict(), tolerance)
+
+
+def assert_steps_like_eager(job: Job, eager: Eager, batch: Any, tolerance: float, steps: int = 2) -> None:
+    """Losses and the norms that gradients are clipped by, of some steps of a job that runs, and then the optimizer's
+    states: momentum shows every gradient."""
+    for _ in range(steps):
+        assert float(job.step(batch)) == pytest.approx(float(eager.step(batch)), rel=1e-6)
+        assert job.last is not None and job.last.gradient_norm == pytest.approx(eager.gradient_norm, rel=1e-5)
+    assert_same_states(job, eager, tolerance)
 
 
 def assert_close(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor], tolerance: float, what: str = "") -> None:

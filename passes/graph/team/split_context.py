@@ -182,6 +182,7 @@ class _Splitter:
                 f"split-context: the sizes {', '.join(graph.sizes)} differ from batch to batch; pad sequences to one "
                 "length, or train without a team"
             )
+        self.divided = "rows" if self.by == "rows" else "tokens"
         self.along = ROW_DIM if self.by == "rows" else TOKEN_DIM
         self.length = _rows(graph) if self.by == "rows" else _length(graph)
         self.sights: dict[fx.Node, Sight] = {}
@@ -259,19 +260,19 @@ class _Splitter:
         elif call_name(node) in SUMS and self._sums_tokens(node):
             self._sum(node)
         else:
-            self._refuse(node, "lets tokens meet")
+            self._refuse(node, f"lets {self.divided} meet")
 
     def _refuse(self, node: fx.Node, what: str) -> None:
-        from_attention = call_name(node) in ("matmul", "bmm", "softmax", "__matmul__", "baddbmm", "einsum")
-        hint = (
-            'use attn_implementation="sdpa", whose attention members can share'
-            if from_attention
-            else "train without a team: with tiers and tiles of tokens one device takes longer sequences, too"
-        )
-        raise PassError(
-            f"split-context: {call_name(node) or node.target} ({node.meta.get('source', '')}) {what}. Tokens may meet "
-            f"in attention by scaled_dot_product_attention, and in sums such as the loss; {hint}"
-        )
+        name, source = call_name(node) or node.target, node.meta.get("source", "")
+        if self.divided == "rows":
+            may = "Rows may meet in sums such as the loss alone; train without a team, in one micro-batch"
+        else:
+            may = "Tokens may meet in attention by scaled_dot_product_attention, and in sums such as the loss; "
+            if name in ("matmul", "bmm", "softmax", "__matmul__", "baddbmm", "einsum"):
+                may += 'use attn_implementation="sdpa", whose attention members can share'
+            else:
+                may += "train without a team: with tiers and tiles of tokens one device takes longer sequences, too"
+        raise PassError(f"split-context: {name} ({source}) {what}. {may}")
 
     def _place(self, node: fx.Node) -> TokenPlace | None:
         return self.facts.place(node)
@@ -405,7 +406,7 @@ class _Splitter:
     def _of_summands(self, node: fx.Node) -> None:
         """A node that reads summands: linear in them, it gives one; else the team adds them up first."""
         if any(self.parts.get(arg) is MemberPart.LOCAL for arg in node.all_input_nodes):
-            self._refuse(node, "lets tokens meet")
+            self._refuse(node, f"lets {self.divided} meet")
         summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is MemberPart.SUMMAND]
         if self._is_linear(node, summands):
             self._share_addends(node, summands)

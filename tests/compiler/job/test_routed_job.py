@@ -10,7 +10,7 @@ import torch
 import penstock
 from penstock.ir import ops
 from penstock.tests import zoo
-from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_same_states
+from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_steps_like_eager
 
 REORDERED = 5e-6  # the order of additions over tokens and members differs
 BEFORE = "drop-masks, split-context{{by={by}, team={team}}}, coarsen, "
@@ -37,7 +37,7 @@ def case(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 @pytest.mark.multi
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_routed_experts_on_processes_train_as_eager(layout: str) -> None:
-    """Momentum shows every gradient of two steps in the optimizer's states; the norm has each gradient once."""
+    """The norm has each gradient once."""
     devices, team, name, by, rest = LAYOUTS[layout]
     model, batch = case(name)
     eager = Eager(model, max_grad_norm=0.5)
@@ -45,7 +45,4 @@ def test_routed_experts_on_processes_train_as_eager(layout: str) -> None:
     options: dict[str, Any] = {"optimizer": SGD, "micro_batches": 4, "max_grad_norm": 0.5, "strategy": line}
     with penstock.compile(model, penstock.Hardware.cpu(num_devices=devices), example_inputs=batch, **options) as job:
         assert any(node.target is ops.to_experts for program in job.programs for node in program.ops())
-        for _ in range(2):
-            assert float(job.step(batch)) == pytest.approx(float(eager.step(batch)), rel=1e-6)
-            assert job.last.gradient_norm == pytest.approx(eager.gradient_norm, rel=1e-5)
-        assert_same_states(job, eager, REORDERED)
+        assert_steps_like_eager(job, eager, batch, REORDERED)

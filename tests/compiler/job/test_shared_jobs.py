@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_steps_like_eager, zoo_case
 
 # Each device adds up its own micro-batches first: the same four terms in another order, as where stages share a weight.
 REORDERED = 5e-6
@@ -26,10 +26,7 @@ def test_a_job_is_eagers(strategy: str, tmp_path: Path) -> None:
     options = {"example_inputs": batch, "optimizer": SGD, "micro_batches": 4, "max_grad_norm": 0.5}
     job = penstock.compile(model, DEVICES, strategy=strategy, **options)
     with job:
-        for _ in range(2):
-            assert float(job.step(batch)) == pytest.approx(float(eager.step(batch)), rel=1e-6)
-            assert job.last.gradient_norm == pytest.approx(eager.gradient_norm, rel=1e-5)
-        assert_same_states(job, eager, REORDERED)
+        assert_steps_like_eager(job, eager, batch, REORDERED)
         output = job.evaluate(batch)
         assert float(output.loss) == pytest.approx(float(eager.evaluate(batch)), rel=1e-6)
         assert output.logits.shape[0] == batch["input_ids"].shape[0]

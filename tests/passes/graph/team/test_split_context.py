@@ -17,6 +17,7 @@ from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory, work_of
+from penstock.passes.decisions import By
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph import measured
 from penstock.passes.graph.costs import FakeBlockRun
@@ -206,9 +207,9 @@ class Odd(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / 7}
 
 
-def split(model: nn.Module, team: int = 2, batch: Any = None) -> Draft:
+def split(model: nn.Module, team: int = 2, batch: Any = None, by: By = "heads") -> Draft:
     draft = Draft(trace(model, batch or batches_of(1)[0]), Hardware.cpu(num_devices=team), Options())
-    p = SplitContext(team=team)
+    p = SplitContext(by, team)
     p.rewrite(draft, p.plan(draft))
     return draft
 
@@ -226,6 +227,12 @@ def split(model: nn.Module, team: int = 2, batch: Any = None) -> Draft:
 def test_what_lets_tokens_meet_is_refused_with_its_line(call: Any, said: str) -> None:
     with pytest.raises(PassError, match=said):
         split(Odd(call))
+
+
+@pytest.mark.parametrize("call", [lambda x: x - x.mean(0, keepdim=True), lambda x: (x @ x[:1].mT).softmax(0) @ x])
+def test_rows_that_meet_are_refused_in_words_about_rows(call: Any) -> None:
+    with pytest.raises(PassError, match=r"(?s)lets rows meet\. Rows may meet in sums.*in one micro-batch"):
+        split(Odd(call), by="rows")
 
 
 @pytest.mark.parametrize(
