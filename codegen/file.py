@@ -33,10 +33,14 @@ class Header:
     passes: tuple[str, ...] = ()
     plan: str = ""  # its hash, then its figures: "9f31c2, micro-batches 4 x 2, fp16"
     predict: str = ""  # "41.2 ms a step; gpu1 1.61 of 22.5 GiB"
+    lanes: int = 1  # the number of them that run the file
+    run_by: str = ""  # "gpu1, gpu3": the devices of these
+    groups: str = ""  # "copies.stage1 (gpu1, gpu2)": who is in those that its programs name
 
     def text(self, program: Program, stages: Mapping[str, fx.GraphModule]) -> str:
         """The docstring with its quotes."""
         place = f"device {program.device} of {program.interface.num_devices}"
+        place += f" of each of {self.lanes} lanes" if self.lanes > 1 else ""
         if self.device_name:
             place += f" ({self.device_name})"
         here = ", ".join(stages) or "none"
@@ -44,6 +48,8 @@ class Header:
             ("passes", ", ".join(self.passes)),
             ("plan", f"{self.plan}; stages here: {here}" if self.plan else f"stages here: {here}"),
             ("predict", self.predict),
+            ("run by", self.run_by),
+            ("groups", self.groups),
         ]
         lines = [f"{self.model}, on {self.hardware}: {place}"]
         for name, text in rows:

@@ -43,6 +43,7 @@ from .arguments import (
     check_cuda_graphs,
     check_dynamic,
     check_graphable,
+    check_made,
     check_steps,
     check_timeout,
     check_types,
@@ -198,6 +199,7 @@ def compile(
             boundary_dtype=boundary_dtype,
             max_grad_norm=max_grad_norm,
         )
+        check_made(decided, machine.num_devices)
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
         gradient_dtype, boundary_dtype = decided.gradient_dtype, decided.boundary_dtype
     count = count_of(micro_batches, shape)

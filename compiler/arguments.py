@@ -15,7 +15,9 @@ from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program, graphed, none_graphed, ungraphed
 from .job.batch import BatchShape
-from .plan import Plan
+from .pipeline import parse_pipeline
+from .plan import Decisions, Plan
+from .strategies import PASSES
 
 LEAST_TIMEOUT_S = 1.0
 
@@ -83,6 +85,20 @@ def check_agrees(plan: Plan, **given: Any) -> None:
         decided = getattr(plan, name)
         if value not in ("auto", "fp32", None, decided):
             raise PlanError(f"{name}={value!r}, but plan={plan.hash} has {name}={decided!r}; leave one of them out")
+
+
+def check_made(plan: Plan, num_devices: int) -> None:
+    """Raise `PlanError` for a decision that no pass of the plan's pipeline makes: it would be ignored in silence."""
+    made = {name for p in parse_pipeline(plan.passes, num_devices) for name in p.fields or (p.decides,)}
+    for name, field in Decisions.model_fields.items():
+        value = getattr(plan.decisions, name)
+        if name in made or field.is_required() or value == field.get_default():
+            continue
+        makers = [kind.name for kind in PASSES.values() if name in (kind.fields or (kind.decides,))]
+        raise PlanError(
+            f"plan={plan.hash}: decisions.{name} is {value!r}, which none of its passes makes; add "
+            f"{' or '.join(makers)} to `passes`, or leave {name} out"
+        )
 
 
 def count_of(micro_batches: int | str, shape: BatchShape) -> int | None:

@@ -25,7 +25,7 @@ from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.program import Interface, Program, first_micro_batches, shown
+from ..ir.program import Interface, Program, first_micro_batches, members_of, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
@@ -46,6 +46,7 @@ Size = Annotated[int, Field(gt=0, lt=1 << 40)]
 BatchRow = tuple[str, Annotated[tuple[Size, ...], Field(min_length=1)], Annotated[str, AfterValidator(_dtype)]]
 
 COUNTS_FILE = "counts.py"
+MOST_NAMES = 8  # of devices in a header
 
 
 class Settings(BaseModel):
@@ -191,6 +192,8 @@ def _header(draft: Draft, program: Program, plan: Plan, lane: int = 0) -> Header
     programs, hardware = shown(draft.programs, draft.machine)
     first = draft.mesh.lanes[lane][program.device] if len(programs) > len(draft.programs) else program.device
     device = hardware.devices[first]
+    share = program.interface.micro_batches_of(lane)
+    lanes = [i for i in range(len(draft.mesh.lanes)) if program.interface.micro_batches_of(i) == share] or [0]
     predicted = plan.predicted
     assert predicted is not None
     rows = draft.graph.inputs.values()
@@ -207,7 +210,34 @@ def _header(draft: Draft, program: Program, plan: Plan, lane: int = 0) -> Header
         passes=tuple(part.strip() for part in plan.passes.split(", ")),
         plan=f"{plan.hash}, micro-batches {plan.micro_batches} x {size}, {plan.precision}{_staleness(program, plan)}",
         predict=f"{format_seconds(predicted.step_s)} a step; {peaks}; bound by {predicted.bottleneck}",
+        lanes=len(lanes),
+        run_by=_names(draft, [draft.mesh.lanes[i][program.device] for i in lanes]) if len(lanes) > 1 else "",
+        groups=_groups(draft, program, lane),
     )
+
+
+def _groups(draft: Draft, program: Program, lane: int) -> str:
+    """The groups that a program names in which other devices are, too, with all of them, as a lane has them."""
+    interface, found = program.interface, []
+    devices = draft.mesh.lanes[lane] if interface.lanes else range(interface.num_devices)
+    for group in sorted({str(node.kwargs["group"]) for node in program.ops() if node.kwargs.get("group")}):
+        if group in interface.groups:
+            members = [devices[role] for role in interface.members(group)]
+        elif interface.lanes:
+            members = members_of(interface, lane, program.device, group)
+        else:
+            members = list(devices)
+        if len(members) > 1:
+            found.append(f"{group} ({_names(draft, members)})")
+    whose = f"as {draft.machine.devices[devices[program.device]].name} has them: " if interface.lanes and found else ""
+    return whose + ", ".join(found)
+
+
+def _names(draft: Draft, devices: Sequence[int]) -> str:
+    """The names of devices of the machine; of many, the first."""
+    names = [draft.machine.devices[device].name for device in devices[:MOST_NAMES]]
+    names += [f"{len(devices) - MOST_NAMES} more"] if len(devices) > MOST_NAMES else []
+    return ", ".join(names)
 
 
 def _staleness(program: Program, plan: Plan) -> str:

@@ -157,6 +157,22 @@ def test_an_argument_against_the_plan(given: dict[str, Any], plan: Plan) -> None
         penstock.compile(model, HARDWARE, example_inputs=batch, plan=plan, **given)
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"link_turns": True}, r"decisions\.link_turns is True, which none of its passes makes; add take-turns to"),
+        ({"tiles": {"layer": 2}}, r"decisions\.tiles is .*; add tile-sequence to `passes`, or leave tiles out"),
+        ({"sums": "two-hop"}, r"decisions\.sums is 'two-hop', .*; add insert-two-hop to `passes`"),
+    ],
+)
+def test_a_decision_that_no_pass_of_the_plan_makes(edit: dict[str, Any], said: str, plan: Plan) -> None:
+    """It would be ignored in silence."""
+    model, batch = zoo_case("gpt2")
+    edited = plan.model_copy(update={"decisions": plan.decisions.model_copy(update=edit)})
+    with pytest.raises(PlanError, match=said):
+        penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=edited)
+
+
 def test_a_plan_for_another_batch_or_model(plan: Plan) -> None:
     model, batch = zoo_case("gpt2")
     three = {key: value[:3] for key, value in batch.items()}

@@ -40,7 +40,8 @@ class SplitVocabulary(GraphPass):
         if refused:
             draft.notes[self.name] = "; ".join(refused)
         if self.parts > 1 and not found:
-            raise PassError(f"split-vocabulary: {'; '.join(refused) or 'this model looks no table up'}")
+            none = _divided_before(draft.graph) or "this model looks no table up"
+            raise PassError(f"split-vocabulary: {'; '.join(refused) or none}")
         return found
 
     def look(self, draft: Draft) -> tuple[Boundaries, list[str]]:
@@ -84,11 +85,21 @@ def parts_needed(table: TokenTable, room_bytes: int) -> int:
     return math.ceil(divided / max(share - whole, share / 2))
 
 
+def _divided_before(graph: OpGraph) -> str:
+    """What to do about tables that members of a team have divided before; empty without a team."""
+    if graph.team == 1:
+        return ""
+    return (
+        f"split-width, which comes before it, has divided tables among {graph.team} members; leave split-vocabulary "
+        "out, or take the tables that are to be in parts out of the plan's decision `width`"
+    )
+
+
 def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequence[int]) -> None:
     """Raise `PassError` for a decision, perhaps edited, that is none about this model."""
     if name not in tables:
-        known = ", ".join(tables) or "none"
-        raise PassError(f"split-vocabulary: {name!r} is no table of this model; there are {known}")
+        known = _divided_before(draft.graph) or f"there are {', '.join(tables) or 'none'}"
+        raise PassError(f"split-vocabulary: {name!r} is no table of this model; {known}")
     table = tables[name]
     wrong = wrong_boundaries(rows, table.rows)
     if wrong:

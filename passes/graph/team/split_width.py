@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ....ir.errors import PassError
+from ....ir.program import RowPart
 from ...decisions import Width
 from ...draft import Draft
 from ..blocks import compute_dtype
@@ -62,6 +63,7 @@ class SplitWidth(GraphPass):
             kept = [name for name in kept if name not in whole]
         if not kept:
             refused = next((_refused_by_optimizer(draft, region) for region in regions.values()), "")
+            refused = refused or _in_parts_before(draft.graph)
             near = next((n for n in range(self.team - 1, 1, -1) if _parts_of_model(draft.graph, n)), 1)
             why = refused or (
                 "no linear layers of this model follow each other so that members could have some columns of the first "
@@ -79,7 +81,8 @@ class SplitWidth(GraphPass):
             if name not in regions:
                 known = ", ".join(regions) or "none"
                 raise PassError(
-                    f"split-width: {name!r} ends no part of this model that {decision.team} can divide; {known} do"
+                    f"split-width: {name!r} ends no part of this model that {decision.team} can divide; "
+                    f"{_in_parts_before(draft.graph) or f'{known} do'}"
                 )
             refused = _refused_by_optimizer(draft, regions[name])
             if refused:
@@ -104,6 +107,18 @@ def _refuse(draft: Draft) -> None:
         raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
     if draft.graph.sizes or draft.graph.symbols:
         raise PassError("split-width: it takes batches of one size; leave dynamic_shapes out, or use another strategy")
+
+
+def _in_parts_before(graph: OpGraph) -> str:
+    """What a pass before this one has made parts of, so that members cannot; empty where that is nothing."""
+    rows = [part.part.parameter for part in graph.parts.values() if isinstance(part.part, RowPart)]
+    if not rows:
+        return ""
+    names = ", ".join(dict.fromkeys(rows))
+    return (
+        f"{names}: in parts already, which stay whole; put split-width before split-vocabulary and split-experts, "
+        "which then take what members leave whole"
+    )
 
 
 def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:

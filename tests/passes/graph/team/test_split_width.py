@@ -178,6 +178,19 @@ def test_members_have_rows_of_the_vocabulary(team: int) -> None:
     assert_trains_like_eager(job, table_batch(), TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("passes", "said"),
+    [
+        ("split-vocabulary{parts=2}, split-width", r"table\.weight, head\.weight, .*parts already.*split-width before"),
+        ("split-width, split-vocabulary{parts=2}", r"split-width, which comes before it, has divided tables among 2"),
+    ],
+)
+def test_tables_are_in_parts_or_divided(passes: str, said: str) -> None:
+    """In either order the words are about tables and the other pass, not about linear layers."""
+    with pytest.raises(PassError, match=said):
+        job_of(Tables(), table_batch(), 2, strategy(2).replace("split-width{team=2}", passes))
+
+
 def test_statistics_of_members_give_the_loss() -> None:
     """Each member knows where its classes begin on the device alone; a token that is no row is refused."""
     torch.manual_seed(0)
