@@ -12,6 +12,7 @@ from torch import fx
 from ....runtime.functions import packed_attention, window_attention
 from ..masks.drop_masks import ATTENTION, given_arguments
 
+TOKENS = 2  # dimension of the operands of attention: (rows, heads, tokens, width)
 IN_BLOCKS = (window_attention, packed_attention)
 
 

@@ -8,8 +8,7 @@ own tokens (`tokens/facts.py` proves it), with all weights. Attention is the pla
   sends (N-1)/N of the queries, keys, values and results of its own tokens.
 - `by=rows`: each member has whole rows of a micro-batch, and none meet. This is as replicas divide a batch, but inside
   a micro-batch, whose tokens then go to experts that members share out.
-- `by=ring` (Ring Attention, Liu 2023): queries stay, keys and values go round the members, and what comes of each block
-  of them is added to what came of those before (`runtime/ring_attention.py`). A member sends N-1 times its keys and
+- `by=ring` (`ring.py`): queries stay, and keys and values go round the members. A member sends N-1 times its keys and
   values. Heads need not divide. If a call is causal, each member has a run of tokens from the front and one from the
   end, so that all have the same work, and blocks that no query sees are left out; with windows alone each has one run,
   and keys and values go only as far as queries see. Of a mask that is a conjunction, what says which keys all queries
@@ -44,14 +43,10 @@ from ....ir.calls import call_name
 from ....ir.errors import PassError
 from ....runtime.functions import (
     among_zeros,
-    attend_block,
-    attention_of,
     chunked_cross_entropy,
     evaluation_logits,
     own_tokens,
-    with_gradients,
 )
-from ....runtime.ring_attention import steps_seen
 from ...decisions import By, TokenSplit
 from ...draft import Draft
 from ..blocks import shared_nodes
@@ -60,16 +55,16 @@ from ..experts.layers import ExpertLayer, find_expert_layers
 from ..graph_pass import GraphPass
 from ..loss.class_loss import class_loss
 from ..masks.grouped_heads import unrepeated
-from ..masks.sight import Sight, sight_of
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from ..row_parts import refused_by_optimizer
 from ..tokens.facts import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
-from .attention import SharedAttention, attention_call
-from .exchanges import add_up, all_to_all, member_input, pass_on, sum_parts
+from .attention import TOKENS, SharedAttention, attention_call
+from .exchanges import add_up, all_to_all, member_input, sum_parts
 from .local import LocalValues, with_local_sizes
+from .ring import AttentionRings
 from .routed_experts import refusal, route_experts
 
-HEADS, TOKENS = 1, 2  # dimensions of the operands of attention
+HEADS = 1  # dimension of the operands of attention
 # Calls that are linear in their first operand, whatever the others are.
 LINEAR = frozenset((
     "clone", "contiguous", "double", "flatten", "float", "mean", "neg", "permute", "reshape", "squeeze", "sum", "to",
@@ -176,7 +171,6 @@ class _Splitter:
 
     def __init__(self, graph: OpGraph, decision: TokenSplit):
         self.graph, self.team, self.by = graph, decision.team, decision.by
-        self.keep = decision.keep
         if graph.sizes:
             raise PassError(
                 f"split-context: the sizes {', '.join(graph.sizes)} differ from batch to batch; pad sequences to one "
@@ -185,11 +179,8 @@ class _Splitter:
         self.divided = "rows" if self.by == "rows" else "tokens"
         self.along = ROW_DIM if self.by == "rows" else TOKEN_DIM
         self.length = _rows(graph) if self.by == "rows" else _length(graph)
-        self.sights: dict[fx.Node, Sight] = {}
-        for node in graph.nodes if self.by == "ring" else ():
-            if (call := attention_call(node)) is not None:
-                self.sights[node] = sight_of(graph, node, call.arguments)
-        self.is_zigzag = any(sight.is_causal for sight in self.sights.values())
+        self.rings = AttentionRings(graph, self.team, decision.keep) if self.by == "ring" else None
+        self.is_zigzag = self.rings is not None and self.rings.is_zigzag
         if self.length % self.pieces:
             near = max(self.pieces, round(self.length / self.pieces) * self.pieces)
             what, near_what = ("rows of a micro-batch", "number") if self.by == "rows" else ("tokens", "length")
@@ -501,46 +492,15 @@ class _Splitter:
         return repeated
 
     def _by_ring(self, node: fx.Node, call: SharedAttention) -> None:
-        sight = self.sights[node]
-        if any(mask.meta["val"].requires_grad for mask in sight.masks):
-            self._refuse(node, "adds a bias that is trained to what queries see of keys; by=heads takes it")
-        edit, (key, value) = GraphEdit(self.graph, node), (unrepeated(n)[0] for n in (call.key, call.value))
-        if key.meta["val"].shape != value.meta["val"].shape or not {key, value} <= self.parts.keys():
-            key, value = call.key, call.value
-        wanted = {"before": sight.before, "after": sight.after, "scale": call.arguments.get("scale")}
-        options: dict[str, Any] = {name: given for name, given in wanted.items() if given is not None}
-        options |= {"zigzag": True} if self.is_zigzag else {}
-        options |= {} if sight.documents is None else {"documents": sight.documents}
-        options |= {"mask": self._all_of(edit, sight.masks)} if sight.masks else {}
-        tokens = call.query.meta["val"].shape[TOKENS]
-        steps = steps_seen(tokens, self.team, self.is_zigzag, sight.before, sight.after)
-        partial: fx.Node | None = None
-        lasts: dict[str, Any] = {"lasts": True} if self.keep else {}
-        for step in range(max(steps) + 1):
-            key, value = (edit.call(pass_on, n, self.team, **lasts) for n in (key, value)) if step else (key, value)
-            if step in steps:
-                partial = self._block(edit, partial, (call.query, key, value, self.member, step, self.team), options)
-        assert partial is not None
-        made = edit.call(attention_of, partial, node.meta["val"].dtype)
+        assert self.rings is not None
+        refusal = self.rings.refusal(node)
+        if refusal:
+            self._refuse(node, refusal)
+        made, masks = self.rings.write(node, call, self.member, self.parts.keys())
+        self.shared.update(masks)
         self._take_over(node, made)
         self.parts[made], self.facts.places[made] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
         self.graph.graph.erase_node(node)
-
-    def _block(
-        self, edit: GraphEdit, partial: fx.Node | None, operands: tuple[Any, ...], options: dict[str, Any]
-    ) -> fx.Node:
-        """The partial attention with one more block, which has its gradients from a call of its own."""
-        block = edit.call(attend_block, partial, *operands, **options)
-        block.meta["no_grad"] = True
-        return edit.call(with_gradients, block, *operands, **options)
-
-    def _all_of(self, edit: GraphEdit, masks: Sequence[fx.Node]) -> fx.Node:
-        """What all of these masks show."""
-        found, *others = masks
-        for mask in others:
-            found = edit.call(operator.and_, found, mask)
-            self.shared.add(found)
-        return found
 
     def _take_over(self, old: fx.Node, new: fx.Node) -> None:
         """Let all that reads a value read another one."""
