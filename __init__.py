@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compiler.api import compile
     from .compiler.job.background import BackgroundSave
-    from .compiler.job.job import Job, Outputs, StepReport
+    from .compiler.job.job import Job
+    from .compiler.job.outputs import Outputs
     from .compiler.job.sampler import RankSampler
+    from .compiler.job.step_report import StepReport
     from .compiler.load import load
     from .compiler.packing.documents import PackedRows, pack_documents
     from .compiler.plan import Plan
@@ -46,11 +48,11 @@ _HOMES = {
     "BackgroundSave": ".compiler.job.background",
     "Hardware": ".ir.machine.hardware",
     "Job": ".compiler.job.job",
-    "Outputs": ".compiler.job.job",
+    "Outputs": ".compiler.job.outputs",
     "PackedRows": ".compiler.packing.documents",
     "Plan": ".compiler.plan",
     "RankSampler": ".compiler.job.sampler",
-    "StepReport": ".compiler.job.job",
+    "StepReport": ".compiler.job.step_report",
     "Timeline": ".runtime.simulate",
     "compile": ".compiler.api",
     "hidden_matrices": ".runtime.optimizer.param_groups",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ..compiler.job.job import Job, StepReport
+from ..compiler.job.job import Job
+from ..compiler.job.step_report import StepReport
 from ..compiler.report.wear import endurance_of
 from ..ir.precision import Precision
 from .listener import StepRecord

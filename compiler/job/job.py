@@ -7,7 +7,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -52,6 +51,7 @@ from .batch import BatchShape, as_dicts, number_of_rows
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
 from .one_call import OneCall, one_call
+from .outputs import Outputs, joined
 from .preflight import own_device, require_constants, require_machine
 from .sampler import RankSampler
 from .state import (
@@ -66,45 +66,10 @@ from .state import (
     sync_model,
 )
 from .step_inputs import StepInputs, counted_buffers
+from .step_report import StepReport
 from .taken import Taken
 
 REPORTS = 1000  # of ended steps that are kept for `take_reports`
-
-
-@dataclass
-class StepReport:
-    """What the last step did. Shares are of `seconds`; bytes are per memory or route, over all devices.
-
-    `allocator`: per GPU "allocated_bytes" and "reserved_bytes", the peaks of torch's allocator since the GPU's process
-    began, and "retries", how often it gave memory back before it could take more. `gradient_norm`: before clipping;
-    None where the program computes none, without `max_grad_norm` in another precision than fp16: it would be a further
-    pass over all gradients. `learning_rates`: of each group of parameters, as this step used them.
-    """
-
-    step: int
-    loss: float
-    seconds: float
-    predicted_s: float | None
-    busy_share: dict[str, dict[str, float]] = field(default_factory=dict)  # device name -> stream -> share
-    moved_bytes: dict[str, int] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    allocator: dict[str, dict[str, int]] = field(default_factory=dict)
-    gradient_norm: float | None = None
-    learning_rates: tuple[float, ...] = ()
-    loss_scale: float | None = None
-    skipped: bool = False
-    eager_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # stage -> class -> why it is not compiled
-    ungraphed: dict[str, str] = field(default_factory=dict)  # stage -> why it runs from no CUDA graph
-
-
-class Outputs(dict[str, Tensor]):
-    """Results by name, also as attributes: `out.loss`, `out["logits"]`."""
-
-    def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"no output {name!r}; there are {', '.join(self)}") from None
 
 
 class Job:
@@ -381,7 +346,7 @@ class Job:
             with self._breaking():
                 result = driver.evaluate(leaves, loss_only=not outputs)
             driver.stop_if_interrupted()
-        return Outputs({name: _joined(values) for name, values in result.values.items() if values})
+        return Outputs({name: joined(values) for name, values in result.values.items() if values})
 
     @property
     def rows(self) -> range:
@@ -773,13 +738,6 @@ class Job:
 
 def _at_least_fp32(value: Tensor) -> Tensor:
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _joined(values: list[Tensor]) -> Any:
-    """One tensor of those of all micro-batches; a list, where their lengths differ."""
-    if values[0].dim() == 0:
-        return torch.stack(values).mean(0)
-    return torch.cat(values) if len({value.shape[1:] for value in values}) == 1 else values
 
 
 def _any_sizes(model: nn.Module, shape: BatchShape, folder: Folder) -> AnySizes | None:

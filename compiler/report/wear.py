@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir.machine.hardware import Hardware, Host
+from ...ir.machine.hardware import Hardware
+from ...ir.machine.host import Host
 from ..plan import Prediction
 
 SECONDS_A_DAY = 86400.0

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...ir.errors import PassError, PenstockError
-from ...ir.machine.hardware import Device, Hardware, Host
+from ...ir.machine.hardware import Device, Hardware
+from ...ir.machine.host import Host
 from ...ir.machine.part import MachinePart
 from ...passes.mapping.mapping import Mapping
 from ...passes.partition.partition import Partition

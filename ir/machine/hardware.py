@@ -21,13 +21,12 @@ from .call_mix import NO_CALLS, CallMix
 from .copies import KEY, copied, copies_in, first_of, taken_out
 from .describe import describe_hardware
 from .failures import Failures
+from .host import Host, Network
 from .links import Link, build_graph, build_links, find_path, goes_direct, unknown_memory
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import cpu_document, preset_document
-from .racks import Racks
 from .rates import ConstantRates, RateTable, mix_seconds, with_numbers
-from .shares import MessageShares, NumberShares, share_at
 from .spelling import preset_of
 from .validation import explain_validation
 
@@ -60,113 +59,6 @@ def _numbers(parts: Sequence[MachinePart], without: set[str]) -> list[int]:
     known: dict[tuple[Hashable, ...], int] = {}
     rows = (tuple(look(value) for name, value in part if name not in without) for part in parts)
     return [known.setdefault(row, len(known)) for row in rows]
-
-
-class Ssd(MachinePart):
-    """One disk. Reads and writes take turns on it.
-
-    `directory` is a writable directory on the disk, for the files of a run; `endurance_bytes` is the number of bytes
-    that may be written to the disk in its life (TBW on its datasheet).
-    """
-
-    size_bytes: Bytes
-    read_bandwidth: Rate
-    write_bandwidth: Rate
-    latency_s: Seconds = 100e-6
-    usable_fraction: Fraction = 0.9
-    directory: Annotated[str, Field(min_length=1)] | None = None
-    endurance_bytes: Bytes | None = None
-
-    @property
-    def budget_bytes(self) -> int:
-        return int(self.size_bytes * self.usable_fraction)
-
-
-class RootComplex(MachinePart):
-    """A PCIe root port (or the one uplink of a switch) that the devices below it share, per direction.
-
-    `bandwidth_both` is what both directions reach together when both are busy; None: neither slows the other down.
-    """
-
-    bandwidth_up: Rate  # towards DRAM
-    bandwidth_down: Rate  # towards the devices
-    bandwidth_both: Rate | None = None
-
-
-class CpuRates(MachinePart):
-    """What a CPU device with this number of threads reaches while the host's other cores run such devices too. The
-    fields are those of `Device`."""
-
-    threads: Annotated[int, Field(gt=0)]
-    peak_flops: Annotated[dict[Dtype, Flops], Field(min_length=1)]
-    memory_bandwidth: Rate
-    h2d_bandwidth: Rate
-    d2h_bandwidth: Rate
-    link_latency_s: Seconds
-    op_overhead_s: Seconds
-    rates: RateTable | None = None
-
-
-class Host(MachinePart):
-    """One machine: DRAM, CPU, root complexes, disks.
-
-    `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM, measured while the
-    links of its GPUs are busy; `optimizer_threads` is the number of threads that reached it, those of all GPUs
-    together, and None where it was not measured: then all cores that do not feed the GPUs step.
-    `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
-    devices it is the loopback between two worker processes. `nvlink_message_shares` is what messages of so many bytes
-    reach of it, besides their latency; `ssd_shares` what so many disks together reach of the sum of their rates.
-    `staged_bandwidth` is what messages of one GPU reach at most that are copied through DRAM, without P2P and NVLink.
-    `model_bytes` is what the script's own copy of the model takes of the usable DRAM; `compile` sets it, on devices
-    too.
-    """
-
-    dram_bytes: Bytes
-    model_bytes: SomeBytes = 0
-    dram_usable_fraction: Fraction = 0.9
-    dram_bandwidth: Rate
-    cpu_cores: Annotated[int, Field(gt=0)]
-    optimizer_params_per_s: Annotated[float, Field(gt=0)]
-    optimizer_threads: Annotated[int, Field(gt=0)] | None = None
-    root_complexes: Annotated[list[RootComplex], Field(min_length=1)]
-    ssds: list[Ssd] = []
-    ssd_shares: NumberShares | None = None
-    ssd_uplink_bandwidth: Rate | None = None  # shared by all disks of the host, per direction
-    p2p: bool = False
-    staged_bandwidth: Rate | None = None  # None: that of the links on the way
-    nvlink_bandwidth: Rate | None = None
-    nvlink_latency_s: Seconds = 5e-6
-    nvlink_message_shares: MessageShares | None = None
-    cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
-    price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
-    price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
-
-    @property
-    def ssd_bandwidths(self) -> tuple[float, float]:
-        """Bytes/s that all disks together read, and write; 0 without disks."""
-        share = share_at(self.ssd_shares, len(self.ssds)) if self.ssds else 0.0
-        return share * sum(s.read_bandwidth for s in self.ssds), share * sum(s.write_bandwidth for s in self.ssds)
-
-
-class Network(MachinePart):
-    """What joins the hosts: rate per host and direction, the time of an empty message, and how hosts stand in racks.
-
-    `message_shares` is what messages of so many bytes reach of the rate, besides their latency, and `host_shares` what
-    a collective reaches of it over so many hosts; of both, the product counts. `gpu_direct`: network cards read and
-    write GPU memory themselves (GPUDirect RDMA), so that messages between GPUs of different hosts pass no DRAM and wait
-    for no copy to begin.
-    """
-
-    bandwidth: Rate
-    latency_s: Seconds = 20e-6
-    gpu_direct: bool = False
-    racks: Racks | None = None  # None: all hosts reach each other at their full rate
-    message_shares: MessageShares | None = None
-    host_shares: NumberShares | None = None
-
-    def reached(self, message_bytes: float, num_hosts: int = 2) -> float:
-        """Bytes/s per host and direction of messages of this size, between so many hosts."""
-        return self.bandwidth * share_at(self.message_shares, message_bytes) * share_at(self.host_shares, num_hosts)
 
 
 class Reserve(MachinePart):

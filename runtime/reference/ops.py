@@ -1,7 +1,6 @@
 """The ops of the reference runtime: the meaning of each, on plain tensors of one process.
 
-`ReferenceRuntime` has one method per op; `World` is what the devices share, `ReferenceStage` what persists of a stage.
-`run.py` runs programs with them.
+`ReferenceRuntime` has one method per op; `World` is what the devices share. `run.py` runs programs with them.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...ir.errors import BatchError, PlanError, VerifyError
+from ...ir.errors import BatchError, VerifyError
 from ...ir.ops import apart, shared_params
-from ...ir.program import Interface, StageSpec, TeamPart, aligned, holders, sizes_of
+from ...ir.program import Interface, TeamPart, holders, sizes_of
 from ..expert_parts import arrival_order, by_source
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import (
@@ -29,17 +28,13 @@ from ..optimizer.gradients import (
     speculative_factor,
     sum_of_squares,
 )
-from ..optimizer.hooks import change_params, run_hooks
-from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
+from ..optimizer.hooks import run_hooks
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.kept import Kept
 from ..stage.runner import StageRunner
-from ..stage.shards import piece_of, rounding_of, whole_of
+from ..stage.shards import piece_of, whole_of
 from ..stage.split_backward import Rest
-from ..state.parts import member_part
-
-CPU_DEVICE = torch.device("cpu")
-FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
+from .stage import ReferenceStage
 
 
 @dataclass
@@ -75,82 +70,6 @@ class StageGrads(Grads):
 
 class Waiting(Exception):
     """The device cannot go on yet; the text says what it waits for."""
-
-
-class ReferenceStage:
-    """What persists of one stage on one device: its module, the parameters in full precision, and their optimizer.
-
-    `piece` is the (index, count) of the shard that the device keeps of every parameter; None keeps them whole.
-    """
-
-    def __init__(
-        self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-        optimizer: OptimizerSpec | None, precision: str, piece: tuple[int, int] | None = None,
-        has_masters: bool = True, rounds: bool = False, member: int = 0,
-    ):  # fmt: skip
-        self.spec = spec
-        self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
-        self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
-        self.masters: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}  # in the dtype of the computation; the masters themselves if that is full
-        divided = {param.name: param for param in spec.params if isinstance(param.part, TeamPart)}
-        for name, param in self.runner.parameters.items():
-            whole = divided[name].whole_name if name in divided else name
-            if whole not in weights:
-                raise PlanError(f"{spec.name} needs a weight {whole!r}, for which there is no value")
-            dtype = FULL.get(param.dtype, param.dtype) if has_masters else param.dtype
-            given = member_part(weights[whole], divided[name], member) if name in divided else weights[name]
-            full = given.detach().to(dtype, copy=True).contiguous()
-            full = full if piece is None else piece_of(full, *piece)
-            self.masters[name] = full
-            self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
-        trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
-        index, count = piece or (0, 1)
-        firsts = {param.name: index * -(-param.numel // count) for param in spec.params}
-        self.rounds, rounding = rounds, rounding_of(spec, firsts) if rounds else None
-        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained, rounding=rounding)
-        self.draw: tuple[int, ...] = ()  # what the roundings of the last update belong to: seed, step, its number in it
-        self.updates: dict[tuple[int, str], int] = {}  # by step and part of the gradients
-        self.grads: dict[str, Tensor] = {}
-        self.before: Any = None  # a snapshot, taken by a speculative step
-
-    def copy_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Copies of these parameters in one flat buffer, each aligned."""
-        flat = torch.empty(sum(aligned(self.weights[name].nbytes) for name in names), dtype=torch.uint8)
-        copies, offset = {}, 0
-        for name in names:
-            weight = self.weights[name]
-            place = flat[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
-            copies[name] = place.copy_(weight)
-            offset += aligned(weight.nbytes)
-        return copies
-
-    def begin_update(self, seed: int, step: int, part: str) -> None:
-        number = self.updates.get((step, part), 0)
-        self.updates = {key: count for key, count in self.updates.items() if key[0] == step} | {
-            (step, part): number + 1
-        }
-        self.draw = seed, step, number
-
-    def restore(self) -> None:
-        """Restore the state before the last speculative step."""
-        assert self.optimizer is not None and self.before is not None
-        self.optimizer.restore(self.before)
-        self._follow()
-
-    def step(self, grads: Grads) -> None:
-        change_params(self.spec.params, self.masters)
-        kinds = {name: master.dtype for name, master in self.masters.items()}
-        kinds = {name: FULL.get(kind, kind) for name, kind in kinds.items()} if self.rounds else kinds
-        self.grads = {name: g.to(kinds[name], copy=True) for name, g in grads.in_full().items()}
-        if self.optimizer is not None:
-            self.optimizer.step(self.grads, part=grads.part, draw=self.draw)
-            self._follow()
-
-    def _follow(self) -> None:
-        for name, weight in self.weights.items():
-            if weight is not self.masters[name]:
-                weight.copy_(self.masters[name])
 
 
 @dataclass

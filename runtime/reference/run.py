@@ -46,7 +46,8 @@ from ..stage.kept import Kept
 from ..stage.shards import whole_of
 from ..stage.split_backward import Rest
 from ..state.parts import whole_of_members
-from .ops import FULL, ReferenceRuntime, ReferenceStage, Shard, Waiting, Weights, World
+from .ops import ReferenceRuntime, Shard, Waiting, Weights, World
+from .stage import FULL, ReferenceStage
 
 
 class Reference:

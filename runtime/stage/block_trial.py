@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
+from .saved_places import storage_of
 
 FP32_TOLERANCE = 1e-4  # of the largest value: sums of up to thousands of terms in another order
 SMALL_BYTE = 60  # of quantised weights: 0.01 where four of them are an fp32 number
@@ -197,7 +198,7 @@ def _noting(saved: dict[int, int]) -> saved_tensors_hooks:
     """Note the bytes of each storage that autograd saves."""
 
     def pack(tensor: Tensor) -> Tensor:
-        saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
     return saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -205,19 +206,15 @@ def _noting(saved: dict[int, int]) -> saved_tensors_hooks:
 
 def _in_parts(saved: Mapping[int, int], block: nn.Module, args: Any, outputs: Sequence[Tensor]) -> tuple[int, ...]:
     """See `BlockRun.saved`. Weights and buffers are there anyway."""
-    lasting = {_storage(tensor) for tensor in (*block.parameters(), *block.buffers())}
-    given = {_storage(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-    made = {_storage(output) for output in outputs} - given
+    lasting = {storage_of(tensor) for tensor in (*block.parameters(), *block.buffers())}
+    given = {storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+    made = {storage_of(output) for output in outputs} - given
     without = [lasting | given | made, lasting | made, lasting | given, lasting]
     return tuple(sum(size for storage, size in saved.items() if storage not in left) for left in without)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:

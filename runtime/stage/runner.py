@@ -7,15 +7,14 @@ fetch. Gradients add up in `Parameter.grad`, micro-batch after micro-batch, so t
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
@@ -27,8 +26,8 @@ from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
 from .graphed_stage import GraphedStage
 from .kept import Kept
-from .pointwise import PointwiseAgain
 from .saved_classes import Keeping, SavedClasses, Taking
+from .saved_places import SavedPlaces, storage_of, with_own_storage
 from .split_backward import Rest, input_half, weight_half
 
 NOTHING = nullcontext()
@@ -78,10 +77,8 @@ class StageRunner:
         self._training = {m: m.training for m in module.modules()}
         self._evaluating = False
         self._bound: dict[str, Tensor] | None = None
-        self._starts: list[int] | None = None  # addresses of the bound parameters, ascending; None until asked for
-        self._spans: list[tuple[int, str]] = []  # their end addresses and names, in the same order
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
-        self._saving: saved_tensors_hooks | None = None  # those of these parameters, once they were needed
+        self._places = SavedPlaces(self._params, self.device, spec.pointwise_again)
         self._adding: dict[str, Tensor] | None = None  # gradients that still are those of the parameters
         self._constants: dict[tuple[TensorSpec, float], Tensor] = {}  # gradients of losses
 
@@ -98,15 +95,16 @@ class StageRunner:
             return
         for name, param in self._params.items():
             param.data = weights[name]
-        self._starts = self._saving = None
-        self._held = {_storage(t) for t in (*self._params.values(), *self.buffers().values())}
+        self._held = {storage_of(t) for t in (*self._params.values(), *self.buffers().values())}
+        self._places.forget(self._held)
         self._bound = weights
 
     def release(self) -> None:
         """Let go of the bound weights."""
         for param in self._params.values():
             param.data = torch.empty(0, dtype=param.dtype, device=self.device)
-        self._bound = self._starts = self._saving = None
+        self._bound = None
+        self._places.forget(self._held)
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set all buffers, persistent or not, to copies of `values` on the device."""
@@ -215,7 +213,7 @@ class StageRunner:
             kept = self._rematerialised(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
-        taken = {_storage(t) for t in (*inputs, *values) if t is not None}
+        taken = {storage_of(t) for t in (*inputs, *values) if t is not None}
 
         def run() -> None:
             if edges:
@@ -242,10 +240,10 @@ class StageRunner:
             kept = self._rematerialised(kept, inputs, seed, self.weights_move)
         edges, values = self._entries(kept, douts)
         rest = input_half(edges, values, kept.leaves, self._trained)
-        noted = {_storage(t): t.untyped_storage().nbytes() for t in rest.tensors()}
+        noted = {storage_of(t): t.untyped_storage().nbytes() for t in rest.tensors()}
         given = [x for x in inputs if x is not None]
         rest.num_bytes = (self.kept_bytes or 0) + sum(x.nbytes for x in given) + sum(noted.values())
-        dinputs = _dinputs(kept, {*map(_storage, (*given, *values)), *noted})
+        dinputs = _dinputs(kept, {*map(storage_of, (*given, *values)), *noted})
         for leaf in kept.leaves:
             leaf.grad = None  # the graph lives on, and holds its leaves
         kept.drop()
@@ -256,7 +254,7 @@ class StageRunner:
     ) -> dict[str, Tensor]:
         """Gradients of the parameters, added to `grads` in place. Uses up `rest`. `places`: where they shall lie."""
         grads = {} if grads is None else grads
-        taken = {_storage(t) for t in rest.tensors()}
+        taken = {storage_of(t) for t in rest.tensors()}
         self._add_up(lambda: weight_half(rest, self._trained), grads, taken, places)
         return grads
 
@@ -312,7 +310,7 @@ class StageRunner:
                     if places is not None:
                         grads[name] = places[name].copy_(grad)
                     else:
-                        grads[name] = param.grad = _apart(_laid_out_as(param, grad), taken)
+                        grads[name] = param.grad = with_own_storage(_laid_out_as(param, grad), taken)
             stay = more
         finally:
             self._adding = grads if stay else None
@@ -375,7 +373,7 @@ class StageRunner:
         if keep and (
             measure or self.spec.pointwise_again or (self.weights_move if weights_move is None else weights_move)
         ):
-            contexts.append(self._hooks(storages if measure else None))
+            contexts.append(self._places.hooks(storages if measure else None))
         if calls is not None:
             contexts.append(calls)
         elif self.compiled is not None:
@@ -388,52 +386,10 @@ class StageRunner:
             self._check_inputs(given, versions)
         if measure:
             # Some inputs are copies.
-            storages.update((_storage(leaf), leaf.untyped_storage().nbytes()) for leaf in given if leaf is not None)
-            ours = self._held | {_storage(x) for x in inputs if x is not None}
+            storages.update((storage_of(leaf), leaf.untyped_storage().nbytes()) for leaf in given if leaf is not None)
+            ours = self._held | {storage_of(x) for x in inputs if x is not None}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, [leaf for leaf in given if leaf is not None and leaf.requires_grad]
-
-    def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
-        """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""
-        if self._saving is not None and storages is None:
-            return self._saving
-        starts, spans, held = self._bound_at(), self._spans, self._held
-
-        def pack(saved: Tensor) -> Tensor | tuple[str, torch.dtype, int, torch.Size, tuple[int, ...]]:
-            address = saved.data_ptr()
-            row = bisect_right(starts, address) - 1
-            if row >= 0 and address < spans[row][0] and _storage(saved) in held:
-                offset_bytes = address - starts[row]
-                return spans[row][1], saved.dtype, offset_bytes, saved.shape, saved.stride()
-            if storages is not None:
-                storages[_storage(saved)] = saved.untyped_storage().nbytes()
-            return saved.detach()  # a saved result would else hold the very graph that saves it
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            name, dtype, offset_bytes, shape, stride = packed
-            param = self._params[name]
-            start = param.storage_offset() * param.element_size() + offset_bytes
-            place = torch.empty(0, dtype=dtype, device=self.device)
-            return place.set_(param.untyped_storage(), start // dtype.itemsize, shape, stride)
-
-        if self.spec.pointwise_again:
-            weights = {_storage(p) for p in self._params.values()}
-            return PointwiseAgain(pack, unpack, lambda tensor: _storage(tensor) in weights)
-        saving = saved_tensors_hooks(pack, unpack)
-        if storages is None:
-            self._saving = saving
-        return saving
-
-    def _bound_at(self) -> list[int]:
-        """The addresses of the bound parameters, ascending."""
-        if self._starts is None:
-            params = self._params.items()
-            rows = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in params)
-            self._starts = [start for start, _, _ in rows]
-            self._spans = [(end, name) for _, end, name in rows]
-        return self._starts
 
     def _change_params(self) -> None:
         """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""
@@ -461,8 +417,10 @@ class StageRunner:
             self._evaluating = evaluating
 
     def _detached(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        taken, held = {_storage(x) for x in inputs}, self._held
-        return [_apart(output.detach() if output.requires_grad else output, taken, held) for output in outputs]
+        taken, held = {storage_of(x) for x in inputs}, self._held
+        return [
+            with_own_storage(output.detach() if output.requires_grad else output, taken, held) for output in outputs
+        ]
 
     def _check_inputs(self, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
         for leaf, version, want in zip(leaves, versions, self.spec.inputs):
@@ -515,29 +473,9 @@ def _as_planned(outputs: Sequence[Tensor | None], dtypes: Sequence[torch.dtype])
     if not dtypes:
         return list(outputs)
     return [
-        o.to(want)
-        if o is not None and o.dtype is not want and o.is_floating_point() and want.is_floating_point
-        else o
+        o.to(want) if o is not None and o.dtype is not want and o.is_floating_point() and want.is_floating_point else o
         for o, want in zip(outputs, dtypes)
     ]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _apart(tensor: Tensor, taken: set[int], held: Container[int] = ()) -> Tensor:
-    """The tensor, copied if its storage is in `taken` already, or `held`; adds the storage of the result to `taken`.
-
-    Autograd may hand out the same memory twice (the gradients of `p.view(-1) + x.view(-1)`), and a stage may hand an
-    input through: both would turn the next addition in place into a wrong result elsewhere.
-    """
-    storage = _storage(tensor)
-    if storage != 0 and (storage in taken or storage in held):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        storage = _storage(tensor)
-    taken.add(storage)
-    return tensor
 
 
 def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
@@ -552,7 +490,7 @@ def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
     found = []
     for leaf in kept.leaves:
         grad = leaf.grad
-        found.append(torch.zeros_like(leaf) if grad is None else _apart(grad, taken))
+        found.append(torch.zeros_like(leaf) if grad is None else with_own_storage(grad, taken))
     return found
 
 
