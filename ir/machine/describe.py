@@ -11,7 +11,8 @@ from .rates import RateCurve, table_text
 from .shares import message_text
 
 if TYPE_CHECKING:
-    from .hardware import Device, Hardware, Host
+    from .hardware import Device, Hardware
+    from .host import Host
     from .racks import Racks
 
 

@@ -18,7 +18,8 @@ from .shares import share_at
 if TYPE_CHECKING:
     import networkx as nx
 
-    from .hardware import Hardware, Host
+    from .hardware import Hardware
+    from .host import Host
 
 
 @dataclass(frozen=True)
