@@ -1,12 +1,15 @@
 """All tests for a GPU in one run of pytest with `tests/gpu/disturbed.py`; each test's end is a row, at once.
 
-A later run leaves out the tests that passed, or were skipped, and those that failed, or never ended, twice."""
+A later run leaves out the tests that passed, or were skipped, and those that failed, or never ended, twice. Where
+pytest-xdist is installed and there are many cores, `PROCESSES` of them share the GPU: a test is mostly host code."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ BEGUN, OVER = "a test begins", "a test passes"
 MOST_S = 150  # of one test
 SHARE = 0.95  # of the part's time, behind which no test begins
 TWICE = 2
+PROCESSES = 8
+LEFT_OUT = "PENSTOCK_LEFT_OUT"  # a file with the tests to leave out, a line each: pytest's processes read it
 
 
 class Recorder:
@@ -35,13 +40,18 @@ class Recorder:
         self.given_up = {test for test, times in begun.items() if times >= TWICE} - passed
         self.left_out = passed | self.given_up
 
-    @pytest.hookimpl(trylast=True)  # behind what leaves out tests by their marks
-    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        gone = [item for item in items if item.nodeid in self.left_out]
-        items[:] = [item for item in items if item.nodeid not in self.left_out]
-        config.hook.pytest_deselected(items=gone)
-        self.open = {item.nodeid for item in items}
-        self.write(noted("tests to run, and left out as they ran before", [len(items), len(gone)]))
+    @pytest.hookimpl(trylast=True)  # behind what leaves out tests
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.collected(item.nodeid for item in items)
+
+    @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, whose processes collect the same tests each
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        if not self.open:
+            self.collected(ids)
+
+    def collected(self, tests: Iterable[str]) -> None:
+        self.open = set(tests)
+        self.write(noted("tests to run, and left out as they ran before", [len(self.open), len(self.left_out)]))
 
     def pytest_runtest_protocol(self, item: Any) -> None:
         if time.monotonic() > self.end_s:
@@ -76,6 +86,11 @@ def run(earlier: Sequence[Row], write: Callable[[Row], object], setup: Setup) ->
     words = ["-m", marks, "-q", "-p", "no:cacheprovider", "-p", "penstock.tests.gpu.disturbed", f"--timeout={MOST_S}"]
     words += ["--ignore", str(ROOT / "tests/gpu/test_gpu_first_hour.py")]  # which would run all of this once more
     words += ["--rootdir", str(ROOT), "-c", str(ROOT / "setup.cfg"), *(str(ROOT / place) for place in places)]
+    words += ["-p", "penstock.bench.gpu.left_out"]
+    if importlib.util.find_spec("xdist") is not None and len(os.sched_getaffinity(0)) > PROCESSES:
+        words += ["-n", str(PROCESSES)]
+    os.environ[LEFT_OUT] = str(setup.scratch / "left_out")
+    Path(os.environ[LEFT_OUT]).write_text("\n".join(recorder.left_out))
     status = int(pytest.main(words, plugins=[recorder]))
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with exit code {status}")

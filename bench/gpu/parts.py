@@ -20,7 +20,7 @@ HARDWARE = Part(1, "hardware", 100)
 PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50}
 TESTS = Part(2, "tests", 400, tries=6)  # each goes on where the last stopped
 PARITY = Part(2, "parity", 130)
-SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 200}
+SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 120, "long-sequence": 150}
 # The limits of a call's parts add up to what is left of it behind its start (calls.py).
 PARTS = (
     *(Part(1, name, limit_s) for name, limit_s in PROBED.items()),

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import penstock
 from penstock.bench.gpu.inside import look_inside
@@ -94,22 +95,21 @@ def inputs_of(case: Case) -> dict[str, Any]:
     return {"words": shape, "labels": shape}
 
 
-def give_values(model: Gpt, seed: int = 0) -> None:
+def give_values(model: nn.Module, seed: int = 0) -> None:
     """Set random weights that are views of one short row of numbers, each line of a matrix a little further along it.
-    Billions of separate numbers would take minutes to draw, and the DRAM that the plan needs."""
+    Billions of separate numbers would take minutes to draw, and the DRAM that the plan needs. A weight of two modules
+    stays one."""
     made = torch.Generator().manual_seed(seed)
     step, most = 61, max(param.shape[-1] + 61 * param.shape[0] for param in model.parameters() if param.dim() == 2)
     row = torch.randn(most, generator=made) * 0.02
-    tied = model.head.weight is model.words.weight
-    for name, param in list(model.named_parameters()):
+    given: dict[nn.Parameter, nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
         if param.dim() == 2:
-            value = row.as_strided(param.shape, (step, 1))
+            value = row.to(param.dtype).as_strided(param.shape, (step, 1))
         else:
             value = torch.full((1,), 1.0 if "norm" in name and name.endswith("weight") else 0.0).expand(param.shape)
         path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, torch.nn.Parameter(value))
-    if tied:
-        model.head.weight = model.words.weight
+        setattr(model.get_submodule(path), leaf, given.setdefault(param, nn.Parameter(value.to(param.dtype))))
 
 
 def run_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: dict[str, float]) -> Iterator[Row]:

@@ -22,6 +22,7 @@ from penstock.bench.gpu.inside import look_inside
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import BASE, MEDIUM, SMALL, XL, GptSize, batch_of, gpt
 from penstock.bench.peers.gpu_bounds import bound_rows
+from penstock.bench.peers.gpu_long import long_sequence
 from penstock.bench.peers.gpu_reservoir import reservoir
 from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, noted
 from penstock.bench.peers.timing import alternate
@@ -314,5 +315,5 @@ def _words(size: GptSize) -> str:
 
 SECTIONS = {
     "machine": machine, "parity": same_numbers, "step-time": step_time, "accounting": accounting, "swapping": swapping,
-    "large-model": large_model, "reservoir": reservoir,
+    "large-model": large_model, "long-sequence": long_sequence, "reservoir": reservoir,
 }  # fmt: skip

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from packaging.tags import Tag, sys_tags
 
 from penstock.bench import gpu_first
-from penstock.bench.gpu import calls, libaio, parts, wheels
-from penstock.bench.gpu.device_tests import BEGUN, OVER, Recorder
+from penstock.bench.gpu import calls, left_out, libaio, parts, wheels
+from penstock.bench.gpu.device_tests import BEGUN, LEFT_OUT, OVER, Recorder
 from penstock.bench.gpu.inside import covered
 from penstock.bench.gpu.ledger import BEGINS, ENDS, FILE, Ledger, Part, State
 from penstock.bench.gpu.parts import PARTS
@@ -321,6 +321,21 @@ def test_tests_that_passed_or_failed_twice_are_left_out() -> None:
     over = [("passed", True), ("skipped", None), ("failed", False), ("flaky", False), ("flaky", True)]
     recorder = Recorder([*begun, *({"figure": OVER, "test": name, "ok": ok} for name, ok in over)], list[Any]().append)
     assert recorder.left_out == {"passed", "skipped", "flaky", "hangs"} and recorder.given_up == {"hangs"}
+
+
+def test_processes_of_pytest_leave_out_the_same_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(LEFT_OUT, str(tmp_path / "names"))
+    (tmp_path / "names").write_text("a.py::one\na.py::more[1]")
+    items = [SimpleNamespace(nodeid=name) for name in ("a.py::one", "a.py::one_more", "a.py::more[1]", "a.py::more[2]")]
+    gone: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+    left_out.pytest_collection_modifyitems(SimpleNamespace(hook=hook), items)
+    assert [item.nodeid for item in items] == ["a.py::one_more", "a.py::more[2]"] and len(gone) == 2
+    rows: list[Any] = []
+    recorder = Recorder([], rows.append)
+    recorder.pytest_xdist_node_collection_finished([item.nodeid for item in items])
+    recorder.pytest_xdist_node_collection_finished([item.nodeid for item in items])  # another process, the same tests
+    assert recorder.open == {"a.py::one_more", "a.py::more[2]"} and len(rows) == 1
 
 
 def test_time_at_work_counts_what_overlaps_once() -> None:
