@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from ...codegen.layers import layer_call
 from ...ir.calls import function_name
@@ -143,6 +143,33 @@ def densely(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tu
         return args, kwargs, False
     bound.arguments["sparse"] = False
     return bound.args, bound.kwargs, True
+
+
+aten = torch.ops.aten
+ZEROS: dict[Any, Any] = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    "new_empty": "new_zeros",
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}
+
+
+def take_zeros(module: fx.GraphModule) -> None:
+    """Let calls that take memory as it is take zeros.
+
+    A stage also runs on inputs of zeros, before training (`runtime/stage/warm.py`). A model that fills such memory at
+    places which it computes, as the inverse of a permutation is made, then leaves some of it as it was, and an index
+    that is whatever memory held stops a GPU. In training nobody reads what nobody has written.
+    """
+    for node in module.graph.nodes:
+        called = node.op in ("call_function", "call_method") and node.kwargs.get("out") is None
+        zeros = ZEROS.get(node.target) if called else None
+        if zeros is not None and (node.kwargs.get("memory_format") is None or zeros is torch.zeros_like):
+            node.target = zeros
+            node._rename(node.name.replace("empty", "zeros"))
+    module.recompile()
 
 
 def leaf_modules(model: nn.Module) -> set[int]:

@@ -22,6 +22,7 @@ from ...passes.graph.blocks import storage_root
 from ...passes.graph.kernels.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
 from ..packing.unread import ValueRead
+from .calls import take_zeros
 from .dynamic import DynamicDims, LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
@@ -107,6 +108,7 @@ def trace(
         _refuse_written_constants(found)
         found.changes = changes_of(found)
         take_out(found)
+        take_zeros(found.module)
         return found
 
     found = _captured(model, example_inputs, options, tracer)

@@ -12,37 +12,43 @@ WIDTH, EXPERTS, TOP, INNER = 24, 4, 2, 16  # WIDTH is that of `Layer`
 
 
 class Experts(nn.Module):
-    """Each token's `TOP` experts of `EXPERTS`, times its router's weights."""
+    """Each token's `TOP` experts of `EXPERTS`, times its router's weights. `dtype`: of the products, if another one."""
 
-    def __init__(self, inner: int):
+    def __init__(self, inner: int, dtype: torch.dtype | None = None):
         super().__init__()
+        self.dtype = dtype
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, inner) * 0.2)
         self.down = nn.Parameter(torch.randn(EXPERTS, inner, WIDTH) * 0.2)
 
     def forward(self, h: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
         experts, order = chosen.reshape(-1).sort()
         ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
-        rows = torch._grouped_mm(h[order // TOP], self.up, offs=ends)
-        rows = torch._grouped_mm(F.silu(rows), self.down, offs=ends) * share.reshape(-1)[order, None]
+        rows, up, down = (t if self.dtype is None else t.to(self.dtype) for t in (h[order // TOP], self.up, self.down))
+        rows = torch._grouped_mm(rows, up, offs=ends)
+        rows = torch._grouped_mm(F.silu(rows), down, offs=ends) * share.reshape(-1)[order, None]
         place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
+        place[order] = torch.arange(len(order), device=order.device)
         return rows[place].view(*chosen.shape, WIDTH).sum(1)
 
 
 class Mixture(nn.Module):
-    """Attention, a router, experts and a shared expert. `bias`: what the router adds to the scores of each expert."""
+    """Attention, a router, experts and a shared expert. `bias`: what the router adds to the scores of each expert;
+    `dtype`: of the experts' products, if another one than that of the rest."""
 
-    def __init__(self, bias: tuple[float, ...] = (0.0,) * EXPERTS, depth: int = 1, inner: int = INNER):
+    def __init__(
+        self, bias: tuple[float, ...] = (0.0,) * EXPERTS, depth: int = 1, inner: int = INNER,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.attend = nn.ModuleList(Layer() for _ in range(depth))
         self.gate, self.shared = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts(inner)
+        self.experts = Experts(inner, dtype)
         self.register_buffer("bias", torch.tensor(bias))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         h = self.embed(ids)
-        angle = torch.arange(ids.shape[1])[:, None] / 7.0
+        angle = torch.arange(ids.shape[1], device=ids.device)[:, None] / 7.0
         for layer in self.attend:
             h = layer(h, angle)
         flat = h.reshape(-1, WIDTH)

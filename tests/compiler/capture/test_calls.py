@@ -1,0 +1,34 @@
+"""What calls of a model become in the graph: those that take memory as it is take zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.compiler.capture.trace import trace
+
+
+class Sorted(nn.Module):
+    """Rows in the order of a key, and back: the inverse of a permutation is written into memory as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, key: Tensor) -> Tensor:
+        order = key.argsort()
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        room = x.new_empty(x.shape)
+        room.copy_(self.linear(x[order]))
+        return (room[place] - torch.empty(4).fill_(1.0)).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["recorder", "export"])
+def test_no_memory_is_read_that_nobody_wrote(tracer: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Sorted(), {"x": torch.randn(6, 4), "key": torch.randperm(6)}
+    graph = trace(model, batch, tracer=tracer)
+    assert "empty" not in graph.module.code and "zeros_like" in graph.module.code
+    torch.testing.assert_close(graph.module(*batch.values())["loss"], model(**batch))
