@@ -74,10 +74,11 @@ class BlockLimits:
     def update_s(self) -> float:
         """The least seconds between the last backward and the end where the hosts update everything."""
         p, hosts = self.p, {unit.host for unit in self.p.units}
+        n = len(p.units)
         if not p.update.barrier:
             return 0.0
-        rates = [(p.update.params_s[host], p.update.bytes_s[host]) for host in hosts]
-        whole_s = p.params[-1] * min(r for r, _ in rates) + 2 * p.grad_bytes[-1] * min(r for _, r in rates)
+        rates = [(p.update.params_s[host], p.update.clip_s(host, n)) for host in hosts]
+        whole_s = p.params[-1] * min(r for r, _ in rates) + p.grad_bytes[-1] * min(r for _, r in rates)
         return whole_s / len(hosts)
 
 

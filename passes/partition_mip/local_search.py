@@ -3,11 +3,12 @@
 In: a `MipProblem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
 stages. Starts: equal numbers of blocks with the larger stages first or last, equal times and equal weights in
 proportion to the stages' devices, and some devices with no more than can stay on them. Moves: a cut one block to either
-side, a block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times
-slower than the best; that is why there are many, and why the best starts of many numbers of stages are followed. Where
-no move helps, the way to a better partition may lead over a worse one: the last evaluations go to the moves from the
-best partitions whose moves have not all been tried. Then the search restarts from the best partitions of several
-numbers of stages, and follows random moves, also such that cost a little, less and less of it (annealing).
+side, a block handed on over several stages, a block more in each stage of a round and one less in each of another
+round, a stage cut in two, two stages joined. One start alone can be several times slower than the best; that is why
+there are many, and why the best starts of many numbers of stages are followed. Where no move helps, the way to a better
+partition may lead over a worse one: the last evaluations go to the moves from the best partitions whose moves have not
+all been tried. Then the search restarts from the best partitions of several numbers of stages, and follows random
+moves, also such that cost a little, less and less of it (annealing).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..work import WorkDone
 from .problem import MipProblem
+from .recurrence import num_fetched
 
 Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
@@ -29,8 +31,9 @@ FOLLOWED = 10  # the most best starts that are improved, each for another number
 COLD, WARM = 0.006, 0.015  # the share of a step by which a move may be slower, on average, at first
 COLD_RESTARTS, WARM_RESTARTS = 4, 6
 COLD_MOVES, WARM_MOVES = 600, 60  # random moves tried after a restart: in all; for every block
+CYCLES = 2  # of all these restarts
 MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
-TURN_S = 1e-6  # of work, for a stage and a micro-batch of a partition that is evaluated
+STAGE_S, FETCHED_S = 8e-6, 1e-5  # of work, for a stage of a partition that is evaluated; for one that is fetched, too
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 
@@ -41,7 +44,6 @@ class Search:
     def __init__(self, problem: MipProblem, objective: Objective, most_s: float = math.inf):
         self.problem, self.objective, self.most_s = problem, objective, most_s
         self.work = WorkDone()
-        self.turn_s = TURN_S * (problem.micro_batches + 4)
         self.known: dict[Cuts, float] = {}
         self.best: dict[int, tuple[float, Cuts]] = {}
 
@@ -76,11 +78,15 @@ class Search:
         found = self.known.get(cuts)
         if found is None:
             found = self.known[cuts] = self.objective(self.problem, cuts)
-            self.work.add(self.turn_s * len(cuts))
+            self.work.add(self.work_s(cuts))
             count = len(cuts) - 1
             if found < math.inf and (count not in self.best or (found, cuts) < self.best[count]):
                 self.best[count] = (found, cuts)
         return found
+
+    def work_s(self, cuts: Cuts) -> float:
+        """Seconds of work of one evaluation."""
+        return STAGE_S * len(cuts) + FETCHED_S * num_fetched(self.problem, cuts)
 
     def climb(self, cuts: Cuts, counts: set[int]) -> None:
         """Take every move that helps and continue with the moves after it, until none helps."""
@@ -115,7 +121,7 @@ class Search:
         draw = random.Random(0)
         cold = (COLD, COLD_RESTARTS, COLD_MOVES)
         warm = (WARM, WARM_RESTARTS, WARM_MOVES * self.problem.num_blocks)
-        for warmth, restarts, moves in (cold, warm):
+        for warmth, restarts, moves in (cold, warm) * CYCLES:
             for count in sorted(self.best, key=self.best.__getitem__)[:restarts]:
                 found = self.anneal(self.best[count], counts, draw, warmth, moves)
                 if self.is_late():
@@ -171,6 +177,11 @@ class Search:
                     moved = tuple(c + step for c in cuts[i:k])
                     if cuts[i - 1] < moved[0] and moved[-1] < cuts[k]:
                         yield (*cuts[:i], *moved, *cuts[k:])
+        rounds = range(last % len(self.problem.units), last, len(self.problem.units))
+        for grown, shrunk in itertools.permutations(rounds, 2):
+            larger = round_moved(cuts, grown, shrunk, len(self.problem.units))
+            if larger is not None:
+                yield larger
         if last - 1 in counts:
             for i in range(1, last):
                 yield (*cuts[:i], *cuts[i + 1 :])
@@ -178,6 +189,17 @@ class Search:
             for i in range(1, last + 1):
                 if cuts[i] - cuts[i - 1] > 1:
                     yield (*cuts[:i], (cuts[i - 1] + cuts[i]) // 2, *cuts[i:])
+
+
+def round_moved(cuts: Cuts, grown: int, shrunk: int, width: int) -> Cuts | None:
+    """Each of `width` stages from `grown` on with one more block, and each from `shrunk` on with one less."""
+    sizes = [b - a for a, b in itertools.pairwise(cuts)]
+    if abs(grown - shrunk) < width or max(grown, shrunk) + width > len(sizes):
+        return None
+    for i in range(width):
+        sizes[grown + i] += 1
+        sizes[shrunk + i] -= 1
+    return (0, *itertools.accumulate(sizes)) if min(sizes) > 0 else None
 
 
 def starts(problem: MipProblem, count: int) -> list[Cuts]:

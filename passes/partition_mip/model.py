@@ -314,9 +314,10 @@ class CountModel:
             if not self.resident[d]:
                 latency_s = unit.latency_s if j >= self.idle else 0.0
                 out, gone = self.real(), self.real()
-                own = GB * unit.shared_offload_s
-                self.row(gone, h + t + own * self.g[j])
-                self.row(gone, left.get(unit.complex, 0.0) + own * self.g[j])
+                sent = self.message(j, j, j - 1)[1] if j else 0.0
+                work_s = GB * unit.shared_offload_s * (self.g[j] + sent)
+                self.row(gone, h + t + work_s)
+                self.row(gone, left.get(unit.complex, 0.0) + work_s)
                 self.row(out, gone + latency_s)
                 self.row(out, h + t + GB * unit.offload_s * self.g[j] + latency_s)
                 if d in own_left:
@@ -350,6 +351,8 @@ class CountModel:
     def update(self) -> None:
         p, n = self.p, self.n
         barrier = self.real() if p.update.barrier else None
+        devices = p.units[: self.count]
+        swapped = Counter(unit.host for unit, stays in zip(devices, self.resident) if not stays)
         after: dict[int, Any] = {}  # per host the optimizer's work for a stage and those after it in backward
         for j in range(self.count):
             unit = p.units[j % n]
@@ -364,7 +367,7 @@ class CountModel:
             work = self.real()
             took = GB * p.update.params_s[unit.host] * self.q[j]
             if barrier is not None:
-                took = took + 2 * GB * p.update.bytes_s[unit.host] * self.g[j]
+                took = took + GB * p.update.clip_s(unit.host, swapped[unit.host]) * self.g[j]
             self.model += work == after.get(unit.host, 0.0) + took
             after[unit.host] = work
             if barrier is None:

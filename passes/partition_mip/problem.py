@@ -27,6 +27,7 @@ from ..graph.stage_costs import storages
 from ..partition.slices import Slices
 from ..stage_time import MessageTimes, TurnSeconds, block_seconds
 
+CLIPPING_SHOWS = 0.5  # of the time for clipping by several devices, the part that no update hides
 Table = list[list[float]]  # [end][start] of a run of blocks
 
 
@@ -57,6 +58,11 @@ class UpdateCost:
     bytes_s: tuple[float, ...]  # seconds per byte through DRAM, by host
     state_bytes: float  # per parameter, masters included
     barrier: bool = False
+
+    def clip_s(self, host: int, num_devices: int) -> float:
+        """Seconds per byte of gradients that clipping adds to the updates of so many devices of a host: where one clips
+        while another one steps, it adds nothing, and where all clip at once, everything."""
+        return 2 * self.bytes_s[host] * (1.0 if num_devices == 1 else CLIPPING_SHOWS)
 
 
 @dataclass(frozen=True)

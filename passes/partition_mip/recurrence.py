@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from .problem import MipProblem, Unit
@@ -97,6 +98,12 @@ def literal_s(p: MipProblem, cuts: Sequence[int]) -> float:
 def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
     """Per device whether its stages stay there across steps."""
     return tuple(room == math.inf for room in _Step(p, cuts).ahead_bytes)
+
+
+def num_fetched(p: MipProblem, cuts: Sequence[int]) -> int:
+    """The number of stages that come from DRAM, of a partition that `contended_s` has evaluated; else 0."""
+    found = (p.placed.get(_on(cuts, d, len(p.units)), (math.inf,)) for d in range(len(p.units)))
+    return sum(len(range(d, len(cuts) - 1, len(p.units))) for d, (room, *_) in enumerate(found) if room < math.inf)
 
 
 def _on(cuts: Sequence[int], d: int, n: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -301,16 +308,19 @@ class _Step:
             self.ready[j] = max(self.ready[j], passed_s[unit.complex] + unit.latency_s)
 
     def offloads(self) -> None:
-        """Set `ready`, when the gradients of swapped stages are in DRAM: they leave in the order of backward."""
+        """Set `ready`, when the gradients of swapped stages are in DRAM: they leave in the order of backward, after the
+        messages that these stages send."""
         p, n, links = self.p, self.n, [SharedLink() for _ in self.out]
+        work_s = dict[int, float]()
         swapped = [j for j in reversed(range(self.count)) if self.ahead_bytes[j % n] != math.inf]
         for j in swapped:
             unit = p.units[j % n]
-            links[unit.complex].add(j % n, j, self.ready[j], self.g[j] * unit.shared_offload_s)
+            work_s[j] = (self.g[j] + (self.messages(j - 1, n) if j else 0.0)) * unit.shared_offload_s
+            links[unit.complex].add(j % n, j, self.ready[j], work_s[j])
         for j in swapped:
             d, unit = j % n, p.units[j % n]
             c = unit.complex
-            self.out[c] = max(self.out[c], self.ready[j]) + self.g[j] * unit.shared_offload_s
+            self.out[c] = max(self.out[c], self.ready[j]) + work_s[j]
             alone_s = max(self.ready[j], self.own_out[d]) + self.g[j] * unit.offload_s
             self.ready[j] = self.own_out[d] = max(self.out[c], alone_s, links[c].end_s(j)) + unit.latency_s
 
@@ -339,11 +349,12 @@ class _Step:
                         took += 2 * self.g[j] * unit.byte_s + unit.call_s + unit.own_s
                     now_s = max(now_s, ready[j], barrier) + took
                 done = max(done, now_s)
+        swapped = Counter(unit.host for unit, room in zip(p.units, self.ahead_bytes[: self.count]) if room < math.inf)
         for j in sorted(range(self.count), key=ready.__getitem__):
             if self.ahead_bytes[j % n] != math.inf:
                 host = p.units[j % n].host
-                clip = 2 * self.g[j] * p.update.bytes_s[host] if p.update.barrier else 0.0
-                hosts[host] = max(hosts[host], ready[j], barrier) + self.q[j] * p.update.params_s[host] + clip
+                clip_s = self.g[j] * p.update.clip_s(host, swapped[host]) if p.update.barrier else 0.0
+                hosts[host] = max(hosts[host], ready[j], barrier) + self.q[j] * p.update.params_s[host] + clip_s
                 done = max(done, hosts[host])
         return done
 

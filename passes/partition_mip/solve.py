@@ -240,7 +240,7 @@ class _Tree:
             for cuts in all_cuts:
                 if node.fewest <= len(cuts) - 1 <= node.count:
                     self.search.seconds(cuts)
-                    self.work.add(self.search.turn_s * len(cuts))
+                    self.work.add(self.search.work_s(cuts))
             self.counted["partitions tried"] += len(all_cuts)
             self.raised(node, math.inf)
         return node

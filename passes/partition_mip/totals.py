@@ -199,7 +199,7 @@ class TotalsModel:
             unit = p.units[d]
             took = p.update.params_s[unit.host] * GB * self.of(d, ["swap"], p.params)
             if p.update.barrier:
-                took = took + 2 * p.update.bytes_s[unit.host] * GB * self.of(d, ["swap"], p.grad_bytes)
+                took = took + p.update.clip_s(unit.host, self.n) * GB * self.of(d, ["swap"], p.grad_bytes)
                 clip_s = 2 * unit.byte_s * self.of(d, ["stay"], p.grad_bytes)
                 self.row(self.end, backward_end + GB * (clip_s + unit.step_s * self.of(d, ["stay"], p.params)))
             work[unit.host] = work.get(unit.host, 0.0) + took

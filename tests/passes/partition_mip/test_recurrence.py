@@ -114,4 +114,4 @@ def test_backward_fetches_of_one_device_slow_the_last_forward_of_another() -> No
     assert residents(p, cuts) == (False, False)
     # Stages 0 and 1 are there after 16 s, 2 and 3 after 32 s; then 4, and 1 again, come until 48 s. Gradients follow,
     # and the update of the last 4 G parameters.
-    assert contended_s(p, cuts) == pytest.approx(48.0 + 5 * 8.0 + 4 * 0.2, abs=0.2)
+    assert contended_s(p, cuts) == pytest.approx(48.0 + 5 * 8.0 + 4 * 0.2, abs=0.4)
