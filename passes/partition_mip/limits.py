@@ -23,25 +23,36 @@ class BlockLimits:
 
     def __init__(self, p: MipProblem):
         self.p, length = p, p.num_blocks
-        grads, kept = np.array(p.grad_bytes), np.array(p.kept_bytes)
-        scratch = np.full((length + 1, length + 1), math.inf)  # [number of blocks][first block]
-        work = np.full((length + 1, length + 1), -math.inf)
+        work = np.full((length + 1, length + 1), -math.inf)  # [number of blocks][first block]
         for b in range(1, length + 1):
             for a in range(b):
                 work[b - a, a] = p.work_bytes[b][a]
-                scratch[b - a, a] = p.work_bytes[b][a] - (grads[b] - grads[a]) - (kept[b] - kept[a])
-        self.scratches: list[float] = scratch[1, :length].tolist()
-        self._least_scratch = np.minimum.accumulate(scratch.min(axis=1))
         self._most_work = np.maximum.accumulate(work.max(axis=1))
+        self.added = self._added()
+        self.floor = math.fsum(min(0.0, added) for added in self.added)
+        alone = [p.work_bytes[i + 1][i] - (p.grad_bytes[i + 1] - p.grad_bytes[i]) for i in range(length)]
+        self.scratches = [once - added for once, added in zip(alone, self.added)]
         self.entering = [min(p.input_bytes[b][a] for b in range(a + 1, length + 1)) for a in range(length)]
         self.weights = np.diff(p.weight_bytes).tolist()
         self.lasting = (np.diff(p.weight_bytes) + p.update.state_bytes * np.diff(p.params)).tolist()
         self.common, self.num_common = Counter(p.kinds).most_common(1)[0]  # the kind of most blocks, and their number
 
-    def least_scratch(self, fewest: int) -> float:
-        """The least bytes of one of at least `fewest` stages besides weights, gradients and saved tensors. Blocks of
-        one stage that share a parameter count it once, so that it may be below zero."""
-        return float(self._least_scratch[self.p.num_blocks - fewest + 1])
+    def _added(self) -> list[float]:
+        """Per block the least bytes that it adds to a stage before or after it, besides weights and gradients, for one
+        micro-batch, by kind. Blocks of one stage that share a saved tensor, such as a mask, or the gradient of a
+        parameter count it once. So a stage takes at least the sum over its blocks, and the `scratches` of any one."""
+        p, length = self.p, self.p.num_blocks
+        grads, kept = p.grad_bytes, p.kept_bytes
+        once = np.zeros((length + 1, length + 1))  # [end][first block]
+        for b in range(1, length + 1):
+            once[b, :b] = np.array(p.work_bytes[b][:b]) - (grads[b] - np.array(grads[:b]))
+        least: dict[int, float] = {}
+        for i, kind in enumerate(p.kinds):
+            ends, starts = once[i + 1 :, i] - once[i + 1 :, i + 1], once[i + 1, : i + 1] - once[i, : i + 1]
+            ends[0] = once[i + 1, i]
+            added = min(float(ends.min()), float(starts.min()), kept[i + 1] - kept[i])
+            least[kind] = min(least.get(kind, math.inf), added)
+        return [least[kind] for kind in p.kinds]
 
     def most_work(self, blocks: int) -> float:
         """The most bytes that up to so many blocks need besides their weights."""
@@ -55,8 +66,8 @@ class BlockLimits:
             return blocks * min(row[at + 1] - row[at] for row in sums)
 
         held = self.weights[at] + p.grad_bytes[at + 1] - p.grad_bytes[at]
-        held += p.micro_batches * (p.kept_bytes[at + 1] - p.kept_bytes[at])
-        held = blocks * held + min(0.0, self.least_scratch(1))
+        held += self.added[at] + (p.micro_batches - 1) * (p.kept_bytes[at + 1] - p.kept_bytes[at])
+        held = blocks * held + self.floor
         keeps = held <= max(unit.budget_bytes for unit in p.units)
         return least(p.forward_s), least(p.backward_s) + (0.0 if keeps else least(p.again_s))
 
@@ -92,7 +103,7 @@ class StageLimits:
         self, limits: BlockLimits, count: int, resident: Sequence[bool], idle: int = 0, cutoff_s: float = math.inf
     ):
         self.limits, self.p, self.count, self.resident, self.idle = limits, limits.p, count, resident, idle
-        self.n, self.scratch = len(self.p.units), min(0.0, limits.least_scratch(count - idle))
+        self.n = len(self.p.units)
         self.windows = [range(max(0, j - idle), self.p.num_blocks - (count - 1 - j)) for j in range(count)]
         self.most = [len(window) for window in self.windows]
         if not idle and cutoff_s < math.inf:
@@ -146,7 +157,7 @@ class StageLimits:
         inputs += 2 * self.least(self.limits.entering, j)
         kept = p.kept_bytes[block + 1] - p.kept_bytes[block]
         grads = p.grad_bytes[block + 1] - p.grad_bytes[block]
-        work = grads + m * kept + (self.scratch or self.limits.scratches[block])
+        work = grads + (m - 1) * kept + self.limits.added[block] + self.limits.scratches[block] + self.limits.floor
         budget = p.units[d].budget_bytes
         if self.resident[d]:
             others = math.fsum(self.least(self.limits.lasting, i) for i in stages if i != j)

@@ -31,9 +31,10 @@ FOLLOWED = 10  # the most best starts that are improved, each for another number
 COLD, WARM = 0.006, 0.015  # the share of a step by which a move may be slower, on average, at first
 COLD_RESTARTS, WARM_RESTARTS = 4, 6
 COLD_MOVES, WARM_MOVES = 600, 60  # random moves tried after a restart: in all; for every block
-CYCLES = 2  # of all these restarts
+CYCLES = 4  # of all these restarts
 MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
 STAGE_S, FETCHED_S = 8e-6, 1e-5  # of work, for a stage of a partition that is evaluated; for one that is fetched, too
+REFUSED_S = 2e-5  # of work, for a partition that does not fit
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 
@@ -85,7 +86,9 @@ class Search:
         return found
 
     def work_s(self, cuts: Cuts) -> float:
-        """Seconds of work of one evaluation."""
+        """Seconds of work of the evaluation of a partition that is known."""
+        if self.known[cuts] == math.inf:
+            return REFUSED_S
         return STAGE_S * len(cuts) + FETCHED_S * num_fetched(self.problem, cuts)
 
     def climb(self, cuts: Cuts, counts: set[int]) -> None:

@@ -155,8 +155,10 @@ class CountModel:
                 total = self.real()
                 self.model += total == amount
                 rows.append(total)
-        self.kept = [of(p.kept_bytes, mine, GB) for mine in self.counts]
-        self.lost = [of(p.kept_bytes, mine, GB) for mine in self.again]
+        self.kept = [
+            of(p.kept_bytes, mine, GB) - of(p.kept_bytes, lost, GB) for mine, lost in zip(self.counts, self.again)
+        ]
+        self.once = [mip.xsum(self.limits.added[firsts[r]] / GB * x for r, x in mine.items()) for mine in self.counts]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -177,12 +179,12 @@ class CountModel:
                 inputs = mip.xsum(entering[i] for i in stages[: at + 1])
                 free = budget - self.scratch(j)
                 if self.resident[d]:
-                    held = mip.xsum(m * (self.kept[i] - self.lost[i]) for i in stages[: at + 1])
+                    held = mip.xsum(m * self.kept[i] for i in stages[: at + 1]) - self.kept[j]
                     grads = mip.xsum(self.g[i] for i in stages[at:])
-                    self.row(free, lasting + grads + inputs + held + self.lost[j] + 2 / m * entering[j])
+                    self.row(free, lasting + grads + inputs + held + self.once[j] + 2 / m * entering[j])
                 else:
-                    kept = m * (self.kept[j] - self.lost[j]) + self.lost[j]
-                    self.row(free, room + self.g[j] + kept + inputs + 2 / m * entering[last])
+                    held = (m - 1) * self.kept[j] + self.once[j]
+                    self.row(free, room + self.g[j] + held + inputs + 2 / m * entering[last])
                     self.row(room, self.w[j])
 
     def entering(self) -> list[Any]:
@@ -195,10 +197,8 @@ class CountModel:
         return found
 
     def scratch(self, j: int) -> float:
-        """The least workspace of stage j in GB; that of its largest block, where it is known to have it."""
+        """The least workspace of stage j in GB; that of a block which it is known to have."""
         last = self.count - 1
-        if j < self.idle or self.stages.scratch:
-            return self.stages.scratch / GB
         if j == last or (j == 0 and not self.idle):
             return self.limits.scratches[-1 if j == last else 0] / GB
         return self.stages.least(self.limits.scratches, j) / GB
@@ -348,8 +348,27 @@ class CountModel:
             took = took + 2 * GB * unit.byte_s * self.g[j] + (unit.call_s + unit.own_s) * there
         return took
 
+    def share_ties(self) -> None:
+        """The gradient of a parameter that the first block shares with the last one is complete after both stages."""
+        p, n, last = self.p, self.n, self.count - 1
+        for a, b, size in p.ties:
+            if a or b < p.num_blocks - 1 or last == self.idle:
+                continue
+            took_s, e = math.inf, last % n
+            for d in range(min(n, self.count)) if self.idle else [0]:  # of the first stage that is not empty
+                shared = 1 + (p.message_shares[d][e] and p.units[d].complex == p.units[e].complex)
+                sent_s = 2 * p.message_latency_s[d][e] + size * p.message_s[d][e] * shared
+                took_s = min(took_s, sent_s if self.resident[d] else size * p.update.bytes_s[p.units[d].host])
+            both = self.real()
+            self.row(both, (self.h_ends[0] if self.idle else self.ready[0]) + took_s)
+            self.row(both, self.ready[last] + took_s)
+            self.ready[last] = both
+            if not self.idle:
+                self.ready[0] = both
+
     def update(self) -> None:
         p, n = self.p, self.n
+        self.share_ties()
         barrier = self.real() if p.update.barrier else None
         devices = p.units[: self.count]
         swapped = Counter(unit.host for unit, stays in zip(devices, self.resident) if not stays)

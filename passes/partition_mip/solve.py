@@ -32,11 +32,14 @@ from .problem import MipProblem
 
 CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.05, 0.02, 0.01, CLOSE)  # what is proven for one number of stages, one after the other
-TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, for one program of each sort
-ITERATION_S, ROW_S = 1.2e-7, 2e-5  # of work, for a row of a program: in each iteration, and once
-ENTRY_S, CROSSING_S = 4.5e-7, 3e-7  # of the barrier method: in each iteration for an entry; in each crossover for a row
-INTEGER = 4.0  # times the work of a program's counted iterations where it is solved in integers
-CHOICES = 60  # the most devices whose residence is told apart to bound a number of resident devices
+TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, at first, for one program of each sort
+MORE_NODES = 4  # times as many nodes where these were too few
+ROW_S, ITERATION_S, ENTRY_S = (
+    3e-5,
+    3.5e-8,
+    4.7e-7,
+)  # of work: for a row, once and in each iteration; by barrier, an entry
+INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
 WIDE = 2.5  # the largest number of stages over the least, for which one linear relaxation speaks of all
 FEW = 3000  # so many partitions are tried rather than bounded
@@ -67,6 +70,7 @@ class _Node:
     largest: int | None = field(compare=False, default=None)
     most: int | None = field(compare=False, default=None)
     tried: bool = field(compare=False, default=False)  # bounded by which devices may be resident
+    nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, when it is solved next
     solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
 
@@ -162,7 +166,7 @@ class _Tree:
         if not node.step and node.count >= WIDE * node.fewest:  # small models bound few stages
             middle = math.isqrt(node.fewest * node.count)
             parts = [(node.fewest, middle), (middle + 1, node.count)]
-            return [self.total(replace(node, fewest=low, count=high), TOTALS_NODES) for low, high in parts]
+            return [self.total(replace(node, fewest=low, count=high)) for low, high in parts]
         if not node.step:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
@@ -206,7 +210,7 @@ class _Tree:
         """Bound a number of resident devices by the least bound over which they are."""
         node.tried = True
         heap = [replace(node)]
-        for _ in range(CHOICES):
+        for _ in node.residents:
             part = heap[0]
             if None not in part.residents or part.bound_s > self.best_s() * (1 - CLOSE) or self.over():
                 break
@@ -273,7 +277,7 @@ class _Tree:
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
-        self.work.add(model.num_rows * (ROW_S + ITERATION_S * iterations) * (INTEGER if nodes else 1.0))
+        self.work.add(model.num_rows * ROW_S + iterations * (INTEGER_S if nodes else model.num_rows * ITERATION_S))
         return status
 
     def barrier(self, model: Any) -> Any:
@@ -282,9 +286,8 @@ class _Tree:
 
         model.lp_method = mip.LP_Method.BARRIER
         status = model.optimize(relax=True, max_seconds=self.guard_s())
-        number = model.solver._get_int_info_value
-        entries, crossed = model.num_nz * number("ipm_iteration_count"), number("crossover_iteration_count")
-        self.work.add(entries * ENTRY_S + model.num_rows * (ROW_S + crossed * CROSSING_S))
+        iterations = model.solver._get_int_info_value("ipm_iteration_count")
+        self.work.add(model.num_rows * ROW_S + model.num_nz * iterations * ENTRY_S)
         return status
 
     def cutoff_s(self, node: _Node) -> float:
@@ -319,12 +322,13 @@ class _Tree:
         counted = self.counts(node, cutoff_s, integer=True)
         counted.row(cutoff_s, counted.end)
         counted.model.max_mip_gap = CLOSE / 4
-        status = self.optimize(counted.model, COUNT_NODES)
+        status = self.optimize(counted.model, node.nodes)
         self.counted["integer programs"] += 1
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
             return node
-        node.solved = True
+        node.solved = status == mip.OptimizationStatus.OPTIMAL
+        node.nodes *= MORE_NODES
         bound_s = counted.model.objective_bound
         if bound_s is not None and math.isfinite(bound_s):
             self.raised(node, min(bound_s, cutoff_s))

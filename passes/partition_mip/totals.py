@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import mip
@@ -119,8 +120,8 @@ class TotalsModel:
     def memory(self) -> None:
         """All stages begin with different blocks, each of which brings its inputs for all micro-batches."""
         p, m = self.p, self.m
-        scratch = self.limits.least_scratch(self.fewest) / GB
-        ending = self.limits.scratches[-1] / GB if scratch >= 0 else scratch  # of the last stage
+        scratch, ending = min(self.limits.scratches) / GB, self.limits.scratches[-1] / GB  # of any, of the last stage
+        once, again = [0.0, *accumulate(self.limits.added)], [(m - 1) * kept for kept in p.kept_bytes]
         least = sorted(self.limits.entering)
         most = max(max(row) for row in p.input_bytes[1:]) * m / GB
         inputs = [self.real() for _ in range(self.used)]
@@ -132,14 +133,14 @@ class TotalsModel:
             free = budget - scratch - inputs[d] - (ending - scratch) * self.last[d]
             if "stay" in self.held[d]:
                 lasting = self.of(d, ["stay"], p.weight_bytes) + p.update.state_bytes * self.of(d, ["stay"], p.params)
-                held = lasting + m * self.of(d, ["kept"], p.kept_bytes)
+                held = lasting + self.of(d, ["kept"], once) + self.of(d, ["kept"], again)
                 self.row(free + budget * (1 - self.resident[d]), held)
                 self.row((budget - scratch) * self.resident[d], held)  # weaker where it is resident, else stronger
                 self.row(budget * self.resident[d], lasting + self.of(d, ["stay"], p.grad_bytes))
             if "swap" in self.held[d]:
-                for part, often in (("tail", 1), ("saved", m)):
+                for part in ("tail", "saved"):
                     held = self.of(d, [part], p.weight_bytes) + self.of(d, [part], p.grad_bytes)
-                    held = held + often * self.of(d, [part], p.kept_bytes)
+                    held = held + self.of(d, [part], once) + (self.of(d, [part], again) if part == "saved" else 0.0)
                     self.row(free + budget * self.resident[d], held)
                     self.row((budget - scratch) * (1 - self.resident[d]), held)
 

@@ -23,9 +23,12 @@ def problem(
     barrier: bool = False,
     rate: float = 1.0,
     both: float | None = None,
+    shared: float = 0.0,
+    tied: bool = False,
 ) -> MipProblem:
     """`kinds` indexes the tables; times in seconds, sizes in GB, `rate` in GB/s of every link, `both` times that of
-    both directions of a root complex together."""
+    both directions of a root complex together. `shared`: of the saved tensors, those that all blocks share. `tied`: the
+    first block shares half of a parameter with the last one."""
     giga, length = 1e9, len(kinds)
 
     def sums(values: list[float]) -> list[float]:
@@ -35,9 +38,14 @@ def problem(
         running = sums(values)
         return [[running[b] - running[a] + more for a in range(b)] for b in range(length + 1)]
 
+    def work(values: list[float]) -> list[list[float]]:
+        found = table([value - shared * giga for value in values], (0.05 + shared) * giga)
+        found[length][0] -= tied * min(w[0], w[-1]) / 2
+        return found
+
     w = [weights[k] * giga for k in kinds]
     t = [seconds[k] for k in kinds]
-    kept = [0.1 * giga for _ in kinds]
+    kept = [max(0.1, shared) * giga for _ in kinds]
     units = tuple(
         Unit(
             budget_bytes=budget * giga,
@@ -69,13 +77,14 @@ def problem(
         params=sums([x / 2 for x in w]),
         tensors=sums([4.0] * length),
         kept_bytes=sums(kept),
-        work_bytes=table([x + y for x, y in zip(w, kept)], 0.05 * giga),
+        work_bytes=work([x + y for x, y in zip(w, kept)]),
         input_bytes=table([0.0] * length, 0.01 * giga),
         message_bytes=[0.0, *[0.01 * giga] * (length - 1), 0.0],
         message_s=[[0.0 if d == e else 1 / (rate * giga) for e in range(n)] for d in range(n)],
         message_latency_s=[[0.0 if d == e else 2e-3 for e in range(n)] for d in range(n)],
         message_shares=[[d != e for e in range(n)] for d in range(n)],
         update=UpdateCost((0.2 / giga,), (0.01 / giga,), state_bytes, barrier),
+        ties=((0, length - 1, min(w[0], w[-1]) / 2),) if tied else (),
     )
 
 
@@ -93,6 +102,8 @@ def small_problems(draw: st.DrawFn, most_blocks: int = 9) -> MipProblem:
         barrier=draw(st.booleans()),
         rate=draw(st.sampled_from([0.5, 4.0, 50.0])),
         both=draw(st.sampled_from([None, 1.0, 1.4])),
+        shared=draw(st.sampled_from([0.0, 0.08, 3.0])),
+        tied=draw(st.booleans()),
     )
 
 
