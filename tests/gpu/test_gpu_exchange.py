@@ -46,7 +46,8 @@ def test_the_allocator_does_not_wait_for_the_stream_of_an_alias(aliased: bool) -
     """NCCL's backend records what it is given as used on its own stream. Memory of which it has an alias is handed out
     again at once, other memory only once that stream is past it."""
     torch.cuda.synchronize()
-    busy, matrix = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")
+    busy, ones = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")  # whose memory stays taken
+    matrix = ones
     value = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
     address = value.data_ptr()
     shared = _alias(value) if aliased else value
