@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.tests.passes.running import all_passes, apply, draft_of, generated
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, only_on_gpu]
+EMULATED = "FAKECUDA_TORCH" in os.environ
 ROWS = 40  # padded to 64 by one kernel
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -110,7 +112,8 @@ def test_attention_that_is_taken_gives_the_same_bits(
     names = [row.name for row in spec.saved]
     with Attentions() as calls:
         wanted, kept = runner.forward(inputs, 7)
-    assert calls.seen and calls.seen[0] is kernel
+    # Hopper takes cuDNN's kernel, which the emulator lacks, where others take these two in half precision.
+    assert calls.seen and (calls.seen[0] is kernel or (not EMULATED and calls.seen[0] in CUDA_ATTENTION))
     grads = runner.backward(kept, inputs, [1.0], None, 7)[1]
     again = runner.backward(None, inputs, [1.0], None, 7)[1]
     first = "scaled_dot_product_attention"

@@ -13,6 +13,7 @@ import torch
 from penstock.runtime.device.peers import _alias
 
 EMULATED = "FAKECUDA_TORCH" in os.environ  # there a process has as many GPUs as it asks for
+BUSY_CYCLES = 200_000_000  # of a GPU's clock: a tenth of a second
 pytestmark = pytest.mark.gpu
 MEMBER = """
 import sys
@@ -46,16 +47,14 @@ def test_the_allocator_does_not_wait_for_the_stream_of_an_alias(aliased: bool) -
     """NCCL's backend records what it is given as used on its own stream. Memory of which it has an alias is handed out
     again at once, other memory only once that stream is past it."""
     torch.cuda.synchronize()
-    busy, ones = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")  # whose memory stays taken
-    matrix = ones
+    busy = torch.cuda.Stream()
     value = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
     address = value.data_ptr()
     shared = _alias(value) if aliased else value
     assert shared.data_ptr() == address and shared.shape == value.shape and shared.dtype == value.dtype
     busy.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(busy):
-        for _ in range(60):
-            matrix = matrix @ matrix / 1024
+        torch.cuda._sleep(BUSY_CYCLES)
     shared.record_stream(busy)
     del value, shared
     again = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")

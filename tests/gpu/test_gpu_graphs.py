@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.bench.peers import parity
 from penstock.ir.errors import PlanError
-from penstock.tests.gpu.rehearsal import DROPPING, batches, compiled, exact, model_of, session_of, swapped
+from penstock.tests.gpu.rehearsal import DROPPING, REHEARSED, batches, compiled, exact, model_of, session_of, swapped
 from penstock.tests.gpu.test_gpu_parity import changed
 
 __all__ = ["exact"]  # a fixture
@@ -144,6 +144,7 @@ def test_a_stage_without_graphs_is_named_and_runs_as_written() -> None:
         assert_same(found, trained(job, data))
 
 
+@pytest.mark.skipif(not REHEARSED and torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("strategy", ["1f1b", "interleaved", "data-parallel"])
 def test_two_gpus(strategy: str) -> None:
     """Values cross streams and GPUs; of 1F1B the slots serve more micro-batches than are in flight."""

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.measure.network import MESSAGE_BYTES
@@ -38,6 +39,7 @@ finally:
 """
 
 
+@pytest.mark.skipif(not EMULATED and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_hosts_with_gpus_time_what_lies_between_them_over_nccl(tmp_path: Path) -> None:
     script, document = tmp_path / "script.py", tmp_path / "machine.yaml"
     script.write_text(SCRIPT)

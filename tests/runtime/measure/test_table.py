@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.ir import units
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.machine.rates import RateTable
+from penstock.ir.machine.rates import RateTable, curve_reader
 from penstock.runtime.measure import detect, table
+from penstock.runtime.measure.detect import _four_digits
 from penstock.runtime.measure.table import (
     LONGEST_S,
+    ROUNDING,
     TableTiming,
     attention_rows,
     measured_table,
@@ -77,7 +82,14 @@ def test_a_slow_device_times_attention_on_fewer_tokens(monkeypatch: pytest.Monke
 
 
 def test_a_disturbed_time_cannot_make_a_larger_call_faster() -> None:
-    assert plausible({2: 10.0, 4: 1000.0, 8: 90.0}, 3.0) == {2: 10.0, 4: 80.0, 8: 90.0}
+    assert plausible({2: 10.0, 4: 1000.0, 8: 90.0}, 3.0) == {2: 10.0, 4: pytest.approx(80.0, rel=ROUNDING), 8: 90.0}
+
+
+@given(st.floats(1.0, 9.9999), st.sampled_from([1.0, 2.0, 3.0]))
+def test_calls_that_take_equally_long_can_be_read_from_a_document_of_four_digits(rate: float, power: float) -> None:
+    found = plausible({size: rate * 1e12 * size**power for size in (1, 2, 4, 8)}, power)
+    read = curve_reader(units.FLOPS, power)
+    assert read({size: _four_digits(str(value)) for size, value in found.items()})
 
 
 def test_equal_devices_share_the_mean_of_their_reports() -> None:
