@@ -19,6 +19,9 @@ SEED ?= $(shell date +%s)
 PYPI ?= https://pypi.org/simple
 SEEDS ?= 1 2 3
 
+# Tests start hundreds of processes, each of which would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 # The package with the demo's weights requires sentence-transformers, and through it scikit-learn and SciPy: 208 MB

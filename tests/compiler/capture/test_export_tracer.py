@@ -105,7 +105,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("transform", [
     lambda h: torch.vmap(lambda row: row.tanh() * row.sum())(h),
-    lambda h: torch.func.jvp(torch.tanh, (h,), (h,))[1],
+    pytest.param(lambda h: torch.func.jvp(torch.tanh, (h,), (h,))[1], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_job_of_an_exported_graph_trains(transform):
     torch.manual_seed(0)

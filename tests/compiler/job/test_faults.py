@@ -166,6 +166,7 @@ def test_a_batch_that_may_or_may_not_be_for_the_loss() -> None:
         ("gpt2", {"memory": "250kB", "num_devices": 1}, {"strategy": "gpipe"}, {"strategy"}),
     ],
 )
+@pytest.mark.slow  # tests/compiler/search/test_nearest.py has a fast one
 def test_what_does_not_fit_names_a_change_with_which_it_does(
     name: str, machine: dict[str, Any], options: dict[str, Any], changed: set[str]
 ) -> None:

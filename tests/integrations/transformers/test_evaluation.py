@@ -33,7 +33,9 @@ def accuracy(found):
 
 
 @pytest.mark.parametrize("make", slow_but([llama], [causal, llama, seq2seq]))
-@pytest.mark.parametrize("rows", [2, 8], ids=["smaller batches", "larger batches"])
+@pytest.mark.parametrize(
+    "rows", [2, pytest.param(8, marks=pytest.mark.slow)], ids=["smaller batches", "larger batches"]
+)
 def test_same_losses(make, rows, tmp_path):
     """7 rows, in batches with fewer or more rows than a step has, of which the last is short."""
     changes = {**EVALUATING, "per_device_eval_batch_size": rows, "max_steps": 4}
@@ -54,6 +56,7 @@ def test_same_metrics_and_best_model(tmp_path):
     require_equal(ours, plain, tolerance=1e-4)  # at this learning rate a step of AdamW moves weights by 3e-2
 
 
+@pytest.mark.slow
 def test_same_run_of_labels_that_are_one_number_per_class(tmp_path):
     """Rows of 8 to 14 tokens, with 3 labels each, in lists."""
 

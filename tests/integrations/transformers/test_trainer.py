@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerCallback
 from penstock.errors import PlanError
 from penstock.integrations.transformers import PenstockTrainer
 from penstock.ir.machine.hardware import Hardware
-from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     FAST,
     TOLERANCE,
@@ -68,6 +67,7 @@ def test_same_run_of_a_classifier(tmp_path):
     require_equal(*both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1))
 
 
+@pytest.mark.slow
 def test_same_run_up_to_the_end_of_a_stream(tmp_path):
     """15 batches of 2 rows, of which the last makes no whole step; `Trainer` adds it to the next epoch's first step."""
     from datasets import Dataset
@@ -85,7 +85,8 @@ def test_same_run_up_to_the_end_of_a_stream(tmp_path):
     assert len(told(longer, "loss")) == longer.state.global_step == 8 and told(longer, "loss")[-1] < 5.0
 
 
-@pytest.mark.parametrize("name", slow_but(["adafactor"], ["adafactor", "adamw_bnb_8bit", "adamw_torch_8bit"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "adamw_bnb_8bit", "adamw_torch_8bit"])
 def test_same_run_with_an_optimizer_of_another_library(name, tmp_path):
     """Embeddings and head have 4800 elements, above 4096, below which all states of these libraries have 32 bits."""
 
@@ -137,6 +138,7 @@ def test_half_precision_is_that_of_autocast(tmp_path):
     assert not torch.equal(told(ours, "loss"), told(trained(PenstockTrainer, causal, tmp_path), "loss"))
 
 
+@pytest.mark.slow
 def test_precision_of_accelerate_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     found = trained(PenstockTrainer, causal, tmp_path, max_steps=2)

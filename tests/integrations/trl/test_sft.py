@@ -32,10 +32,10 @@ from penstock.tests.integrations.trl.case import (
 
 COMPLETION = (completions, {})
 DATA = {
-    "assistant": (chats, {"assistant_only_loss": True}),
     "packed": (texts, {"packing": True}),
 }
 MORE_DATA = {
+    "assistant": (chats, {"assistant_only_loss": True}),
     "completion": COMPLETION,
     "whole_rows": (completions, {"completion_only_loss": False}),
     "chat": (chats, {}),
@@ -118,6 +118,7 @@ def test_same_run_of_experts(tmp_path):
     require_equal(ours, plain, "eval_loss", "eval_entropy")
 
 
+@pytest.mark.slow
 def test_tells_callbacks(tmp_path):
     class Heard(TrainerCallback):
         steps = 0

@@ -200,7 +200,11 @@ def test_under_autocast_as_when_all_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, precision",
-    [*((name, "fp32") for name in FAMILIES if name != "mixtral"), ("gpt2", "bf16"), ("llama", "bf16"), ("vit", "bf16")],
+    [
+        *((name, "fp32") for name in FAMILIES if name != "mixtral"),
+        ("gpt2", "bf16"),
+        *(pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("llama", "vit")),
+    ],
 )
 def test_bytes_and_flops_are_those_of_the_real_stage(name: str, precision: str) -> None:
     """Every call counts: what is kept has the planned bytes, and the second forward computes so much less."""

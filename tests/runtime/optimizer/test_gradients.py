@@ -30,9 +30,14 @@ STEPS = 20
 CASES = [
     partial(torch.optim.AdamW, lr=1e-2),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),  # changes gradients in place
-    partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),  # has states before its first step
-    torch.optim.Adafactor,
-    pytest.param(partial(torch.optim.NAdam, lr=1e-2), marks=pytest.mark.slow),
+    *(
+        pytest.param(optimizer, marks=pytest.mark.slow)
+        for optimizer in (
+            partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),  # has states before its first step
+            torch.optim.Adafactor,
+            partial(torch.optim.NAdam, lr=1e-2),
+        )
+    ),
 ]
 
 

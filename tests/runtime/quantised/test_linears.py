@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import bitsandbytes
 import pytest
@@ -50,8 +51,12 @@ def outcome(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return found.detach(), given.grad
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("width", [128, 65])
+def of_width(kind: str, width: int) -> Any:
+    """A case; in 4 bits an odd width is slow, as the library then compiles its functions."""
+    return pytest.param(kind, width, marks=[pytest.mark.slow] * (width == 65 and kind in ("nf4", "nf4-double", "fp4")))
+
+
+@pytest.mark.parametrize(("kind", "width"), [of_width(kind, width) for width in (128, 65) for kind in LAYERS])
 @pytest.mark.parametrize("bias", [False, True])
 def test_values_and_gradients_are_the_librarys(kind: str, width: int, bias: bool) -> None:
     torch.manual_seed(0)

@@ -57,7 +57,11 @@ def test_a_checkpoint_holds_adapters_and_their_states_only(saved: Any) -> None:
     assert base is not None and base.name == "llama"
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": "mobius", "memory": "150kB"}], ids=["resident", "swapped"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"strategy": "mobius", "memory": "150kB"}],
+    ids=["resident", "swapped"],
+)
 def test_a_run_goes_on_bit_for_bit_whatever_the_plan(options: dict[str, Any], saved: Any) -> None:
     directory, losses, weights = saved
     found, state, _ = went_on(lora(llama(), modules_to_save=["lm_head"]), directory, **options)

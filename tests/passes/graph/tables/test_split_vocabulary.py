@@ -179,6 +179,7 @@ def test_smoothing_weights_of_classes_and_logits_read_otherwise(is_read: bool) -
     assert_trains_like_eager(job, batch, REORDERED, micro_batches=1)  # its weights count over the whole batch
 
 
+@pytest.mark.slow
 def test_a_language_model_whose_table_no_device_holds_is_trained() -> None:
     """1 MiB of rows for embedding and head on a device of 1.2 MB; whole, they need three times as much."""
     import transformers
