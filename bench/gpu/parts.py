@@ -11,8 +11,8 @@ from typing import Any
 from penstock.bench.gpu.ledger import Ledger, Part, Row
 
 SIDES = {
-    "24GB": {"penstock": 80, "fsdp2": 40, "zero-offload": 55, "zero-infinity": 55},
-    "whole card": {"penstock": 80, "fsdp2": 40, "zero-offload": 50, "zero-infinity": 50},
+    "24GB": {"penstock": 60, "fsdp2": 60, "zero-offload": 55, "zero-infinity": 55},
+    "whole card": {"penstock": 60, "fsdp2": 60, "zero-offload": 50, "zero-infinity": 50},
 }
 EXTENSIONS = Part(5, "extensions", 90)
 MACHINE = Part(1, "machine", 30)  # rows of the call itself

@@ -30,7 +30,7 @@ SMALL_NAME = "llama-8b:num_hidden_layers=2,hidden_size=64,intermediate_size=128,
 SMALL_LENGTH, SMALL_MEMORY = 512, "192MB"
 LOSS_LIMIT = 1e-2  # of bf16 weights and sums over thousands of tokens
 ROWS_OF_LOGITS = 4096
-SHARE = 0.75  # of the section's time
+SHARE = 0.4  # of the section's time, in which steps begin
 
 
 def long_sequence(setup: Setup) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
     model, begin_s = named.on_meta(), time.perf_counter()
     job = penstock.compile(
         model, hardware, example_inputs=spec, optimizer=partial(torch.optim.AdamW, lr=1e-5), strategy=ALONE,
-        precision="bf16-true", search_s=SEARCH_S,
+        precision="bf16-true", search_s=SEARCH_S, ssd_dirs=None if bench.directory is None else [bench.directory],
     )  # fmt: skip
     give_values(model)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are computed, not drawn

@@ -35,7 +35,7 @@ STEP_TARGET = 1.15
 STEP = "step, tokens a second"
 STATE_BYTES = 14  # per parameter: bf16 weights, fp32 masters, AdamW's two moments
 ROUNDS, SEARCH_S = 3, 15.0
-START_S, START_BYTES_S = 15.0, 1.5e9  # guessed start of a job: seconds, and the rate of laying out and writing weights
+START_S, START_BYTES_S = 5.0, 6e9  # of a job, about: seconds, and the rate of laying out and writing weights (H200)
 SHARE = 0.15  # of the section's time, for the steps of one plan; at least two steps run in any case
 
 

@@ -42,9 +42,14 @@ def gpu() -> GpuSize:
     return GpuSize(properties.multi_processor_count, properties.max_threads_per_multi_processor)
 
 
-def check(found_bytes: int, ruled_bytes: int) -> None:
+def check(found_bytes: int, ruled_bytes: int, is_least: bool = True) -> None:
     assert found_bytes <= ruled_bytes + 2 * MIB, (found_bytes, ruled_bytes)
-    assert ruled_bytes <= 1.25 * found_bytes + MIB, (found_bytes, ruled_bytes)
+    assert not is_least or ruled_bytes <= 1.25 * found_bytes + MIB, (found_bytes, ruled_bytes)
+
+
+def takes_cudnn(is_half: bool) -> bool:
+    """Whether torch prefers cuDNN's kernel for attention, which takes less than the rules of the others say."""
+    return is_half and "FAKECUDA_TORCH" not in os.environ and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @pytest.mark.emulated_core
@@ -62,16 +67,16 @@ def test_operator(name: str) -> None:
 def test_attention(name: str) -> None:
     run = ATTENTION[name]
     forward_bytes, backward_bytes = measured()[name]
-    heads = 2 * run.heads
-    if run.dtype == BF16 and not run.masked:
-        check(forward_bytes, attention.flash_forward(heads, run.rows, run.rows, run.width, gpu()))
+    heads, is_half = 2 * run.heads, run.dtype == BF16
+    is_least = not takes_cudnn(is_half)
+    if is_half and not run.masked:
+        check(forward_bytes, attention.flash_forward(heads, run.rows, run.rows, run.width, gpu()), is_least)
         padded = rounded(run.rows, 128)
-        check(backward_bytes, 4 * heads * padded * (1 + rounded(run.width, 32)))
+        check(backward_bytes, 4 * heads * padded * (1 + rounded(run.width, 32)), is_least)
     else:
-        is_half = run.dtype == BF16
-        check(forward_bytes, attention.efficient_forward(heads, run.rows, run.width, is_half))
+        check(forward_bytes, attention.efficient_forward(heads, run.rows, run.width, is_half), is_least)
         sizes = (heads, run.rows, run.rows, run.width, run.width, is_half)
-        check(backward_bytes, attention.efficient_backward(*sizes))
+        check(backward_bytes, attention.efficient_backward(*sizes), is_least)
 
 
 @pytest.mark.emulated_core
