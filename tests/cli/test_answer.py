@@ -192,7 +192,7 @@ def test_amounts_of_another_form(changes: dict[str, str], said: str) -> None:
 
 
 def test_it_says_where_weights_and_activations_wait(job: Job) -> None:
-    small = options(strategy="fuyou", batch=256, set=["memory=100MB"])
+    small = options(strategy="fuyou", batch=64, set=["memory=40MB"])
     plan = small.compile()
     assert any(row.classes_to == "dram" for row in plan.plan.decisions.activations.values())
     line = next(line for line in answer(small, plan, None, None, []) if line.startswith("plan "))

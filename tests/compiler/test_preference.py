@@ -121,7 +121,7 @@ def test_the_loss_is_equation_7_of_the_paper() -> None:
     torch.testing.assert_close(found["loss"].double(), want, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_resident_on_one_device(kind: str) -> None:
     model = penstock.DPO(adapted(kind))
     job = job_of(model, "balanced")
@@ -148,7 +148,7 @@ def test_two_devices_with_dropout() -> None:
     assert_trains_like_eager(job, model)
 
 
-@pytest.mark.parametrize("strategy", ["1f1b", "ftpipe"])
+@pytest.mark.parametrize("strategy", ["1f1b", pytest.param("ftpipe", marks=pytest.mark.slow)])
 def test_other_strategies(strategy: str) -> None:
     model = penstock.DPO(adapted("gpt2", num_layers=2))
     assert_trains_like_eager(job_of(model, strategy), model)
