@@ -53,10 +53,20 @@ ALLOWED_UPWARDS = {
 PACKAGE_MAY_IMPORT = {"__future__", "importlib", "typing"}
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A node, and the statements inside it: expressions import nothing."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inside = getattr(node, name, None)
+        for child in inside if isinstance(inside, list) else ():
+            yield from statements(child)
+
+
 def type_checking_only(tree: ast.AST) -> set[ast.AST]:
-    """The nodes below `if TYPE_CHECKING`: they import nothing when the program runs."""
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    return {node for block in blocks for node in ast.walk(block)}
+    """The statements below `if TYPE_CHECKING`: they import nothing when the program runs."""
+    tests = ((n, n.test) for n in statements(tree) if isinstance(n, ast.If))
+    blocks = [n for n, test in tests if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"]
+    return {node for block in blocks for node in statements(block)}
 
 
 def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:
@@ -108,7 +118,7 @@ def violations(source: str, path: Path) -> list[str]:
     """One line per import in `source` that breaks the rules for the file at `path`, relative to the repository root."""
     found, tree = [], ast.parse(source)
     typing_only = type_checking_only(tree)
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             why = sorted({complaint(target, path, node in typing_only) for target in targets(node, path)} - {""})
             found += [f"{path}:{node.lineno}: {ast.unparse(node)}: {reason}" for reason in why]

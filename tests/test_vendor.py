@@ -15,12 +15,16 @@ ROOMS = ("ir", "passes", "codegen", "runtime", "compiler", "data", "training", "
 
 def lines_with_cuda(path: Path) -> list[int]:
     """The lines that use `torch.cuda` or what torch keeps for CUDA alone, however it is imported."""
-    return sorted(node.lineno for node in ast.walk(ast.parse(path.read_text("utf-8"))) if uses_cuda(node))
+    source = path.read_text("utf-8")
+    if "cuda" not in source:
+        return []
+    return sorted(node.lineno for node in ast.walk(ast.parse(source)) if uses_cuda(node))
 
 
 def uses_cuda(node: ast.AST) -> TypeGuard[ast.stmt | ast.expr]:
     if isinstance(node, ast.Attribute):
-        return ast.unparse(node) == "torch.cuda" or node.attr.startswith("_cuda_")
+        of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        return (of_torch and node.attr == "cuda") or node.attr.startswith("_cuda_")
     if isinstance(node, ast.Import):
         return any(alias.name.startswith("torch.cuda") for alias in node.names)
     if isinstance(node, ast.ImportFrom):
