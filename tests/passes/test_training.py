@@ -62,9 +62,7 @@ def test_every_block_a_stage_swapped_and_rematerialised(name: str) -> None:
     assert_trains_like_eager(draft, batches[:2], tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(("gpt2", "t5", "in_place"), ["gpt2", "t5", "bert", "wide_resnet", "in_place"])
-)
+@pytest.mark.parametrize("name", slow_but(("gpt2", "in_place"), ["gpt2", "t5", "bert", "wide_resnet", "in_place"]))
 def test_resident_and_kept(name: str) -> None:
     graph, batches, tolerance = case(name)
     draft = apply(draft_of(graph, micro_batches=3), *all_passes())

@@ -42,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("model", ["chain", "t5"])
+@pytest.mark.parametrize("model", ["chain", pytest.param("t5", marks=pytest.mark.slow)])
 def test_nothing_contiguous_is_better(name: str, model: str) -> None:
     """Against all cuts on all devices in turn, passing over any."""
     graph = chain(depth=7, width=32) if model == "chain" else traced("t5")[0]

@@ -65,7 +65,7 @@ def test_adapters_on_two_devices_train_as_in_eager(name: str) -> None:
     assert_trains(MODELS[name](), strategy="gpipe", num_devices=2)
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "reentrant checkpointing"])
+@pytest.mark.parametrize("name", slow_but(["reentrant checkpointing"], ["checkpointing", "reentrant checkpointing"]))
 def test_gradient_checkpointing_is_ignored_and_this_is_said(name: str) -> None:
     with pytest.warns(UserWarning, match="asks for gradient checkpointing.*is ignored: the plan itself decides"):
         job = compiled(MODELS[name]())
