@@ -17,6 +17,7 @@ import penstock.integrations.trl
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockSFTTrainer
 from penstock.integrations.trl.packed import NUM_TOKENS, PackedCollator
+from penstock.tests.alike import slow_but
 from penstock.tests.integrations.trl.case import (
     TOLERANCE,
     chats,
@@ -32,10 +33,10 @@ from penstock.tests.integrations.trl.case import (
 
 COMPLETION = (completions, {})
 DATA = {
+    "assistant": (chats, {"assistant_only_loss": True}),
     "packed": (texts, {"packing": True}),
 }
 MORE_DATA = {
-    "assistant": (chats, {"assistant_only_loss": True}),
     "completion": COMPLETION,
     "whole_rows": (completions, {"completion_only_loss": False}),
     "chat": (chats, {}),
@@ -59,8 +60,9 @@ def trained(kind, folder, data, resume=None, **changes):
     return trainer
 
 
-@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+@pytest.mark.parametrize("data", slow_but(["packed"], DATA))
 def test_same_run(data, tmp_path):
+    data = DATA[data]
     require_equal(trained(PenstockSFTTrainer, tmp_path / "a", data), trained(SFTTrainer, tmp_path / "b", data))
 
 
