@@ -17,6 +17,8 @@ import numpy as np
 
 from .problem import MipProblem
 
+LIKE = 0.8  # blocks are unlike where no kind has this share of all
+
 
 class BlockLimits:
     """Tables of a problem, shared by all models of it. Bytes and seconds."""
@@ -36,6 +38,7 @@ class BlockLimits:
         self.weights = np.diff(p.weight_bytes).tolist()
         self.lasting = (np.diff(p.weight_bytes) + p.update.state_bytes * np.diff(p.params)).tolist()
         self.common, self.num_common = Counter(p.kinds).most_common(1)[0]  # the kind of most blocks, and their number
+        self.unlike = self.num_common < LIKE * length
 
     def _added(self) -> list[float]:
         """Per block the least bytes that it adds to a stage before or after it, besides weights and gradients, for one

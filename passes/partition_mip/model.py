@@ -52,6 +52,7 @@ class CountModel:
         runs = p.runs()
         self.ordered = len(runs) <= MOST_RUNS
         self.runs = runs if self.ordered else [(p.kinds.index(k), size) for k, size in Counter(p.kinds).items()]
+        self.most = most
         self.limits, self.stages = limits, StageLimits(limits, count, resident, self.idle, cutoff_s)
         self.counts: list[dict[int, Any]] = []
         self.again: list[dict[int, Any]] = []
@@ -136,6 +137,10 @@ class CountModel:
         self.g: list[Any] = []
         self.q: list[Any] = []
         self.calls: list[Any] = []
+        self.kept: list[Any] = []
+        self.work: list[Any] = []  # besides weights and gradients, for one micro-batch
+        self.crossing: list[Any] = []  # GB of a message into the stage
+        self.links: list[dict[str, tuple[Any, Any]]] = []  # by amount: its variable and the row that defines it
 
         def of(sums: Sequence[float], mine: dict[int, Any], unit: float = 1.0) -> Any:
             return mip.xsum((sums[firsts[r] + 1] - sums[firsts[r]]) / unit * x for r, x in mine.items())
@@ -143,22 +148,35 @@ class CountModel:
         for j, mine in enumerate(self.counts):
             d = j % self.n
             own_s = p.units[d].own_s if j >= self.idle else 0.0
+            kept = of(p.kept_bytes, mine, GB) - of(p.kept_bytes, self.again[j], GB)
             sums = (
-                (self.tf, of(p.forward_s[d], mine) + own_s),
-                (self.tb, of(p.backward_s[d], mine) + of(p.again_s[d], self.again[j]) + own_s),
-                (self.w, of(p.weight_bytes, mine, GB)),
-                (self.g, of(p.grad_bytes, mine, GB)),
-                (self.q, of(p.params, mine, GB)),
-                (self.calls, of(p.tensors, mine)),
+                ("forward", self.tf, of(p.forward_s[d], mine) + own_s),
+                ("backward", self.tb, of(p.backward_s[d], mine) + of(p.again_s[d], self.again[j]) + own_s),
+                ("weights", self.w, of(p.weight_bytes, mine, GB)),
+                ("grads", self.g, of(p.grad_bytes, mine, GB)),
+                ("params", self.q, of(p.params, mine, GB)),
+                ("calls", self.calls, of(p.tensors, mine)),
+                ("kept", self.kept, kept),
             )
-            for rows, amount in sums:
+            self.links.append({})
+            for name, rows, amount in sums:
                 total = self.real()
-                self.model += total == amount
+                self.links[j][name] = (total, self.model.add_constr(total == amount))
                 rows.append(total)
-        self.kept = [
-            of(p.kept_bytes, mine, GB) - of(p.kept_bytes, lost, GB) for mine, lost in zip(self.counts, self.again)
-        ]
-        self.once = [mip.xsum(self.limits.added[firsts[r]] / GB * x for r, x in mine.items()) for mine in self.counts]
+            once = mip.xsum(self.limits.added[firsts[r]] / GB * x for r, x in mine.items())
+            self.work.append(self.at_least("work", j, once + self.scratch(j)))
+            self.crossing.append(0.0)
+            if j > self.idle:
+                first = p.message_bytes[j - self.idle : p.num_blocks - (self.count - j) + 1]
+                self.crossing[j] = self.at_least("message", j, min(first) / GB)
+
+    def at_least(self, name: str, j: int, least: Any) -> Any:
+        """An amount of stage j that is known from below; where blocks are unlike, `Intervals` may know it better."""
+        if not self.limits.unlike:
+            return least
+        amount = self.model.add_var(lb=-math.inf)
+        self.links[j][name] = (amount, self.model.add_constr(amount >= least))
+        return amount
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -177,14 +195,13 @@ class CountModel:
             lasting = mip.xsum(self.w[j] + state * self.q[j] for j in stages)
             for at, j in enumerate(stages):
                 inputs = mip.xsum(entering[i] for i in stages[: at + 1])
-                free = budget - self.scratch(j)
                 if self.resident[d]:
                     held = mip.xsum(m * self.kept[i] for i in stages[: at + 1]) - self.kept[j]
                     grads = mip.xsum(self.g[i] for i in stages[at:])
-                    self.row(free, lasting + grads + inputs + held + self.once[j] + 2 / m * entering[j])
+                    self.row(budget, lasting + grads + inputs + held + self.work[j] + 2 / m * entering[j])
                 else:
-                    held = (m - 1) * self.kept[j] + self.once[j]
-                    self.row(free, room + self.g[j] + held + inputs + 2 / m * entering[last])
+                    held = (m - 1) * self.kept[j] + self.work[j]
+                    self.row(budget, room + self.g[j] + held + inputs + 2 / m * entering[last])
                     self.row(room, self.w[j])
 
     def entering(self) -> list[Any]:
@@ -194,7 +211,7 @@ class CountModel:
         least = [self.stages.least(self.limits.entering, j) * giga for j in range(self.count)]
         found = [self.model.add_var(lb=low, ub=most) for low in least]
         self.row(mip.xsum(found), math.fsum(sorted(self.limits.entering)[: self.count - self.idle]) * giga)
-        return found
+        return [self.at_least("inputs", j, amount) for j, amount in enumerate(found)]
 
     def scratch(self, j: int) -> float:
         """The least workspace of stage j in GB; that of a block which it is known to have."""
@@ -205,16 +222,16 @@ class CountModel:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def message(self, cut: int, source: int, target: int) -> tuple[float, float]:
+    def message(self, cut: int, source: int, target: int) -> tuple[Any, Any]:
         """Seconds of one message over a cut, and GB of all of them through the root complexes."""
         p, d, e = self.p, source % self.n, target % self.n
         if cut <= self.idle:
             return 0.0, 0.0
-        a = min(p.message_bytes[cut - self.idle : p.num_blocks - (self.count - cut) + 1])
-        shared = self.m * a / GB if p.message_shares[d][e] else 0.0
-        return p.message_latency_s[d][e] + a * p.message_s[d][e], shared
+        a = self.crossing[cut]
+        shared = self.m * a if p.message_shares[d][e] else 0.0
+        return p.message_latency_s[d][e] + GB * p.message_s[d][e] * a, shared
 
-    def upload(self, j: int, messages: float, freed: Any) -> Any:
+    def upload(self, j: int, messages: Any, freed: Any) -> Any:
         """No stage from j on begins before the uploads up to j have passed the root complex, however they share it."""
         unit = self.p.units[j % self.n]
         latency_s = unit.latency_s if j >= self.idle else 0.0
@@ -403,8 +420,8 @@ class CountModel:
         """Some stage has at least so many common blocks: the first micro-batch passes all stages up to it, all
         micro-batches pass it, and the last one passes the stages behind it."""
         forward_s, backward_s = self.limits.common_s(blocks)
-        there = math.fsum(self.message(j, j - 1, j)[0] for j in range(1, self.count))
-        back = math.fsum(self.message(j, j, j - 1)[0] for j in range(1, self.count))
+        there = sum(self.message(j, j - 1, j)[0] for j in range(1, self.count))
+        back = sum(self.message(j, j, j - 1)[0] for j in range(1, self.count))
         self.row(self.ends[-1], self.f[0] + mip.xsum(self.tf) + there + (self.m - 1) * forward_s)
         self.row(self.h_ends[0], self.ends[-1] + mip.xsum(self.tb) + back + (self.m - 1) * backward_s)
 

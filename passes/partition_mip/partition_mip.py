@@ -4,8 +4,9 @@ In: blocks with costs. Out: `draft.partition`, `draft.planned_for` and `draft.st
 proven. Mobius 3.2 decides per layer i and stage j a boolean B_ij by a mixed-integer program (eq. 3 to 11). Given a
 partition, though, the best schedule is a longest path (`recurrence`: the paper's own objective, and one that counts
 what the machine adds: shared root complexes, first uploads, gradients, the optimizer). So partitions are searched
-(`local_search`), all of them where there are few blocks, and bounded from below (`bounds`; `model` and
-`solve`: a program over counts of identical blocks for each number of stages, through python-mip with HiGHS).
+(`local_search`), all of them where there are few blocks, and bounded from below (`bounds`; `model` and `solve`: a
+program over counts of identical blocks for each number of stages, through python-mip with HiGHS; `intervals`: over
+intervals of unlike ones).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
 SEARCH_SHARE = 0.5  # the most that the local search may take of the deadline
+MOVES = 1.15  # what a search takes, moves to partitions that are known included, over what its evaluations take
 
 
 @dataclass(frozen=True)
@@ -144,5 +146,5 @@ def _prove(search: Search, counts: Sequence[int], every: bool, options: Partitio
     bound_s = min(closed_form_s(p, count, options.literal) for count in counts)
     if options.literal:
         return Proof(min(bound_s, best_s), "closed form, local search")
-    left_s = options.deadline_s - min(search.work.seconds, SEARCH_SHARE * options.deadline_s)
+    left_s = options.deadline_s - MOVES * min(search.work.seconds, SEARCH_SHARE * options.deadline_s)
     return prove(search, counts, left_s)

@@ -5,12 +5,12 @@ many devices are resident, of some whether they are, and how many of the common 
 with the least bound is split: by the number of resident devices and by the residence of one more device, each part
 bounded by `TotalsModel`, until that is known of all; then by the range of the number of stages, as long as it is wide;
 by the number of stages modulo N, each part bounded by the relaxed `CountModel`, where the devices cannot take each
-other's places; by the largest stage; by the range again. Where few partitions are left, all are tried. For one number
-of stages integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes what the
-model leaves out; where there are none, the next cutoff is closer to the best partition. The search ends when the least
-bound reaches the best partition but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on
-every machine. python-mip and HiGHS may be absent or fail: then the local search's answer stays, and the proof says what
-happened.
+other's places; by the largest stage; by the range again. Where few partitions are left, all are tried. One number of
+stages is bounded by the program over intervals first where blocks are unlike (`intervals`). Then integer counts faster
+than a cutoff are looked for, and judged by the recurrence, which also takes what the model leaves out; where there are
+none, the next cutoff is closer to the best partition. The search ends when the least bound reaches the best partition
+but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on every machine. python-mip and
+HiGHS may be absent or fail: then the local search's answer stays, and the proof says what happened.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from .local_search import Cuts, Search
 from .problem import MipProblem
 
 CLOSE = 5e-3  # a gap not worth closing
-GAPS = (0.05, 0.02, 0.01, CLOSE)  # what is proven for one number of stages, one after the other
+GAPS = (0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, CLOSE)  # what is proven of a node, one after the other
 TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, at first, for one program of each sort
 MORE_NODES = 4  # times as many nodes where these were too few
-ROW_S, ITERATION_S, ENTRY_S = (
-    3e-5,
-    3.5e-8,
-    4.7e-7,
-)  # of work: for a row, once and in each iteration; by barrier, an entry
+TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once, and in each iteration
+ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
 INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
-WIDE = 2.5  # the largest number of stages over the least, for which one linear relaxation speaks of all
-FEW = 3000  # so many partitions are tried rather than bounded
+WIDE, NARROW = 2.5, 1.4  # the most stages over the fewest, of one relaxation where devices are alike, and where not
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
+FEW = 3000  # so many partitions are tried rather than bounded
+INTERVALS_S = 1e-7  # of work, for an interval of a stage
+COLUMN_S, COLUMN_ENTRY_S = 4e-6, 1.8e-7  # for an entry of a program over intervals, once, and in each iteration
 Residents = tuple[bool | None, ...]  # None: either
 
 
@@ -70,7 +69,8 @@ class _Node:
     largest: int | None = field(compare=False, default=None)
     most: int | None = field(compare=False, default=None)
     tried: bool = field(compare=False, default=False)  # bounded by which devices may be resident
-    nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, when it is solved next
+    nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
+    split: bool = field(compare=False, default=False)  # programs over intervals bound it no better
     solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
 
@@ -83,12 +83,14 @@ def prove(search: Search, counts: Sequence[int], most_s: float) -> Proof:
     try:
         import mip  # noqa: F401  (only to say what is missing)
 
+        from .intervals import IntervalModel, Intervals
         from .model import CountModel
         from .totals import TotalsModel
     except Exception as error:  # python-mip loads native libraries, which may fail in any way
         closed.trouble = f"the solver is missing ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
-    tree = _Tree(search, CountModel, TotalsModel, most_s)
+    tree = _Tree(search, CountModel, TotalsModel, IntervalModel, most_s)
+    tree.intervals = Intervals(tree.limits)
     try:
         with _collecting_between_models():
             lower_s = tree.run(_roots(p, counts))
@@ -128,14 +130,18 @@ def _roots(p: MipProblem, counts: Sequence[int]) -> Iterator[_Node]:
 
 
 class _Tree:
-    def __init__(self, search: Search, model: Any, totals: Any, most_s: float):
+    intervals: Any
+
+    def __init__(self, search: Search, model: Any, totals: Any, interval_model: Any, most_s: float):
         self.search, self.model, self.totals, self.most_s = search, model, totals, most_s
+        self.interval_model = interval_model
         self.work = WorkDone()
         self.limits = BlockLimits(search.problem)
         self.rotates = rotates(search.problem)
         self.counted = {
             "programs over totals": 0,
             "linear relaxations": 0,
+            "programs over intervals": 0,
             "integer programs": 0,
             "partitions tried": 0,
         }
@@ -163,7 +169,9 @@ class _Tree:
         n = len(self.search.problem.units)
         if None in node.residents:
             return self.refine_residents(node)
-        if not node.step and node.count >= WIDE * node.fewest:  # small models bound few stages
+        if (
+            not node.step and node.count >= (WIDE if self.rotates else NARROW) * node.fewest > 1
+        ):  # small models bound few stages
             middle = math.isqrt(node.fewest * node.count)
             parts = [(node.fewest, middle), (middle + 1, node.count)]
             return [self.total(replace(node, fewest=low, count=high)) for low, high in parts]
@@ -174,7 +182,7 @@ class _Tree:
         if node.largest is None:
             return self.refine_largest(node)
         if node.fewest == node.count:
-            return [self.solve(node)]
+            return [self.solve(node) if node.split or not self.limits.unlike else self.intervals_of(node)]
         middle = node.fewest + (node.count - node.fewest) // node.step // 2 * node.step
         parts = [(node.fewest, middle), (middle + node.step, node.count)]
         return [self.relax(self.within(node, low, high, node.step)) for low, high in parts]
@@ -277,17 +285,18 @@ class _Tree:
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
-        self.work.add(model.num_rows * ROW_S + iterations * (INTEGER_S if nodes else model.num_rows * ITERATION_S))
+        self.work.add(model.num_rows * TOTALS_ROW_S)
+        self.work.add(iterations * (INTEGER_S if nodes else model.num_rows * ITERATION_S))
         return status
 
-    def barrier(self, model: Any) -> Any:
+    def barrier(self, model: Any, entry_s: float = ENTRY_S) -> Any:
         """Solve a relaxation by the barrier method, twice as fast as simplex on the largest of these."""
         import mip
 
         model.lp_method = mip.LP_Method.BARRIER
         status = model.optimize(relax=True, max_seconds=self.guard_s())
         iterations = model.solver._get_int_info_value("ipm_iteration_count")
-        self.work.add(model.num_rows * ROW_S + model.num_nz * iterations * ENTRY_S)
+        self.work.add(model.num_rows * ROW_S + model.num_nz * iterations * entry_s)
         return status
 
     def cutoff_s(self, node: _Node) -> float:
@@ -304,13 +313,37 @@ class _Tree:
             return node
         gc.collect(0)  # the model before
         cutoff_s = self.best_s() * (1 - CLOSE)
-        model = self.counts(node, cutoff_s).model
-        status = self.barrier(model)
+        counted = self.counts(node, cutoff_s)
+        status = self.barrier(counted.model)
         self.counted["linear relaxations"] += 1
         if status == mip.OptimizationStatus.OPTIMAL:
-            self.raised(node, min(model.objective_value, cutoff_s))
+            self.raised(node, min(counted.model.objective_value, cutoff_s))
+            if self.limits.unlike:
+                self.raised(node, min(self.intervals.bound_s(counted), cutoff_s))
+                self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
         elif status == mip.OptimizationStatus.INFEASIBLE:
             self.raised(node, cutoff_s if node.fewest == node.count else math.inf)
+        return node
+
+    def intervals_of(self, node: _Node) -> _Node:
+        """Bound one number of stages by the program over intervals of whole blocks."""
+        import mip
+
+        gc.collect(0)  # the models before
+        cutoff_s = self.cutoff_s(node)
+        counted = self.counts(node, cutoff_s)
+        status = self.barrier(counted.model)
+        if status == mip.OptimizationStatus.OPTIMAL:
+            more = {"largest": node.largest or 0, "most": node.most}
+            whole = self.interval_model(self.intervals, counted, cutoff_s, **more).model
+            self.work.add(whole.num_nz * COLUMN_S)
+            status = self.barrier(whole, COLUMN_ENTRY_S)
+            self.counted["programs over intervals"] += 1
+            if status == mip.OptimizationStatus.OPTIMAL:
+                self.raised(node, min(whole.objective_value, cutoff_s))
+        if status == mip.OptimizationStatus.INFEASIBLE:
+            self.raised(node, cutoff_s)
+        node.split = node.bound_s < cutoff_s
         return node
 
     def solve(self, node: _Node) -> _Node:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.passes.partition_mip.intervals import IntervalModel, Intervals
 from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
@@ -81,14 +82,22 @@ def check_largest(p: MipProblem) -> None:
 def check(p: MipProblem, most: int) -> None:
     """Of the fastest `most` partitions that differ in stages or residence, by every model that speaks of them."""
     limits, n = BlockLimits(p), len(p.units)
+    limits.unlike = True
+    tables = Intervals(limits)
     rows = sorted(best_by_stages_and_residents(p).items(), key=lambda row: row[1])[:most]
     for (count, stays), seconds in rows:
         assert optimum(CountModel(limits, count, stays).model, relax=True) <= seconds * (1 + 1e-6)
+        counted = CountModel(limits, count, stays, cutoff_s=seconds * 1.001)
+        if optimum(counted.model, relax=True) < math.inf:
+            assert tables.bound_s(counted) <= seconds * (1 + 1e-6)
+            whole = IntervalModel(tables, counted, seconds * 1.001).model
+            assert optimum(whole, relax=True) <= seconds * (1 + 1e-6)
         faster = CountModel(limits, count, stays, integer=True, cutoff_s=seconds * 1.001).model
         assert optimum(faster) <= seconds * (1 + 1e-6)
         if count > n:
-            idle = CountModel(limits, p.num_blocks - (p.num_blocks - count) % n, stays, fewest=count).model
-            assert optimum(idle, relax=True) <= seconds * (1 + 1e-6)
+            idle = CountModel(limits, p.num_blocks - (p.num_blocks - count) % n, stays, fewest=count)
+            assert optimum(idle.model, relax=True) <= seconds * (1 + 1e-6)
+            assert tables.bound_s(idle) <= seconds * (1 + 1e-6)
         assert optimum(TotalsModel(limits, count, count, stays).model) <= seconds * (1 + 1e-6)
     if rows:
         (count, _), seconds = rows[0]
