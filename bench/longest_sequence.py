@@ -37,7 +37,8 @@ TEAM = (
     .replace("choose-activations{swap=true}", "choose-activations")
     .replace("insert-fetch{swap=true}", "insert-shard")
 )
-STRATEGIES = {"auto": "auto", "alone": ALONE, "team": TEAM}
+RING = TEAM.replace("split-context{team=8}", "split-context{by=ring, team=8}")
+STRATEGIES = {"auto": "auto", "alone": ALONE, "team": TEAM, "ring": RING}
 
 
 def look(name: str, dram: str | None, sequence: int, strategy: str) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--machine", default="rtx4090")
     parser.add_argument("--dram")
     parser.add_argument("--sequence", type=int, nargs="+", default=[131072])
-    parser.add_argument("--strategy", default="auto", help="auto, alone, team, or passes as text")
+    parser.add_argument("--strategy", default="auto", help="auto, alone, team, ring, or passes as text")
     parser.add_argument("--longest", action="store_true", help="from the first --sequence to the longest that fits")
     parser.add_argument("--grain", type=float, default=1 / 8, help="the share of a length within which it is found")
     parser.add_argument("--out", type=Path)

@@ -122,11 +122,13 @@ def run_passes(
     dump: Callable[[str, Draft], None] | None = None,
     record: bool = False,
     check: bool = True,
+    rewrite: Callable[[Pass, Draft, Any], None] | None = None,
 ) -> tuple[dict[str, Any], list[PassRecord]]:
     """Run all passes on the draft. Where `decided` has a pass's decision, it is applied instead of planning anew.
 
     After each pass `dump(pass name, draft)` is called, `record` simulates, and `check` verifies the programs without
-    their memory, since the programs need not fit before the last pass. Returns decisions and records.
+    their memory, since the programs need not fit before the last pass. `rewrite` does what each pass's own does.
+    Returns decisions and records.
     """
     decisions: dict[str, Any] = {}
     records = []
@@ -136,7 +138,10 @@ def run_passes(
         decision = p.gather(decided)
         if decision is None:
             decision = p.plan(draft)
-        p.rewrite(draft, decision)
+        if rewrite is None:
+            p.rewrite(draft, decision)
+        else:
+            rewrite(p, draft, decision)
         decisions.update(p.split(decision))
         took_s = time.perf_counter() - begin_s
         if draft.programs and check:

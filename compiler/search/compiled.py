@@ -44,6 +44,7 @@ from .bounds import Bound, lower_bound
 from .candidate import Candidate
 from .fit import check_fit, check_lasting
 from .host_memory import evaluation_lacks
+from .rewritten import Rewriter
 
 DumpPrograms = Callable[[str, Draft], None]
 PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
@@ -143,6 +144,7 @@ class CandidateCompiler:
         self.graph, self.hardware, self.options = graph, hardware, options
         self.decided, self.dump = decided, dump
         self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
+        self._rewriter = Rewriter(hardware)
 
     def lane(self, candidate: Candidate) -> Draft:
         """The model as layers, after the candidate's passes over the op graph, with a lane's part of the machine.
@@ -220,7 +222,8 @@ class CandidateCompiler:
             raise _waits_for_ever(again) from again
 
     def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
-        return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
+        record, rewrite = self.dump is not None, self._rewriter
+        return run_passes(draft, passes, self.decided, dump=self.dump, record=record, check=False, rewrite=rewrite)
 
 
 def _num_ops(draft: Draft) -> int:

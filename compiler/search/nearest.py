@@ -122,7 +122,7 @@ def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
 
 def _searched(trace: Trace, hardware: Hardware, wishes: Wishes, change: dict[str, Any]) -> Nearest | None:
     try:
-        return Nearest(change, search(trace, hardware, wishes).best.timeline.step_s)
+        return Nearest(change, search(trace, hardware, wishes).best.step_s)
     except PenstockError:
         return None
 
@@ -137,7 +137,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         if isinstance(tried, CompiledCandidate):
             if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = short_bytes(dram_bytes)
-            return Nearest(change, tried.timeline.step_s)
+            return Nearest(change, tried.step_s)
         if not isinstance(tried, DoesNotFit):
             return None
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
@@ -155,7 +155,7 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
     for _ in range(TRIES):
         wider = hardware.with_(**change) if change else hardware
         if isinstance(tried, CompiledCandidate):
-            return Nearest(change, tried.timeline.step_s)
+            return Nearest(change, tried.step_s)
         if not isinstance(tried, DoesNotFit) or tier_of(tried.memory) == ops.DEVICE or not tried.missing_bytes:
             return None
         host = wider.hosts[host_of(tried.memory)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Hashable
 
 
@@ -13,7 +13,7 @@ class FirstFit:
         self.alignment = alignment
         self.size = 0
         self._live: list[tuple[int, int, int]] = []  # (offset, end, number), sorted
-        self._numbers: dict[Hashable, int] = {}
+        self._row_of: dict[Hashable, tuple[int, int, int]] = {}
         self._taken = 0
 
     def take(self, key: Hashable, num_bytes: int) -> int:
@@ -22,15 +22,16 @@ class FirstFit:
         for start, end, _ in self._live:
             if offset + need <= start:
                 break
-            offset = max(offset, end)
+            if end > offset:
+                offset = end
         self._taken += 1
-        self._numbers[key] = self._taken
-        insort(self._live, (offset, offset + need, self._taken))
+        self._row_of[key] = row = (offset, offset + need, self._taken)
+        insort(self._live, row)
         self.size = max(self.size, offset + need)
         return offset
 
     def give(self, key: Hashable) -> None:
         """Give the key's place back; does nothing if it has none."""
-        number = self._numbers.pop(key, None)
-        if number is not None:
-            self._live = [row for row in self._live if row[2] != number]
+        row = self._row_of.pop(key, None)
+        if row is not None:
+            del self._live[bisect_left(self._live, row)]

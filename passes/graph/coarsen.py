@@ -45,7 +45,7 @@ class Coarsen(Pass):
 
     def plan(self, draft: Draft) -> dict[str, int]:
         """Each block's number of nodes, by name, in order. Raises `PlanError` for a model without parameters in use."""
-        blocks = find_blocks(draft.graph, self.level)
+        blocks = _found(draft.graph, self.level)
         if not blocks:
             raise PlanError(
                 f"model: {type(draft.graph.model).__name__}'s loss depends on no parameter; there is nothing to train"
@@ -53,7 +53,7 @@ class Coarsen(Pass):
         return {block.name: len(block.nodes) for block in blocks}
 
     def rewrite(self, draft: Draft, decision: dict[str, int]) -> None:
-        blocks = find_blocks(draft.graph, self.level)
+        blocks = _found(draft.graph, self.level)
         if {block.name: len(block.nodes) for block in blocks} != decision:
             found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
             raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
@@ -66,6 +66,15 @@ class Coarsen(Pass):
             told.append(f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}")
         if told:
             draft.notes[self.name] = "; ".join(told)
+
+
+def _found(graph: OpGraph, level: str) -> list[Block]:
+    """The model's blocks, which a rewrite asks for again after its plan has found them."""
+    key = ("blocks", level)
+    if key not in graph.known:
+        graph.known[key] = find_blocks(graph, level)
+    found: list[Block] = graph.known[key]
+    return found
 
 
 def _remarks(blocks: list[Block]) -> list[str]:

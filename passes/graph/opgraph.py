@@ -107,6 +107,7 @@ class OpGraph:
     team: int = 1  # the members of a team among which the work inside layers is divided
     apart: bool = False  # whether these have different tokens
     at_inputs: Callable[[Any], OpGraph] | None = None  # of a trace for any rows: the graph of another batch
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # what was made of it
 
     @property
     def graph(self) -> fx.Graph:
