@@ -9,22 +9,26 @@ They hold for a step from rest, and for one among many, between whose ends it li
 - A host's optimizer: all parameters of stages that are stepped in DRAM.
 - A host's SSDs: weights and states that DRAM cannot hold are read at least once a step, and written if trained.
 - A host's network: the part of gathered weights and summed gradients that is on other hosts (MiCS 2.3).
+- What members of teams exchange inside layers, of each micro-batch, and its gradients.
 
 Where lanes share a machine, a lane has its part of it; lanes that share stages each move a piece of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
-from ...ir.program import StageSpec, are_alike
+from ...ir.program import Exchange, Interface, StageSpec, are_alike
 from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
 from ...passes.stage_time import stage_seconds
 from ...passes.staying import staying_stages
+from ...runtime.simulate.collectives import rounds_of
 from .teams import has_experts, has_long_rows
 
 
@@ -50,7 +54,7 @@ def lower_bound(
     alike = not lanes or are_alike(draft.machine, lanes)  # else other lanes may have other parts than the first
     if alike and not draft.copies:  # whose devices send some of the messages each
         loads += _traffic(draft, specs, swap, tier)
-    loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs)]
+    loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs), *_inside_layers(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
@@ -183,6 +187,49 @@ def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
 
 
+def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+    """The bounds of links over which members of teams exchange values and gradients; of the hosts of the first team."""
+    lanes, team, hardware = draft.mesh.lanes, draft.mesh.team, draft.machine
+    if team == 1 or not any(spec.exchanges for spec in specs):
+        return []
+    context = ops.Context(Interface({}, {}, lanes=tuple(map(tuple, lanes)), team=team), 0)
+    counts = draft.mesh.micro_batches or [draft.options.micro_batches] * len(lanes)
+    moved: dict[str, float] = defaultdict(float)  # link to bytes
+    first: set[int] = set()
+    for role, begin in itertools.product(range(len(lanes[0])), range(0, len(lanes), team)):
+        members = [lane[role] for lane in lanes[begin : begin + team]]
+        hosts = {hardware.devices[member].host for member in members}
+        first = first or hosts
+        mine = [(s, trains) for s, trains, d in zip(specs, _trained(specs), draft.devices) if d == role]
+        sent: dict[tuple[int, str], float] = defaultdict(float)  # how members meet -> bytes
+        for spec, trains in mine if hosts == first else ():
+            for made in spec.exchanges:
+                for back in (False, True) if trains and made.result.requires_grad else (False,):
+                    work = _exchange_work(context, made, back)
+                    sent[work.rounds, work.pattern] += work.moved_bytes * counts[begin]
+        for (times, pattern), num_bytes in sent.items():
+            for run in rounds_of(members, hardware, num_bytes, times, pattern=pattern) if num_bytes else ():
+                for (source, target), amount in run.hops.items():
+                    for link in hardware.path(hardware.devices[source].name, hardware.devices[target].name):
+                        moved[link] += amount
+    rates = hardware.links()
+    return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
+
+
+def _exchange_work(context: ops.Context, made: Exchange, back: bool) -> ops.Work:
+    """The work of an exchange, or of that of its result's gradient."""
+    op, fields = (made.back, made.back_fields) if back else (made.op, made.fields)
+    if not op:
+        return ops.Work("")
+    team = context.interface.team
+    grows = {ops.gather_parts.name: team, ops.to_experts.name: team, ops.scatter_sum.name: 1 / team}
+    grows |= {ops.from_experts.name: 1 / team, ops.own_part.name: 1 / team}  # from what the op is given to its result
+    value = ops.Value("tensor", made.result.bytes if back else int(made.result.bytes / grows.get(op, 1)))
+    operands = [value, value] if made.counts else [value]
+    work: ops.Work = ops.ALL[op].work(context, *operands, group=ops.TEAM, **dict(fields))
+    return work
+
+
 def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[int, int, int]]:
     """(bytes, source, target) of one micro-batch's messages: each device gets a value once; the gradient goes back."""
     at = {out.name: device for spec, device in zip(specs, devices) for out in spec.outputs}
@@ -225,12 +272,12 @@ def machine_bound(draft: Draft) -> Bound:
     shared_s = count * parts / sum(1.0 / seconds for seconds in per_device)
     may_share = hardware.num_devices > 1 and (has_long_rows(draft.graph) or has_experts(draft.graph))
     alone = draft.graph.team == 1 and not may_share
-    bounds = [Bound(shared_s, "computation shared by all devices"), *_machine_disks(draft)]
+    bounds = [Bound(shared_s, "computation shared by all devices"), *machine_disks(draft)]
     bounds += [Bound(min(per_device), "one micro-batch through all stages")] if alone else []
     return max(bounds, key=lambda bound: bound.seconds)
 
 
-def _machine_disks(draft: Draft) -> list[Bound]:
+def machine_disks(draft: Draft) -> list[Bound]:
     """The bound of SSDs: bytes that fit neither devices nor DRAM are read and, as far as they are trained, written."""
     hardware, ties = draft.machine, draft.graph.ties()
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]

@@ -115,10 +115,12 @@ def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
 
 
 def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
-    """Every registered partitioner; balanced ones also in other orders of unequal devices. For stages that lanes share
-    only those that cut in order: the others count transfers that shared stages do not make."""
+    """Every registered partitioner; balanced ones also in other orders of unequal devices. For stages that lanes share,
+    and for teams, only those that cut in order: the others count transfers that shared stages do not make, and know
+    nothing of what members exchange."""
+    in_order = base.is_shared or draft.graph.team > 1
     for kind in PASSES.values():
-        if not issubclass(kind, Partition) or kind is PartitionBalanced or (base.is_shared and kind not in IN_ORDER):
+        if not issubclass(kind, Partition) or kind is PartitionBalanced or (in_order and kind not in IN_ORDER):
             continue
         options: dict[str, Any] = {"inputs_leave": True} if base.moves_activations and inputs_may_leave(kind) else {}
         yield kind(**options)

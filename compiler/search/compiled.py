@@ -24,6 +24,8 @@ from ...passes.draft import Draft, Options
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.graph_pass import GraphPass
 from ...passes.graph.opgraph import OpGraph
+from ...passes.graph.team.split_context import SplitContext
+from ...passes.graph.team.split_width import SplitWidth
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
@@ -125,6 +127,7 @@ class Prefix:
 # partitioner, for a block; for an op of a program that is made, and for one that is simulated, thrice where turns on
 # links are weighed.
 NODE_S, BLOCK_S, SEARCHED_BLOCK_S, MADE_S, SIMULATED_S = 6e-5, 1e-3, 8e-3, 5e-4, 2.5e-4
+DIVIDED_NODE_S = 8e-4  # for a node, where the work of a graph is divided among members
 
 
 class CandidateCompiler:
@@ -178,7 +181,8 @@ class CandidateCompiler:
                 before = self._prefix(passes[:-1])
                 draft = _copy(before.draft)
                 block_s = SEARCHED_BLOCK_S if isinstance(passes[-1], PartitionMip) else BLOCK_S
-                self.work.add(NODE_S * len(draft.graph.nodes) + block_s * len(draft.blocks))
+                node_s = DIVIDED_NODE_S if isinstance(passes[-1], SplitContext | SplitWidth) else NODE_S
+                self.work.add(node_s * len(draft.graph.nodes) + block_s * len(draft.blocks))
                 made, took = self._run(draft, passes[-1:])
                 self._known[passes] = Prefix(draft, {**before.decisions, **made}, [*before.records, *took])
             except (DoesNotFit, PassError, PlanError) as error:

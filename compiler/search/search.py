@@ -13,15 +13,18 @@ tiles, too.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
 them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
-lanes may share each sequence, and in a mixture of experts these (`teams.py`).
+lanes may share each sequence (`teams.py`). Teams that divide weights, by columns or by experts, come before all sweeps,
+in the order of their estimates (`team_estimate.py`), with a share of the work; where one is best, its layout is swept
+before the machine without lanes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from functools import cached_property
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ...ir.machine.hardware import Hardware
@@ -55,7 +58,8 @@ from .candidates import (
     scouts,
 )
 from .compiled import CompiledCandidate
-from .layouts import LayoutEstimate, estimates, team_layouts, varied
+from .layouts import LayoutEstimate, estimates, varied
+from .team_estimate import TeamEstimate, TeamEstimator
 from .teams import divided, has_experts, has_long_rows, team_meshes
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
@@ -64,6 +68,8 @@ LEADERS = 3  # partitions whose schedules and tiers are tried
 FAR = 0.1  # by how much the first may be slower than the best: schedules and tiers gain less
 MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
 LAYOUTS_SHARE = 0.6  # of the time, for looking at layouts
+MOST, TEAMS_SHARE = 6, 0.6  # teams and layouts that are looked at where something fits, and the share of the work
+GRADIENT_TOO = 3  # times a layer's weights: with their gradients, and a gradient that is added to these
 
 
 def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> SearchResult:
@@ -108,14 +114,11 @@ class Sweep(Attempts):
         self.first_that_fits(bases)
         if self.best is None and not any(TILES in base.graph_passes for base in bases):
             self.first_that_fits(self.tiled(bases))
-        if self.best is None or self.wishes.batch_size < self.hardware.num_devices:
-            self.base = next(base for base in bases if TILES not in base.graph_passes)
-            self.share_width(self.usual[0] if self.best is None else self.best.count)
+        if self.hardware.num_devices > 1:
+            self.share_weights(next(base for base in bases if TILES not in base.graph_passes))
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
             self.share_sequences()
-        if self.hardware.num_devices > 1 and has_experts(self.compiler(self.usual[0]).graph):
-            self.share_experts()
 
     def first_that_fits(self, bases: Sequence[Candidate]) -> None:
         """Try the bases in order until something fits."""
@@ -164,9 +167,18 @@ class Sweep(Attempts):
         swept: set[int] = set()
         while self.best is not None and self.best.count not in swept:
             swept.add(self.best.count)
+            if self.is_in_teams(self.best_candidate):
+                begin_s, until_s = self.work.seconds, self.until_s
+                self.until_s = begin_s + TEAMS_SHARE * (until_s - begin_s)
+                self.sweep_lanes(self.best.count)
+                self.until_s = until_s
             self.sweep(self.best.count)
             for other in self.promising():
                 self.look(other, [self.best_candidate])
+
+    @staticmethod
+    def is_in_teams(candidate: Candidate) -> bool:
+        return candidate.find(SplitContext) is not None or candidate.find(SplitWidth) is not None
 
     def fleet(self) -> None:
         """Search for many devices: first layouts and numbers of micro-batches, then everything with the best of these.
@@ -212,45 +224,75 @@ class Sweep(Attempts):
             return
         for row in estimates(self.compiler(count).lane(self.base), [count]):
             self.look_at(row, self.base)
+        self.sweep_lanes(count)
+
+    def sweep_lanes(self, count: int) -> None:
+        """Sweep the layout of the best candidate, where it has several lanes."""
         best = self.best_candidate
-        if best.mesh is not None and not best.name:
-            before, self.base = self.base, self.base.on(best.mesh)
+        if best.mesh is not None and not best.name and self.base.mesh is None:
+            before, self.base = self.base, self.base.over(*best.graph_passes).on(best.mesh)
             self.sweep(count)
             self.base = before
 
-    def share_width(self, count: int) -> None:
-        """Try teams that divide the width of layers, where a layer is too large for a device, or rows are too few to
-        give each device some."""
-        for members, mesh in team_layouts(self.hardware):
-            whole = [p for p in self.base.graph_passes if not isinstance(p, SplitExperts)]
-            candidate = self.base.over(*whole, SplitWidth(team=members)).on(mesh)
-            try:
-                lane = self.compiler(count).lane(candidate)
-            except PassError as error:
-                self.trials.append(Trial(candidate, count, reason=error))
-                continue
-            self.look(count, lane_scouts(lane, candidate, mesh))
+    def share_weights(self, base: Candidate) -> None:
+        """Try teams whose members divide the width of layers or have some of the experts each, where theory says that
+        this may win, and beside them layouts of lanes: those with the shortest estimates first, within a share of the
+        work. Where nothing fits yet, all teams are tried; else what by its estimate is faster than the best plan."""
+        kinds = [width for width, may in ((True, self.may_divide_width(base)), (False, self.has_experts())) if may]
+        if not kinds:
+            return
+        draft, rows = self.compiler(self.usual[0]).lane(base), self.wishes.batch_size
+        able = divisors(rows) if self.wishes.micro_batches is None else self.usual
+        teams = TeamEstimator(draft)
+        tries = [(row, width) for width in kinds for row in teams.estimates(width, able, rows)]
+        tries.sort(key=lambda each: each[0].estimate_s)
+        first = list({(width, row.members, row.mesh): (row, width) for row, width in reversed(tries)}.values())[::-1]
+        ways: list[tuple[float, Callable[[], None]]] = [
+            (row.estimate_s, partial(self.look_at_team, base, row, width)) for row, width in first
+        ]
+        if self.best is not None:
+            if self.has_experts():  # a large graph, of which sweeps see a part; named strategies are tried in any case
+                self.look_at_named(self.best.count)
+            lanes = {row.mesh: row for row in reversed(estimates(draft, self.usual))}.values()
+            ways += [(row.estimate_s, partial(self.look_at, row, base)) for row in lanes]
+            least_s = min(self.best.step_s, teams.alone_s(able) if teams.disk_s else math.inf)
+            ways = sorted((way for way in ways if way[0] < least_s), key=lambda way: way[0])[:MOST]
+        begin_s, until_s = self.work.seconds, self.until_s
+        self.until_s = begin_s + TEAMS_SHARE * (until_s - begin_s)
+        for estimate_s, look in sorted(ways, key=lambda way: way[0]):
+            if self.best is None or estimate_s < self.best.step_s:
+                look()
+        self.until_s = until_s
 
-    def share_experts(self) -> None:
-        """Try teams that share out experts, each member with whole rows of a micro-batch: with the fewest micro-batches
-        that have rows for all members, the most, and a number between."""
-        whole = [p for p in self.best_candidate.graph_passes if not isinstance(p, SplitExperts | SplitContext)]
-        for members, mesh in team_layouts(self.hardware):
-            teams = self.hardware.num_devices // (members * mesh.depth)
-            able = divisors(self.wishes.batch_size) if self.wishes.micro_batches is None else self.usual
-            counts = [n for n in able if n % teams == 0 and self.wishes.batch_size // n % members == 0]
-            candidate = PLAIN.over(*whole, SplitContext("rows", members)).on(mesh)
-            for count in dict.fromkeys((*counts[:1], *counts[len(counts) // 2 :][:1], *counts[-1:])):
-                if self.best is not None and self.is_late:
-                    self.trials.append(Trial(candidate, count, reason=Skipped.OUT_OF_TIME))
-                    continue
-                try:
-                    lane = self.compiler(count).lane(candidate)
-                except PassError as error:
-                    self.trials.append(Trial(candidate, count, reason=error))
-                    continue
-                if lane.graph.divided:  # else members are replicas
-                    self.look(count, lane_scouts(lane, candidate, mesh))
+    def may_divide_width(self, base: Candidate) -> bool:
+        """Whether theory sees a use for parts of layers: where nothing fits, where rows are too few to give each device
+        some, where a layer takes most of a device, and where weights would else be gathered between hosts."""
+        few_rows = self.wishes.batch_size < self.hardware.num_devices
+        if self.best is None or few_rows or len(self.hardware.hosts) > 1:
+            return True
+        blocks = self.compiler(self.usual[0]).lane(base).blocks
+        room = min(device.budget_bytes for device in self.hardware.devices)
+        return GRADIENT_TOO * max(block.param_bytes for block in blocks) > room
+
+    def has_experts(self) -> bool:
+        return has_experts(self.compiler(self.usual[0]).graph)
+
+    def look_at_team(self, base: Candidate, row: TeamEstimate, width: bool) -> None:
+        """Try scouts of a team's layout."""
+        own: tuple[type[GraphPass], ...] = (SplitExperts, SplitContext, *((SplitVocabulary,) if width else ()))
+        whole = [p for p in base.graph_passes if not isinstance(p, own)]
+        split = SplitWidth(team=row.members) if width else SplitContext("rows", row.members)
+        candidate = base.over(*whole, split).on(row.mesh)
+        if self.best is not None and self.is_late:
+            self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
+            return
+        try:
+            lane = self.compiler(row.count).lane(candidate)
+        except PassError as error:
+            self.trials.append(Trial(candidate, row.count, reason=error))
+            return
+        if lane.graph.divided:  # else members are replicas
+            self.look(row.count, lane_scouts(lane, candidate, row.mesh))
 
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""
@@ -321,7 +363,7 @@ class Sweep(Attempts):
         cuts, maps = list(partitions(lane, self.base)), mappings(lane.lane_hardware)
         usual = [self.base.with_(cut, maps[0]) for cut in cuts]
         named = [] if self.base.mesh else self.named()
-        self.look(count, [c for c in named if not c.is_slow and (c.uses_ssd or not self.base.uses_ssd)])
+        self.look_at_named(count)
         self.look(count, [candidate for candidate in usual if not candidate.is_slow])
         self.look(count, [row.candidate.with_(mapping) for mapping in maps for row in self.leaders(count)[:1]])
         for row in self.leaders(count)[:1]:
@@ -346,6 +388,11 @@ class Sweep(Attempts):
         self.look(count, self.other_losses(count))
         self.look(count, self.one_phase_ahead(count))
         self.look(count, self.in_turns(count))
+
+    def look_at_named(self, count: int) -> None:
+        """Try the named strategies that take no long search of their own."""
+        named = [] if self.base.mesh else self.named()
+        self.look(count, [c for c in named if not c.is_slow and (c.uses_ssd or not self.base.uses_ssd)])
 
     def in_turns(self, count: int) -> list[Candidate]:
         """The best candidate and other fast partitions with turns on links, where devices of the best share one."""
