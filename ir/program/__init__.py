@@ -45,7 +45,7 @@ from .memory import (
     profile_memory,
     takes_place,
 )
-from .order import Memory, Order, Task, build_order, find_cycle, memory_change
+from .order import Memory, Order, Task, build_order, find_cycle, join_orders, memory_change
 from .parts import whole_params, wrong_parts
 from .pools import Pools, pooled_bytes
 from .program import (
@@ -142,6 +142,7 @@ __all__ = [
     "homes_of",
     "infer",
     "infer_all",
+    "join_orders",
     "lane_of",
     "largest_values",
     "line_numbers",

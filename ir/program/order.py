@@ -52,12 +52,14 @@ class Order:
 @dataclass(frozen=True)
 class Memory:
     """The memories of one device's program: its profile, its device's budget, and its part of the host's DRAM if that
-    is limited. `pooled`: each stream of the device has memory of its own, as on a GPU."""
+    is limited. `pooled`: each stream of the device has memory of its own, as on a GPU. `changes`: what ops take and
+    give back of a memory, as far as it was asked."""
 
     profile: MemoryProfile
     budget_bytes: int
     dram_budget_bytes: int | None = None
     pooled: bool = False
+    changes: dict[str, dict[fx.Node, tuple[int, int]]] = field(default_factory=dict, compare=False, repr=False)
 
     def waits(self, program: Program, work_of: Mapping[fx.Node, ops.Work]) -> list[_BudgetWaits]:
         lasting = {
@@ -69,27 +71,46 @@ class Memory:
         shares = {} if pools is None else pools.shares(spare_bytes)
         found += [_PoolWaits(pools, pool, most) for pool, most in shares.items() if pools is not None]
         if pools is None or sum(shares.values()) > spare_bytes:  # else the shares keep to it
-            found.append(_BudgetWaits(ops.DEVICE, spare_bytes))
+            found.append(_BudgetWaits(ops.DEVICE, spare_bytes, self.changes.setdefault(ops.DEVICE, {})))
         if self.dram_budget_bytes is not None:
-            found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - lasting[ops.DRAM]))
+            spare_bytes = self.dram_budget_bytes - lasting[ops.DRAM]
+            found.append(_BudgetWaits(ops.DRAM, spare_bytes, self.changes.setdefault(ops.DRAM, {})))
         return found
 
 
-def build_order(programs: Sequence[Program], memories: Mapping[int, Memory], steps: int = 1) -> Order:
+def build_order(
+    programs: Sequence[Program],
+    memories: Mapping[int, Memory],
+    steps: int = 1,
+    known: Mapping[fx.Node, ops.Work] | None = None,
+) -> Order:
     """The order of programs whose types are inferred and whose messages match, or of one program alone.
 
     Devices without an entry in `memories` wait for a place in their arena only. `steps`: how many times the programs
     run, one right after another; what a step returned is given back before the next one. A task waits for tasks of its
     own step and of steps before it, and in each step for the same ones of its own. So several steps have no ring of
-    waits if one has none, and they keep to the memories for the same reason as one does.
+    waits if one has none, and they keep to the memories for the same reason as one does. `known`: the work of ops.
     """
     order = Order()
-    _create_tasks(programs, order)
+    _create_tasks(programs, order, known)
     order.per_step = len(order.tasks)
     for _ in range(1, steps):
         order.tasks += [Task(task.parts) for task in order.tasks[: order.per_step]]
     for program in programs:
         _Device(program, order).connect(memories.get(program.device), steps)
+    return order
+
+
+def join_orders(programs: Sequence[Program], alone: Sequence[Order]) -> Order:
+    """The order of programs that `build_order` gives for one step, out of the order of each program alone: for a
+    program that changed, its own order is all that must be built again."""
+    order = Order()
+    _create_tasks(programs, order, {node: work for own in alone for node, work in own.work_of.items()})
+    order.per_step = len(order.tasks)
+    for own in alone:
+        place = [order.task_of[task.parts[0][1]] for task in own.tasks]
+        for at, task in zip(place, own.tasks):
+            order.tasks[at].waits += [(place[other], why) for other, why in task.waits]
     return order
 
 
@@ -119,12 +140,15 @@ def find_cycle(order: Order) -> list[tuple[int, str]] | None:
     return path[seen[stuck] :]
 
 
-def _create_tasks(programs: Sequence[Program], order: Order) -> None:
+def _create_tasks(
+    programs: Sequence[Program], order: Order, known: Mapping[fx.Node, ops.Work] | None = None
+) -> None:
+    """`known`: the work of ops, where it is known already."""
     meetings: dict[tuple, int] = {}
     for program in programs:
         device, calls = program.device, dict[str, int]()
         for node in program.ops():
-            work = work_of(program, node)
+            work = work_of(program, node) if known is None else known[node]
             key: tuple | None = None
             if node.target is ops.send:
                 key = (device, work.peer, work.tag)
@@ -274,14 +298,14 @@ class _ArenaWaits:
 class _BudgetWaits:
     """An op that takes memory waits for the first N releases of its text, the smallest number with which it fits."""
 
-    def __init__(self, memory: str, spare_bytes: int):
+    def __init__(self, memory: str, spare_bytes: int, changes: dict[fx.Node, tuple[int, int]] | None = None):
         self.memory = memory
         self.empty_bytes = spare_bytes
         self.spare_bytes = spare_bytes  # if everything up to here had started and ended
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, the number of releases that its ops have waited for
-        self.changes: dict[fx.Node, tuple[int, int]] = {}  # the same in every step
+        self.changes = {} if changes is None else changes  # the same in every step, and in any order of receives
 
     def begin(self) -> None:
         """A step begins: nothing is left of the step before but what its releases will give back."""

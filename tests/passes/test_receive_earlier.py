@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from penstock.ir import ops
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Program, profile_memory
+from penstock.ir.program import Program, build_order, join_orders, profile_memory
 from penstock.ir.verify import verify
+from penstock.ir.verify.case import Case
 from penstock.passes.draft import Draft
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
-from penstock.passes.receive_earlier import receive_earlier, simulated_s
+from penstock.passes.receive_earlier import _Room, receive_earlier, simulated_s
 from penstock.passes.schedule.schedule import Schedule
 from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
@@ -82,6 +85,42 @@ def test_what_would_wait_for_ever_runs_within_memory_and_trains_like_eager(
     assert_trains_like_eager(draft, batches(micro_batches, rows))
     budgets = {f"device{i}": memory for i in range(num_devices)}
     reference(draft, budgets=budgets).step(joined(batches(micro_batches, rows)))
+
+
+def test_orders_of_single_programs_are_joined_to_that_of_all() -> None:
+    """What is kept of devices whose order has not changed is what would be built again, in the same places."""
+    programs = swapped(ScheduleInterleaved(), 3, 8, 8, 8, 41449).programs
+    memories = Case(programs, Hardware.cpu(3, memory=41449)).memories
+    whole = build_order(programs, memories)
+    joined_order = join_orders(programs, [build_order([program], memories) for program in programs])
+    assert [task.parts for task in joined_order.tasks] == [task.parts for task in whole.tasks]
+    assert [task.waits for task in joined_order.tasks] == [task.waits for task in whole.tasks]
+    assert joined_order.task_of == whole.task_of
+
+
+def test_memory_after_a_move_is_that_of_the_moved_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[bool] = []
+    make = _Room.make
+
+    def checked(room: _Room, move: Any) -> bool:
+        made = make(room, move)
+        anew = profile_memory(room.program)
+        assert room.profile.live_bytes == anew.live_bytes
+        assert room.profile.peak_bytes[ops.DEVICE] == anew.peak_bytes[ops.DEVICE]
+        moves.append(made)
+        return made
+
+    monkeypatch.setattr(_Room, "make", checked)
+    for memory in (28928, 29000):  # at the first, moves lack room
+        draft = swapped(SchedulePipeline(), 2, 6, 4, 6, memory)
+        receive_earlier(draft.programs, draft.machine)
+    assert {True, False} == set(moves)
+
+
+def test_work_is_limited() -> None:
+    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 29000)
+    assert receive_earlier(draft.programs, draft.machine, most_s=1e-3) is None
+    assert receive_earlier(draft.programs, draft.machine) is not None
 
 
 def test_programs_that_run_keep_their_order() -> None:

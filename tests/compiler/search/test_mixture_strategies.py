@@ -1,0 +1,66 @@
+"""A mixture's searched plan is at least as fast as each strategy by name that fits, in the simulator."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.cli.options import JobOptions
+from penstock.compiler.search.candidate import Candidate
+from penstock.compiler.strategies import STRATEGIES
+from penstock.ir.errors import DoesNotFit, PassError, PlanError
+from penstock.tests.passes.graph.team.mixtures import Mixture
+
+SHAPES = {"qwen3-30b-a3b": {}, "mixtral-8x7b": {}, "deepseek-v3": {"ssd": "8x4TB"}}
+MACHINES = {"rtx3090x8": {"dram": "1TB"}, "a100-80gbx8": {}, "h100x8": {}}
+BY_NAME = [name for name in STRATEGIES if Candidate.of(name, 8).is_synchronous]
+
+
+def step_s(options: dict[str, Any]) -> float:
+    """Seconds of a simulated step; infinite where nothing fits."""
+    try:
+        plan = JobOptions(**options).compile().plan
+    except (DoesNotFit, PassError, PlanError):
+        return float("inf")
+    assert plan.predicted is not None
+    return plan.predicted.step_s
+
+
+def slower_than_named(options: dict[str, Any]) -> dict[str, float]:
+    """The strategies that are faster than the searched plan, with the seconds of their steps. What the search has tried
+    itself is compared there; others are compiled alone."""
+    plan = JobOptions(**options).compile().plan
+    assert plan.predicted is not None
+    best_s = plan.predicted.step_s
+    rows = {rival.name.partition(",")[0]: rival for rival in plan.rivals if rival.name.partition(",")[0] in BY_NAME}
+    known = {name: row for name, row in rows.items() if not row.reason.startswith("not tried")}
+    found = {name: row.step_s for name, row in known.items() if row.step_s is not None}
+    found |= {name: step_s({**options, "strategy": name}) for name in BY_NAME if name not in known}
+    return {name: seconds for name, seconds in found.items() if seconds < best_s * (1 - 1e-9)}
+
+
+def test_a_small_mixture_is_searched_no_slower_than_by_name() -> None:
+    """Theory's favourites come first, and take no strategy's turn."""
+    ids = torch.zeros(4, 8, dtype=torch.int64)
+    options: dict[str, Any] = {"example_inputs": {"ids": ids, "labels": ids}, "micro_batches": 2}
+    options["optimizer"] = partial(torch.optim.SGD, lr=0.1)
+    machine = penstock.Hardware.cpu(2, memory="1MB", dram="1GB")
+    plan = penstock.compile(Mixture(), machine, search_s=0.4, **options).plan
+    assert plan.predicted is not None
+    tried = {rival.name.partition(",")[0] for rival in plan.rivals if not rival.reason.startswith("not tried")}
+    assert {"gpipe", "1f1b", "mobius", "data-parallel", "zero3-offload", "min-stage"} <= tried
+    alone = penstock.compile(Mixture(), machine, strategy="1f1b", **options).plan.predicted
+    assert alone is not None and plan.predicted.step_s <= alone.step_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_mixture_is_searched_no_slower_than_by_name(model: str, machine: str) -> None:
+    memories: dict[str, Any] = {**MACHINES[machine], **SHAPES[model]}
+    options = {"model": model, "hardware": [machine], "batch": 32, "sequence": 1024, "precision": "bf16-true"}
+    assert slower_than_named({**options, **memories}) == {}
