@@ -43,6 +43,7 @@ TOO_SMALL: dict[str, dict[str, Any]] = {  # as options of `penstock plan`
     "mixtral-8x7b on 2 GPUs with 256 GB": {
         "model": "mixtral-8x7b", "hardware": ["rtx3090x2"], "dram": "256GB", "ssd": "0", "batch": 8, "sequence": 1024,
     },
+    "gpt3-175b on a 2080 Ti": {"model": "gpt3-175b", "hardware": ["rtx2080ti"], "batch": 8, "sequence": 1024},
     "gpt3-175b on 1 GPU with 64 GB": {
         "model": "gpt3-175b", "hardware": ["rtx4090x1"], "dram": "64GB", "batch": 8, "sequence": 1024,
     },

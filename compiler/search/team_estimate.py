@@ -56,6 +56,11 @@ class TeamEstimator(LayoutEstimator):
         """Seconds to begin the calls of one micro-batch, forward and backward."""
         return 3 * len(self.draft.graph.nodes) * max(device.op_overhead_s for device in self.hardware.devices)
 
+    def _from_dram_s(self, replicas: float) -> float:
+        """Seconds to move all weights so many times to devices, over links of their own and root complexes."""
+        each = sum(device.h2d_bandwidth for device in self.hardware.devices)
+        return max(super()._from_dram_s(replicas), replicas * self.weight_bytes / each)
+
     @cached_property
     def disk_s(self) -> float:
         """Seconds for what neither devices nor DRAM can hold."""
