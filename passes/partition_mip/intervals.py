@@ -70,7 +70,9 @@ class Intervals:
         fits[:, window.stop + 1 :] = False
         if counted.most is not None:
             fits &= self.common <= counted.most
-        lost = [not (i in window and stages.keeps(j, i)) for i in range(p.num_blocks)]
+        kinds = {p.kinds[i]: i for i in reversed(window)}
+        keeps = {kind: stages.keeps(j, i) for kind, i in kinds.items()}
+        lost = [not keeps.get(kind, False) for kind in p.kinds]
         return fits, fits & (_between(np.concatenate([[0], np.cumsum(lost)])) == 0)
 
     def costs(self, counted: Any, j: int, y: dict[str, float]) -> tuple[Matrix, Matrix]:

@@ -38,7 +38,7 @@ TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once,
 ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
 INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
-WIDE, NARROW = 2.5, 1.4  # the most stages over the fewest, of one relaxation where devices are alike, and where not
+WIDE, NARROW = 2.5, 1.4  # the most stages over the fewest, of one relaxation; where devices differ, but not blocks
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 FEW = 3000  # so many partitions are tried rather than bounded
 INTERVALS_S = 1e-7  # of work, for an interval of a stage
@@ -169,9 +169,7 @@ class _Tree:
         n = len(self.search.problem.units)
         if None in node.residents:
             return self.refine_residents(node)
-        if (
-            not node.step and node.count >= (WIDE if self.rotates else NARROW) * node.fewest > 1
-        ):  # small models bound few stages
+        if not node.step and node.count >= self.widest() * node.fewest > 1:  # small models bound few stages
             middle = math.isqrt(node.fewest * node.count)
             parts = [(node.fewest, middle), (middle + 1, node.count)]
             return [self.total(replace(node, fewest=low, count=high)) for low, high in parts]
@@ -186,6 +184,9 @@ class _Tree:
         middle = node.fewest + (node.count - node.fewest) // node.step // 2 * node.step
         parts = [(node.fewest, middle), (middle + node.step, node.count)]
         return [self.relax(self.within(node, low, high, node.step)) for low, high in parts]
+
+    def widest(self) -> float:
+        return WIDE if self.rotates or self.limits.unlike else NARROW
 
     def within(self, node: _Node, fewest: int, count: int, step: int) -> _Node:
         """The node's partitions into these numbers of stages. Where devices can take each other's places in turn, and
