@@ -58,6 +58,7 @@ def test_a_small_mixture_is_searched_no_slower_than_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_mixture_is_searched_no_slower_than_by_name(model: str, machine: str) -> None:
