@@ -30,7 +30,7 @@ GB = 1e9
 Matrix = NDArray[Any]  # [first block, end] of an interval
 
 
-class Intervals:
+class IntervalTables:
     """Amounts of all intervals of a problem."""
 
     def __init__(self, limits: BlockLimits):
@@ -117,7 +117,7 @@ class Intervals:
 class IntervalModel(CountModel):
     """`count` stages, none of which is empty."""
 
-    def __init__(self, intervals: Intervals, counted: CountModel, cutoff_s: float, **more: Any):
+    def __init__(self, intervals: IntervalTables, counted: CountModel, cutoff_s: float, **more: Any):
         """Of the partitions of a solved `counted`, those that may be faster than `cutoff_s`."""
         self.intervals = intervals
         self.useful = [[part < cutoff_s for part in pair] for pair in intervals.through(counted)]

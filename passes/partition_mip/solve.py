@@ -83,14 +83,14 @@ def prove(search: Search, counts: Sequence[int], most_s: float) -> Proof:
     try:
         import mip  # noqa: F401  (only to say what is missing)
 
-        from .intervals import IntervalModel, Intervals
+        from .intervals import IntervalModel, IntervalTables
         from .model import CountModel
         from .totals import TotalsModel
     except Exception as error:  # python-mip loads native libraries, which may fail in any way
         closed.trouble = f"the solver is missing ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
     tree = _Tree(search, CountModel, TotalsModel, IntervalModel, most_s)
-    tree.intervals = Intervals(tree.limits)
+    tree.intervals = IntervalTables(tree.limits)
     try:
         with _collecting_between_models():
             lower_s = tree.run(_roots(p, counts))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.intervals import IntervalModel, Intervals
+from penstock.passes.partition_mip.intervals import IntervalModel, IntervalTables
 from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
@@ -83,7 +83,7 @@ def check(p: MipProblem, most: int) -> None:
     """Of the fastest `most` partitions that differ in stages or residence, by every model that speaks of them."""
     limits, n = BlockLimits(p), len(p.units)
     limits.unlike = True
-    tables = Intervals(limits)
+    tables = IntervalTables(limits)
     rows = sorted(best_by_stages_and_residents(p).items(), key=lambda row: row[1])[:most]
     for (count, stays), seconds in rows:
         assert optimum(CountModel(limits, count, stays).model, relax=True) <= seconds * (1 + 1e-6)
