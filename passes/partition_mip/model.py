@@ -171,7 +171,7 @@ class CountModel:
                 self.crossing[j] = self.at_least("message", j, min(first) / GB)
 
     def at_least(self, name: str, j: int, least: Any) -> Any:
-        """An amount of stage j that is known from below; where blocks are unlike, `IntervalTables` may know it better."""
+        """An amount of stage j, known from below; where blocks are unlike, `IntervalTables` may know it better."""
         if not self.limits.unlike:
             return least
         amount = self.model.add_var(lb=-math.inf)
