@@ -1,11 +1,11 @@
 """How far `partition-mip`'s partitions may be from the optimum: 8 model shapes on 4 machines, 10 seconds of work each.
 
-Run: python bench/mip_gaps.py [SHAPE ...]
+Run: python bench/mip_gaps.py [SHAPE ...] [--machine NAME ...] [--deadline SECONDS]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.partition_mip.partition_mip import MipFound, PartitionMip
 
-DEADLINE_S, MICRO_BATCHES = 10.0, 8
+MICRO_BATCHES = 8
 MACHINES: dict[str, Callable[[], Hardware]] = {
     "8 x 3090 Ti": lambda: Hardware.preset("mobius-8gpu", dram="4TB"),
     "4 x 3090 Ti": lambda: Hardware.preset("mobius-topo2+2", dram="4TB"),
@@ -101,16 +101,25 @@ SHAPES: dict[str, Callable[[], OpGraph]] = {
 
 
 def main() -> None:
-    for shape in sys.argv[1:] or [*SHAPES]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", default=[*SHAPES], metavar="SHAPE")
+    parser.add_argument("--machine", action="append", choices=[*MACHINES], help="may be repeated (default: all)")
+    parser.add_argument("--deadline", type=float, default=10.0, help="seconds of work (default: %(default)s)")
+    options = parser.parse_args()
+    unknown = sorted({*options.shapes} - {*SHAPES})
+    if unknown:
+        parser.error(f"SHAPE {unknown[0]!r}: there are {', '.join(SHAPES)}")
+    for shape in options.shapes:
         graph = SHAPES[shape]()
-        for machine, make in MACHINES.items():
-            draft = Draft(graph, make(), Options(precision="fp16", micro_batches=MICRO_BATCHES))
+        for machine in options.machine or MACHINES:
+            draft = Draft(graph, MACHINES[machine](), Options(precision="fp16", micro_batches=MICRO_BATCHES))
             coarsen = Coarsen()
             coarsen.rewrite(draft, coarsen.plan(draft))
             row = {"shape": shape, "server": machine, "blocks": len(draft.blocks), "micro_batches": MICRO_BATCHES}
+            row["deadline_s"] = options.deadline
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             try:
-                found = MipFound.of(draft, PartitionMip(deadline_s=DEADLINE_S))
+                found = MipFound.of(draft, PartitionMip(deadline_s=options.deadline))
             except DoesNotFit as error:
                 rows.save("mip_gaps", {**row, "fits": False, "why": str(error)})
                 continue
