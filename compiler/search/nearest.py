@@ -28,6 +28,7 @@ from .search import attempt_smallest, search
 
 BOUNDLESS_BYTES = 1 << 60
 TRIES = 8
+NEAR = 1.1  # a memory over one that was too small, which is near enough
 AGAIN_SHARE = 1 / 16  # of a memory, which is added at least where the missing bytes were not enough
 STOCK_BYTES = int(parse_bytes(STOCK_SSD["size_bytes"]) * 0.9)  # what a disk adds where there was none
 
@@ -132,19 +133,40 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
     wider = hardware.with_(dram=BOUNDLESS_BYTES)
     change: dict[str, Any] = {}
     growth = Growth()
+    below_bytes = 0  # the largest memory that was too small
     for _ in range(TRIES):
         tried = attempt_smallest(trace, wider, wishes)
         if isinstance(tried, CompiledCandidate):
+            if change and len(trace(tried.count).nodes) <= LARGE_GRAPH_NODES:
+                change["memory"], tried = _less(trace, wider, wishes, below_bytes, tried)
             if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = short_bytes(dram_bytes)
             return Nearest(change, tried.step_s)
         if not isinstance(tried, DoesNotFit):
             return None
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
+        below_bytes = largest.memory_bytes
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
         change["memory"] = short_bytes(growth.of("memory", largest.memory_bytes, more_bytes))
         wider = wider.with_(memory=change["memory"])
     return None
+
+
+def _less(
+    trace: Trace, wider: Hardware, wishes: Wishes, below_bytes: int, found: CompiledCandidate
+) -> tuple[str, CompiledCandidate]:
+    """A memory within a tenth of the least with which a plan fits, between one that was too small and that of `wider`,
+    for which `found` fits; and its plan."""
+    fitting_bytes = max(device.memory_bytes for device in wider.devices)
+    while fitting_bytes > NEAR * below_bytes:
+        text = short_bytes((below_bytes + fitting_bytes) // 2)
+        middle = wider.with_(memory=text)
+        tried = attempt_smallest(trace, middle, wishes)
+        if isinstance(tried, CompiledCandidate):
+            fitting_bytes, found = max(device.memory_bytes for device in middle.devices), tried
+        else:
+            below_bytes = max(device.memory_bytes for device in middle.devices)
+    return short_bytes(fitting_bytes), found
 
 
 def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:

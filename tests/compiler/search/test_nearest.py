@@ -13,7 +13,6 @@ from torch import nn
 
 import penstock
 from penstock.compiler import api
-from penstock.compiler.search import search
 from penstock.compiler.search.attempts import Attempts
 from penstock.compiler.search.nearest import Growth
 from penstock.ir.errors import DoesNotFit
@@ -75,7 +74,8 @@ def test_nothing_that_fits_is_refused_before_it_is_tried(
 
 def test_a_large_model_has_few_tries_for_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with a large graph: two numbers of micro-batches, and the bases that need the least memory."""
-    monkeypatch.setattr(search, "LARGE_GRAPH_NODES", 2)
+    for module in ("search", "nearest"):
+        monkeypatch.setattr(f"penstock.compiler.search.{module}.LARGE_GRAPH_NODES", 2)
     looked: list[tuple[int, str]] = []
     attempt = Attempts.attempt
     monkeypatch.setattr(
