@@ -89,7 +89,7 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     options: dict[str, Any] = {"example_inputs": named.batch_spec(256, 64), "optimizer": SGD}
     began_s = time.process_time()
     job = penstock.compile(named.on_meta(), hardware, search_s=FAST_S, **options)
-    assert time.process_time() - began_s < 3 * FAST_S
+    assert time.process_time() - began_s < 2 * FAST_S
     mesh = job.plan.decisions.mesh
     assert mesh is not None and job.plan.micro_batches % len(mesh.lanes) == 0
     assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
