@@ -208,15 +208,21 @@ class Sweep(Attempts):
         if self.best is not None and (self.is_late or row.scout_s > self.until_s - self.work.seconds):
             self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
             return
-        try:
-            lane = self.compiler(row.count).lane(candidate)
-        except PassError as error:
-            self.trials.append(Trial(candidate, row.count, reason=error))
+        lane = self.lane_of(candidate, row.count)
+        if lane is None:
             return
         first = lane_scouts(lane, candidate, row.mesh)
         self.look(row.count, first)
         if row.mesh.shards > 1 and self.best is None:  # what is gathered whole must be smaller
             self.look(row.count, [first[0].with_(IN_ORDER[0]()).swapped(True)])
+
+    def lane_of(self, candidate: Candidate, count: int) -> Draft | None:
+        """The draft of one of the candidate's lanes; None, and a trial with the reason, where a pass refuses it."""
+        try:
+            return self.compiler(count).lane(candidate)
+        except PassError as error:
+            self.trials.append(Trial(candidate, count, reason=error))
+            return None
 
     def hybrids(self, count: int) -> None:
         """For few devices, try layouts of several lanes with `count` micro-batches; sweep the one that is best."""
@@ -286,12 +292,8 @@ class Sweep(Attempts):
         if self.best is not None and self.is_late:
             self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
             return
-        try:
-            lane = self.compiler(row.count).lane(candidate)
-        except PassError as error:
-            self.trials.append(Trial(candidate, row.count, reason=error))
-            return
-        if lane.graph.divided:  # else members are replicas
+        lane = self.lane_of(candidate, row.count)
+        if lane is not None and lane.graph.divided:  # else members are replicas
             self.look(row.count, lane_scouts(lane, candidate, row.mesh))
 
     def bases(self) -> list[Candidate]:
