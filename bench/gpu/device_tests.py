@@ -1,7 +1,8 @@
 """All tests for a GPU in one run of pytest with `tests/gpu/disturbed.py`; each test's end is a row, at once.
 
 A later run leaves out the tests that passed, or were skipped, and those that failed, or never ended, twice. Where
-pytest-xdist is installed and there are many cores, `PROCESSES` of them share the GPU: a test is mostly host code."""
+pytest-xdist is installed and there are many cores, `PROCESSES` of them share the GPU: a test is mostly host code.
+The limit of the part ends them then, as each would begin a test until its own end."""
 
 from __future__ import annotations
 

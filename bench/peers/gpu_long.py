@@ -1,8 +1,8 @@
 """Layers of Llama-8B over one long row on 24 GB of a GPU, trained in full: the section `long-sequence`.
 
 Token-wise parts run in tiles, what backward needs waits in DRAM, and so do weights and states (`ALONE` of
-`bench/longest_sequence.py`). The first loss is compared with a forward pass of the unmodified model on the whole card:
-layer by layer, its logits in pieces, since whole they are 67 GB at 131,072 tokens.
+`bench/longest_sequence.py`). The first loss is compared with a forward pass of the unmodified model on the whole card,
+with its logits in pieces, since whole they are 67 GB at 131,072 tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
     bench = bench_of(setup, None if setup.small else "24GB")
     hardware = bench.hardware.with_(memory=SMALL_MEMORY) if setup.small and setup.on_gpu else bench.hardware
     length = SMALL_LENGTH if setup.small else LENGTH
-    named = find_model(f"{SMALL_NAME if setup.small else NAME},max_position_embeddings={length}")
+    name = SMALL_NAME if setup.small else NAME
+    named = find_model(f"{name},max_position_embeddings={length}")
     spec = {key: row for key, row in named.batch_spec(1, length).items() if key != "attention_mask"}
     model, begin_s = named.on_meta(), time.perf_counter()
     job = penstock.compile(
@@ -50,7 +51,7 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
     words = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     batch = {key: words for key in spec}
     what: Row = {
-        "model": NAME, "sequence": length, "parameters": sum(param.numel() for param in model.parameters()),
+        "model": name, "sequence": length, "parameters": sum(param.numel() for param in model.parameters()),
         "device_bytes": hardware.devices[0].memory_bytes, "precision": "bf16-true",
     }  # fmt: skip
     yield noted("seconds of planning", time.perf_counter() - begin_s, **what)
