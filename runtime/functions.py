@@ -12,9 +12,7 @@ from torch import Tensor
 from .accelerator import generator_of
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
-from .expert_parts import (
-    arrived_offsets,
-    expert_counts,
+from .experts.parts import (
     join_part,
     member_offsets,
     member_result,
@@ -22,6 +20,16 @@ from .expert_parts import (
     part_offsets,
     part_product,
     part_rows,
+)
+from .experts.routes import (
+    arrived_offsets,
+    arrived_shares,
+    row_numbers,
+    rows_of_tokens,
+    token_experts,
+    token_shares,
+    tokens_to_send,
+    weighted,
 )
 from .member_tables import joined_members, member_lookup
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
@@ -35,13 +43,13 @@ from .token_parts import among_zeros, own_tokens
 __all__ = [
     "among_zeros",
     "arrived_offsets",
+    "arrived_shares",
     "attend_block",
     "attention_of",
     "chunked_cross_entropy",
     "cross_entropy_of_parts",
     "document_borders",
     "evaluation_logits",
-    "expert_counts",
     "in_tiles",
     "join_part",
     "joined_members",
@@ -59,6 +67,12 @@ __all__ = [
     "part_product",
     "part_rows",
     "part_statistics",
+    "row_numbers",
+    "rows_of_tokens",
+    "token_experts",
+    "token_shares",
+    "tokens_to_send",
+    "weighted",
     "window_attention",
     "with_gradients",
 ]

@@ -26,10 +26,10 @@ MAY_IMPORT = {
 ORDER = {
     "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "tiles", "program", "verify"),
     "runtime": (
-        "accelerator", "modules", "chunked_loss", "expert_parts", "part_loss", "tiles", "document_borders", "quantised",
-        "token_parts", "ring_attention", "member_tables", "functions", "forced_eager", "model_names", "scratch",
-        "nodes", "team", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device",
-        "emulate", "measure", "processes",
+        "accelerator", "modules", "chunked_loss", "experts", "part_loss", "tiles",
+        "document_borders", "quantised", "token_parts", "ring_attention", "member_tables", "functions", "forced_eager",
+        "model_names", "scratch", "nodes", "team", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage",
+        "reference", "device", "emulate", "measure", "processes",
     ),
     "passes": (
         "work", "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",

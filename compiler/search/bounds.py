@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
-from ...ir.program import Exchange, Interface, StageSpec, are_alike
+from ...ir.program import Exchange, Interface, StageSpec, TensorSpec, are_alike
 from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
 from ...passes.stage_time import stage_seconds
@@ -194,6 +194,7 @@ def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
         return []
     context = ops.Context(Interface({}, {}, lanes=tuple(map(tuple, lanes)), team=team), 0)
     counts = draft.mesh.micro_batches or [draft.options.micro_batches] * len(lanes)
+    known = {t.name: t for spec in specs for t in (*spec.outputs, *(e.result for e in spec.exchanges))}
     moved: dict[str, float] = defaultdict(float)  # link to bytes
     first: set[int] = set()
     for role, begin in itertools.product(range(len(lanes[0])), range(0, len(lanes), team)):
@@ -203,9 +204,9 @@ def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
         mine = [(s, trains) for s, trains, d in zip(specs, _trained(specs), draft.devices) if d == role]
         sent: dict[tuple[int, str], float] = defaultdict(float)  # how members meet -> bytes
         for spec, trains in mine if hosts == first else ():
-            for made in spec.exchanges:
+            for made in (e for e in spec.exchanges if e.source in known):  # others are for evaluation alone
                 for back in (False, True) if trains and made.result.requires_grad else (False,):
-                    work = _exchange_work(context, made, back)
+                    work = _exchange_work(context, made, back, known)
                     sent[work.rounds, work.pattern] += work.moved_bytes * counts[begin]
         for (times, pattern), num_bytes in sent.items():
             for run in rounds_of(members, hardware, num_bytes, times, pattern=pattern) if num_bytes else ():
@@ -216,16 +217,14 @@ def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
 
 
-def _exchange_work(context: ops.Context, made: Exchange, back: bool) -> ops.Work:
-    """The work of an exchange, or of that of its result's gradient."""
+def _exchange_work(context: ops.Context, made: Exchange, back: bool, known: Mapping[str, TensorSpec]) -> ops.Work:
+    """The work of an exchange, or of that of its result's gradient. `known`: what stages give and members exchange."""
     op, fields = (made.back, made.back_fields) if back else (made.op, made.fields)
     if not op:
         return ops.Work("")
-    team = context.interface.team
-    grows = {ops.gather_parts.name: team, ops.to_experts.name: team, ops.scatter_sum.name: 1 / team}
-    grows |= {ops.from_experts.name: 1 / team, ops.own_part.name: 1 / team}  # from what the op is given to its result
-    value = ops.Value("tensor", made.result.bytes if back else int(made.result.bytes / grows.get(op, 1)))
-    operands = [value, value] if made.counts else [value]
+    given = [made.result] if back else [known[made.source]]
+    given += [known[made.routes]] if made.routes else []
+    operands = [ops.Value("tensor", t.bytes, shape=t.shape, dtype=t.dtype) for t in given]
     work: ops.Work = ops.ALL[op].work(context, *operands, group=ops.TEAM, **dict(fields))
     return work
 

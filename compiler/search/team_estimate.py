@@ -2,10 +2,10 @@
 
 A team divides weights among its members: all of them by columns (width), or those of experts. What a device computes is
 its part of all, and a bubble where teams are pipelines. What it sends: of width, four sums of the hidden states a layer
-(Megatron-LM 3, g and its conjugate, forward and backward); of experts, all rows that enter a layer of them and all that
-leave it, twice (GShard 3.2). What it must move: weights for which it has no room come from DRAM, and then a host steps
-all copies of the parameters that its devices have. A team of one member is a plain pipeline of replicas, whose estimate
-the others are compared with.
+(Megatron-LM 3, g and its conjugate, forward and backward); of experts, each token to all members that have some of its
+own, and one row back of each, twice (GShard 3.2). What it must move: weights for which it has no room come from DRAM,
+and then a host steps all copies of the parameters that its devices have. A team of one member is a plain pipeline of
+replicas, whose estimate the others are compared with.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...passes.draft import Draft
-from ...passes.graph.experts.layers import find_expert_layers, is_of_rows
+from ...passes.graph.experts.layers import ExpertLayer, find_expert_layers, is_of_rows
+from ...passes.graph.experts.token_sums import rows_of_each
 from ...passes.graph.opgraph import value_tensors
 from ...passes.sharding.mesh import Mesh
 from .bounds import machine_disks
@@ -43,13 +45,16 @@ class TeamEstimator(LayoutEstimator):
         super().__init__(draft)
         layers = find_expert_layers(draft.graph).values()
         self.expert_bytes = sum(layer.bytes for layer in layers)
-        ends = [node for layer in layers for node in (*layer.entering, *layer.leaving) if is_of_rows(node, layer.rows)]
-        self.routed_bytes = sum(t.numel() * t.element_size() for n in ends for t in value_tensors(n.meta["val"]))
+        self.routed = [(_end_bytes(layer), layer.experts, rows_of_each(layer)) for layer in layers]
         self.inside_bytes = sum(layer.row_bytes for layer in layers)
         self.hidden_bytes = sum(
             max((t.numel() * t.element_size() for n in block.outputs for t in value_tensors(n.meta["val"])), default=0)
             for block in draft.blocks
         )
+
+    def routed_bytes(self, members: int) -> float:
+        """Bytes of what goes to the experts that members share out, and comes back, forward."""
+        return sum(rows / each * ops.token_visits(members, experts, each) for rows, experts, each in self.routed)
 
     @cached_property
     def calls_s(self) -> float:
@@ -94,7 +99,7 @@ class TeamEstimator(LayoutEstimator):
         elif width:
             sent_s = self._ring_s(line, 8 * self.hidden_bytes * whole / teams / mesh.depth, 0.0)
         else:
-            sent_s = self._ring_s(line, 2 * self.routed_bytes * whole / devices, 0.0)
+            sent_s = self._ring_s(line, 2 * self.routed_bytes(members) * whole / devices, 0.0)
             rows = PASSES_OVER_ROWS * members * self.inside_bytes * whole / devices  # zeros are computed, too
             sent_s += rows / min(device.memory_bandwidth for device in self.hardware.devices)
         shared = [lane * members * mesh.depth for lane in range(teams)]
@@ -129,6 +134,12 @@ class TeamEstimator(LayoutEstimator):
             for mesh in dict.fromkeys((Mesh(depth=depth), Mesh(shards=lanes, depth=depth))):
                 found += [self.of_teams(True, 1, mesh, n) for n in counts if n % lanes == 0]
         return min(found, default=math.inf)
+
+
+def _end_bytes(layer: ExpertLayer) -> int:
+    """Bytes of the rows that enter a layer of experts and that leave it."""
+    ends = [node for node in (*layer.entering, *layer.leaving) if is_of_rows(node, layer.rows)]
+    return sum(t.numel() * t.element_size() for node in ends for t in value_tensors(node.meta["val"]))
 
 
 def every_layout(hardware: Hardware) -> Iterator[tuple[int, Mesh]]:

@@ -21,7 +21,7 @@ from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.team.split_context import SplitContext
 from ...passes.graph.tokens.facts import sequence_lengths
 from ...passes.sharding.mesh import Mesh
-from ...runtime.expert_parts import part_product
+from ...runtime.experts.parts import part_product
 from .candidate import Candidate
 
 LONG_TOKENS = 8192  # of a row

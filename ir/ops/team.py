@@ -10,6 +10,7 @@ member the same, and so the sum's gradient is that of a summand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from .record import Context, Op, Value, Work, want
 
 __all__ = [
     "all_to_all", "from_experts", "gather_parts", "member", "own_part", "pass_on", "scatter_sum", "sum_parts",
-    "to_experts",
+    "to_experts", "token_visits",
 ]  # fmt: skip
 
 
@@ -153,58 +154,75 @@ def _pass_on_work(ctx: Context, value: Value, *, group: str, back: bool = False)
 pass_on = _team_op("pass_on", _pass_on, _pass_on_work, "Ring Attention, Liu 2023 3.1")
 
 
-def _check_counts(ctx: Context, value: Value, counts: Value, group: str) -> int:
-    """The number of members. `counts`: how many rows each member has for each expert, [members x experts], where all
-    members have as many experts. Raises `ValueError` where they cannot be of this group."""
+def _check_routes(ctx: Context, value: Value, routes: Value, group: str, experts: int) -> int:
+    """The number of members. `routes`: to which of the `experts` each token goes, [tokens of all members, experts of
+    each], where all members have as many tokens and experts. Raises `ValueError` where they cannot be of this group."""
     want(value, "tensor", "what goes to experts", DEVICE)
-    want(counts, "tensor", "numbers of rows", DEVICE)
+    want(routes, "tensor", "routes", DEVICE)
     ctx.group(group)
     members = ctx.interface.size(group)
-    if counts.dtype != "int32" or len(counts.shape) != 1 or counts.shape[0] % members**2 or not counts.shape[0]:
+    if experts < members or experts % members:
+        raise ValueError(f"{members} members have as many experts each; found experts={experts}")
+    if routes.dtype != "int32" or len(routes.shape) != 2 or routes.shape[0] % members or not routes.shape[0]:
         raise ValueError(
-            f"{members} members have numbers of rows for each expert, int32 [{members} x experts], as many experts "
-            f"each; found {counts.dtype} {list(counts.shape)}"
+            f"routes of {members} members say to which experts each token goes, int32 [tokens of all members, experts "
+            f"of each], as many tokens of each member; found {routes.dtype} {list(routes.shape)}"
         )
     if not value.shape:
-        raise ValueError("a value without dimensions has no rows for experts")
+        raise ValueError("a value without dimensions has no tokens or rows for experts")
     return members
 
 
-def _to_experts(ctx: Context, value: Value, counts: Value, *, group: str) -> Value:
-    """The rows that all members have for this member's experts: by expert, of each those of the first member first. A
-    member's rows are sorted by expert before. In the worst case all rows of all members are for one: the result has
-    room for that, and zeros after the rows that came."""
-    members = _check_counts(ctx, value, counts, group)
-    return replace(value, shape=(members * value.shape[0], *value.shape[1:]), bytes=members * value.bytes)
+def token_visits(members: int, experts: int, each: int) -> float:
+    """To how many of the members a token goes, where any `each` of the experts are as likely."""
+    return members * (1 - math.comb(experts - experts // members, each) / math.comb(experts, each))
 
 
-def _to_experts_work(ctx: Context, value: Value, counts: Value, *, group: str) -> Work:
-    """As many bytes as if all experts had as many rows: how many these are is known only while it runs. What arrives is
-    put in order; the result is cleared first."""
-    whole_bytes = ctx.interface.size(group) * value.bytes
+def _to_experts(ctx: Context, value: Value, routes: Value, *, group: str, experts: int) -> Value:
+    """A row for each token of all members and each of its experts that this member has: by expert, of each in the order
+    of members and tokens. A token goes to a member once. In the worst case all experts of all tokens are of one member:
+    the result has room for that, and zeros after the rows that came."""
+    members = _check_routes(ctx, value, routes, group, experts)
+    tokens, each = routes.shape
+    if value.shape[0] * members != tokens:
+        raise ValueError(f"{list(value.shape)} is of no {tokens} // {members} tokens")
+    return replace(value, shape=(tokens * each, *value.shape[1:]), bytes=value.bytes * members * each)
+
+
+def _to_experts_work(ctx: Context, value: Value, routes: Value, *, group: str, experts: int) -> Work:
+    """As many bytes as if all experts were as likely: how many these are is known only while it runs. What is sent is
+    gathered; the result is cleared before rows are made of what arrives."""
+    members, each = ctx.interface.size(group), routes.shape[1]
+    moved_bytes = round(value.bytes * token_visits(members, experts, each))
     return Work(
-        COMM, moved_bytes=value.bytes, source=DEVICE, target=DEVICE, group=group, rounds=1, pattern=PAIRS,
-        traffic_bytes=2 * value.bytes + whole_bytes, workspace_bytes=whole_bytes,
+        COMM, moved_bytes=moved_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1, pattern=PAIRS,
+        traffic_bytes=2 * moved_bytes + (members + 2) * each * value.bytes,
+        workspace_bytes=(members + min(members, each)) * value.bytes,
     )  # fmt: skip
 
 
 to_experts = _team_op("to_experts", _to_experts, _to_experts_work, "GShard, Lepikhin 2020 3.2: dispatch, by count")
 
 
-def _from_experts(ctx: Context, value: Value, counts: Value, *, group: str) -> Value:
-    """The rows of this member out of what all members have of their experts, each in the place from which `to_experts`
-    took it."""
-    members = _check_counts(ctx, value, counts, group)
-    if value.shape[0] % members:
-        raise ValueError(f"{list(value.shape)} has no room for equally many rows of {members} members")
-    return replace(value, shape=(value.shape[0] // members, *value.shape[1:]), bytes=value.bytes // members)
+def _from_experts(ctx: Context, value: Value, routes: Value, *, group: str, experts: int) -> Value:
+    """For each token of this member the sum over the rows that all members have of it. A member adds up its rows of a
+    token before it sends them."""
+    members = _check_routes(ctx, value, routes, group, experts)
+    tokens, each = routes.shape
+    if value.shape[0] != tokens * each:
+        raise ValueError(f"{list(value.shape)} has no room for {each} rows of each of {tokens} tokens")
+    return replace(value, shape=(tokens // members, *value.shape[1:]), bytes=value.bytes // (members * each))
 
 
-def _from_experts_work(ctx: Context, value: Value, counts: Value, *, group: str) -> Work:
-    own_bytes = value.bytes // ctx.interface.size(group)
+def _from_experts_work(ctx: Context, value: Value, routes: Value, *, group: str, experts: int) -> Work:
+    members, each = ctx.interface.size(group), routes.shape[1]
+    own_bytes = value.bytes // (members * each)
+    moved_bytes = round(own_bytes * token_visits(members, experts, each))
+    summed_bytes = max(own_bytes, 4 * math.prod(value.shape) // (members * each))  # added up in fp32 at least
     return Work(
-        COMM, moved_bytes=own_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1, pattern=PAIRS,
-        traffic_bytes=2 * own_bytes, workspace_bytes=value.bytes,
+        COMM, moved_bytes=moved_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1, pattern=PAIRS,
+        traffic_bytes=each * (2 * own_bytes + 3 * summed_bytes) + 3 * moved_bytes,
+        workspace_bytes=2 * (members + 1) * (own_bytes + summed_bytes) + min(members, each) * own_bytes,
     )  # fmt: skip
 
 

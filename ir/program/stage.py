@@ -158,7 +158,7 @@ class SavedSpec:
 class Exchange:
     """What the members of a team make together of a value: `result` of the value `source`, by the op `op` of
     `ir/ops/team.py` with the fields `fields`, and the gradient of `source` of that of `result` by `back` and
-    `back_fields`. Without an op the value, or its gradient, is the other one as it is. `counts`: the exchanged value
+    `back_fields`. Without an op the value, or its gradient, is the other one as it is. `routes`: the exchanged value
     that both ops take beside it, of an exchange by count. `lasts`: what goes round a ring lies where it came to until
     backward, in place of going round again."""
 
@@ -168,7 +168,7 @@ class Exchange:
     fields: tuple[tuple[str, int], ...] = ()
     back: str = ""
     back_fields: tuple[tuple[str, int], ...] = ()
-    counts: str = ""
+    routes: str = ""
     lasts: bool = False
 
 

@@ -26,7 +26,7 @@ from .saved_classes import saved_classes
 from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
 from .split_costs import split_costs
 from .stage_costs import cast_bytes, stage_costs
-from .team.exchanges import counts_of, exchange, exchanges_of, handed, hands_back, is_exchange, source_of
+from .team.exchanges import exchange, exchanges_of, handed, hands_back, is_exchange, routes_of, source_of
 
 
 @dataclass
@@ -102,11 +102,11 @@ class _Cut:
             source = source_of(node)
             readers = [self.home[user] for user in source.users if user in self.home]
             found[node] = self.home[source] if source in self.home else min(readers, default=found.get(source, 0))
-            counts = counts_of(node)
-            if counts is not None and found[counts] > found[node]:
+            routes = routes_of(node)
+            if routes is not None and found[routes] > found[node]:
                 raise PassError(
-                    f"stage {found[node]} gives rows for experts ({node.meta.get('source', '')}) before their number "
-                    f"is known, which stage {found[counts]} gives; that must be the same stage, or an earlier one"
+                    f"stage {found[node]} gives tokens for experts ({node.meta.get('source', '')}) before it is known "
+                    f"for which, as stage {found[routes]} says; that must be the same stage, or an earlier one"
                 )
             for reader in (self.home[user] for user in node.users if user in self.home):
                 if reader <= found[node]:
@@ -222,8 +222,8 @@ class _Builder:
         elsewhere = {a for a in read if self.home.get(a, self.index) != self.index or is_exchange(a)}
         sources = {source_of(n) for n in exchanges}
         elsewhere |= {n for n in sources if is_exchange(n) and n not in exchanges}
-        counts = {counts_of(n) for n in exchanges} - {None, *exchanges}
-        boundary = self._in_order(elsewhere | {n for n in counts if n is not None})
+        routes = {routes_of(n) for n in exchanges} - {None, *exchanges}
+        boundary = self._in_order(elsewhere | {n for n in routes if n is not None})
         loaded = [n for n in outside if n.op == "placeholder"]
         body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
         if self.cut.leaves_out:

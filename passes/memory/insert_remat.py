@@ -144,12 +144,10 @@ def rematerialise(program: Program, stages: set[str]) -> None:
 
 
 def _route_again(program: Program, backward: fx.Node) -> None:
-    """Let a backward read rows that are sent to experts once more, in place of those that forward read."""
+    """Let a backward read tokens that are sent to experts once more, in place of those that forward read."""
     inputs = op_of(backward).bind(backward.args, backward.kwargs)["inputs"]
     for value in inputs:
         if isinstance(value, fx.Node) and producer_of(value).target is ops.to_experts:
             with program.graph.inserting_before(backward):
-                (again,) = program.emit(
-                    ops.to_experts, *value.args, names=[f"{value.name}_again"], group=value.kwargs["group"]
-                )
+                (again,) = program.emit(ops.to_experts, *value.args, names=[f"{value.name}_again"], **value.kwargs)
             backward.replace_input_with(value, again)

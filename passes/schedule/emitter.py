@@ -120,7 +120,7 @@ class Emitter:
         op, fields = (e.back, e.back_fields) if is_back else (e.op, e.fields)
         if not op:
             return value
-        operands = [value, self.values[Message(e.counts, m)]] if e.counts else [value]
+        operands = [value, self.values[Message(e.routes, m)]] if e.routes else [value]
         (node,) = self.program.emit(ops.ALL[op], *operands, group=ops.TEAM, **dict(fields), names=[name])
         return node
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ir.errors import PlanError
 from ...ir.program import TeamPart
-from ..expert_parts import arrival_order, by_source
+from ..experts.routes import Arrivals, SumsOfTokens
 from ..optimizer.gradients import Grads
 from ..stage.shards import FlatStage
 from .issuing import Box, Handle, Issuing
@@ -188,42 +188,48 @@ class Messages(Issuing):
         issue = self._next("pass_on")
         return self._exchanged(issue, value, lambda given: self._link().pass_on(given.contiguous(), issue.group, back))
 
-    def to_experts(self, value: Handle, counts: Handle, *, group: str) -> Handle:
+    def to_experts(self, value: Handle, routes: Handle, *, group: str, experts: int) -> Handle:
         issue = self._next("to_experts")
-        link, counted = self._link(), counts.box
+        link, routed = self._link(), routes.box
 
         def made(given: Tensor) -> Tensor:
-            rows, own = self._counts(counted, issue.group)
-            sent, taken = rows[own].sum(-1).tolist(), rows[:, own].sum(-1).tolist()
-            arrived = given.new_empty((sum(taken), *given.shape[1:]))
-            link.exchange_counted(given[: sum(sent)].contiguous(), sent, arrived, taken, issue.group)
-            whole = given.new_zeros((len(rows) * given.shape[0], *given.shape[1:]))
-            order = arrival_order(rows[:, own]).to(given.device)
-            torch.index_select(arrived, 0, order, out=whole[: len(order)])
+            all_arrivals, own = self._arrivals(routed, issue.group, experts)
+            mine = all_arrivals[own]
+            going = [each.tokens_from(own) for each in all_arrivals]
+            sent = given.index_select(0, torch.cat(going).to(given.device))
+            arrived = given.new_empty((sum(mine.counts), *given.shape[1:]))
+            link.exchange_counted(sent, [len(tokens) for tokens in going], arrived, mine.counts, issue.group)
+            whole = given.new_zeros((mine.room, *given.shape[1:]))
+            which = mine.tokens.to(given.device)
+            torch.index_select(arrived, 0, which, out=whole[: len(which)])
             return whole
 
-        return self._exchanged(issue, value, made, [counted])
+        return self._exchanged(issue, value, made, [routed])
 
-    def from_experts(self, value: Handle, counts: Handle, *, group: str) -> Handle:
+    def from_experts(self, value: Handle, routes: Handle, *, group: str, experts: int) -> Handle:
         issue = self._next("from_experts")
-        link, counted = self._link(), counts.box
+        link, routed = self._link(), routes.box
 
         def made(given: Tensor) -> Tensor:
-            rows, own = self._counts(counted, issue.group)
-            order = arrival_order(rows[:, own]).to(given.device)
-            mine = torch.empty_like(given[: len(order)]).index_copy_(0, order, given[: len(order)])
-            whole = given.new_zeros((given.shape[0] // len(rows), *given.shape[1:]))
-            sent, taken = rows[:, own].sum(-1).tolist(), rows[own].sum(-1).tolist()
-            link.exchange_counted(mine, sent, whole[: sum(taken)], taken, issue.group)
-            return whole
+            all_arrivals, own = self._arrivals(routed, issue.group, experts)
+            mine = all_arrivals[own]
+            coming = [each.tokens_from(own) for each in all_arrivals]
+            counts = [len(tokens) for tokens in coming]
+            arrived = given.new_empty((sum(counts), *given.shape[1:]))
+            link.exchange_counted(mine.sums(given), mine.counts, arrived, counts, issue.group)
+            total = SumsOfTokens(given, mine.num_tokens)
+            for tokens, rows in zip(coming, arrived.split(counts), strict=True):
+                total.add(tokens, rows)
+            return total.whole()
 
-        return self._exchanged(issue, value, made, [counted])
+        return self._exchanged(issue, value, made, [routed])
 
-    def _counts(self, counted: Box, group: str) -> tuple[Tensor, int]:
-        """The numbers of rows [from member, to member, expert of that one] in host memory, and this device's number.
-        The host waits for them: who sends how many bytes is an argument of a message."""
+    def _arrivals(self, routed: Box, group: str, experts: int) -> tuple[list[Arrivals], int]:
+        """What comes to each member, from routes in host memory, and this device's number. The host waits for them: who
+        sends how many bytes is an argument of a message."""
         members = self._link().groups[group]
-        return by_source(counted.value.cpu(), len(members)), members.index(self.index)
+        routes = routed.value.cpu()
+        return [Arrivals(routes, m, len(members), experts) for m in range(len(members))], members.index(self.index)
 
     def _exchanged(
         self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor], others: Sequence[Box] = ()

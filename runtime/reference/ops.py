@@ -17,7 +17,7 @@ from torch import Tensor
 from ...ir.errors import BatchError, VerifyError
 from ...ir.ops import apart, shared_params
 from ...ir.program import Interface, TeamPart, holders, sizes_of
-from ..expert_parts import arrival_order, by_source
+from ..experts.routes import Arrivals, SumsOfTokens
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import (
     Grads,
@@ -297,32 +297,21 @@ class ReferenceRuntime:
         values, own = self._of_members(value, group)
         return values[(own + (1 if back else -1)) % len(values)].clone()
 
-    def to_experts(self, value: Tensor, counts: Tensor, *, group: str) -> Tensor:
+    def to_experts(self, value: Tensor, routes: Tensor, *, group: str, experts: int) -> Tensor:
         values, own = self._of_members(value, group)
-        rows = by_source(counts, len(values))
-        found = [self._to_experts(rows, values, own, source) for source in range(len(values))]
-        arrived = torch.cat(found)[arrival_order(rows[:, own])]
-        made = value.new_zeros((len(values) * value.shape[0], *value.shape[1:]))
+        arrivals = Arrivals(routes, own, len(values), experts)
+        arrived = torch.cat(values)[arrivals.comes][arrivals.tokens]
+        made = value.new_zeros((routes.numel(), *value.shape[1:]))
         made[: len(arrived)] = arrived
         return made
 
-    def from_experts(self, value: Tensor, counts: Tensor, *, group: str) -> Tensor:
+    def from_experts(self, value: Tensor, routes: Tensor, *, group: str, experts: int) -> Tensor:
         values, own = self._of_members(value, group)
-        rows, found = by_source(counts, len(values)), []
-        for member, given in enumerate(values):
-            order = arrival_order(rows[:, member])
-            arrived = torch.empty_like(given[: len(order)]).index_copy_(0, order, given[: len(order)])
-            begin = int(rows[:own, member].sum())
-            found.append(arrived[begin : begin + int(rows[own, member].sum())])
-        returned = torch.cat(found)
-        made = value.new_zeros((value.shape[0] // len(values), *value.shape[1:]))
-        made[: len(returned)] = returned
-        return made
-
-    def _to_experts(self, rows: Tensor, values: Sequence[Tensor], member: int, source: int) -> Tensor:
-        """The rows that a member has for the experts of another one. `rows`: their numbers, as `by_source` gives."""
-        begin = int(rows[source, :member].sum())
-        return values[source][begin : begin + int(rows[source, member].sum())]
+        made = SumsOfTokens(value, routes.shape[0] // len(values))
+        for member, rows in enumerate(values):
+            arrivals = Arrivals(routes, member, len(values), experts)
+            made.add(arrivals.tokens_from(own), arrivals.sums(rows).split(arrivals.counts)[own])
+        return made.whole()
 
     def _of_members(self, value: Tensor, group: str) -> tuple[list[Tensor], int]:
         """The values that the members of a group bring, in its order, and this device's number among them."""

@@ -7,11 +7,12 @@ members of a team (`team/member_experts.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from ....runtime.expert_parts import part_product
+from ....runtime.experts.parts import part_product
 from ..blocks import compute_dtype
 from ..edit import GraphEdit, replace_all
 from ..opgraph import OpGraph
@@ -41,6 +42,10 @@ class ExpertShare:
         """The rows of a value, its own first."""
         raise NotImplementedError
 
+    def multiplied(self, product: fx.Node, rows: Any) -> Any:
+        """What a product takes in place of its rows."""
+        return rows
+
     def compute(self) -> dict[fx.Node, fx.Node]:
         """What it gives for each value that leaves the layer. A weight is read first, so that the share's block begins
         there."""
@@ -51,7 +56,7 @@ class ExpertShare:
                 self.copies[node] = self.own_rows(node)
         for node in self.layer.inside:
             if node in self.layer.products:
-                rows = fx.map_arg(node.args[0], self._copy_of)
+                rows = self.multiplied(node, fx.map_arg(node.args[0], self._copy_of))
                 weight = weights[self.layer.products.index(node)]
                 self.copies[node] = self.call(part_product, rows, weight, offsets, self.layer.experts)
             else:

@@ -2,7 +2,7 @@
 
 In: the op graph. Out: a graph in which each part's matrices are parameters of their own and, with what multiplies by
 them, a block of its own, so that a partitioner may put each into another stage: fetched, run and updated alone, while
-what is dense runs. `runtime/expert_parts.py` says how parts compute what the layer did.
+what is dense runs. `runtime/experts/parts.py` says how parts compute what the layer did.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 
 from ....ir.errors import PassError
 from ....ir.units import format_bytes
-from ....runtime.expert_parts import join_part, part_offsets, part_rows
+from ....runtime.experts.parts import join_part, part_offsets, part_rows
 from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph

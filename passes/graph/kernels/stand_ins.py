@@ -19,7 +19,7 @@ from torch import Tensor
 from ....ir.machine.call_mix import Product
 from ....ir.program import aligned
 from ....runtime.chunked_loss import slices
-from ....runtime.expert_parts import rows_after
+from ....runtime.experts.parts import rows_after
 from ....runtime.functions import (
     attend_block,
     chunked_cross_entropy,

@@ -77,20 +77,21 @@ def pass_on(value: Tensor, team: int, lasts: bool = False) -> Tensor:
     return value * 1
 
 
-def to_experts(value: Tensor, team: int, counts: Tensor) -> Tensor:
-    """The rows that all members have for a member's experts. `counts`: of the rows of each member for each expert."""
-    return torch.cat([value] * team)
+def to_experts(value: Tensor, team: int, routes: Tensor, experts: int) -> Tensor:
+    """The rows of a member's experts, out of the tokens of all members. `routes`: to which of the `experts` each of
+    these tokens goes."""
+    return torch.cat([value] * (team * routes.shape[1]))
 
 
-def from_experts(value: Tensor, team: int, counts: Tensor) -> Tensor:
-    """The rows of a member out of what all members have of their experts."""
-    return value.chunk(team)[0].clone()
+def from_experts(value: Tensor, team: int, routes: Tensor, experts: int) -> Tensor:
+    """For each token of a member the sum over the rows that all members have of it."""
+    return value.chunk(team * routes.shape[1])[0].clone()
 
 
 @dataclass(frozen=True)
 class ExchangeOps:
     """The ops of a call and of its gradient; "" where the value is passed as it is. `dims`: the names of the call's
-    dimensions as fields of the op; `back_dims`: which of them are those of the op for gradients, in its order."""
+    numbers as fields of the op; `back_dims`: which of them are those of the op for gradients, in its order."""
 
     op: str
     back: str
@@ -109,8 +110,8 @@ EXCHANGES: dict[Callable[..., Any], ExchangeOps] = {
     share_weight: ExchangeOps("", "sum_parts"),
     own_part: ExchangeOps("own_part", "gather_parts", ("dim",)),
     pass_on: ExchangeOps("pass_on", "pass_on"),
-    to_experts: ExchangeOps("to_experts", "from_experts"),
-    from_experts: ExchangeOps("from_experts", "to_experts"),
+    to_experts: ExchangeOps("to_experts", "from_experts", ("experts",)),
+    from_experts: ExchangeOps("from_experts", "to_experts", ("experts",)),
 }
 
 
@@ -155,8 +156,8 @@ def source_of(node: fx.Node) -> fx.Node:
     return source
 
 
-def counts_of(node: fx.Node) -> fx.Node | None:
-    """The exchanged value that says how many rows go where, for an exchange by count."""
+def routes_of(node: fx.Node) -> fx.Node | None:
+    """The exchanged value that says which tokens go where, for an exchange by count."""
     return next((arg for arg in node.args[2:] if isinstance(arg, fx.Node)), None)
 
 
@@ -175,25 +176,25 @@ def borders(node: fx.Node) -> set[fx.Node]:
 
 
 def _first_of(value: fx.Node) -> fx.Node:
-    """The first of the values that come by the same count, one right after another, where one border is enough."""
-    counts = counts_of(value) if is_exchange(value) else None
-    if counts is None or value.target is to_experts:
-        return counts or value
-    return next(user for user in counts.users if user.target is value.target)
+    """The first of the values that come by the same routes, one right after another, where one border is enough."""
+    routes = routes_of(value) if is_exchange(value) else None
+    if routes is None or value.target is to_experts:
+        return routes or value
+    return next(user for user in routes.users if user.target is value.target)
 
 
 def exchange(node: fx.Node, result: TensorSpec) -> Exchange:
     """A call as programs know it. `result`: what it makes."""
     kind = EXCHANGES[node.target]  # type: ignore[index]
-    counts = counts_of(node)
-    dims = [] if counts is not None else [int(dim) for dim in node.args[2:]]  # type: ignore[arg-type]
+    routes = routes_of(node)
+    dims = [int(arg) for arg in node.args[2:] if arg is not routes]  # type: ignore[arg-type]
     fields = tuple(zip(kind.dims, dims))
     back_fields = tuple(zip(kind.dims, [dims[i] for i in kind.back_dims])) if kind.back and dims else ()
     if kind.back == "pass_on":
         back_fields = (("back", 1),)
-    counted = "" if counts is None else counts.name
+    routed = "" if routes is None else routes.name
     lasts = bool(node.kwargs.get("lasts", False))
-    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields, counted, lasts)
+    return Exchange(result, source_of(node).name, kind.op, fields, kind.back, back_fields, routed, lasts)
 
 
 def cut_at_borders(blocks: Iterable[tuple[str, Iterable[fx.Node]]]) -> list[list[str]]:

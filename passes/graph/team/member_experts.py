@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from ....ir.program import TeamPart
-from ....runtime.expert_parts import member_offsets, member_result, member_rows
+from ....runtime.experts.parts import member_offsets, member_result, member_rows
 from ..edit import GraphEdit
 from ..experts.layers import ExpertLayer
 from ..experts.share import ExpertShare, replace_layers

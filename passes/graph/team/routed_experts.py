@@ -1,25 +1,48 @@
 """Experts shared out among the members of a team that have different tokens: each token goes to its experts and back.
 
 In: a layer of experts in an op graph of one member's tokens, which computes with all experts. Out: what one member
-computes with its own experts. The members tell each other how many rows they have for each expert, and then each row (a
-token for one of its experts) goes to the member that has the expert, and its result comes back: an all-to-all by count
-(GShard, Lepikhin 2020, 3.2, without its capacity: no token is dropped). Weights of a token's experts are applied, and
-their results added up, where the token is.
+computes with its own experts. The members tell each other to which experts their tokens go, and then each token goes to
+the members that have its experts, once to each, and one row comes back from each: an all-to-all by count (GShard,
+Lepikhin 2020, 3.2, without its capacity: no token is dropped). A member multiplies its rows by the router's weights
+before the last product, which is linear, and adds up its rows of a token; where the token is, those of all members are
+added up.
 
-How many rows arrive is known only while it runs. Tensors have room for the most, all rows of all members, so that
-shapes in stages do not depend on the routing; products end after the rows that came, and zeros follow them.
+If it is not known how the layer makes rows of tokens (`experts/token_sums.py`), each row goes to its expert as a token
+of its own.
+
+How many rows arrive is known only while it runs. Tensors have room for the most, the rows of all tokens of all members,
+so that shapes in stages do not depend on the routing; products end after the rows that came, and zeros follow them.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
 from torch import fx
 
-from ....runtime.expert_parts import arrived_offsets, expert_counts
+from ....runtime.experts.routes import (
+    arrived_offsets,
+    arrived_shares,
+    row_numbers,
+    rows_of_tokens,
+    token_experts,
+    token_shares,
+    tokens_to_send,
+    weighted,
+)
 from ..edit import GraphEdit
 from ..experts.layers import ExpertLayer, is_of_rows
 from ..experts.share import ExpertShare, replace_layers
+from ..experts.token_sums import TokenSums, token_sums
 from ..opgraph import OpGraph
-from .exchanges import apart, from_experts, gather_alike, to_experts
+from ..tokens.facts import TokenFacts
+from .exchanges import from_experts, gather_alike, to_experts
 from .local import LocalValues
 from .member_experts import add_team_part
 
@@ -37,31 +60,94 @@ def refusal(layer: ExpertLayer, team: int) -> str:
     return ""
 
 
-def route_experts(graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int, values: LocalValues) -> None:
+def route_experts(
+    graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int, values: LocalValues, facts: TokenFacts
+) -> None:
     """Let a member compute its own experts' share of a layer, for the tokens of all. `member`: the input with its
-    number."""
-    before = GraphEdit(graph, layer.products[0])
-    counts = before.call(gather_alike, before.call(expert_counts, layer.offsets), team, 0)
-    sent = {
-        node: before.call(to_experts, apart(before, node), team, counts)
-        for node in layer.entering
-        if is_of_rows(node, layer.rows)
-    }
-    share = _Routed(graph, layer, member, team, counts, sent, values)
-    found = {n: share.call(from_experts, r, team, counts) for n, r in share.compute().items()}
-    replace_layers(graph, [(layer, found)])
+    number; `facts`: where tokens lie."""
+    sums = token_sums(graph, layer, facts)
+    if sums is not None and not _brought_before(graph, sums.shares, layer):
+        sums = None
+    each, before = 1 if sums is None else sums.each, GraphEdit(graph, layer.products[0])
+    if sums is None:
+        taken = {node: node for node in layer.entering if is_of_rows(node, layer.rows)}
+    else:
+        taken = {sums.taken: sums.tokens}
+    given = {n: before.call(tokens_to_send, value, n.meta["val"].dtype) for n, value in taken.items()}
+    rows = before.call(row_numbers, next(iter(taken))) if sums is None else before.call(rows_of_tokens, sums.numbers)
+    own_routes = before.call(token_experts, layer.offsets, rows, each)
+    routes = before.call(gather_alike, own_routes, team, 0)
+    sent = {n: before.call(to_experts, value, team, routes, layer.experts) for n, value in given.items()}
+    shares = None
+    if sums is not None and sums.shares:
+        whole = reduce(partial(before.call, operator.mul), sums.shares)
+        shares = before.call(token_shares, whole, rows, each)
+        shares = before.call(to_experts, shares, team, routes, layer.experts)
+    share = _Routed(graph, layer, member, team, routes, sent, shares, values)
+    found = {n: share.call(from_experts, r, team, routes, layer.experts) for n, r in share.compute().items()}
+    if sums is None:
+        replace_layers(graph, [(layer, found)])
+    else:
+        _replace_sums(graph, layer, sums, *found.values())
+
+
+def _brought_before(graph: OpGraph, wanted: Sequence[fx.Node], layer: ExpertLayer) -> bool:
+    """Move what some values are made of before a layer, where none of it depends on the layer; whether it is so."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first, moved = layer.products[0], set[fx.Node]()
+    stack = [node for node in wanted if order[node] > order[first]]
+    while stack:
+        node = stack.pop()
+        if node in layer.inside or node.meta["mutates"] or node.meta.get("random"):
+            return False
+        moved.add(node)
+        stack += (n for n in node.all_input_nodes if order[n] > order[first] and n not in moved)
+    for node in sorted(moved, key=order.__getitem__):
+        first.prepend(node)
+    return True
+
+
+def _replace_sums(graph: OpGraph, layer: ExpertLayer, sums: TokenSums, result: fx.Node) -> None:
+    """Let what reads the sums of a layer's rows read `result`, and remove what made them and nothing else reads."""
+    last, before = sums.chain[-1], set(graph.nodes)
+    if result.meta["val"].dtype != last.meta["val"].dtype:
+        result = GraphEdit(graph, last).call(torch.Tensor.to, result, last.meta["val"].dtype)
+    made_by = _makers(graph, [*sums.chain, sums.taken])
+    replace_layers(graph, [(replace(layer, inside=(*layer.inside, *sums.chain)), {last: result})])
+    for node in reversed([n for n in graph.nodes if n in made_by and n in before]):
+        written = {user for target in node.meta["mutates"] for user in target.users} - {node}
+        if not node.users and not written:
+            graph.graph.erase_node(node)
+
+
+def _makers(graph: OpGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What values are made of, but for inputs and parameters."""
+    writers = defaultdict[fx.Node, list[fx.Node]](list)
+    for node in graph.nodes:
+        for target in node.meta.get("mutates", ()):
+            writers[target].append(node)
+    found, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op not in ("placeholder", "get_attr"):
+            found.add(node)
+            stack += (*node.all_input_nodes, *writers[node])
+    return found
 
 
 class _Routed(ExpertShare):
-    """The experts of one member of a team, with the rows that all members have for them."""
+    """The experts of one member of a team, with the rows of the tokens that come to them. `shares`: what came with them
+    of the router's weights."""
 
     def __init__(
-        self, graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int, counts: fx.Node,
-        sent: dict[fx.Node, fx.Node], values: LocalValues,
+        self, graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int, routes: fx.Node,
+        sent: dict[fx.Node, fx.Node], shares: fx.Node | None, values: LocalValues,
     ):  # fmt: skip
         super().__init__(graph, layer, f"{layer.name}[/{team}]")
         self.team, self.sent, self.values = team, sent, values
-        self.offsets = self.call(arrived_offsets, counts, member, team)  # first: the block begins here
+        where = (routes, member, team, layer.experts)
+        self.offsets = self.call(arrived_offsets, *where)  # first: the block begins here
+        self.shares = None if shares is None else self.call(arrived_shares, shares, *where)
 
     def parameter(self, whole: str) -> str:
         return add_team_part(self.graph, whole, self.layer.weights[whole], 0, self.team)
@@ -71,6 +157,10 @@ class _Routed(ExpertShare):
 
     def own_rows(self, rows: fx.Node) -> fx.Node:
         return self.sent[rows]
+
+    def multiplied(self, product: fx.Node, rows: Any) -> Any:
+        is_last = product is self.layer.products[-1] and self.shares is not None
+        return self.call(weighted, rows, self.shares) if is_last else rows
 
     def _copied(self, node: fx.Node) -> fx.Node:
         copy = super()._copied(node)

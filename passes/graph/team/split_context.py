@@ -118,7 +118,7 @@ class SplitContext(GraphPass):
             refused = _refused(draft, layers[name], decision.team)
             if refused:
                 raise PassError(f"{self.name}: the experts of {name} cannot be shared out: {refused}")
-            route_experts(graph, layers[name], splitter.member, decision.team, splitter.values)
+            route_experts(graph, layers[name], splitter.member, decision.team, splitter.values, splitter.facts)
         draft.graph = graph.copy()  # over what its nodes read now
         each = f"the {splitter.length} rows" if decision.by == "rows" else f"each sequence of {splitter.length} tokens"
         how = f"; {calls} attention calls by {decision.by}" if calls else ""

@@ -16,7 +16,7 @@ from penstock.compiler.search.team_estimate import TeamEstimator, every_layout
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Options
 from penstock.passes.sharding.mesh import Mesh
-from penstock.tests.passes.graph.team.mixtures import Mixture
+from penstock.tests.passes.graph.team.mixtures import WIDTH, Mixture
 from penstock.tests.passes.running import traced_model
 
 ROWS, TOKENS = 4, 16
@@ -55,6 +55,8 @@ def test_estimates_order_teams_by_links_and_memory(graph: Any) -> None:
     for width in (True, False):
         assert slow.of_teams(width, *whole) > 10 * fast.of_teams(width, *whole)
         assert slow.of_teams(width, 4, Mesh(), 2) > slow.of_teams(width, *piped)
+    rows_bytes = ROWS * TOKENS * WIDTH * 4 * 2  # of one expert of each token, as they enter and leave
+    assert fast.routed_bytes(2) == pytest.approx(rows_bytes * 5 / 3) and fast.routed_bytes(4) == 2 * rows_bytes
     tight = of("2GB/s", "1MB/s", "80kB")
     assert tight.of_teams(True, 4, Mesh(), 2) < tight.of_teams(True, 1, Mesh(), 4)
     assert tight.of_teams(True, 2, Mesh(shards=2), 2) < tight.of_teams(True, 2, Mesh(), 2)

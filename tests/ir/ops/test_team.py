@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -39,8 +40,8 @@ def test_every_member_gets_its_part_of_what_all_have() -> None:
     stages = dict(zip(lane().interface.stages, (first, second)))
     machine = Reference([lane()], stages, weights_of(first, second), None, buffers_of(first, second))
     given = torch.arange(ROWS * MICRO_BATCHES)
-    counts = torch.tensor([[3, 1, 0, 0], [0, 0, 4, 0], [1, 1, 1, 1], [2, 0, 0, 2]], dtype=torch.int32)
-    results = machine.evaluate({"ids": given, "counts": counts.flatten().repeat(MICRO_BATCHES)})["results"]
+    routes = torch.tensor([[0, 1], [2, 0], [4, 5], [6, 1]] * TEAM, dtype=torch.int32)  # two experts on each member
+    results = machine.evaluate({"ids": given, "routes": routes.repeat(MICRO_BATCHES, 1)})["results"]
     rows = given[:ROWS]
     assert [t.tolist() for t in results["part"]] == [[0]]  # of the first member, which speaks for its team
     assert torch.equal(results["whole"][0], rows)
@@ -49,8 +50,8 @@ def test_every_member_gets_its_part_of_what_all_have() -> None:
     assert torch.equal(results["total"][0], rows.sum()[None])
     assert results["passed"][0] == rows[-1:] and results["passed_back"][0] == rows[1:2]
     assert results["number"][0].tolist() == [0]
-    assert results["routed"][0].tolist() == [0, 1, 2, 0, 0, 1, *[0] * 10]  # three of its own rows, one, two
-    assert torch.equal(results["returned"][0], rows)
+    assert results["routed"][0].tolist() == [*[0, 1] * TEAM, *[0, 3] * TEAM, *[0] * 16]  # rows of all, by expert
+    assert torch.equal(results["returned"][0], 2 * rows)
 
 
 def test_a_team_runs_one_micro_batch_on_all_its_devices() -> None:
@@ -69,14 +70,15 @@ def test_links_carry_what_theory_says() -> None:
     """Bytes sent by all members, by op, for parts of b bytes of a value of N b: N (N - 1) b / N, N (N - 1) b, ..."""
     program = lane()
     whole, part, n = 8 * ROWS, 8 * ROWS // TEAM, TEAM
+    visits = n * (1 - 15 / 28)  # of a row whose two experts are any of eight
     want = {
         "gather_parts": n * (n - 1) * part,
         "all_to_all": n * (n - 1) / n * whole,
         "scatter_sum": n * (n - 1) / n * whole,
         "sum_parts": 2 * n * (n - 1) / n * part,
         "pass_on": n * part,
-        "to_experts": n * (n - 1) / n * whole,
-        "from_experts": n * (n - 1) / n * whole,
+        "to_experts": n * (n - 1) / n * round(whole * visits),
+        "from_experts": n * (n - 1) / n * round(whole * visits),
     }
     hardware = Hardware.preset("rtx4090x4-1rc")
     for node in program.ops():
@@ -89,30 +91,40 @@ def test_links_carry_what_theory_says() -> None:
     assert simulate([program], hardware).step_s > 0
 
 
+def routes(shape: tuple[int, ...], dtype: str = "int32") -> Value:
+    return Value("tensor", 4 * math.prod(shape), ops.DEVICE, shape, dtype)
+
+
 @pytest.mark.parametrize("op", [ops.to_experts, ops.from_experts])
 @pytest.mark.parametrize(
-    ("shape", "counts", "said"),
+    ("shape", "given", "experts", "said"),
     [
-        ((8, 6), Value("tensor", 128, ops.DEVICE, (32,), "int64"), r"int32 \[4 x experts\].*; found int64 \[32\]"),
-        ((8, 6), Value("tensor", 96, ops.DEVICE, (24,), "int32"), r"as many experts each; found int32 \[24\]"),
-        ((), Value("tensor", 128, ops.DEVICE, (32,), "int32"), "without dimensions has no rows"),
+        ((8, 6), routes((32, 2), "int64"), 8, r"int32 \[tokens of all members, .*; found int64 \[32, 2\]"),
+        ((8, 6), routes((30, 2)), 8, r"as many tokens of each member; found int32 \[30, 2\]"),
+        ((8, 6), routes((32, 2)), 6, r"4 members have as many experts each; found experts=6"),
+        ((9, 6), routes((32, 2)), 8, r"\[9, 6\] (is of no 32 // 4 tokens|has no room for 2 rows of each of 32 tokens)"),
+        ((), routes((32, 2)), 8, "without dimensions has no tokens or rows"),
     ],
 )
-def test_what_cannot_be_sent_by_count_is_refused(op: ops.Op, shape: Any, counts: Value, said: str) -> None:
+def test_what_cannot_be_sent_by_count_is_refused(
+    op: ops.Op, shape: Any, given: Value, experts: int, said: str
+) -> None:
     context = Context(lane().interface, 0)
     with pytest.raises(ValueError, match=said):
-        op.infer(context, Value("tensor", 192, ops.DEVICE, shape, "float32"), counts, group=ops.TEAM)
+        op.infer(context, Value("tensor", 192, ops.DEVICE, shape, "float32"), given, group=ops.TEAM, experts=experts)
 
 
-def test_an_exchange_by_count_has_room_for_all_rows_of_all_members() -> None:
+@pytest.mark.parametrize(("each", "visits"), [(1, 1), (2, 4 * (1 - 15 / 28)), (7, 4)])
+def test_a_token_goes_to_a_member_once_whose_experts_it_has(each: int, visits: float) -> None:
+    """Of 8 experts of 4 members, with room for all rows of all members."""
     context, value = Context(lane().interface, 0), Value("tensor", 4 * 30, ops.DEVICE, (10, 3), "float32")
-    counts = Value("tensor", 4 * 32, ops.DEVICE, (32,), "int32")
-    found = ops.to_experts.infer(context, value, counts, group=ops.TEAM)
-    assert found.shape == (TEAM * 10, 3) and found.bytes == TEAM * value.bytes
-    assert ops.from_experts.infer(context, found, counts, group=ops.TEAM) == value
-    sent = ops.to_experts.work(context, value, counts, group=ops.TEAM)
-    returned = ops.from_experts.work(context, found, counts, group=ops.TEAM)
-    assert sent.moved_bytes == returned.moved_bytes == value.bytes  # where all experts have as many rows
+    given, fields = routes((TEAM * 10, each)), {"group": ops.TEAM, "experts": 8}
+    found = ops.to_experts.infer(context, value, given, **fields)
+    assert found.shape == (TEAM * 10 * each, 3) and found.bytes == TEAM * each * value.bytes
+    assert ops.from_experts.infer(context, found, given, **fields) == value
+    sent = ops.to_experts.work(context, value, given, **fields)
+    returned = ops.from_experts.work(context, found, given, **fields)
+    assert sent.moved_bytes == returned.moved_bytes == round(value.bytes * visits)
 
 
 @pytest.mark.parametrize(

@@ -246,10 +246,11 @@ def _gathered(program: Program, stage: str) -> fx.Node:
 def with_team_ops(interface: Interface, team: int = 2) -> Program:
     """What a lane does with one input, where `team` lanes of a device are a team: every op of `ir/ops/team.py`."""
     lanes = tuple((device,) for device in range(team))
-    batch = {**interface.batch, "counts": TensorSpec("counts", (team * team,), "int32")}  # an expert for each member
+    rows = interface.batch["ids"].shape[0]
+    batch = {**interface.batch, "routes": TensorSpec("routes", (team * rows, 2), "int32")}  # two experts of each row
     lane = replace(interface, batch=batch, lanes=lanes, team=team, num_devices=1, groups={})
     program = Program(0, lane, function="evaluate")
-    (counts,) = program.emit(ops.load, program.batch, "counts", micro_batch=0, names=["counts"])
+    (routes,) = program.emit(ops.load, program.batch, "routes", micro_batch=0, names=["routes"])
     (given,) = program.emit(ops.load, program.batch, "ids", micro_batch=0, names=["given"])
     (number,) = program.emit(ops.member, group=ops.TEAM, names=["number"])
     (part,) = program.emit(ops.own_part, given, group=ops.TEAM, dim=0, names=["part"])
@@ -260,9 +261,9 @@ def with_team_ops(interface: Interface, team: int = 2) -> Program:
         *program.emit(ops.sum_parts, part, group=ops.TEAM, names=["total"]),
         *program.emit(ops.pass_on, part, group=ops.TEAM, names=["passed"]),
         *program.emit(ops.pass_on, part, group=ops.TEAM, back=True, names=["passed_back"]),
-        *program.emit(ops.to_experts, given, counts, group=ops.TEAM, names=["routed"]),
+        *program.emit(ops.to_experts, given, routes, group=ops.TEAM, experts=2 * team, names=["routed"]),
     ]
-    made += program.emit(ops.from_experts, made[-1], counts, group=ops.TEAM, names=["returned"])
+    made += program.emit(ops.from_experts, made[-1], routes, group=ops.TEAM, experts=2 * team, names=["returned"])
     program.returns({node.name: [node] for node in (part, number, *made)})
     return _finished(program)
 

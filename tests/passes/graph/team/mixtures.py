@@ -25,10 +25,21 @@ class Experts(nn.Module):
         ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
         rows, up, down = (t if self.dtype is None else t.to(self.dtype) for t in (h[order // TOP], self.up, self.down))
         rows = torch._grouped_mm(rows, up, offs=ends)
-        rows = torch._grouped_mm(F.silu(rows), down, offs=ends) * share.reshape(-1)[order, None]
+        rows = self.result(torch._grouped_mm(F.silu(rows), down, offs=ends)) * share.reshape(-1)[order, None]
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return rows[place].view(*chosen.shape, WIDTH).sum(1)
+
+    def result(self, rows: Tensor) -> Tensor:
+        """What an expert gives, of its last product."""
+        return rows
+
+
+class BentExperts(Experts):
+    """Experts whose results are not linear in their last products."""
+
+    def result(self, rows: Tensor) -> Tensor:
+        return rows.sin()
 
 
 class Mixture(nn.Module):
@@ -37,13 +48,13 @@ class Mixture(nn.Module):
 
     def __init__(
         self, bias: tuple[float, ...] = (0.0,) * EXPERTS, depth: int = 1, inner: int = INNER,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, experts: type[Experts] = Experts,
     ):  # fmt: skip
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.attend = nn.ModuleList(Layer() for _ in range(depth))
         self.gate, self.shared = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts(inner, dtype)
+        self.experts = experts(inner, dtype)
         self.register_buffer("bias", torch.tensor(bias))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ from penstock.ir.program import parse_program, print_program, work_of
 from penstock.ir.verify import verify
 from penstock.passes.decisions import TokenSplit
 from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.experts.layers import find_expert_layers
+from penstock.passes.graph.experts.token_sums import token_sums
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.team.split_context import SplitContext
-from penstock.runtime.expert_parts import arrival_order, arrived_offsets, expert_counts
-from penstock.tests.passes.graph.team.mixtures import EXPERTS, TOP, WIDTH, Mixture
+from penstock.passes.graph.tokens.facts import token_facts
+from penstock.runtime.experts.routes import Arrivals, arrived_offsets, arrived_places, token_experts
+from penstock.tests import zoo
+from penstock.tests.passes.graph.team.mixtures import EXPERTS, TOP, WIDTH, BentExperts, Mixture
 from penstock.tests.passes.graph.team.sequences import (
     PLAIN,
     TOKENS,
@@ -67,29 +72,34 @@ def test_rows_of_a_team_go_to_experts_and_back() -> None:
 
 
 def _check_bytes(draft: Draft, team: int) -> None:
-    """A micro-batch's rows go and come once, their gradients too: (N - 1) / N of them leave the member, where experts
-    have as many rows. Rows are tokens for one of their experts. Of counts, each member sends all others its own."""
+    """A micro-batch's tokens and their experts' shares go once to each member with experts of them, and one sum comes
+    back; gradients take the same ways. Of that (N - 1) / N leaves the member. Of the experts of its tokens, each member
+    tells all others."""
     works = [(n.target, work_of(p, n)) for p in draft.programs for n in p.ops()]
-    rows_bytes = 2 * TOKENS // team * TOP * WIDTH * 4
+    tokens = 2 * TOKENS // team
+    visits = team * (1 - math.comb(EXPERTS - EXPERTS // team, TOP) / math.comb(EXPERTS, TOP))
+    assert visits == pytest.approx(5 / 3)  # of two experts of a token, two of three are on the other member
+    sent, shares = round(tokens * WIDTH * 4 * visits), round(tokens * TOP * 4 * visits)
     for op in (ops.to_experts, ops.from_experts):
-        assert [work.moved_bytes for target, work in works if target is op] == [rows_bytes] * 2 * 2  # micro-batches
+        found = [work.moved_bytes for target, work in works if target is op]
+        assert sorted(found) == [shares] * 2 + [sent] * 2 * 2  # micro-batches
         assert {work.pattern for target, work in works if target is op} == {ops.PAIRS}
-    counts = [work.moved_bytes for target, work in works if target is ops.gather_parts]
-    assert counts == [team * EXPERTS * 4] * 2
+    routes = [work.moved_bytes for target, work in works if target is ops.gather_parts]
+    assert routes == [team * tokens * TOP * 4] * 2
 
 
 def _check_sums_and_micro_batches(draft: Draft) -> None:
     """Caught are programs without the team's sum of a router's gradients, that would add up gradients of different
-    experts, and that take the counts of another micro-batch."""
+    experts, and that take the routes of another micro-batch."""
     for changes, said in (
         ((("g0_team, = rt.all_reduce(g0_m1, group=\"team\", parts=False)", ""), ("g0_team", "g0_m1")),
          "the gradients of stage0, of which members of a team have different tokens, were not summed over the team"),
         ((("rt.step(\"stage1\", g1_m1)", "x, = rt.all_reduce(g1_m1, group=\"team\")\n    rt.step(\"stage1\", x)"),
           ("rt.free(g1_m1)", "rt.free(x)")),
          "gradients of parts are of different weights on each member; use parts=False"),
-        ((("rt.to_experts(getitem_7_m1, gather_alike_m1,", "rt.to_experts(getitem_7_m1, gather_alike_m0,"),
-          ("rt.free(gather_alike_m0, d_to_experts_m0_s1)", "rt.free(d_to_experts_m0_s1)"),
-          ("rt.free(getitem_7_m1)", "rt.free(getitem_7_m1, gather_alike_m0)")),
+        ((("rt.to_experts(tokens_to_send_m1, gather_alike_m1,", "rt.to_experts(tokens_to_send_m1, gather_alike_m0,"),
+          ("rt.free(gather_alike_m0, d_to_experts_1_m0_s1)", "rt.free(d_to_experts_1_m0_s1)"),
+          ("rt.free(tokens_to_send_m1)", "rt.free(tokens_to_send_m1, gather_alike_m0)")),
          "`gather_alike_m0` is of micro-batch 0, the op is of micro-batch 1"),
     ):  # fmt: skip
         text = print_program(draft.programs[0])
@@ -116,8 +126,8 @@ def test_experts_of_a_team_train_as_eager(case: str) -> None:
     draft = drafted(graph, lines(by, team, mesh, rest), devices)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     assert {"to_experts", "from_experts"} <= set(names_of(draft)) or "depth" in mesh
-    if layout == "forwards again":  # rows come once more, so that what came is not held until then
-        assert names_of(draft).count("to_experts") == 2 * 3 and names_of(draft).count("from_experts") == 2 * 2
+    if layout == "forwards again":  # tokens and shares come once more, so that what came is not held until then
+        assert names_of(draft).count("to_experts") == 2 * 5 and names_of(draft).count("from_experts") == 2 * 3
 
 
 @pytest.mark.slow
@@ -127,6 +137,31 @@ def test_members_without_rows_and_with_all_of_them(bias: tuple[float, ...], team
     """No token is dropped where all go to one member, which has room for them; others get none."""
     graph = mixture(bias)
     assert_a_team_trains_as_eager(graph, drafted(graph, lines("heads", team), team), tolerance=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("team", [2, 4])
+def test_rows_whose_sums_are_not_known_go_to_experts_one_by_one(team: int) -> None:
+    """Each for its expert, as there is more between the last product and the sum than the router's weights."""
+    torch.manual_seed(3)
+    graph = trace(Mixture(experts=BentExperts), batches_of(1)[0])
+    draft = drafted(graph, lines("heads", team), team)
+    assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
+    works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.to_experts]
+    assert {work.moved_bytes for work in works} == {2 * TOKENS // team * TOP * WIDTH * 4} and len(works) == 2 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_sums_of_tokens_are_known_as_modelling_code_writes_them(model: str) -> None:
+    """With the router's weights, which are multiplied where the experts are."""
+    made, _ = getattr(zoo, model)(dropout=0.0)
+    ids = torch.zeros(2, TOKENS, dtype=torch.int64)
+    graph = trace(made, {"input_ids": ids, "labels": ids})
+    layers = find_expert_layers(graph)
+    found = [token_sums(graph, layer, token_facts(graph, TOKENS)) for layer in layers.values()]
+    each = 3 if model == "qwen3_moe" else 2
+    assert found and all(sums and sums.each == each and len(sums.shares) == 1 for sums in found)
 
 
 @pytest.mark.slow
@@ -155,11 +190,16 @@ def test_a_plan_that_members_cannot_follow_is_refused() -> None:
         split(TokenSplit(team=2, by="heads", experts=["experts"]), **whole)
 
 
-def test_places_of_rows_follow_from_counts() -> None:
-    """Two members with two experts each; the second one has rows for its own first expert alone."""
-    ends = torch.tensor([[1, 3, 3, 4], [0, 0, 4, 4]], dtype=torch.int32)
-    counts = torch.cat([expert_counts(each) for each in ends])
-    assert counts.tolist() == [1, 2, 0, 1, 0, 0, 4, 0] and counts.dtype == torch.int32
-    assert arrived_offsets(counts, torch.tensor([0]), 2).tolist() == [1, 3]
-    assert arrived_offsets(counts, torch.tensor([1]), 2).tolist() == [4, 5]
-    assert arrival_order(torch.tensor([[2, 1], [1, 2]])).tolist() == [0, 1, 3, 2, 4, 5]
+def test_places_of_rows_follow_from_routes() -> None:
+    """Two members with two tokens and two experts each; the first token goes to both of the second member's."""
+    routes = torch.tensor([[2, 3], [0, 3], [1, 0], [2, 0]], dtype=torch.int32)
+    rows = torch.tensor([1, 2, 0, 3])  # of the first member: its tokens' rows, sorted by expert
+    assert token_experts(torch.tensor([1, 1, 2, 4], dtype=torch.int32), rows, 2).tolist() == [[2, 3], [0, 3]]
+    assert arrived_offsets(routes, torch.tensor([0]), 2, 4).tolist() == [3, 4]
+    assert arrived_offsets(routes, torch.tensor([1]), 2, 4).tolist() == [2, 4]
+    assert arrived_places(routes, 1, 2, 4)[:4].tolist() == [0, 6, 1, 3]
+    first, second = (Arrivals(routes, member, 2, 4) for member in range(2))
+    assert (first.counts, second.counts) == ([1, 2], [2, 1])
+    assert (second.tokens_from(0).tolist(), second.tokens_from(1).tolist()) == ([0, 1], [1])
+    assert second.tokens.tolist() == [0, 2, 0, 1]
+    assert second.sums(torch.tensor([[1.0], [2.0], [4.0], [8.0]])).tolist() == [[5.0], [8.0], [2.0]]

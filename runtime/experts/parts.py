@@ -67,29 +67,6 @@ def member_result(part: Tensor, offsets: Tensor, member: Tensor, members: int) -
     return torch.where(is_own, _Turned.apply(part, -start), 0.0)
 
 
-def expert_counts(offsets: Tensor) -> Tensor:
-    """The number of rows of each expert, int32."""
-    return torch.diff(offsets, prepend=offsets.new_zeros(1))
-
-
-def arrived_offsets(counts: Tensor, member: Tensor, members: int) -> Tensor:
-    """Where the rows of each of a member's experts end once the rows of all members are there. `counts`: of the rows
-    that each member has for each expert, one member's after the other's."""
-    return by_source(counts, members).index_select(1, member).sum((0, 1)).cumsum(0, dtype=torch.int32)
-
-
-def by_source(counts: Tensor, members: int) -> Tensor:
-    """The numbers of rows [from member, to member, expert of that one]."""
-    return counts.view(members, members, -1)
-
-
-def arrival_order(counts: Tensor) -> Tensor:
-    """Of rows that came member by member, each member's by expert: which come first if those of one expert stand
-    together. `counts`: [from member, expert]."""
-    experts = torch.arange(counts.shape[1]).repeat(counts.shape[0]).repeat_interleave(counts.flatten())
-    return experts.argsort(stable=True)
-
-
 def _member_start(offsets: Tensor, member: Tensor, members: int) -> Tensor:
     """The place of the first row of a member's experts, [1]."""
     ends = offsets.view(members, -1)[:, -1]
