@@ -208,10 +208,18 @@ class Body:
         if weights:  # one by one, so that lines break between them
             weights[0] = f"weights=[{weights[0]}"
             weights[-1] += "]"
+        unread = ["unread=self.recomputing"] if self._may_be_unread(part) else []
         function = self.imports.function(in_tiles)
-        call = _call_text(function, [name, str(part.tokens), *rows, *weights])
+        call = _call_text(function, [name, str(part.tokens), *rows, *weights, *unread])
         results = [self._bind(n, usable(r) if r.isidentifier() else name) for n, r in zip(part.outputs, body.returned)]
         self._emit(f"{', '.join(results)} = ", call, describe_all(part.outputs))
+
+    def _may_be_unread(self, part: TiledPart) -> bool:
+        """Whether a rematerialisation may need no results of a part. A stage knows; in a block it is so where the stage
+        says it (`Stage.unread`), as others of its class stand elsewhere."""
+        if not self.path:
+            return all(node.meta.get("unread", False) for node in part.nodes)
+        return all(reader == "output" for node in part.outputs for reader in self.statements.readers.get(node, ()))
 
     def _loop(self, loop: Loop) -> None:
         """Write `for i in range(...)`; each round takes the results of the round before under the same names."""

@@ -6,6 +6,8 @@ forward takes `spec.inputs` and returns a tuple, in order, of `spec.outputs` and
 
 from __future__ import annotations
 
+import json
+
 from torch import fx
 
 from ..ir.program import ParamSpec, StageSpec
@@ -87,7 +89,7 @@ class StageSource:
         lines = [
             f"class {self.class_name}(Stage):  # {self._comment()}",
             "    def __init__(self):",
-            f"        super().__init__({self._draws()})",
+            f"        super().__init__({', '.join(filter(None, (self._draws(), self._unread())))})",
             *block(self._init_lines(), 2),
             "",
             *signature(f"    def forward(self{''.join(f', {a}' for a in arguments)}):", types),
@@ -110,6 +112,12 @@ class StageSource:
                 numbers.setdefault(str(node.meta["module_path"]), []).append(node.meta["draw"])
         rows = {place: tuple(found) for place, found in numbers.items() if found != list(range(len(found)))}
         return f"draws={rows!r}" if rows else ""
+
+    def _unread(self) -> str:
+        """The paths of blocks that end with parts whose results a rematerialisation does not need."""
+        calls = (item for item in self.items if isinstance(item, BlockCall))
+        paths = [call.path for call in calls if any(node.meta.get("unread") for node in call.nodes)]
+        return f"unread={json.dumps(paths)}" if paths else ""
 
     def _init_lines(self) -> list[Line]:
         calls = [item for item in self.items if isinstance(item, BlockCall)]

@@ -44,6 +44,11 @@ class TiledPart:
     results: list[int]
     weights: list[str]
 
+    @property
+    def num_tiles(self) -> int:
+        node, dim = next((node, dim) for node, dim in zip(self.inputs, self.dims) if dim is not None)
+        return -(-int(node.meta["val"].shape[dim]) // self.tokens)
+
 
 def mark_of(node: fx.Node) -> TileMark | None:
     found: TileMark | None = node.meta.get(MARK)
@@ -65,6 +70,13 @@ def with_parts(steps: Sequence[Any]) -> list[Any]:
         if last[mark.part] == i:
             found.append(_part(mark, members[mark.part]))
     return found
+
+
+def unread_parts(nodes: Sequence[fx.Node]) -> list[TiledPart]:
+    """The parts among these nodes whose results none of them reads: their forward alone is of use to others."""
+    own = set(nodes)
+    parts = [step for step in with_parts(nodes) if isinstance(step, TiledPart)]
+    return [part for part in parts if not any(u in own and u not in part.nodes for n in part.outputs for u in n.users)]
 
 
 def _part(mark: TileMark, nodes: list[fx.Node]) -> TiledPart:

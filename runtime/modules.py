@@ -26,6 +26,7 @@ class Scope(nn.Module):
 
     _seeding: Seeding | None = None
     _path = ""
+    recomputing = False  # whether forward runs again before backward, which needs not all of it
 
     def __init__(self, members: Mapping[int | str, nn.Module] | None = None):
         super().__init__()
@@ -66,14 +67,15 @@ class Stage(Scope):
     """A part of the model that is run as one: `forward(*inputs)` returns a tuple of the stage's outputs.
 
     `draws` has the numbers of its draws at each place where they are not 0, 1, 2, ...: other stages draw there, too.
+    `unread`: the paths of blocks whose results backward does not need: they know when the stage runs again.
     """
 
     _device: torch.device | None = None
-    recomputing = False  # whether forward runs again before backward, which needs not all of it
 
-    def __init__(self, draws: Mapping[str, Sequence[int]] | None = None):
+    def __init__(self, draws: Mapping[str, Sequence[int]] | None = None, unread: Sequence[str] = ()):
         super().__init__()
         self._draws = dict(draws or {})
+        self._unread = tuple(unread)
 
     @property
     def device(self) -> torch.device:
@@ -94,11 +96,19 @@ def recomputing(stage: nn.Module, leaves_out: bool) -> Iterator[None]:
     if not isinstance(stage, Stage) or not leaves_out:
         yield
         return
-    stage.recomputing = True
+    scopes = [stage, *map(stage.get_submodule, unread_paths(stage))]
+    for scope in scopes:
+        scope.recomputing = True  # type: ignore[assignment]
     try:
         yield
     finally:
-        del stage.recomputing
+        for scope in scopes:
+            del scope.recomputing
+
+
+def unread_paths(stage: Stage) -> Sequence[str]:
+    """The `unread` that the stage was made with."""
+    return stage._unread
 
 
 def draw_numbers(stage: Stage) -> Mapping[str, Sequence[int]]:

@@ -28,12 +28,15 @@ def in_tiles(
     results: Sequence[int],
     weights: Sequence[Tensor] = (),
     slices: TileBounds | None = None,
+    unread: bool = False,
 ) -> Values:
     """`body(*operands)`, computed for `tokens` tokens at a time.
 
     `dims`: the dimension along which each operand has its tokens, None for one that every tile needs whole; `results`:
     the same for each result. `weights`: the parameters inside the body that may get gradients. `slices`: where each
-    tile begins and its number of tokens, by the length and `tokens`; `tile_slices` unless given.
+    tile begins and its number of tokens, by the length and `tokens`; `tile_slices` unless given. `unread`: nothing
+    reads the results: forward keeps what backward computes tiles of, and computes one token alone, for their shapes;
+    they have no memory.
     Raises ValueError where operands have different numbers of tokens, for a body that gives a tile another number, and
     in backward for a trained parameter inside that `weights` lacks.
     """
@@ -43,8 +46,9 @@ def in_tiles(
     kind = operands[0].device.type
     state = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     rule = _Rule(
-        body, tokens, lengths.pop(), tuple(dims), tuple(results), tuple(weights), kind, *state, slices or tile_slices
-    )
+        body, tokens, lengths.pop(), tuple(dims), tuple(results), tuple(weights), kind, *state, slices or tile_slices,
+        unread,
+    )  # fmt: skip
     made = _InTiles.apply(rule, *operands, *weights)
     return made[0] if len(results) == 1 else made  # type: ignore[no-any-return]
 
@@ -66,6 +70,7 @@ class _Rule(NamedTuple):
     autocasts: bool
     dtype: torch.dtype
     slices: TileBounds
+    unread: bool
 
     def tiles(self) -> Iterable[tuple[int, int]]:
         return self.slices(self.length, self.tokens)
@@ -95,6 +100,9 @@ class _InTiles(torch.autograd.Function):
         ctx.rule = rule
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
+        if rule.unread:
+            parts = rule.run(rule.tile(operands, 0, 1), 1)
+            return tuple(_without_memory(part, dim, rule.length) for part, dim in zip(parts, rule.results))
         whole: list[Tensor] = []
         for start, size in rule.tiles():
             parts = rule.run(rule.tile(operands, start, size), size)
@@ -157,6 +165,13 @@ def _like(part: Tensor, dim: int, length: int) -> Tensor:
     shape[dim] = length
     order = sorted(range(part.dim()), key=lambda d: (part.stride(d), -d), reverse=True)
     return torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+
+
+def _without_memory(part: Tensor, dim: int, length: int) -> Tensor:
+    """A tensor of the whole's shape, all of whose elements are one that nobody has written."""
+    shape = [*part.shape]
+    shape[dim] = length
+    return part.new_empty(()).expand(shape)
 
 
 def _added(total: Tensor | None, gradient: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class CostlyCall:
 
 @dataclass(frozen=True)
 class AgainCost:
-    """What it costs to run forward again without what only the first one needs (`first_only`)."""
+    """What it costs to run forward again without what only the first one needs (`first_only`), or without results of
+    parts in tiles, which backward computes itself."""
 
     flops: float
     traffic_bytes: float
@@ -63,6 +64,7 @@ class BlockCost:
     launches: int = 0  # aten calls in forward
     calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
     again: AgainCost | None = None  # where running forward again can be less than forward
+    unread: AgainCost | None = None  # of it, where nothing reads the results of its parts in tiles that end it
     uncounted: tuple[str, ...] = ()  # operators whose workspace on a GPU is not known, and not in the peaks
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
-from ...ir.tiles import TiledPart, mark_of, with_parts
+from ...ir.tiles import TiledPart, mark_of, unread_parts, with_parts
 from ...runtime.chunked_loss import slices
 from ...runtime.functions import attend_block, chunked_cross_entropy, part_statistics, with_gradients
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
@@ -66,9 +66,9 @@ def measure(
         kept = sum(storage.nbytes() for storage in saved)
         backward = run.backward(ends, saved)
         light = run.light()
-        again = run.again()
+        again, unread = run.again(), run.unread()
     if gaps_bytes is not None:
-        for meter in (forward, backward, light, *([again] if again is not None else [])):
+        for meter in filter(None, (forward, backward, light, again, unread)):
             meter.peak_bytes += max(0, meter.largest_bytes - gaps_bytes)
     recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
     return BlockCost(
@@ -86,6 +86,7 @@ def measure(
         backward_peak_bytes=backward.peak_bytes,
         launches=forward.launches,
         again=None if again is None else _again_cost(again),
+        unread=None if unread is None else _again_cost(unread),
         calls=None if recurrent else _costly_calls(forward.costly, light.costly, _tiled(block)),
         uncounted=tuple(sorted(forward.uncounted | backward.uncounted | light.uncounted)),
     )
@@ -164,7 +165,9 @@ class FakeBlockRun:
             for parameter in self.graph.node_parameters(node).values():
                 self.fake(parameter)
 
-    def execute(self, without: Collection[fx.Node] = ()) -> dict[fx.Node, Any]:
+    def execute(self, without: Collection[fx.Node] = (), unread: Collection[str] = ()) -> dict[fx.Node, Any]:
+        """The block's results, and inputs. `without`: nodes that do not run; `unread`: parts whose results nothing
+        reads."""
         values = dict(self.inputs)
         last: dict[fx.Node, int] = {}
         keep = set(self.block.outputs)
@@ -174,7 +177,7 @@ class FakeBlockRun:
                 last[arg] = i
         for i, step in enumerate(steps):
             if isinstance(step, TiledPart):
-                self.run_part(step, values)
+                self.run_part(step, values, step.name in unread)
                 read = step.inputs
             elif step in without:
                 values[step] = None
@@ -193,7 +196,7 @@ class FakeBlockRun:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
             values[node] = self.call(node, args, kwargs)
 
-    def run_part(self, part: TiledPart, values: dict[fx.Node, Any]) -> None:
+    def run_part(self, part: TiledPart, values: dict[fx.Node, Any], unread: bool) -> None:
         """Run a part as the printed stage does."""
         held = {n: values[n] for node in part.nodes for n in node.all_input_nodes if n.op == "get_attr"}
 
@@ -209,7 +212,7 @@ class FakeBlockRun:
 
         operands = [values[n] for n in part.inputs]
         weights = [self.fake(self.parameters[name]) for name in part.weights]
-        made = in_tiles(body, part.tokens, operands, part.dims, part.results, weights, self.some_tiles)
+        made = in_tiles(body, part.tokens, operands, part.dims, part.results, weights, self.some_tiles, unread)
         values.update(zip(part.outputs, made if isinstance(made, tuple) else (made,)))
 
     def some_tiles(self, length: int, tokens: int) -> Iterator[tuple[int, int]]:
@@ -321,6 +324,18 @@ class FakeBlockRun:
         meter = _Meter(self)
         with meter, self.saving(lambda tensor: tensor.detach()):
             values = self.execute(without)
+        del values
+        return meter
+
+    def unread(self) -> _Meter | None:
+        """Run with gradients, as where nothing reads the results of parts that end the block; None without such. Where
+        only the first forward needs other nodes, too, that alone is left out."""
+        parts = {part.name for part in unread_parts(self.block.nodes)}
+        if not parts or unread_by_gradients(self.block.nodes):
+            return None
+        meter = _Meter(self)
+        with meter, self.saving(lambda tensor: tensor.detach()):
+            values = self.execute(unread=parts)
         del values
         return meter
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from ...ir.calls import function_name
 from ...ir.program import SavedSpec
+from ...ir.tiles import unread_parts
 from .blocks import Block, CostlyCall
 from .opgraph import value_tensors
 from .stage_costs import storages
@@ -27,10 +28,12 @@ _BATCHED = ("matmul", "bmm", "baddbmm")
 
 
 def saved_classes(
-    blocks: Sequence[Block], body: Sequence[fx.Node], without: Set[fx.Node] = frozenset()
+    blocks: Sequence[Block], body: Sequence[fx.Node], without: Set[fx.Node] = frozenset(),
+    unread: Set[fx.Node] = frozenset(),
 ) -> tuple[tuple[SavedSpec, ...], tuple[int, ...]]:
     """The stage's classes, named after the modules that make the calls; none where the calls cannot be numbered. And
-    the numbers of the calls that a rematerialisation does not make, as it leaves out the nodes `without`.
+    the numbers of the calls that a rematerialisation does not make, as it leaves out the nodes `without`, and of parts
+    `unread` all tiles but what shows their results' shapes.
     `body`: the stage's nodes, shared ones included, in the order in which they run."""
     read: set[int] = set()  # values between blocks that a reader saves
     made: dict[fx.Node, list[CostlyCall]] = {}
@@ -48,14 +51,17 @@ def saved_classes(
     found: list[SavedSpec] = []
     uses: dict[str, int] = {}
     number = 0
+    tiles = {node: part.num_tiles for block in blocks for part in unread_parts(block.nodes) for node in part.nodes}
     for node in body:
         if node not in own and _is_batched(node):
             absent += [number] if node in without else []
             number += 1
-        for call in made.get(node, ()):
+        calls = made.get(node, [])
+        run_again = len(calls) // tiles[node] if node in unread else 0 if node in without else len(calls)
+        for i, call in enumerate(calls):
             name = _class_name(node)
             uses[name] = uses.get(name, 0) + 1
-            if node in without:
+            if i >= run_again:
                 absent.append(number)
             elif call.can_be_kept and call.bytes >= LEAST_BYTES:
                 unique = name if uses[name] == 1 else f"{name}#{uses[name]}"

@@ -58,12 +58,13 @@ def stage_costs(
     cast_in: CastBytes = NO_CAST,
     cast_out: CastBytes = NO_CAST,
     without: Set[fx.Node] = frozenset(),
+    unread: Set[fx.Node] = frozenset(),
 ) -> dict[str, Any]:
     """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
     included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
     `copied_bytes`: inputs that the stage copies into another layout, and keeps. `cast_in`, `cast_out`: inputs that the
     stage casts from the type that they have between stages, and outputs that it casts to it. `without`: the nodes that
-    a rematerialisation leaves out.
+    a rematerialisation leaves out; `unread`: those of parts in tiles whose results it does not make.
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
@@ -72,8 +73,8 @@ def stage_costs(
     kept: list[int] = []  # per block, with the values between blocks that it is the first to save
     saved: set[int] = set()
     forward_peak = light_peak = again_peak = 0
-    absent = storages(without).keys()
-    again = [_again(block, without) for block in blocks]
+    absent = storages(without).keys() | (storages(unread).keys() - storages(_read_by(unread)).keys())
+    again = [_again(block, without, unread) for block in blocks]
     for i, block in enumerate(blocks):
         cost, alive = block.cost, lives.before(i)
         unsaved = sum(size for key, size in alive.items() if key not in saved)
@@ -111,11 +112,11 @@ def stage_costs(
         "forward_mix": merged(b.cost.forward_mix for b in blocks),
         "backward_mix": merged(b.cost.backward_mix for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),
-        "seconds": _seconds(blocks, without),
-        "taking": _taking(blocks, without),
+        "seconds": _seconds(blocks, without, unread),
+        "taking": _taking(blocks, without, unread),
     }
-    if without:
-        there_bytes = out_bytes - _bytes(node for node in outputs if node in without)
+    if without or unread:
+        there_bytes = out_bytes - _bytes(node for node in outputs if node in without or node in unread)
         costs["again"] = AgainSpec(
             inputs=(),
             calls=(),
@@ -132,9 +133,16 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
     return sum(t.numel() * t.element_size() for n in nodes for t in value_tensors(n.meta.get("val")))
 
 
-def _again(block: Block, without: Set[fx.Node]) -> AgainCost:
+def _read_by(nodes: Set[fx.Node]) -> set[fx.Node]:
+    """What these nodes read of others."""
+    return {arg for node in nodes for arg in node.all_input_nodes if arg not in nodes}
+
+
+def _again(block: Block, without: Set[fx.Node], unread: Set[fx.Node]) -> AgainCost:
     """What it costs to run the block's forward again."""
     cost = block.cost
+    if cost.unread is not None and not unread.isdisjoint(block.nodes):
+        return cost.unread
     if cost.again is not None and not without.isdisjoint(block.nodes):
         return cost.again
     return AgainCost(
@@ -142,28 +150,32 @@ def _again(block: Block, without: Set[fx.Node]) -> AgainCost:
     )
 
 
-def _share(block: Block, without: Set[fx.Node]) -> float:
+def _share(block: Block, without: Set[fx.Node], unread: Set[fx.Node]) -> float:
     """The part of a block's measured rematerialisation, which was of the whole forward, that is run again."""
-    return _again(block, without).flops / block.cost.forward_flops if block.cost.forward_flops else 1.0
+    return _again(block, without, unread).flops / block.cost.forward_flops if block.cost.forward_flops else 1.0
 
 
-def _seconds(blocks: Sequence[Block], without: Set[fx.Node]) -> tuple[tuple[str, float, float, float], ...]:
+def _seconds(
+    blocks: Sequence[Block], without: Set[fx.Node], unread: Set[fx.Node]
+) -> tuple[tuple[str, float, float, float], ...]:
     """Per device on which every block was measured: its name, and seconds of forward, rematerialisation, backward."""
     names = [name for name in blocks[0].seconds if all(name in b.seconds for b in blocks)] if blocks else []
     rows = []
     for name in names:
         own = [b.seconds[name] for b in blocks]
-        again_s = sum(s.rematerialise_s * _share(b, without) for s, b in zip(own, blocks))
+        again_s = sum(s.rematerialise_s * _share(b, without, unread) for s, b in zip(own, blocks))
         parts = (sum(s.forward_s for s in own), again_s, sum(s.backward_s for s in own))
         rows.append((name, *parts))
     return tuple(rows)
 
 
-def _taking(blocks: Sequence[Block], without: Set[fx.Node]) -> tuple[tuple[str, float], ...]:
+def _taking(
+    blocks: Sequence[Block], without: Set[fx.Node], unread: Set[fx.Node]
+) -> tuple[tuple[str, float], ...]:
     """Per device on which every block was measured: its name, and seconds of a rematerialisation with all classes."""
     rows = []
-    for name, *_ in _seconds(blocks, without):
-        own = [(b.seconds[name], _share(b, without)) for b in blocks]
+    for name, *_ in _seconds(blocks, without, unread):
+        own = [(b.seconds[name], _share(b, without, unread)) for b in blocks]
         took_s = sum((s.rematerialise_s if s.taking_s is None else s.taking_s) * share for s, share in own)
         rows.append((name, took_s))
     return tuple(rows)

@@ -20,7 +20,7 @@ from ...ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ...runtime.document_borders import document_borders
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .boundaries import cast, narrowed
-from .forwards.first_only import left_out
+from .forwards.first_only import left_out, unread_in
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
 from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
@@ -211,6 +211,7 @@ class _Builder:
         self.cut, self.graph, self.home, self.index = cut, cut.graph, cut.home, index
         self.is_last = index == len(cut.partition) - 1
         self.without: frozenset[fx.Node] = frozenset()  # what a rematerialisation leaves out
+        self.unread: frozenset[fx.Node] = frozenset()  # of parts whose results it does not make
 
     def build(self) -> PlannedStage:
         own = self.cut.nodes[self.index]
@@ -229,6 +230,7 @@ class _Builder:
         if self.cut.leaves_out:
             shared = [n for n in body if n in self.cut.shared]
             self.without = left_out(self.cut.blocks[self.index], set(body), shared)
+            self.unread = unread_in(self.cut.blocks[self.index], set(body))
         unneeded = [n for n in boundary if all(self.home.get(u) != self.index or u in self.without for u in n.users)]
         batch = self._with_sizes([n for n in boundary if n not in unneeded], loaded, [*own, *outside])
         leaving = {source_of(n) for n in exchanges if n not in given.values()}
@@ -289,7 +291,7 @@ class _Builder:
             block = block_of.get(node)
             copy.meta["block"] = self._printed_as(block) if block else ""
             copy.meta["block_hash"] = block.hash if block else ""
-            copy.meta["first_only"] = node in self.without
+            copy.meta["first_only"], copy.meta["unread"] = node in self.without, node in self.unread
             for key in ("eval_args", "eval_kwargs"):
                 if key in node.meta:
                     copy.meta[key] = fx.node.map_arg(node.meta[key], copies.__getitem__)
@@ -323,7 +325,7 @@ class _Builder:
         inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
-        saved, absent = saved_classes(self.cut.blocks[self.index], body, self.without)
+        saved, absent = saved_classes(self.cut.blocks[self.index], body, self.without, self.unread)
         costs = stage_costs(
             self.cut.blocks[self.index],
             [*(n for n in boundary if n not in self.cut.narrow), *batch, *held],
@@ -334,9 +336,10 @@ class _Builder:
             cast_bytes([n for n in boundary if n in self.cut.narrow], self.graph.boundary_dtype),
             cast_bytes([n for n in outputs if n in self.cut.narrow], self.graph.boundary_dtype),
             self.without,
+            self.unread,
         )
         outs = [self._crossing(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
-        if self.without:
+        if "again" in costs:
             costs["again"] = replace(costs["again"], calls=absent)
         return StageSpec(
             name=f"stage{self.index}",

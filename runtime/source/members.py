@@ -29,14 +29,14 @@ def check_init(function: ast.FunctionDef, names: FileNames) -> set[str]:
 
 
 def _is_first(node: ast.stmt) -> bool:
-    """Whether this is `super().__init__()`, perhaps with `draws={"path": (1, 2)}`."""
+    """Whether this is `super().__init__()`, perhaps with `draws={"path": (1, 2)}` and `unread=["path"]`."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
         return False
     call = node.value
     plain = ast.unparse(ast.Expr(ast.Call(call.func, call.args, []))) == _FIRST
-    return plain and (
-        not call.keywords or ([k.arg for k in call.keywords] == ["draws"] and _is_draws(call.keywords[0]))
-    )
+    checks = {"draws": _is_draws, "unread": _is_paths}
+    names = [given.arg for given in call.keywords]
+    return plain and names == [n for n in checks if n in names] and all(checks[str(k.arg)](k) for k in call.keywords)
 
 
 def _is_draws(given: ast.keyword) -> bool:
@@ -46,6 +46,12 @@ def _is_draws(given: ast.keyword) -> bool:
     places = all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in given.value.keys)
     plain = all(isinstance(n, ast.Constant) and type(n.value) is int for row in numbers for n in row)
     return places and plain and len(numbers) == len(given.value.values)
+
+
+def _is_paths(given: ast.keyword) -> bool:
+    if not isinstance(given.value, ast.List):
+        return False
+    return all(isinstance(path, ast.Constant) and isinstance(path.value, str) for path in given.value.elts)
 
 
 def _loop_names(body: Sequence[ast.stmt]) -> set[str]:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
-from ..modules import Stage, recomputing
+from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
 from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
@@ -65,6 +65,7 @@ class StageRunner:
         self.classes = SavedClasses(spec)
         if isinstance(module, Stage):
             module.device = self.device
+            _check_unread(spec, module)
         self.draws = Draws(spec.name, module, self.device)
         outputs = (*spec.outputs, *spec.extra_outputs) if self.precision.low_dtype is not None else ()
         self._dtypes = [getattr(torch, output.dtype) for output in outputs]
@@ -457,6 +458,14 @@ def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def _check_unread(spec: StageSpec, module: Stage) -> None:
+    blocks = {path for path, member in module.named_modules() if isinstance(member, Scope)}
+    unknown = next((path for path in unread_paths(module) if path not in blocks), None)
+    if unknown is not None:
+        known = ", ".join(sorted(blocks - {""}))
+        raise VerifyError(f"{spec.name}: unread={unknown!r} is no block of the stage; it has {known}")
 
 
 def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:

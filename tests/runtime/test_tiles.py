@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def outcome(run: Run, dtype: torch.dtype) -> list[Tensor]:
     part = Part().to(dtype)
     operands = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((2, 11, 6), (2, 11, 6), (6,))]
     made = run(part, operands)
-    torch.autograd.backward(made, [torch.randn_like(result) for result in made])
+    torch.autograd.backward(made, [torch.randn(result.shape, dtype=result.dtype) for result in made])
     assert part.down.weight.grad is None
     return [*(result.detach() for result in made), *(t.grad for t in (*operands, *part.up.parameters()))]  # type: ignore[misc]
 
@@ -48,6 +49,28 @@ def test_results_and_gradients_are_those_of_the_body(tokens: int, dtype: torch.d
     for mine, whole in zip(found, want, strict=True):
         assert mine.dtype == whole.dtype
         torch.testing.assert_close(mine, whole, rtol=tolerance, atol=tolerance)
+
+
+def test_results_that_nothing_reads_are_not_made_and_have_gradients() -> None:
+    """One token runs, for the shapes of results, in forward; each tile in backward."""
+    ran: list[int] = []
+
+    def counted(part: Part, *operands: Tensor) -> tuple[Tensor, ...]:
+        ran.append(operands[0].shape[1])
+        return part(*operands)  # type: ignore[no-any-return]
+
+    found = []
+    for unread in (False, True):
+
+        def tiled(part: Part, operands: list[Tensor], unread: bool = unread) -> tuple[Tensor, ...]:
+            body, weights = partial(counted, part), [*part.up.parameters()]
+            return in_tiles(body, 4, operands, [1, 1, None], [0, 1], weights, unread=unread)  # type: ignore[return-value]
+
+        found.append(outcome(tiled, torch.float64))
+    assert ran == [4, 4, 3] * 2 + [1] + [4, 4, 3]
+    for mine, want in zip(found[1][:2], found[0][:2], strict=True):
+        assert (mine.shape, mine.dtype) == (want.shape, want.dtype) and mine.untyped_storage().nbytes() == 8
+    assert all(torch.equal(mine, want) for mine, want in zip(found[1][2:], found[0][2:], strict=True))
 
 
 def test_without_gradients_nothing_is_saved_and_memory_lies_as_that_of_the_body() -> None:

@@ -2,7 +2,8 @@
 
 In: blocks. Out: for each block its nodes without gradients that no node with gradients reads, directly or not, such as
 all of a reference's layer in preference training, or attention to a block of a ring, which `with_gradients` reads but
-needs nothing of; and for a stage those of its blocks that are left out, which is all of a block's or none.
+needs nothing of; and for a stage those of its blocks that are left out, which is all of a block's or none. And the
+parts in tiles of which it needs no results.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from ....ir.tiles import unread_parts
 from ....runtime.functions import with_gradients
 from ..blocks import Block, storage_root
 
@@ -59,4 +61,17 @@ def left_out(
         readers = [user for user in node.users if user in own]
         if readers and found.issuperset(readers):
             found.add(node)
+    return frozenset(found)
+
+
+def unread_in(blocks: Sequence[Block], own: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The nodes of the parts in tiles whose results nothing in the stage of these blocks reads: a rematerialisation
+    keeps what enters them, and backward computes each tile itself. All of a block's or none. `own`: all nodes of the
+    stage."""
+    found: set[fx.Node] = set()
+    for block in blocks:
+        parts = unread_parts(block.nodes) if block.cost.unread is not None else []
+        inside = {node for part in parts for node in part.nodes}
+        if not any(user in own and user not in inside for part in parts for n in part.outputs for user in n.users):
+            found |= inside
     return frozenset(found)

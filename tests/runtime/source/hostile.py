@@ -138,6 +138,7 @@ REPLACED = {
     "a draw's scope": ("draw_at(self)", "draw_at(C(), 'x')"),
     "draw_at redefined": (_BLOCK, "class draw_at:\n    def __init__(self, scope):\n        C()\n\n\n" + _BLOCK),
     "a draw's number": ("__init__()\n        self.blocks", "__init__(draws={'x': (C(),)})\n        self.blocks"),
+    "a path's name": ("__init__()\n        self.blocks", "__init__(unread=[C()])\n        self.blocks"),
     "a place's name": ("__init__()\n        self.blocks", "__init__(draws={C(): (1,)})\n        self.blocks"),
     "super's argument": ("__init__()\n        self.blocks", "__init__(C() and None)\n        self.blocks"),
     "a layer that takes a function": ("nn.Embedding(8, 4)", "nn.TripletMarginWithDistanceLoss(distance_function=C())"),

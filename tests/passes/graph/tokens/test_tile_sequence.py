@@ -15,15 +15,19 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import PIPELINE
+from penstock.ir import ops
 from penstock.ir.calls import call_name
-from penstock.ir.errors import PassError
+from penstock.ir.errors import PassError, VerifyError
+from penstock.ir.program import work_of
 from penstock.ir.tiles import TiledPart, mark_of, with_parts
-from penstock.passes.graph import costs
+from penstock.passes.graph import costs, stages
 from penstock.passes.graph.coarsen import find_blocks
+from penstock.passes.graph.forwards.first_only import unread_in
 from penstock.passes.graph.tokens import parts
 from penstock.passes.graph.tokens.facts import TokenFacts, token_facts
 from penstock.passes.graph.tokens.parts import token_parts
 from penstock.passes.graph.tokens.tile_sequence import TileSequence
+from penstock.runtime.stage.runner import StageRunner
 from penstock.runtime.tiles import tile_slices
 from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close
@@ -208,6 +212,43 @@ def test_the_peak_is_the_planned_one_and_tiles_lower_it() -> None:
         found.append((peak.most, spec.kept_bytes))
     (most, kept_bytes), (least, tiled_bytes) = found
     assert least < 0.7 * most and tiled_bytes < 0.6 * kept_bytes
+
+
+def test_a_rematerialisation_does_not_make_the_results_of_its_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward computes each tile itself: but for one token, which shows the shapes, the last part's forward is not
+    counted, and a step is shorter in the simulator. The second stage's head reads what its last part gives."""
+    line, found = TILED.replace("insert-remat", "insert-remat{always=true}"), []
+    for unread in (unread_in, lambda blocks, own: frozenset()):
+        monkeypatch.setattr(stages, "unread_in", unread)
+        job = job_of(Attending(), full_batch(), strategy=line)
+        works = [work_of(job.programs[0], node) for node in job.programs[0].ops() if node.target is ops.backward]
+        found.append((job.folder.interface.stages, sum(work.flops for work in works), job.plan.predicted))
+    (specs, flops, predicted), (_, whole_flops, whole) = found
+    part_flops = 2 * 2 * LENGTH * (8 * 8 + 3 * 8 * 32)  # of two rows
+    assert specs["stage0"].again is not None and specs["stage1"].again is None
+    spared_flops = specs["stage0"].forward_flops - specs["stage0"].again.flops
+    assert spared_flops == part_flops * (LENGTH - 1) / LENGTH
+    assert whole_flops - flops == MICRO_BATCHES * spared_flops
+    assert predicted is not None and whole is not None and predicted.step_s < whole.step_s
+
+
+def test_a_rematerialisation_runs_one_token_of_its_last_part() -> None:
+    draft = draft_of(trace(Attending(), full_batch(2)))
+    apply(draft, TileSequence(3), *all_passes(2))
+    spec, runner, inputs = next(iter(stages_of(draft, full_batch(2))))
+    ran: list[int] = []
+    runner.module.layers[0].down.register_forward_pre_hook(lambda module, given: ran.append(given[0].shape[1]))
+    outputs, kept = runner.forward(inputs, 0)
+    ran.clear()
+    douts = [torch.ones_like(outputs[0])]
+    want = runner.backward(kept, inputs, douts, None, 0)[1]
+    assert ran == [3, 3, 3, 2]
+    found = runner.backward(None, inputs, douts, None, 0)[1]
+    assert ran == [3, 3, 3, 2] + [1] + [3, 3, 3, 2] and spec.again is not None
+    with pytest.raises(VerifyError, match=r"stage0: unread='layers.1' is no block of the stage; it has .*layers.0"):
+        runner.module._unread = ["layers.1"]
+        StageRunner(spec, runner.module, torch.device("cpu"), "fp32")
+    assert want.keys() == found.keys() and all(torch.equal(found[name], grad) for name, grad in want.items())
 
 
 def test_costs_of_some_tiles_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
