@@ -32,8 +32,9 @@ ORDER = {
         "reference", "device", "emulate", "measure", "processes",
     ),
     "passes": (
-        "work", "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
-        "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "staying", "memory", "schedule",
+        "work", "run_again", "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph",
+        "mapping", "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "staying", "memory",
+        "schedule",
     ),
     "compiler": (
         "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",

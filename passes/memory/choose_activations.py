@@ -22,6 +22,7 @@ from ..alike import once
 from ..base import Pass
 from ..decisions import Activations, MemoryName
 from ..draft import Draft
+from ..run_again import ALIKE
 from .activation_machine import Machine, machine_of
 from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, by_benefit, sweep, table
 from .insert_remat import stages_to_rematerialise
@@ -122,14 +123,26 @@ class ChooseActivations(Pass):
                 found += [self.curve(program, machine, names, (ops.DEVICE,)) for names in (able, able[:-1])]
             usual_bytes = median(machine.counts[spec.name] * spec.kept_bytes for spec in machine.specs)
             if found[0][0].room.device_bytes >= usual_bytes:  # one more stage may keep everything
-                usual = self.usual(program, machine)
-                again = [name for name in able if name in usual]
-                found.append(self.curve(program, machine, again, MEMORIES[self.to]))
+                for names in self.fewer(program, machine, able):
+                    found.append(self.curve(program, machine, names, MEMORIES[self.to]))
         return _fitting(program, machine, *min(found, key=lambda row: _rank(row[0], row[1], self.share)), self.share)
+
+    def fewer(self, program: Program, machine: Machine, able: Sequence[str]) -> list[list[str]]:
+        """As many stages as `insert-remat` would rematerialise, of which the largest and earliest have the most time to
+        move what they save; and the very ones that it would, where these take less time."""
+        specs = {spec.name: spec for spec in machine.specs}
+        usual = set(self.usual(program, machine))
+        largest = set(sorted(able, key=lambda name: -specs[name].kept_bytes)[: len(usual)])
+        usual_s, largest_s = (
+            sum(machine.seconds(specs[name]).rematerialise_s for name in names) for names in (usual, largest)
+        )
+        sets = [largest, usual] if usual_s < largest_s * (1 - ALIKE) else [largest]
+        return [[name for name in able if name in names] for names in sets]
 
     def usual(self, program: Program, machine: Machine) -> list[str]:
         """The stages that `insert-remat` would rematerialise."""
-        return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
+        again_s = [machine.seconds(spec).rematerialise_s for spec in machine.specs]
+        return stages_to_rematerialise(program, list(machine.specs), again_s, machine.budget_bytes, self.swap)
 
     def curve(
         self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[MemoryName, ...]

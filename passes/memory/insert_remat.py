@@ -1,15 +1,15 @@
 """`insert-remat`: backward of a stage runs its forward again instead of keeping saved tensors (Mobius 3.1, FTPipe 4.3).
 
 In: programs. Out: the same programs in which the decided stages forward with `keep=False` and whose backward takes no
-`kept`. A stage is rematerialised only if its device would otherwise exceed its memory, largest saved tensors first.
-Where not even that lets all weights stay resident, every stage but the device's last is rematerialised, since its
-weights leave in between, and the last one, too, where early fetches need the room. Rows that came to such a stage's
-experts are not kept, either: they come again, as there is room for N times those that a member sends.
+`kept`. Stages are rematerialised only if their device would otherwise exceed its memory: those whose forwards take the
+least seconds together (`run_again`). Where not even all of them let the weights stay resident, every stage but the
+device's last is rematerialised, since its weights leave in between, and the last one, too, where early fetches need the
+room. Rows that came to such a stage's experts are not kept, either: they come again, as there is room for N times those
+that a member sends.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,8 +20,10 @@ from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PassError
 from ...ir.program import (
+    MemoryProfile,
     Program,
     StageSpec,
+    donated,
     infer,
     infer_all,
     place_frees,
@@ -32,7 +34,10 @@ from ...ir.program import (
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
+from ..run_again import cheapest_again
+from ..stage_time import stage_seconds
 from .insert_fetch import Early, look_ahead, profile_swapped
+from .insert_fetch import swap as swapped
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,21 @@ class InsertRemat(Pass):
         chosen: list[str] = []
         known: dict[Hashable, list[int]] = {}
         for program in draft.programs:
-            budget = draft.lane_hardware.devices[program.device].budget_bytes
+            device = draft.lane_hardware.devices[program.device]
             specs = [s.spec for s in draft.stages_on(program.device)]
+            again_s = [stage_seconds(spec, device, draft.options.precision).rematerialise_s for spec in specs]
 
-            def on_one(program: Program = program, specs: list[StageSpec] = specs, budget: int = budget) -> list[int]:
-                names = stages_to_rematerialise(program, specs, budget, self.swap)
+            def on_one(
+                program: Program = program,
+                specs: list[StageSpec] = specs,
+                again_s: list[float] = again_s,
+                budget_bytes: int = device.budget_bytes,
+            ) -> list[int]:
+                names = stages_to_rematerialise(program, specs, again_s, budget_bytes, self.swap)
                 return [i for i, spec in enumerate(specs) if spec.name in names]
 
-            chosen += [specs[i].name for i in once(known, (look(program, specs), budget), on_one)]
+            key = (look(program, specs), tuple(again_s), device.budget_bytes)
+            chosen += [specs[i].name for i in once(known, key, on_one)]
         return [s.spec.name for s in draft.stages if s.spec.name in chosen]
 
     def rewrite(self, draft: Draft, decision: list[str]) -> None:
@@ -76,30 +88,58 @@ class InsertRemat(Pass):
 
 
 def stages_to_rematerialise(
-    program: Program, specs: list[StageSpec], budget_bytes: int, swap: bool = False
+    program: Program, specs: list[StageSpec], again_s: list[float], budget_bytes: int, swap: bool = False
 ) -> list[str]:
-    """The fewest stages, largest saved tensors first, that let the resident program fit; if none do, those that
-    swapping needs. With `swap`, the same for weights that come from DRAM and stay from forward to backward."""
+    """The stages that let the resident program fit if they run again, in the least seconds; where there are none, those
+    that swapping needs. `again_s`: seconds of each stage's rematerialisation. With `swap`, the same for weights that
+    come from DRAM and stay from forward to backward."""
     states = sum(program.interface.optimizer_bytes(s) for s in specs)
-    by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
     # All of this is there at the end of the step.
     lasting = sum(s.weight_bytes + s.staying_bytes + s.grad_bytes for s in specs) + states
     if lasting > budget_bytes and not swap:
         return _for_swapping(program, specs, budget_bytes)
+    able = [i for i, spec in enumerate(specs) if spec.rematerialisable]
 
-    def fits(count: int) -> bool:
-        trial = program.copy()
-        rematerialise(trial, set(by_size[:count]))
-        if swap:
-            return profile_swapped(trial, {s.name: {} for s in specs}).peak_bytes[ops.DEVICE] <= budget_bytes
-        return profile_memory(trial).peak_bytes[ops.DEVICE] + states <= budget_bytes
+    def profile(tried: Program) -> MemoryProfile:
+        return swapped(tried, {s.name: {} for s in specs}) if swap else profile_memory(tried)
 
-    if fits(0):  # mostly so where a stage stays
+    limit_bytes = budget_bytes - (0 if swap else states)
+    kept = program.copy()
+    found = profile(kept)
+    if found.peak_bytes[ops.DEVICE] <= limit_bytes:
         return []
-    count = bisect.bisect_left(range(len(by_size) + 1), True, lo=1, key=fits)
-    if count <= len(by_size):
-        return by_size[:count]
+    moments = _moments(kept, found, [specs[i] for i in able])
+    missing = [live_bytes - limit_bytes for live_bytes, _ in moments]
+    while (some := cheapest_again([again_s[i] for i in able], missing, [frees for _, frees in moments])) is not None:
+        tried = program.copy()
+        rematerialise(tried, {specs[able[i]].name for i in some})
+        over_bytes = profile(tried).peak_bytes[ops.DEVICE] - limit_bytes
+        if over_bytes <= 0:
+            return [specs[able[i]].name for i in some]
+        missing = [each + over_bytes for each in missing]  # workspaces differ
     return _for_swapping(program, specs, budget_bytes)
+
+
+def _moments(program: Program, profile: MemoryProfile, specs: list[StageSpec]) -> list[tuple[int, list[int]]]:
+    """The fullest moments of each stage's ops: device memory then, and what each stage would leave free if it ran
+    again, all but what its own backward then makes."""
+    number = {spec.name: i for i, spec in enumerate(specs)}
+    stage_of: dict[fx.Node, int] = {}  # of kept values
+    now = [0] * len(specs)
+    found: dict[tuple[str, str], tuple[int, list[int]]] = {}
+    for node in program.ops():
+        stage = str(node.args[0]) if node.args else ""
+        for value in node.all_input_nodes if node.target is ops.free else donated(node):
+            if value in stage_of:
+                now[stage_of[value]] -= 1
+        if node.target is ops.forward and node.kwargs.get("keep", True) and stage in number:
+            stage_of[values_of(node)[-1]] = number[stage]
+            now[number[stage]] += 1
+        own = [op_of(node).takes_kept and number.get(stage) == i for i in range(len(specs))]
+        frees = [(count - once) * spec.kept_bytes for count, once, spec in zip(now, own, specs)]
+        key = (op_of(node).name, stage)
+        found[key] = max(found.get(key, (0, frees)), (profile.live_bytes[node], frees))
+    return [*found.values()]
 
 
 def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -> list[str]:

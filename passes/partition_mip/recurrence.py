@@ -28,6 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from ..run_again import cheapest_again
 from .problem import MipProblem, Unit
 from .shared_link import SharedLink
 
@@ -156,29 +157,26 @@ class _Step:
                 self.tb[j] += self.again[j]
 
     def resident(self, unit: Unit, stages: range) -> list[int] | None:
-        """The stages to rematerialise so that all stay on the device: as few as it takes, the largest first. None where
-        not all can stay."""
+        """The stages to rematerialise so that all stay on the device, as `insert-remat` chooses them. None where not
+        all can stay."""
         if sum(self.w[j] + self.g[j] + self.p.update.state_bytes * self.q[j] for j in stages) > unit.budget_bytes:
             return None
-        largest = sorted(stages, key=lambda j: -self.kept[j])
-        low, high = 0, len(largest) + 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle) if self.peak(stages, largest[:middle]) <= unit.budget_bytes else (middle + 1, high)
-            )
-        return None if low > len(largest) else largest[:low]
+        missing, frees = self.moments(unit, stages)
+        again = cheapest_again([self.again[j] for j in stages], missing, frees)
+        return None if again is None else [stages[i] for i in again]
 
-    def peak(self, stages: range, again: Sequence[int]) -> float:
-        """Memory of a resident device at the worst of its backwards, the last stage's first."""
-        m, most = self.p.micro_batches, 0.0
-        held = sum(self.w[j] + self.p.update.state_bytes * self.q[j] + self.g[j] for j in stages)
-        for j in stages:  # backward of j: inputs and saved tensors of the stages up to j, gradients of those from j on
-            held += self.entering[j] + (0.0 if j in again else m * self.kept[j])
-            once = self.work[j] - self.g[j] - (0.0 if j in again else self.kept[j])
-            most = max(most, held + once + 2 * self.entering[j] / m)
+    def moments(self, unit: Unit, stages: range) -> tuple[list[float], list[list[float]]]:
+        """What a resident device lacks in the backward of each of its stages if none runs again, and what each stage
+        that does leaves free then: its saved tensors, but for one micro-batch in its own backward."""
+        m, missing, frees = self.p.micro_batches, [], []
+        held = sum(self.w[j] + self.p.update.state_bytes * self.q[j] + self.g[j] for j in stages) - unit.budget_bytes
+        for i, j in enumerate(stages):  # inputs and saved tensors of the stages up to j, gradients of those from j on
+            held += self.entering[j] + m * self.kept[j]
+            missing.append(held + self.work[j] - self.g[j] - self.kept[j] + 2 * self.entering[j] / m)
+            before = [m * self.kept[k] for k in stages[:i]]
+            frees.append([*before, (m - 1) * self.kept[j], *[0.0] * (len(stages) - i - 1)])
             held -= self.g[j]
-        return most
+        return missing, frees
 
     def swapped(self, d: int, stages: range) -> tuple[float, list[int]]:
         """The room for weights fetched ahead beside all else, and the stages to rematerialise."""

@@ -1,0 +1,44 @@
+"""`run_again`: the least seconds that leave enough free."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.passes.run_again import TOGETHER, cheapest_again
+
+stages = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=TOGETHER + 4)
+
+
+@given(stages, st.lists(st.tuples(st.integers(-5, 60), st.integers(0, 12)), min_size=1, max_size=3))
+def test_nothing_cheaper_fits(rows: list[tuple[int, int]], moments: list[tuple[int, int]]) -> None:
+    """Before its own moment, a stage has saved nothing yet that it could leave free."""
+    seconds, missing = [s for s, _ in rows], [each for each, _ in moments]
+    frees = [[size if i < begun else 0 for i, (_, size) in enumerate(rows)] for _, begun in moments]
+
+    def fits(some: Sequence[int]) -> bool:
+        return all(sum(mine[i] for i in some) >= least for least, mine in zip(missing, frees))
+
+    found = cheapest_again(seconds, missing, frees)
+    assert (found is None) == (not fits(range(len(rows))))
+    if found is None:
+        return
+    assert fits(found) and found == sorted(found)
+    took = sum(seconds[i] for i in found)
+    if len(rows) <= TOGETHER:
+        others = (o for n in range(len(rows) + 1) for o in itertools.combinations(range(len(rows)), n))
+        assert not any(fits(other) for other in others if sum(seconds[i] for i in other) < took)
+    largest = sorted(range(len(rows)), key=lambda i: (-max(mine[i] for mine in frees), -i))
+    first = next(largest[:n] for n in range(len(rows) + 1) if fits(largest[:n]))
+    assert took <= sum(seconds[i] for i in first)
+
+
+def test_stages_that_take_as_long_are_the_fewest_and_the_latest() -> None:
+    assert cheapest_again([1.0, 1.0, 2.0, 1.0], [2], [[1, 1, 2, 1]]) == [2]
+    assert cheapest_again([1.0] * 4, [2], [[1] * 4]) == [2, 3]
+    assert cheapest_again([1.0] * 4, [2, 1], [[1, 1, 1, 0], [1, 0, 0, 0]]) == [0, 2]
+    many = 3 * TOGETHER
+    assert cheapest_again([1.0] * many, [2], [[1] * many]) == [many - 2, many - 1]
