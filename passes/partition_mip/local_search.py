@@ -1,41 +1,98 @@
-"""Good partitions by local search: several starts for every number of stages, then small moves while they help.
+"""Good partitions by local search: several starts for every number of stages, random moves, then those that help.
 
 In: a `MipProblem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
-stages. Starts: equal numbers of blocks with the larger stages first or last, equal times and equal weights in
-proportion to the stages' devices, and some devices with no more than can stay on them. Moves: a cut one block to either
-side, a block handed on over several stages, a block more in each stage of a round and one less in each of another
-round, a stage cut in two, two stages joined. One start alone can be several times slower than the best; that is why
-there are many, and why the best starts of many numbers of stages are followed. Where no move helps, the way to a better
-partition may lead over a worse one: the last evaluations go to the moves from the best partitions whose moves have not
-all been tried. Then the search restarts from the best partitions of several numbers of stages, and follows random
-moves, also such that cost a little, less and less of it (annealing).
+stages. Of most partitions only a lower bound is taken, of many at once (`least_times`); the objective is evaluated
+where it could be faster than what is known.
+
+Each turn of the search is for one number of stages. It begins from the best partition known, at first from other
+starts, too, and from partitions like the best ones into other numbers of stages (`starts`). Several chains follow
+random moves (`random_moves`), also such that cost a little, less and less of it (annealing). From the best of them the
+search climbs by all moves: a cut one block to either side, a block handed on over several stages, a block more in each
+stage of a round and one less in each of another round, a stage cut in two, two stages joined. Half of the time goes to
+first turns, of the best starts. The next turn of the others is for the number of stages that may become the fastest:
+its best partition, less what turns as late as its next one have saved so far.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-import random
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ..work import WorkDone
-from .problem import MipProblem
-from .recurrence import num_fetched
+import numpy as np
+from numpy.typing import NDArray
 
-Cuts = tuple[int, ...]
+from ..work import WorkDone
+from .least_times import LeastTimes
+from .problem import MipProblem
+from .random_moves import RandomMoves
+from .recurrence import contended_s, num_fetched
+from .starts import Cuts, like, starts
+
 Objective = Callable[[MipProblem, Sequence[int]], float]
-RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states
-FOLLOWED = 10  # the most best starts that are improved, each for another number of stages
-COLD, WARM = 0.006, 0.015  # the share of a step by which a move may be slower, on average, at first
-COLD_RESTARTS, WARM_RESTARTS = 4, 6
-COLD_MOVES, WARM_MOVES = 600, 60  # random moves tried after a restart: in all; for every block
-CYCLES = 4  # of all these restarts
-MOVED = (0.5, 0.3, 0.1, 0.05, 0.05)  # how often a random move is of each kind: see `random_move`
+STEPS = (50, 120, 200, 300, 400)  # of the chains of the first turn of a number of stages, the second, and on
+WARMTH = (0.005, 0.01, 0.015)  # the share of a step by which a move may be slower, on average, at first; in turn
+CHAINS, DRAWN = 8, 8  # in a turn; moves drawn in a step of a chain, of which it takes the first that it may
+FIRST_SHARE = 0.5  # of the time for turns, for first ones
+SAVED = (
+    0.015,
+    0.006,
+    0.003,
+    0.002,
+    0.0015,
+    0.001,
+)  # the share of a step that the second turn, the third, ... saves, as
+SAVED_BEFORE = 2  # if so many turns had done so before
+HOPE = 1.5  # times as much is hoped for
+HOPELESS = 5e-4  # a share of a step not worth a turn
+MOST_TURNS = 12  # for one number of stages
+SEEDS, NEAR_BEST = 4, 1.1  # other starts for the first turn: how many, and how much slower than the best one at most
+LIKE = 2  # the best other numbers of stages that a turn imitates
+JUDGED = 4  # the most ends of chains that are evaluated
+CLIMBED = 12  # the most moves that are evaluated before a climb ends
+ALL = 1000  # so many partitions into one number of stages are tried rather than searched
 STAGE_S, FETCHED_S = 8e-6, 1e-5  # of work, for a stage of a partition that is evaluated; for one that is fetched, too
 REFUSED_S = 2e-5  # of work, for a partition that does not fit
-WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
+BATCH_S = 5e-4  # of work, for partitions that are bounded at once
+BATCH_STAGE_S, ROW_STAGE_S = 1.6e-5, 3.8e-7  # for each of their stages, and for it in each of them
+STEP_S = 3e-4  # for moves of all chains
+
+
+class Turns:
+    """Whose turn it is: `taken` by number of stages."""
+
+    def __init__(self, best: dict[int, tuple[float, Cuts]]):
+        self.best, self.taken = best, Counter[int]()
+        self.saved = [(share * SAVED_BEFORE, SAVED_BEFORE) for share in SAVED]  # in all, and by how many turns
+        self.first_s = self.whole_s = 0.0  # of work
+
+    def took(self, count: int, saved: float, work_s: float) -> None:
+        """A turn saved this share of a step."""
+        self.whole_s += work_s
+        if self.taken[count]:
+            late = self.lateness(count)
+            share, number = self.saved[late]
+            self.saved[late] = (share + saved, number + 1)
+        else:
+            self.first_s += work_s
+        self.taken[count] += 1
+
+    def lateness(self, count: int) -> int:
+        return min(self.taken[count], len(SAVED)) - 1
+
+    def hoped_s(self, count: int) -> float:
+        share, number = self.saved[self.lateness(count)]
+        return self.best[count][0] * (1 - HOPE * share / number)
+
+    def next(self) -> int:
+        """The number of stages that may become the fastest; or the fastest one without a turn, for half of the time; 0
+        where no turn is worth while."""
+        new = min((c for c in self.best if not self.taken[c]), key=self.best.__getitem__, default=0)
+        again = min((c for c in self.best if 0 < self.taken[c] < MOST_TURNS), key=self.hoped_s, default=0)
+        if again and self.hoped_s(again) > min(self.best.values())[0] * (1 - HOPELESS):
+            again = 0
+        return new if new and (not again or self.first_s <= FIRST_SHARE * self.whole_s) else again
 
 
 class Search:
@@ -44,33 +101,43 @@ class Search:
 
     def __init__(self, problem: MipProblem, objective: Objective, most_s: float = math.inf):
         self.problem, self.objective, self.most_s = problem, objective, most_s
+        self.bound = LeastTimes(problem) if objective is contended_s else None
+        self.draw = RandomMoves(problem)
         self.work = WorkDone()
         self.known: dict[Cuts, float] = {}
         self.best: dict[int, tuple[float, Cuts]] = {}
+        self.seeds: dict[int, list[Cuts]] = {}
+        self.climbed: set[Cuts] = set()
 
     def run(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
         """The best partition into one of these numbers of stages; None where none was found that fits."""
+        turns = Turns(self.best)
         for count in counts:
-            for cuts in starts(self.problem, count):
-                self.seconds(cuts)
+            if math.comb(self.problem.num_blocks - 1, count - 1) <= ALL:
+                self.try_all(count)
+                turns.taken[count] = MOST_TURNS
+            else:
+                self.begin(count)
             if self.is_late() and self.best:
                 break
-        order = sorted(self.best.values())
-        for _, cuts in order[:FOLLOWED]:
-            self.climb(cuts, set(counts))
-        self.widen(set(counts))
-        self.restart(set(counts))
+        while not self.is_late() and (count := turns.next()):
+            before_s, begin_s = self.best[count][0], self.work.seconds
+            self.turn(count, turns.taken[count], set(counts))
+            turns.took(count, 1 - self.best[count][0] / before_s, self.work.seconds - begin_s)
         return min(self.best.values(), default=None)
 
     def run_all(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
         """The best of all partitions into one of these numbers of stages."""
-        length = self.problem.num_blocks
         for count in counts:
-            for inner in itertools.combinations(range(1, length), count - 1):
-                self.seconds((0, *inner, length))
+            for cuts in self.all_of(count):
+                self.seconds(cuts)
                 if self.is_late():
                     break
         return min(self.best.values(), default=None)
+
+    def all_of(self, count: int) -> Iterator[Cuts]:
+        length = self.problem.num_blocks
+        return ((0, *inner, length) for inner in itertools.combinations(range(1, length), count - 1))
 
     def is_late(self) -> bool:
         return self.work.seconds > self.most_s
@@ -91,82 +158,88 @@ class Search:
             return REFUSED_S
         return STAGE_S * len(cuts) + FETCHED_S * num_fetched(self.problem, cuts)
 
-    def climb(self, cuts: Cuts, counts: set[int]) -> None:
-        """Take every move that helps and continue with the moves after it, until none helps."""
-        now_s = self.seconds(cuts)
-        near = list(self.moves(cuts, counts))
-        at = missed = 0
-        while missed < len(near) and not self.is_late():
-            tried = near[at % len(near)]
-            at, missed = at + 1, missed + 1
-            took_s = self.seconds(tried)
-            if took_s < now_s * (1 - 1e-9):
-                cuts, now_s, missed = tried, took_s, 0
-                near = list(self.moves(cuts, counts))
+    def least_s(self, rows: Sequence[Cuts] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """What each of these partitions into one number of stages takes at least."""
+        if self.bound is None:
+            return np.array([self.seconds(tuple(map(int, row))) for row in rows])
+        self.work.add(BATCH_S + (len(rows[0]) - 1) * (BATCH_STAGE_S + ROW_STAGE_S * len(rows)))
+        return self.bound(rows)
 
-    def widen(self, counts: set[int]) -> None:
-        """Try `WIDENED` moves from the best partitions known, whether they help or not."""
-        limit = len(self.known) + WIDENED
-        waiting = [(seconds, cuts) for cuts, seconds in self.known.items() if seconds < math.inf]
-        heapq.heapify(waiting)
-        while waiting and not self.is_late():
-            for tried in self.moves(heapq.heappop(waiting)[1], counts):
-                if tried in self.known:
-                    continue
-                if len(self.known) == limit:
-                    return
-                if self.seconds(tried) < math.inf:
-                    heapq.heappush(waiting, (self.known[tried], tried))
+    def try_all(self, count: int) -> None:
+        rows = list(self.all_of(count))
+        least_s = self.least_s(rows)
+        for i in map(int, np.argsort(least_s, kind="stable")):
+            if least_s[i] < self.best.get(count, (math.inf,))[0]:
+                self.seconds(rows[i])
 
-    def restart(self, counts: set[int]) -> None:
-        """Anneal from some of the best numbers of stages in turn, each time from the best partition known into that
-        number, and climb from what was found: first near it, then farther away."""
-        draw = random.Random(0)
-        cold = (COLD, COLD_RESTARTS, COLD_MOVES)
-        warm = (WARM, WARM_RESTARTS, WARM_MOVES * self.problem.num_blocks)
-        for warmth, restarts, moves in (cold, warm) * CYCLES:
-            for count in sorted(self.best, key=self.best.__getitem__)[:restarts]:
-                found = self.anneal(self.best[count], counts, draw, warmth, moves)
-                if self.is_late():
-                    return
-                self.climb(found, counts)
+    def begin(self, count: int) -> None:
+        rows = starts(self.problem, count)
+        least_s = self.least_s(rows)
+        order = [int(i) for i in np.argsort(least_s, kind="stable") if least_s[i] < math.inf]
+        if order:
+            self.seconds(rows[order[0]])
+            most_s = least_s[order[0]] * NEAR_BEST
+            self.seeds[count] = [rows[i] for i in order[1 : SEEDS + 1] if least_s[i] < most_s]
 
-    def anneal(
-        self, start: tuple[float, Cuts], counts: set[int], draw: random.Random, warmth: float, moves: int
-    ) -> Cuts:
-        """The best of the partitions on a way of random moves, of which ever fewer may cost something."""
-        (start_s, cuts), found = start, start
-        now_s = start_s
-        for step in range(moves):
+    def turn(self, count: int, turn: int, counts: set[int]) -> None:
+        best = self.best[count][1]
+        begun = [best, *(self.seeds.get(count, []) if turn == 0 else [])]
+        others = sorted((c for c in self.best if c != count), key=self.best.__getitem__)
+        begun += [like(self.problem, self.best[c][1], count) for c in others[:LIKE]]
+        many = self.bound is not None
+        steps = STEPS[min(turn, len(STEPS) - 1)] * (1 if many else DRAWN)
+        chains, drawn = (CHAINS, DRAWN) if many else (1, 1)
+        self.anneal(list(dict.fromkeys(begun)), chains, drawn, steps, WARMTH[turn % len(WARMTH)])
+        self.climb(self.best[count][1], counts)
+
+    def anneal(self, begun: Sequence[Cuts], chains: int, drawn: int, steps: int, warmth: float) -> None:
+        """Evaluate the best partitions on the ways of so many chains, each from one of `begun`."""
+        draw = self.draw.draw
+        rows = np.arange(chains)
+        cuts = np.array([begun[i % len(begun)] for i in range(chains)])
+        now_s = self.least_s(cuts)
+        found_s, found, begin_s = now_s.copy(), cuts.copy(), now_s.min()
+        for step in range(steps):
             if self.is_late():
                 break
-            tried = self.random_move(cuts, counts, draw)
-            if tried is None:
-                continue
-            took_s = self.seconds(tried)
-            cost = warmth * start_s * (1 - step / moves) ** 2
-            if took_s <= now_s - cost * math.log(1 - draw.random()):
-                cuts, now_s = tried, took_s
-                found = min(found, (now_s, cuts))
-        return found[1]
+            self.work.add(STEP_S)
+            moved = self.draw.of(np.repeat(cuts, drawn, axis=0))
+            took_s, moved = self.least_s(moved).reshape(chains, drawn), moved.reshape(chains, drawn, -1)
+            cost = warmth * begin_s * (1 - step / steps) ** 2
+            may = took_s <= now_s[:, None] - cost * np.log(1 - draw.random((chains, drawn)))
+            may &= (moved != cuts[:, None]).any(axis=2)
+            first, goes = may.argmax(axis=1), may.any(axis=1)
+            cuts[goes], now_s[goes] = moved[rows, first][goes], took_s[rows, first][goes]
+            better = now_s < found_s
+            found[better], found_s[better] = cuts[better], now_s[better]
+        ends = dict.fromkeys(tuple(map(int, found[i])) for i in np.argsort(found_s, kind="stable"))
+        least_s = {tuple(map(int, row)): float(seconds) for row, seconds in zip(found, found_s)}
+        for end in list(ends)[:JUDGED]:
+            if least_s[end] < self.best[len(end) - 1][0]:
+                self.seconds(end)
 
-    def random_move(self, cuts: Cuts, counts: set[int], draw: random.Random) -> Cuts | None:
-        """One cut, or several neighbours, moved by a block; a cut taken away, a new one, or both; None where the drawn
-        move is not possible."""
-        last, what = len(cuts) - 1, draw.choices(("one", "several", "elsewhere", "joined", "cut"), MOVED)[0]
-        if what in ("one", "several") and last > 1:
-            i, step = draw.randrange(1, last), draw.choice((1, -1))
-            k = min(last, i + (draw.randrange(1, 2 * len(self.problem.units) + 1) if what == "several" else 1))
-            moved = (*cuts[:i], *(c + step for c in cuts[i:k]), *cuts[k:])
-        else:
-            inner = list(cuts[1:-1])
-            if what in ("elsewhere", "joined") and inner:
-                inner.pop(draw.randrange(len(inner)))
-            if what in ("elsewhere", "cut"):
-                inner.append(draw.randrange(1, self.problem.num_blocks))
-            moved = (0, *sorted(inner), self.problem.num_blocks)
-        fits = len(moved) - 1 in counts and all(a < b for a, b in itertools.pairwise(moved))
-        return moved if fits else None
+    def climb(self, cuts: Cuts, counts: set[int]) -> None:
+        """Take the move that may help most and continue with the moves after it, until none helps."""
+        now_s = self.seconds(cuts)
+        while cuts not in self.climbed and not self.is_late():
+            self.climbed.add(cuts)
+            faster = (move for move in self.promising(cuts, counts, now_s) if self.seconds(move) < now_s * (1 - 1e-9))
+            cuts = next(faster, cuts)
+            now_s = self.known[cuts]
+
+    def promising(self, cuts: Cuts, counts: set[int], now_s: float) -> Iterator[Cuts]:
+        """Moves that may be faster than `now_s`, those first that may be fastest."""
+        near = list(self.moves(cuts, counts))
+        least_s: dict[Cuts, float] = {}
+        for _, same in itertools.groupby(sorted(near, key=len), key=len):
+            rows = list(same)
+            least_s.update(zip(rows, map(float, self.least_s(rows))))
+        evaluated = 0
+        for move in sorted(least_s, key=least_s.__getitem__):
+            if least_s[move] >= now_s * (1 - 1e-9) or evaluated == CLIMBED:
+                return
+            evaluated += move not in self.known
+            yield move
 
     def moves(self, cuts: Cuts, counts: set[int]) -> Iterator[Cuts]:
         last = len(cuts) - 1
@@ -203,60 +276,3 @@ def round_moved(cuts: Cuts, grown: int, shrunk: int, width: int) -> Cuts | None:
         sizes[grown + i] += 1
         sizes[shrunk + i] -= 1
     return (0, *itertools.accumulate(sizes)) if min(sizes) > 0 else None
-
-
-def starts(problem: MipProblem, count: int) -> list[Cuts]:
-    """Different first partitions into `count` stages."""
-    p, length, n = problem, problem.num_blocks, len(problem.units)
-    blocks = [float(i) for i in range(length + 1)]
-    seconds = [sum(f + b for f, b in zip(column[0], column[1])) for column in _columns(p)]
-    rates = [1.0 / (p.forward_s[d][-1] + p.backward_s[d][-1]) for d in range(n)]
-    rooms = [unit.budget_bytes for unit in p.units]
-    per_block = _cut(blocks, [1.0] * count)
-    return list(
-        dict.fromkeys(
-            (
-                per_block,
-                tuple(length - c for c in reversed(per_block)),
-                _cut(seconds, [rates[j % n] for j in range(count)]),
-                _cut(p.weight_bytes, [rooms[j % n] for j in range(count)]),
-                *(_cut(p.weight_bytes, shares) for shares in resident_shares(p, count)),
-            )
-        )
-    )
-
-
-def resident_shares(p: MipProblem, count: int) -> list[list[float]]:
-    """Weights per stage where some devices, evenly spread, hold no more than can stay on them, and others the rest."""
-    n = len(p.units)
-    whole = p.weight_bytes[-1]
-    lasting = whole + p.grad_bytes[-1] + p.update.state_bytes * p.params[-1]
-    found = []
-    for number in range(1, n if count > n and whole else 1):
-        stays = [(d + 1) * number // n > d * number // n for d in range(n)]
-        on = [len(range(d, count, n)) for d in range(n)]
-        most = [RESIDENT_PART * p.units[d].budget_bytes * whole / lasting for d in range(n)]
-        rest = whole - sum(most[d] for d in range(n) if stays[d])
-        others = sum(on[d] for d in range(n) if not stays[d])
-        if rest > 0:
-            found.append([most[d] / on[d] if stays[d] else rest / others for d in (j % n for j in range(count))])
-    return found
-
-
-def _columns(p: MipProblem) -> list[tuple[list[float], list[float]]]:
-    return [([f[i] for f in p.forward_s], [b[i] for b in p.backward_s]) for i in range(p.num_blocks + 1)]
-
-
-def _cut(sums: Sequence[float], shares: Sequence[float]) -> Cuts:
-    """Cuts where the running sums pass each stage's share of the whole, with at least one block a stage."""
-    count, length = len(shares), len(sums) - 1
-    whole, passed = sum(shares), 0.0
-    cuts = [0]
-    for j, share in enumerate(shares[:-1]):
-        passed += share
-        target = sums[-1] * passed / whole
-        at = bisect_left(sums, target)
-        if at and target - sums[at - 1] < sums[min(at, length)] - target:
-            at -= 1
-        cuts.append(min(max(at, cuts[-1] + 1), length - (count - 1 - j)))
-    return (*cuts, length)

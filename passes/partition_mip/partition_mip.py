@@ -4,9 +4,9 @@ In: blocks with costs. Out: `draft.partition`, `draft.planned_for` and `draft.st
 proven. Mobius 3.2 decides per layer i and stage j a boolean B_ij by a mixed-integer program (eq. 3 to 11). Given a
 partition, though, the best schedule is a longest path (`recurrence`: the paper's own objective, and one that counts
 what the machine adds: shared root complexes, first uploads, gradients, the optimizer). So partitions are searched
-(`local_search`), all of them where there are few blocks, and bounded from below (`bounds`; `model` and `solve`: a
-program over counts of identical blocks for each number of stages, through python-mip with HiGHS; `intervals`: over
-intervals of unlike ones).
+(`local_search`, most of them by bounds of many at once), all of them where there are few blocks, and bounded from below
+(`bounds`; `model` and `solve`: a program over counts of identical blocks for each number of stages, through python-mip
+with HiGHS; `intervals`: over intervals of unlike ones).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
 SEARCH_SHARE = 0.5  # the most that the local search may take of the deadline
-MOVES = 1.15  # what a search takes, moves to partitions that are known included, over what its evaluations take
+MOVES = 1.05  # what a search takes, making its moves included, over what its evaluations and bounds take
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.passes.partition_mip.bounds import closed_form_s
-from penstock.passes.partition_mip.local_search import Cuts, Objective, Search, starts
+from penstock.passes.partition_mip.local_search import Objective, Search
 from penstock.passes.partition_mip.model import MOST_RUNS
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s
 from penstock.passes.partition_mip.solve import prove
+from penstock.passes.partition_mip.starts import Cuts, starts
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 
 
@@ -139,12 +140,3 @@ def test_many_layers_on_many_devices() -> None:
     best_s = min(search.best.values())[0]
     assert proof.lower_s <= best_s <= proof.lower_s / 0.98, proof
     assert time.process_time() - begin_s <= 25.0  # 10 s of work; twice as long where other processes take the caches
-
-
-def test_starts_give_every_stage_a_block_and_fast_devices_more() -> None:
-    p = problem([0] * 12, [1.0, 3.0], [0, 1], [600.0] * 2)
-    for count in range(1, 13):
-        for cuts in starts(p, count):
-            assert len(cuts) == count + 1 and cuts[0] == 0 and cuts[-1] == 12
-            assert all(a < b for a, b in itertools.pairwise(cuts))
-    assert (0, 3, 12) in starts(p, 2)
