@@ -27,9 +27,9 @@ def row_numbers(rows: Tensor) -> Tensor:
     return torch.arange(rows.shape[0], device=rows.device)
 
 
-def tokens_to_send(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of what goes to experts in the type in which they take it, made in the stage that makes routes."""
-    return tokens.to(dtype, copy=True)
+def tokens_to_send(tokens: Tensor) -> Tensor:
+    """A copy of what goes to experts, made in the stage that makes routes."""
+    return tokens.clone()
 
 
 def token_experts(offsets: Tensor, rows: Tensor, each: int) -> Tensor:

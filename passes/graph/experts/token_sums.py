@@ -3,7 +3,8 @@
 In: a layer of experts, and where tokens lie (`tokens/facts.py`). Out: `TokenSums`, if the layer takes each of its rows
 from a token by number, and if what is made of its results is, for each token, the sum over as many rows, each times a
 number of its own: as modelling code of mixtures writes it, sorting tokens by expert and undoing that. The facts prove
-that the numbers are those of a permutation, divided by the number of experts of a token, and that it is undone.
+that the numbers are those of a permutation, divided by the number of experts of a token, and that it is undone. Rows
+that are rounded after they were taken are left alone: sums of their gradients have the tokens' larger type.
 """
 
 from __future__ import annotations
@@ -23,16 +24,24 @@ from .layers import ExpertLayer, is_of_rows
 
 @dataclass(frozen=True)
 class TokenSums:
-    """`tokens`: the value [tokens, ...] of which rows are taken, `taken`: the layer's rows, `numbers`: the token of
-    each; `each`: the number of rows of a token. `shares`: what results are multiplied by, [rows, 1] each. `chain`: the
-    nodes that make sums of results, in order; the last one has the sums, [tokens, ...]."""
+    """`tokens`: the value [tokens, ...] of which rows are taken, `taken`: the layer's rows, `results`: what it gives of
+    them, `numbers`: the token of each row; `each`: the number of rows of a token. `chain`: the nodes that make sums of
+    results, in order; the last one has the sums, [tokens, ...]. `shares`: what those of them that multiply results
+    multiply by, [rows, 1] each; `in_order`: the one after which the rows of a token stand together."""
 
     tokens: fx.Node
     taken: fx.Node
+    results: fx.Node
     numbers: fx.Node
     each: int
-    shares: tuple[fx.Node, ...]
     chain: tuple[fx.Node, ...]
+    shares: dict[fx.Node, fx.Node]
+    in_order: fx.Node
+
+    @property
+    def widens(self) -> bool:
+        """Whether sums are made in a larger type than that of results, which they would be rounded to."""
+        return any(node.meta["val"].dtype != self.results.meta["val"].dtype for node in self.chain)
 
 
 def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSums | None:
@@ -44,8 +53,10 @@ def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSu
     before, after = facts.place(tokens), facts.sorted_places.get(rows, ())
     if before is None or before.dim or after != (TokenPlace(0, before.inner * each),):
         return None
-    found = _chain(graph, layer, facts, TokenPlace(0, before.inner * each), each)
-    return None if found is None else TokenSums(tokens, rows, numbers, each, *found)
+    found = _Chain(graph, layer, facts, TokenPlace(0, before.inner * each), each)
+    if not found.is_whole or found.in_order is None:
+        return None
+    return TokenSums(tokens, rows, layer.leaving[0], numbers, each, tuple(found.nodes), found.shares, found.in_order)
 
 
 def rows_of_each(layer: ExpertLayer) -> int:
@@ -57,48 +68,57 @@ def rows_of_each(layer: ExpertLayer) -> int:
 
 
 def _taken(layer: ExpertLayer) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """The value of rows that enters a layer, if it is one, and the value and the numbers of which it is taken, maybe in
-    another type."""
+    """The value of rows that enters a layer, if it is one, and the value and the numbers of which it is taken, without
+    another rounding."""
     entering = [node for node in layer.entering if is_of_rows(node, layer.rows)]
     node = entering[0]
     while call_name(node) == "to" and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     picked = _picked(node) if len(entering) == 1 else None
-    return None if picked is None else (entering[0], *picked)
+    if picked is None or picked[0].meta["val"].dtype != entering[0].meta["val"].dtype:
+        return None
+    return entering[0], *picked
 
 
-def _chain(
-    graph: OpGraph, layer: ExpertLayer, facts: TokenFacts, place: TokenPlace, each: int
-) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
-    """The factors of results, and the calls that make sums of them. `place`: of tokens in rows that are in order."""
-    shares: list[fx.Node] = []
-    chain: list[fx.Node] = []
-    node, in_order, apart = layer.leaving[0], False, False
-    rows, outputs = layer.rows, set(graph.outputs.values())
-    while len(node.users) == 1 and node not in outputs:
-        (user,) = node.users
-        value, name = user.meta["val"], call_name(user)
-        if user.meta["mutates"] or (user.args and user.args[0] is not node and name != "mul"):
-            return None
-        chain.append(user)
-        if user.target in (operator.mul, torch.mul) and not in_order:
+class _Chain:
+    """The calls that make sums of a layer's results. `place`: of tokens in rows that are in order."""
+
+    def __init__(self, graph: OpGraph, layer: ExpertLayer, facts: TokenFacts, place: TokenPlace, each: int):
+        self.facts, self.place, self.each, self.rows = facts, place, each, layer.rows
+        self.nodes: list[fx.Node] = []
+        self.shares: dict[fx.Node, fx.Node] = {}
+        self.in_order: fx.Node | None = None
+        self.is_apart = self.is_whole = False
+        node, outputs = layer.leaving[0], set(graph.outputs.values())
+        while not self.is_whole and len(node.users) == 1 and node not in outputs:
+            (user,) = node.users
+            if user.meta["mutates"] or not self._takes(node, user):
+                return
+            self.nodes.append(user)
+            node = user
+
+    def _takes(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether a call is the next one of the chain after `node`."""
+        value, name, rest = user.meta["val"], call_name(user), node.meta["val"].shape[1:]
+        if user.target in (operator.mul, torch.mul) and self.in_order is None:
             factor = next((arg for arg in user.all_input_nodes if arg is not node), None)
-            if factor is None or tuple(factor.meta["val"].shape) != (rows, 1):
-                return None
-            shares.append(factor)
-        elif name == "sum" and apart:
-            is_whole = tuple(value.shape) == (rows // each, *node.meta["val"].shape[2:])
-            return (tuple(shares), tuple(chain)) if is_whole and _sums_second(user) else None
-        elif name in ("view", "reshape", "unflatten") and in_order and not apart:
-            apart = tuple(value.shape) == (rows // each, each, *node.meta["val"].shape[1:])
-            if not apart:
-                return None
-        elif _picked(user) is not None and not in_order and facts.places.get(user) == (place,):
-            in_order = True
-        elif name != "to":
-            return None
-        node = user
-    return None
+            if factor is None or tuple(factor.meta["val"].shape) != (self.rows, 1):
+                return False
+            self.shares[user] = factor
+            return True
+        if not user.args or user.args[0] is not node:
+            return False
+        if name == "sum" and self.is_apart:
+            shape = (self.rows // self.each, *node.meta["val"].shape[2:])
+            self.is_whole = tuple(value.shape) == shape and _sums_second(user)
+            return self.is_whole
+        if name in ("view", "reshape", "unflatten") and self.in_order is not None and not self.is_apart:
+            self.is_apart = tuple(value.shape) == (self.rows // self.each, self.each, *rest)
+            return self.is_apart
+        if _picked(user) is not None and self.in_order is None and self.facts.places.get(user) == (self.place,):
+            self.in_order = user
+            return True
+        return name == "to"
 
 
 def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

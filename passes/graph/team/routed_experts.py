@@ -5,7 +5,8 @@ computes with its own experts. The members tell each other to which experts thei
 the members that have its experts, once to each, and one row comes back from each: an all-to-all by count (GShard,
 Lepikhin 2020, 3.2, without its capacity: no token is dropped). A member multiplies its rows by the router's weights
 before the last product, which is linear, and adds up its rows of a token; where the token is, those of all members are
-added up.
+added up. Where the model weighs and adds up results in a larger type than theirs, they come back one by one, and are
+weighed and added up where the token is, so that none of them is rounded once more.
 
 If it is not known how the layer makes rows of tokens (`experts/token_sums.py`), each row goes to its expert as a token
 of its own.
@@ -65,30 +66,45 @@ def route_experts(
 ) -> None:
     """Let a member compute its own experts' share of a layer, for the tokens of all. `member`: the input with its
     number; `facts`: where tokens lie."""
-    sums = token_sums(graph, layer, facts)
-    if sums is not None and not _brought_before(graph, sums.shares, layer):
-        sums = None
-    each, before = 1 if sums is None else sums.each, GraphEdit(graph, layer.products[0])
+    sums, before = token_sums(graph, layer, facts), GraphEdit(graph, layer.products[0])
+    combines = sums is not None and not sums.widens and _brought_before(graph, [*sums.shares.values()], layer)
     if sums is None:
-        taken = {node: node for node in layer.entering if is_of_rows(node, layer.rows)}
+        taken, each = {node: node for node in layer.entering if is_of_rows(node, layer.rows)}, 1
+        rows = before.call(row_numbers, next(iter(taken)))
     else:
-        taken = {sums.taken: sums.tokens}
-    given = {n: before.call(tokens_to_send, value, n.meta["val"].dtype) for n, value in taken.items()}
-    rows = before.call(row_numbers, next(iter(taken))) if sums is None else before.call(rows_of_tokens, sums.numbers)
+        taken, each = {sums.taken: sums.tokens}, sums.each
+        rows = before.call(rows_of_tokens, sums.numbers)
+    given = {n: before.call(tokens_to_send, value) for n, value in taken.items()}
     own_routes = before.call(token_experts, layer.offsets, rows, each)
-    routes = before.call(gather_alike, own_routes, team, 0)
+    routes = back = before.call(gather_alike, own_routes, team, 0)
+    if sums is not None and not combines:
+        back = before.call(gather_alike, before.call(torch.reshape, own_routes, (-1, 1)), team, 0)
     sent = {n: before.call(to_experts, value, team, routes, layer.experts) for n, value in given.items()}
     shares = None
-    if sums is not None and sums.shares:
-        whole = reduce(partial(before.call, operator.mul), sums.shares)
+    if sums is not None and sums.shares and combines:
+        whole = reduce(partial(before.call, operator.mul), sums.shares.values())
         shares = before.call(token_shares, whole, rows, each)
         shares = before.call(to_experts, shares, team, routes, layer.experts)
     share = _Routed(graph, layer, member, team, routes, sent, shares, values)
-    found = {n: share.call(from_experts, r, team, routes, layer.experts) for n, r in share.compute().items()}
+    found = {n: share.call(from_experts, r, team, back, layer.experts) for n, r in share.compute().items()}
     if sums is None:
         replace_layers(graph, [(layer, found)])
+    elif combines:
+        _replace_chain(graph, layer, sums, sums.chain[-1], found[sums.results])
     else:
-        _replace_sums(graph, layer, sums, *found.values())
+        _replace_chain(graph, layer, sums, sums.in_order, _as_tokens_take_them(graph, sums, rows, found[sums.results]))
+
+
+def _as_tokens_take_them(graph: OpGraph, sums: TokenSums, rows: fx.Node, results: fx.Node) -> fx.Node:
+    """What the chain of a layer makes of results, which are in the order of tokens already. `rows`: those of each."""
+    edit = GraphEdit(graph, sums.in_order)
+    for node in sums.chain[: sums.chain.index(sums.in_order)]:
+        if node in sums.shares:
+            shares = edit.call(torch.reshape, edit.call(token_shares, sums.shares[node], rows, sums.each), (-1, 1))
+            results = edit.call(operator.mul, results, shares)
+        else:
+            results = edit.call(torch.Tensor.to, results, node.meta["val"].dtype)
+    return results
 
 
 def _brought_before(graph: OpGraph, wanted: Sequence[fx.Node], layer: ExpertLayer) -> bool:
@@ -107,13 +123,12 @@ def _brought_before(graph: OpGraph, wanted: Sequence[fx.Node], layer: ExpertLaye
     return True
 
 
-def _replace_sums(graph: OpGraph, layer: ExpertLayer, sums: TokenSums, result: fx.Node) -> None:
-    """Let what reads the sums of a layer's rows read `result`, and remove what made them and nothing else reads."""
-    last, before = sums.chain[-1], set(graph.nodes)
-    if result.meta["val"].dtype != last.meta["val"].dtype:
-        result = GraphEdit(graph, last).call(torch.Tensor.to, result, last.meta["val"].dtype)
-    made_by = _makers(graph, [*sums.chain, sums.taken])
-    replace_layers(graph, [(replace(layer, inside=(*layer.inside, *sums.chain)), {last: result})])
+def _replace_chain(graph: OpGraph, layer: ExpertLayer, sums: TokenSums, last: fx.Node, result: fx.Node) -> None:
+    """Let what reads `last`, which is of the chain that makes sums of a layer's rows, read `result`, and remove what
+    made it and nothing else reads."""
+    chain, before = sums.chain[: sums.chain.index(last) + 1], set(graph.nodes)
+    made_by = _makers(graph, [*chain, sums.taken])
+    replace_layers(graph, [(replace(layer, inside=(*layer.inside, *chain)), {last: result})])
     for node in reversed([n for n in graph.nodes if n in made_by and n in before]):
         written = {user for target in node.meta["mutates"] for user in target.users} - {node}
         if not node.users and not written:

@@ -42,6 +42,13 @@ class BentExperts(Experts):
         return rows.sin()
 
 
+class WideExperts(Experts):
+    """Experts whose results are weighed and added up in double precision."""
+
+    def forward(self, h: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        return super().forward(h, chosen, share.double()).to(h.dtype)
+
+
 class Mixture(nn.Module):
     """Attention, a router, experts and a shared expert. `bias`: what the router adds to the scores of each expert;
     `dtype`: of the experts' products, if another one than that of the rest."""

@@ -24,7 +24,7 @@ from penstock.passes.graph.team.split_context import SplitContext
 from penstock.passes.graph.tokens.facts import token_facts
 from penstock.runtime.experts.routes import Arrivals, arrived_offsets, arrived_places, token_experts
 from penstock.tests import zoo
-from penstock.tests.passes.graph.team.mixtures import EXPERTS, TOP, WIDTH, BentExperts, Mixture
+from penstock.tests.passes.graph.team.mixtures import EXPERTS, TOP, WIDTH, BentExperts, Mixture, WideExperts
 from penstock.tests.passes.graph.team.sequences import (
     PLAIN,
     TOKENS,
@@ -149,6 +149,22 @@ def test_rows_whose_sums_are_not_known_go_to_experts_one_by_one(team: int) -> No
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.to_experts]
     assert {work.moved_bytes for work in works} == {2 * TOKENS // team * TOP * WIDTH * 4} and len(works) == 2 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("team", [2, 4])
+def test_results_that_are_summed_in_a_larger_type_come_back_one_by_one(team: int) -> None:
+    """So that none is rounded once more. Tokens go to a member once, and gradients come from there once."""
+    torch.manual_seed(3)
+    graph = trace(Mixture(experts=WideExperts), batches_of(1)[0])
+    draft = drafted(graph, lines("heads", team), team)
+    assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
+    tokens_bytes = 2 * TOKENS // team * WIDTH * 4
+    visits = team * (1 - math.comb(EXPERTS - EXPERTS // team, TOP) / math.comb(EXPERTS, TOP))
+    for op in (ops.to_experts, ops.from_experts):
+        works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is op]
+        wanted = [round(tokens_bytes * visits)] * 2 + [tokens_bytes * TOP] * 2
+        assert sorted(work.moved_bytes for work in works) == wanted
 
 
 @pytest.mark.slow
