@@ -40,6 +40,33 @@ def cheapest_again(
     return None if some is None else sorted([*forced.tolist(), *free[some].tolist()])
 
 
+def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -> tuple[Array, Array]:
+    """`cheapest_again` of many devices with as many stages, all of which lack memory: whether each stage runs again,
+    [device, stage]; and where all are enough, [device]. `missing_bytes`: [device, moment]; `frees_bytes`: [device,
+    moment, stage]."""
+    num, count = seconds.shape
+    free = np.broadcast_to(np.arange(count), seconds.shape)
+    forced, possible = np.zeros(seconds.shape, bool), np.ones(num, bool)
+    if count > TOGETHER:
+        order = count - 1 - np.argsort(-frees_bytes.max(axis=1)[:, ::-1], axis=1, kind="stable")
+        freed = np.cumsum(np.take_along_axis(frees_bytes, order[:, None], 2), axis=2)
+        enough = np.all(freed >= missing_bytes[:, :, None], axis=1)
+        first = np.clip(enough.argmax(axis=1) + 1 - TOGETHER // 2, 0, count - TOGETHER)
+        forced = np.argsort(order, axis=1) < first[:, None]
+        free = np.sort(np.take_along_axis(order, first[:, None] + np.arange(TOGETHER), 1), axis=1)
+        missing_bytes = missing_bytes - (frees_bytes * forced[:, None]).sum(axis=2)
+        possible = enough[:, -1]
+    sets, ranks = _sets(free.shape[1])
+    took = np.take_along_axis(seconds, free, 1)
+    longest = took.max(axis=1, keepdims=True)
+    spent = np.round(took @ sets.T / np.where(longest > 0, ALIKE * longest, 1.0)) * len(ranks) + ranks
+    for frees, missing in zip(np.moveaxis(frees_bytes, 1, 0), missing_bytes.T):
+        spent[np.take_along_axis(frees, free, 1) @ sets.T < missing[:, None] - ROUNDING] = np.inf
+    again = forced.copy()
+    np.put_along_axis(again, free, sets[spent.argmin(axis=1)] > 0, 1)
+    return again, possible & (spent.min(axis=1) < np.inf)
+
+
 def _cheapest(took: Array, missing: Array, frees: Array) -> list[int] | None:
     """The cheapest of all sets."""
     sets, ranks = _sets(len(took))

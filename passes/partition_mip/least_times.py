@@ -18,6 +18,7 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
+from ..run_again import cheapest_of_many
 from .problem import MipProblem, Table, Unit
 
 Floats = NDArray[np.float64]
@@ -85,35 +86,36 @@ class _Steps:
         self.w, self.g, self.q = (x[b] - x[a] for x in (of.weights, of.grads, of.params))
         self.work, self.entering = of.work[b, a], p.micro_batches * of.inputs[b, a]
         self.kept, self.calls = of.kept[b] - of.kept[a], of.tensors[b] - of.tensors[a]
+        self.again = of.again[d, b] - of.again[d, a]
         self.room, remat = self.place()
-        self.tb += np.where(remat, of.again[d, b] - of.again[d, a], 0.0)
+        self.tb += np.where(remat, self.again, 0.0)
         self.swapped = self.room < math.inf  # [device, row]
         self.any_swapped = [bool(rows.any()) for rows in self.swapped]
         self.stage_swapped = self.swapped[self.on]
         self.never = np.where(self.stage_swapped, 0.0, -math.inf)
 
-    def by_device(self, stages: Floats, fill: float = 0.0) -> Floats:
-        """[round, device, row]; a device without a stage in the last round has `fill`."""
-        full = np.full((-(-self.count // self.n) * self.n, self.num), fill)
-        full[: self.count] = stages
-        return full.reshape(-1, self.n, self.num)
-
     def place(self) -> tuple[Floats, Flags]:
         """By device the room for weights fetched ahead, inf where it is resident or has no stage; by stage whether it
         rematerialises."""
+        n, (rounds, more) = self.n, divmod(self.count, self.n)
+        room, remat = np.full((n, self.num), math.inf), np.empty((self.count, self.num), bool)
+        for devices, of_each in ((np.arange(more), rounds + 1), (np.arange(more, n), rounds)):
+            if of_each and len(devices):
+                stages = np.arange(of_each)[:, None] * n + devices
+                room[devices], remat[stages] = self.place_on(devices, stages)
+        return room, remat
+
+    def place_on(self, devices: Indices, stages: Indices) -> tuple[Floats, Flags]:
+        """The same for devices with as many stages: [device, row] and [round, device, row]."""
         p, m = self.p, self.p.micro_batches
         names = (self.w, self.g, self.q, self.work, self.entering, self.kept)
-        w, g, q, work, entering, kept = (self.by_device(x) for x in names)
-        budget = self.of.unit("budget_bytes", np.arange(self.n)[:, None])
-        rounds, slack, inputs = len(w), 2 * entering / m, np.cumsum(entering, axis=0)
-        last = np.zeros((rounds, self.n, 1), bool)
-        for d in range(min(self.n, self.count)):
-            last[(self.count - 1 - d) // self.n, d] = True
-        most = np.maximum(np.where(last, 0.0, work + inputs).max(axis=0), 0.0)
-        last_kept, last_slack = (kept * last).sum(axis=0), (slack * last).sum(axis=0)
-        ends = (work * last).sum(axis=0) + inputs[-1]
-        keeping = np.maximum(most, ends + (m - 1) * last_kept) + last_slack
-        longer = np.maximum(most, ends) + last_slack
+        w, g, q, work, entering, kept = (x[stages] for x in names)
+        budget = self.of.unit("budget_bytes", devices[:, None])
+        slack, inputs = 2 * entering / m, np.cumsum(entering, axis=0)
+        most = (work + inputs)[:-1].max(axis=0, initial=0.0)
+        ends = work[-1] + inputs[-1]
+        keeping = np.maximum(most, ends + (m - 1) * kept[-1]) + slack[-1]
+        longer = np.maximum(most, ends) + slack[-1]
 
         def early(room: Floats) -> Floats:
             fetched: Floats = np.maximum(np.minimum(w[1:], room - w[:-1]), 0.0).sum(axis=0)
@@ -121,24 +123,30 @@ class _Steps:
 
         keeps = (keeping + w.max(axis=0) <= budget) & (early(budget - keeping) >= early(budget - longer))
         room = budget - np.where(keeps, keeping, longer)
-        remat = ~(keeps & last)
+        remat = np.ones(kept.shape, bool)
+        remat[-1] = ~keeps
         if not p.swap:
             held = (w + p.update.state_bytes * q + g).sum(axis=0)
-            base = held + inputs - (np.cumsum(g, axis=0) - g) + work - g + slack
-            largest = np.argsort(-self.by_device(self.kept, -1.0), axis=0, kind="stable")
-            rank = np.argsort(largest, axis=0)
-            low, high = np.zeros((self.n, self.num), int), np.full((self.n, self.num), rounds + 1)
-            for _ in range((rounds + 1).bit_length()):
-                middle = (low + high) // 2
-                saved = np.where(rank < middle, 0.0, kept)
-                enough = (base + m * np.cumsum(saved, axis=0) - saved).max(axis=0) <= budget
-                going = low < high
-                low, high = np.where(going & ~enough, middle + 1, low), np.where(going & enough, middle, high)
-            stays = (held <= budget) & (low <= rounds)
-            room = np.where(stays, math.inf, room)
-            remat = np.where(stays, rank < low, remat)
-        room[self.count :] = math.inf
-        return room, remat.reshape(-1, self.num)[: self.count]
+            missing = held - budget + inputs + m * np.cumsum(kept, axis=0) - np.cumsum(g, axis=0) + work - kept + slack
+            stays, short = held <= budget, (missing > 0).any(axis=0)
+            again = np.zeros(kept.shape, bool)
+            d, row = np.nonzero(stays & short)
+            if len(d):
+                lacking = (x[:, d, row].T for x in (self.again[stages], missing, kept))
+                again[:, d, row], stays[d, row] = self.again_on(*lacking)
+            room, remat = np.where(stays, math.inf, room), np.where(stays, again, remat)
+        return room, remat
+
+    def again_on(self, seconds: Floats, missing: Floats, kept: Floats) -> tuple[Flags, Flags]:
+        """Which stages of resident devices run again, [round, device], and whether that is enough; each case once."""
+        m, count = self.p.micro_batches, seconds.shape[1]
+        cases, which = np.unique(np.hstack([seconds, missing, kept]), axis=0, return_inverse=True)
+        seconds, missing, kept = np.split(cases, 3, axis=1)
+        leaves = m * np.tri(count, count, -1) + (m - 1) * np.eye(
+            count
+        )  # all before; all but one micro-batch of its own
+        again, enough = cheapest_of_many(seconds, missing, leaves * kept[:, None])
+        return again[which].T, enough[which]
 
     def seconds(self) -> Floats:
         of, p, n, m = self.of, self.p, self.n, self.p.micro_batches

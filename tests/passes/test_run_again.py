@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.passes.run_again import TOGETHER, cheapest_again
+from penstock.passes.run_again import TOGETHER, cheapest_again, cheapest_of_many
 
 stages = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=TOGETHER + 4)
 
@@ -34,6 +35,19 @@ def test_nothing_cheaper_fits(rows: list[tuple[int, int]], moments: list[tuple[i
     largest = sorted(range(len(rows)), key=lambda i: (-max(mine[i] for mine in frees), -i))
     first = next(largest[:n] for n in range(len(rows) + 1) if fits(largest[:n]))
     assert took <= sum(seconds[i] for i in first)
+
+
+@given(st.integers(1, TOGETHER + 3), st.integers(0, 10**6))
+def test_many_devices_at_once_choose_the_same(count: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    seconds = draw.integers(1, 9, (6, count)).astype(float)
+    frees = draw.integers(0, 9, (6, 3, count)).astype(float)
+    missing = draw.integers(1, 2 + 5 * count, (6, 3)).astype(float)
+    again, possible = cheapest_of_many(seconds, missing, frees)
+    for row in range(6):
+        found = cheapest_again(seconds[row].tolist(), missing[row].tolist(), frees[row].tolist())
+        assert possible[row] == (found is not None)
+        assert found is None or np.flatnonzero(again[row]).tolist() == found
 
 
 def test_stages_that_take_as_long_are_the_fewest_and_the_latest() -> None:
