@@ -36,6 +36,8 @@ TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, at
 MORE_NODES = 4  # times as many nodes where these were too few
 TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once, and in each iteration
 ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
+BARRIER_ROWS = 1500  # from which on the barrier method is faster, where blocks are alike
+MADE_S = 2.5e-5  # of work, for a row of a program over counts that simplex solves, once
 INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
 WIDE, NARROW = 2.5, 1.4  # the most stages over the fewest, of one relaxation; where devices differ, but not blocks
@@ -290,14 +292,16 @@ class _Tree:
         self.work.add(iterations * (INTEGER_S if nodes else model.num_rows * ITERATION_S))
         return status
 
-    def barrier(self, model: Any, entry_s: float = ENTRY_S) -> Any:
-        """Solve a relaxation by the barrier method, twice as fast as simplex on the largest of these."""
+    def linear(self, model: Any, entry_s: float = ENTRY_S) -> Any:
+        """Solve a relaxation: by dual simplex, or the barrier method, which is faster on the largest of these."""
         import mip
 
-        model.lp_method = mip.LP_Method.BARRIER
+        simplex = entry_s == ENTRY_S and (self.limits.unlike or model.num_rows < BARRIER_ROWS)
+        model.lp_method = mip.LP_Method.DUAL if simplex else mip.LP_Method.BARRIER
         status = model.optimize(relax=True, max_seconds=self.guard_s())
-        iterations = model.solver._get_int_info_value("ipm_iteration_count")
-        self.work.add(model.num_rows * ROW_S + model.num_nz * iterations * entry_s)
+        iterations = model.solver._get_int_info_value("simplex_iteration_count" if simplex else "ipm_iteration_count")
+        self.work.add(model.num_rows * (MADE_S if simplex else ROW_S))
+        self.work.add(iterations * (model.num_rows * ITERATION_S if simplex else model.num_nz * entry_s))
         return status
 
     def cutoff_s(self, node: _Node) -> float:
@@ -315,7 +319,7 @@ class _Tree:
         gc.collect(0)  # the model before
         cutoff_s = self.best_s() * (1 - CLOSE)
         counted = self.counts(node, cutoff_s)
-        status = self.barrier(counted.model)
+        status = self.linear(counted.model)
         self.counted["linear relaxations"] += 1
         if status == mip.OptimizationStatus.OPTIMAL:
             self.raised(node, min(counted.model.objective_value, cutoff_s))
@@ -333,12 +337,12 @@ class _Tree:
         gc.collect(0)  # the models before
         cutoff_s = self.cutoff_s(node)
         counted = self.counts(node, cutoff_s)
-        status = self.barrier(counted.model)
+        status = self.linear(counted.model)
         if status == mip.OptimizationStatus.OPTIMAL:
             more = {"largest": node.largest or 0, "most": node.most}
             whole = self.interval_model(self.intervals, counted, cutoff_s, **more).model
             self.work.add(whole.num_nz * COLUMN_S)
-            status = self.barrier(whole, COLUMN_ENTRY_S)
+            status = self.linear(whole, COLUMN_ENTRY_S)
             self.counted["programs over intervals"] += 1
             if status == mip.OptimizationStatus.OPTIMAL:
                 self.raised(node, min(whole.objective_value, cutoff_s))
