@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+RARE = (50_000, 20, 50)  # thresholds of Python's three generations
+
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
@@ -14,7 +16,7 @@ def rare_collections() -> Iterator[None]:
     That saves a quarter of the time to plan GPT-3 175B and costs 10 MB (bench/plan_time.py).
     """
     before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(*RARE)
     try:
         yield
     finally:
