@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ...ir.program import HookCall, RowPart, SizeRange, TeamPart
 from .loss_terms import LossRules
@@ -205,9 +206,10 @@ def build_module(model: nn.Module, graph: fx.Graph, unregistered: dict[str, torc
     """A GraphModule over `graph` that holds the user's own leaf modules, parameters and buffers under their names, and
     what is `unregistered`.
 
-    Torch's constructor would register get_attr buffers anew inside the user's modules, losing their persistence.
+    Torch's constructor would register get_attr buffers anew inside the user's modules, losing their persistence. Its
+    Python is made when it is first asked for: most graphs are never run.
     """
-    built = fx.GraphModule(nn.Module(), fx.Graph(), type(model).__name__)
+    built = _LazyGraphModule(nn.Module(), fx.Graph(), type(model).__name__)
     leaves = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     tensors = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
     for name in dict.fromkeys([*leaves, *tensors]):
