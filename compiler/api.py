@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -210,7 +211,7 @@ def compile(
             "few of them, is a mini-batch with updates of its own, so that their number is yours to choose; say, for "
             f"instance, micro_batches={shape.size}"
         )
-    with torch.device("cpu"), rare_collections():  # whatever the script's default device is
+    with _planning():
         kind = _stepped_dtype(precision, rounds_itself(optimizer))
         spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups, dtype=kind)
         options = Options(
@@ -279,7 +280,7 @@ def compile(
     find_graph.cache_clear()
 
     def helps() -> list[Help]:
-        with torch.device("cpu"), rare_collections():
+        with _planning():
             found = what_helps(find_graph, machine, wishes, made)
         capture.cache_clear()
         find_graph.cache_clear()
@@ -288,14 +289,14 @@ def compile(
     programs = best.draft.programs
 
     def offers(times: Mapping[int, float]) -> Offer | None:
-        with torch.device("cpu"), rare_collections():
+        with _planning():
             found = find_offer(find_graph, machine, wishes, made, programs, times)
         capture.cache_clear()
         find_graph.cache_clear()
         return found
 
     def stages_at(other: Sizes) -> Mapping[str, StageSpec]:
-        with torch.device("cpu"), rare_collections():
+        with _planning():
             plain = dataclasses.replace(wishes.options, profiler=None)
             decided = dataclasses.replace(wishes, options=plain, decided=made, dump=None)
             each = _accumulated(decided, machine)
@@ -406,6 +407,14 @@ def _capturer(
         return capture
 
     return capture_at
+
+
+@contextmanager
+def _planning() -> Iterator[None]:
+    """Tensors are made on the CPU, whatever the script's default device is, and garbage is looked for rarely."""
+    is_on_cpu = torch.empty(0).device.type == "cpu"  # then without a context, which each call of torch would pass
+    with nullcontext() if is_on_cpu else torch.device("cpu"), rare_collections():
+        yield
 
 
 def _stepped_dtype(precision: str, rounds: bool) -> torch.dtype | None:
