@@ -1,7 +1,8 @@
 """Borrow the user's model for a trace, and give it back exactly as it was.
 
 While borrowed, every parameter and buffer is a fake cpu tensor (one per object, so ties survive; no weight is read or
-made), every module is in its own mode, and Hugging Face caches are off. All of it is undone on exit, also on errors.
+made), every module is in its own mode, none is compiled, and Hugging Face caches are off. All of it is undone on exit,
+also on errors.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
     torch_state = torch.get_rng_state()
     try:
         _isolate(saved)
+        for module, _ in saved:
+            module.__dict__.pop("_compiled_call_impl", None)  # by `module.compile()`
         _insert_fakes(model, held, fake_mode, options.param_dtype)
         _substitute(saved, held)
         held.name_constants(options.loss_fn)

@@ -1,7 +1,7 @@
 """The main tracer: run the model's own forward on fake tensors and write down the torch-level calls it makes.
 
 In: a borrowed model (fake parameters) and fake inputs. Out: an fx graph with full node meta. Three hooks
-see everything: a `TorchFunctionMode` (functions, methods, operators), a patched `Module.__call__` (leaf modules,
+see everything: a `TorchFunctionMode` (functions, methods, operators), a patched `Module._call_impl` (leaf modules,
 paths) and a patched `Function.apply` (custom autograd).
 """
 
@@ -102,7 +102,7 @@ class Recorder(GraphWriter):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks; remove them on exit."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        call, apply = nn.Module._call_impl, torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
         def on_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class Recorder(GraphWriter):
         changes = [
             (torch, "_check_tensor_all_with", on_check),
             (checkpoint, "_checkpoint_without_reentrant_generator", on_checkpoint),
-            (nn.Module, "__call__", on_call),
+            (nn.Module, "_call_impl", on_call),  # of `__call__`, Python would tell each of thousands of subclasses
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (torch.autocast, "__enter__", on_enter),
             (torch.autocast, "__exit__", on_exit),

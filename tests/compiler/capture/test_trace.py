@@ -192,6 +192,12 @@ def test_what_the_model_compiled_for_itself_is_traced_through():
 
     opgraph = trace(Compiled(), torch.randn(3, 4), tracer="recorder")
     assert [n.target for n in opgraph.nodes if n.op == "call_module"] == ["body._orig_mod"]
+    inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for module in (inside, inside[0]):
+        module.compile()
+    opgraph = trace(inside, torch.randn(3, 4), tracer="recorder", loss_fn=lambda output, batch: output.sum())
+    assert [n.target for n in opgraph.nodes if n.op == "call_module"] == ["0", "1"]
+    assert inside._compiled_call_impl is not None and inside[0]._compiled_call_impl is not None
 
 
 @torch.library.custom_op("penstock_tests::scale", mutates_args=())
