@@ -174,11 +174,13 @@ def _sums(seconds: Iterable[float]) -> list[float]:
 def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) -> dict[int, int]:
     """Bytes of each parameter's weight and gradient, by identity; with `states`, those of its optimizer states and fp32
     master, too."""
-    found = {id(p): param_spec(draft.graph, name, p) for node in block.nodes
-             for name, p in draft.graph.node_parameters(node).items()}  # fmt: skip
+    graph, key = draft.graph, ("parameters", block.nodes)
+    if key not in graph.known:  # every partitioner asks, for each machine
+        graph.known[key] = {id(p): param_spec(graph, name, p) for node in block.nodes
+                            for name, p in graph.node_parameters(node).items()}  # fmt: skip
     return {
         key: p.bytes + p.grad_bytes * p.requires_grad + (draft.options.optimizer_bytes([p]) if states else 0)
-        for key, p in found.items()
+        for key, p in graph.known[key].items()
     }
 
 

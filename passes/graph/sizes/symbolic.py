@@ -59,8 +59,8 @@ class StageExpressions:
 
     def _polynomial(self, values: Sequence[float]) -> sympy.Expr:
         if len(set(values)) == 1:
-            return sympy.nsimplify(values[0], rational=True)
-        exact = sympy.Matrix([sympy.nsimplify(value, rational=True) for value in values])
+            return sympy.Rational(values[0])
+        exact = sympy.Matrix([sympy.Rational(value) for value in values])
         terms = [_term([symbol(name) for name in self.names], power) for power in self.powers]
         return sympy.expand(sum(c * term for c, term in zip(self.solve * exact, terms)))
 
