@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
+from .calls import leaf_modules
 from .constants import ConstantNames
 from .dynamic import DynamicDims
 from .python_state import GlobalDraws
@@ -56,6 +57,7 @@ class Borrowed:
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)  # id(user's tensor) -> fake
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # dotted name -> fake
     constant_names: ConstantNames = field(init=False)
+    leaves: set[int] = field(default_factory=set)  # ids of the modules that stay whole
     alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
     saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
 
@@ -114,6 +116,7 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
             model.eval()
         held.saved = [(module, dict(module.__dict__)) for module, _ in saved]
         held.restart()
+        held.leaves = leaf_modules(model)
         yield held
         held.require_no_draws()
     finally:
@@ -239,8 +242,7 @@ def autocast_aliases(model: nn.Module, always: Callable[..., Any]) -> list[tuple
     It leaves autocast(enabled=False) out when no autocast is on, so a trace outside autocast would lose the
     full-precision region (rotary embeddings) and differ from eager when run under autocast.
     """
-    owners = {type(module).__module__ for module in model.modules()}
-    owners |= {name for name in sys.modules if name == "transformers.modeling_rope_utils"}
+    owners = {"transformers.modeling_rope_utils", *(type(module).__module__ for module in model.modules())}
     return [
         (sys.modules[name], "maybe_autocast", always)
         for name in sorted(owners)

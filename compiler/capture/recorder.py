@@ -38,7 +38,6 @@ from .calls import (
     is_data_dependent,
     is_random,
     is_random_module,
-    leaf_modules,
 )
 from .guard import Borrowed, autocast_aliases, replaced
 from .rows.sizes import ModeSwitch, settled
@@ -91,7 +90,6 @@ class Recorder(GraphWriter):
         super().__init__(held, fake_mode)
         self.steps: list[fx.Node] = []  # recorded calls in order, without get_attr, getitem and size nodes
         self.num_calls = 0
-        self.leaves = leaf_modules(held.model)
         self.calls: dict[Any, RecordedCall] = {}
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
         self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
@@ -208,7 +206,7 @@ class Recorder(GraphWriter):
         self.num_calls += 1
         self.modules.append((path, type(module).__name__, self.num_calls))
         try:
-            if path and id(module) in self.leaves:
+            if path and id(module) in self.held.leaves:
                 step = RecordedCall("call_module", path)
                 with torch._C.DisableTorchFunction():
                     return self.perform(step, self.lower(args), self.lower(kwargs), call.__get__(module), args, kwargs)

@@ -38,7 +38,7 @@ class Replay(Recorder):
         self.recorded, self.unused = recorded, unused
         self.attributes, self.constant_of = recorded.attributes, recorded.constant_of
         self.items, self.sizes, self.lines = recorded.items, recorded.sizes, recorded.lines
-        self.calls, self.leaves, self.values = recorded.calls, recorded.leaves, recorded.values
+        self.calls, self.values = recorded.calls, recorded.values
         self.placeholders = {n.target: n for n in recorded.graph.nodes if n.op == "placeholder"}
         self.rows = recorded.rows
         self.position = 0
