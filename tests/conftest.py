@@ -2,9 +2,9 @@
 
 A sum that is split over threads is added up in another order, and many tests compare bit for bit with workers, which
 have one thread each. Ctrl-C reaches the scripts that tests start, also where whoever started the tests ignores it, as
-a shell's background jobs do. Python's collector leaves out what was there before the first test, which takes an eighth
-of the tests' time: modules and their tests, which stay anyway. And it collects as rarely as while a user's model is
-planned, which takes another twentieth.
+a shell's background jobs do. Python's collector does nothing until all tests are found, and then leaves out what is
+there, which takes an eighth of the tests' time: modules and their tests, which stay anyway. After that it collects as
+rarely as while a user's model is planned, which takes another twentieth.
 """
 
 import gc
@@ -18,6 +18,7 @@ from penstock.compiler.garbage import RARE
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which processes inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()
 sys.path.insert(0, str(Path(__file__).parent))
 torch.get_num_threads()  # the first use would else overwrite the number set next
 torch.set_num_threads(1)
@@ -27,3 +28,4 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*RARE)
+    gc.enable()
