@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....runtime.stage.saved_classes import written
 from ..blocks import compute_dtype
-from ..kernels.call_node import call_node
+from ..kernels.call_node import call_key, call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from . import contractions, indexing, layers, pointwise, reductions, views
@@ -171,28 +171,11 @@ class Follower(TorchDispatchMode):
 
     def _key(self, node: fx.Node) -> Hashable | None:
         """Equal for nodes with the same effect; None for a node that has a value which cannot be compared."""
-        target: Any = node.target
-        if node.op == "call_module":
-            leaf = self.graph.module.get_submodule(str(target))
-            target = (repr(leaf), type(leaf), leaf.training, *(tuple(p.shape) for p in leaf.parameters()))
+        key = call_key(self.graph, node, node.args, node.kwargs, self._seen)
+        return None if key is None else (key, node.meta["no_grad"])
 
-        def look(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return look(value.meta["val"])
-            if isinstance(value, torch.Tensor):
-                return tuple(value.shape), value.stride(), value.dtype, self.state(value)
-            if isinstance(value, (tuple, list)):
-                return tuple(look(item) for item in value)
-            if isinstance(value, dict):
-                return tuple((name, look(item)) for name, item in value.items())
-            return (value.start, value.stop, value.step) if isinstance(value, slice) else (type(value), value)
-
-        key = (node.op, target, look(node.args), look(node.kwargs), node.meta["no_grad"])
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
+    def _seen(self, tensor: torch.Tensor) -> Hashable:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, self.state(tensor)
 
     def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> tuple[RowState, ...]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -7,7 +7,7 @@ keys that are repeated for each head. Each node was run on a tile of fake tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ....ir.calls import call_name
 from ..blocks import Block, storage_root
 from ..coarsen import layer_runs
 from ..costs import FakeBlockRun
+from ..kernels.call_node import call_key
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from .facts import TokenFacts, sequence_lengths, token_facts
 
@@ -65,15 +66,18 @@ def _parts(graph: OpGraph, length: int, device_kind: str) -> list[TokenPart]:
     facts = token_facts(graph, length, device_kind)
     modes = (t.fake_mode for n in graph.nodes for t in value_tensors(n.meta.get("val")) if isinstance(t, FakeTensor))
     mode = next(modes)
+    made: dict[Hashable, Any] = {}  # of calls that are alike, in any layer
     with mode, torch.no_grad():
-        return [part for name, run in layer_runs(graph) for part in _Finder(graph, facts, name, mode).parts(run)]
+        return [part for name, run in layer_runs(graph) for part in _Finder(graph, facts, name, mode, made).parts(run)]
 
 
 class _Finder:
     """Finds the parts of one layer."""
 
-    def __init__(self, graph: OpGraph, facts: TokenFacts, layer: str, mode: FakeTensorMode):
-        self.facts, self.layer = facts, layer
+    def __init__(
+        self, graph: OpGraph, facts: TokenFacts, layer: str, mode: FakeTensorMode, made: dict[Hashable, Any]
+    ):
+        self.graph, self.facts, self.layer, self.made = graph, facts, layer, made
         self.runner = FakeBlockRun(graph, Block(layer, ()), mode, "cpu")
         self.found: list[TokenPart] = []
         self.written = {storage_root(w) for n in graph.nodes for w in n.meta.get("mutates", ())}
@@ -122,10 +126,8 @@ class _Finder:
             else:
                 values[operand] = value
         args = self._args(node)
-        try:
-            given, named = fx.map_arg((args, node.kwargs), values.__getitem__)
-            made = self.runner.call(node, given, named)
-        except Exception:  # a call that needs all tokens
+        made = self._made(node, *fx.map_arg((args, node.kwargs), values.__getitem__))
+        if made is None:
             return False
         places = self.facts.places[node]
         wanted = [self._tile_shape(t, p.dim) for t, p in zip(value_tensors(node.meta["val"]), places) if p is not None]
@@ -135,6 +137,19 @@ class _Finder:
         if args is not node.args:
             self.args[node] = args
         return True
+
+    def _made(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What a call gives on tiles; None where it needs all tokens."""
+        key = call_key(self.graph, node, args, kwargs, lambda t: (tuple(t.shape), t.stride(), t.dtype))
+        if key is None or key not in self.made:
+            try:
+                made = self.runner.call(node, args, kwargs)
+            except Exception:  # a call that needs all tokens
+                made = None
+            if key is None:
+                return made
+            self.made[key] = made
+        return self.made[key]
 
     def _entering(self, operand: fx.Node) -> Any:
         """A tile of what enters the part; None where it cannot be cut."""
