@@ -179,7 +179,7 @@ class _Tree:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
             return [self.relax(self.within(node, top - (top - node.fewest) // step * step, top, step)) for top in tops]
-        if node.largest is None:
+        if node.largest is None and (node.fewest == node.count or self.largest() == 1):
             return self.refine_largest(node)
         if node.fewest == node.count:
             return [self.solve(node) if node.split or not self.limits.unlike else self.intervals_of(node)]
@@ -235,9 +235,7 @@ class _Tree:
 
     def refine_largest(self, node: _Node) -> list[_Node]:
         """Its largest stage has fewer common blocks than that of the best partition, as many, or more."""
-        p, limits = self.search.problem, self.limits
-        cuts = min(self.search.best.values())[1]
-        at = max(p.kinds[a:b].count(limits.common) for a, b in itertools.pairwise(cuts))
+        p, limits, at = self.search.problem, self.limits, self.largest()
         if limits.num_common < COMMON * p.num_blocks or not at:
             return [replace(node, largest=0)]
         parts = [self.relax(replace(node, largest=at + 1))]
@@ -248,6 +246,11 @@ class _Tree:
                 part = self.few(replace(node, largest=low, most=high, fewest=int(fewest)))
                 parts.append(part if part.bound_s == math.inf else self.relax(part))
         return parts
+
+    def largest(self) -> int:
+        """The number of common blocks in the best partition's largest stage."""
+        cuts = min(self.search.best.values())[1]
+        return max(self.search.problem.kinds[a:b].count(self.limits.common) for a, b in itertools.pairwise(cuts))
 
     def few(self, node: _Node) -> _Node:
         """Try all partitions of the node if they are few."""
