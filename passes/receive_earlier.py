@@ -17,7 +17,7 @@ from ..ir import ops
 from ..ir.calls import op_of
 from ..ir.errors import VerifyError
 from ..ir.machine.hardware import Hardware
-from ..ir.program import Order, Program, build_order, find_cycle, join_orders, profile_memory, work_of
+from ..ir.program import Memory, Order, Program, build_order, find_cycle, join_orders, work_of
 from ..ir.verify.case import Case
 from ..runtime.simulate import simulate
 from .draft import Draft
@@ -33,10 +33,10 @@ def receive_earlier(
 ) -> list[Program] | None:
     """Copies of the programs in an order in which no op waits for ever; None where none is found with `most_s` seconds
     of work. A move changes the order of one device, so that only this one's is built again."""
-    memories = Case(programs, hardware).memories  # the same in any order of receives, which lie in no arena
     found = [program.copy() for program in programs]
+    memories = Case(found, hardware).memories  # the same in any order of receives, which lie in no arena
     own = [build_order([program], memories) for program in found]
-    rooms = [_Room(program, memories[program.device].budget_bytes) for program in found]
+    rooms = [_Room(program, memories[program.device]) for program in found]
     done: set[_Move] = set()
     work, ops_of_all = WorkDone(), sum(len(order.work_of) for order in own)
     while work.seconds <= most_s:
@@ -90,9 +90,8 @@ def _moves(order: Order, ring: Sequence[tuple[int, str]]) -> list[_Move]:
 class _Room:
     """A device's program, and the room of its memory for receives that come earlier."""
 
-    def __init__(self, program: Program, budget_bytes: int):
-        self.program, self.budget_bytes = program, budget_bytes
-        self.profile = profile_memory(program)
+    def __init__(self, program: Program, memory: Memory):
+        self.program, self.budget_bytes, self.profile = program, memory.budget_bytes, memory.profile
 
     def make(self, move: _Move) -> bool:
         """Put a receive, with those between, before an earlier op, unless the device's memory is too small."""

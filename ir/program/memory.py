@@ -201,27 +201,34 @@ def place_bytes(node: fx.Node) -> int:
 
 @dataclass
 class MemoryProfile:
-    """Peak bytes per memory of one program, the op at which each is reached, and device bytes at every op."""
+    """Peak bytes per memory of one program, the op at which each is reached, and device bytes at every op; the places
+    in its arenas, and the work of its ops, on which this stands."""
 
     peak_bytes: dict[str, int]
     peak_at: dict[str, fx.Node | None]
-    arenas: dict[str, int]
+    plans: dict[str, ArenaPlan]
     persistent: Persistent
+    work_of: dict[fx.Node, ops.Work] = field(default_factory=dict)
     live_bytes: dict[fx.Node, int] = field(default_factory=dict)  # device memory while the op runs
     live_values: dict[str, dict[str, int]] = field(default_factory=dict)  # at each memory's peak
 
     @property
+    def arenas(self) -> dict[str, int]:
+        """Bytes of the arena of each memory."""
+        return {memory: plan.bytes for memory, plan in self.plans.items()}
+
+    @property
     def arena_bytes(self) -> int:
         """Bytes of the device's arena."""
-        return self.arenas[ops.DEVICE]
+        return self.plans[ops.DEVICE].bytes
 
 
 def profile_memory(program: Program) -> MemoryProfile:
     """Walk the program in issue order (types must be inferred) and find the peak of each memory."""
     persistent = persistent_bytes(program)
-    arenas = {memory: plan.bytes for memory, plan in plan_arenas(program).items()}
-    now = {memory: persistent.total(memory) + arenas[memory] for memory in ops.MEMORIES}
-    result = MemoryProfile(dict(now), dict.fromkeys(ops.MEMORIES), arenas, persistent)
+    plans = plan_arenas(program)
+    now = {memory: persistent.total(memory) + plans[memory].bytes for memory in ops.MEMORIES}
+    result = MemoryProfile(dict(now), dict.fromkeys(ops.MEMORIES), plans, persistent)
     result.live_values = {memory: {} for memory in ops.MEMORIES}
     account: dict[str, dict[str, int]] = {memory: {} for memory in ops.MEMORIES}
     for node in program.ops():
@@ -230,14 +237,14 @@ def profile_memory(program: Program) -> MemoryProfile:
             memory = value.meta["type"].memory
             now[memory] -= account[memory].pop(value.name, 0)
         if node.target is ops.free:
-            result.live_bytes[node] = now[ops.DEVICE]
+            result.live_bytes[node], result.work_of[node] = now[ops.DEVICE], work_of(program, node)
             continue
         for value in values_of(node):
             kind = value.meta["type"]
             if kind.owned and not places_of(value):
                 account[kind.memory][value.name] = kind.bytes
                 now[kind.memory] += kind.bytes
-        work = work_of(program, node)
+        work = result.work_of[node] = work_of(program, node)
         workspace_bytes = 0 if op_of(node).workspace_in_arena else work.workspace_bytes
         result.live_bytes[node] = now[ops.DEVICE] + (workspace_bytes if work.workspace_memory == ops.DEVICE else 0)
         for memory, taken in now.items():

@@ -86,12 +86,15 @@ def build_order(
 ) -> Order:
     """The order of programs whose types are inferred and whose messages match, or of one program alone.
 
-    Devices without an entry in `memories` wait for a place in their arena only. `steps`: how many times the programs
+    Devices without an entry in `memories`, which have the profiles of these very programs but for the order of
+    receives, wait for a place in their arena only. `steps`: how many times the programs
     run, one right after another; what a step returned is given back before the next one. A task waits for tasks of its
     own step and of steps before it, and in each step for the same ones of its own. So several steps have no ring of
     waits if one has none, and they keep to the memories for the same reason as one does. `known`: the work of ops.
     """
     order = Order()
+    if known is None and all(program.device in memories for program in programs):
+        known = {n: w for program in programs for n, w in memories[program.device].profile.work_of.items()}
     _create_tasks(programs, order, known)
     order.per_step = len(order.tasks)
     for _ in range(1, steps):
@@ -183,7 +186,8 @@ class _Device:
         self.first = 0  # the first task of the step that is walked over
 
     def connect(self, memory: Memory | None, steps: int = 1) -> None:
-        arenas = [_ArenaWaits(plan, memory) for memory, plan in plan_arenas(self.program).items() if plan.bytes]
+        plans = plan_arenas(self.program) if memory is None else memory.profile.plans
+        arenas = [_ArenaWaits(plan, name) for name, plan in plans.items() if plan.bytes]
         budgets = [] if memory is None else memory.waits(self.program, self.work_of)
         per_step = len(self.tasks) // steps
         for step in range(steps):

@@ -11,6 +11,7 @@ from ..calls import op_of
 from ..errors import VerifyError
 from ..program import (
     MemoryProfile,
+    Order,
     Program,
     add_host_waits,
     build_order,
@@ -116,6 +117,11 @@ def check_deadlock(case: Case) -> None:
         owners = {program.device: case.hardware.devices[program.device] for program in case.programs}
         gpus = [device for device, owner in owners.items() if owner.kind == "cuda"]
         add_host_waits(order, case.programs, gpus)
+    fail_on_ring(case, order)
+
+
+def fail_on_ring(case: Case, order: Order) -> None:
+    """Raise `VerifyError` where tasks of an order of these programs wait for each other in a ring."""
     ring = find_cycle(order)
     if ring is None:
         return

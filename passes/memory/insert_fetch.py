@@ -66,7 +66,10 @@ class InsertFetch(Pass):
         one_ahead = {name: decision[name] for name in names if name in decision}
         many = max(Counter(draft.devices).values(), default=0) > MANY_STAGES
         queued = queue_of(draft, one_ahead) if self.queue and self.prefetch and not many else one_ahead
-        return queued if queued != one_ahead and _step_s(draft, queued) < _step_s(draft, one_ahead) else one_ahead
+        if queued == one_ahead:
+            return one_ahead
+        queued_s = _step_s(draft, queued)
+        return queued if math.isfinite(queued_s) and queued_s < _step_s(draft, one_ahead) else one_ahead
 
     def on_one(self, program: Program, specs: Sequence[StageSpec], budget_bytes: int) -> list[dict[str, int]]:
         """Early fetches of each of a device's stages; none where all of them stay."""

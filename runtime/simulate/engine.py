@@ -25,7 +25,7 @@ from ...ir.program import (
     shown,
 )
 from ...ir.verify.case import Case
-from ...ir.verify.devices import check_collectives, check_deadlock, check_devices, check_messages
+from ...ir.verify.devices import check_collectives, check_devices, check_messages, fail_on_ring
 from .costs import CostModel, WholeMachine
 from .sharing import TasksUnderWay
 from .timeline import Span, Timeline
@@ -120,7 +120,7 @@ class _Simulation:
         engine = _Engine(order, self.model)
         engine.run(start)
         if len(engine.ended_s) < len(order.tasks):
-            check_deadlock(self.case)
+            fail_on_ring(self.case, order)
             raise AssertionError("the simulation stopped, but no ring of waits was found")
         return engine
 
