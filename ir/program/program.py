@@ -113,12 +113,13 @@ class Program:
         return self
 
 
-def infer(program: Program, node: fx.Node) -> Any:
-    """Run the op's inference on the types of its operands and store it as `node.meta["type"]`.
+def infer(program: Program, node: fx.Node, context: ops.Context | None = None) -> Any:
+    """Run the op's inference on the types of its operands and store it as `node.meta["type"]`. `context`: the
+    program's, where it is at hand.
 
     Raises `VerifyError` where the operands are not what the op takes.
     """
-    context = ops.Context(program.interface, program.device)
+    context = ops.Context(program.interface, program.device) if context is None else context
     args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
     op = op_of(node)
@@ -133,9 +134,10 @@ def infer(program: Program, node: fx.Node) -> Any:
 
 def infer_all(program: Program) -> None:
     """Re-run inference over the whole program, as the verifier does: stale types are replaced, bad operands raise."""
+    context = ops.Context(program.interface, program.device)
     for node in program.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, ops.Op):
-            infer(program, node)
+            infer(program, node, context)
         elif node.op == "call_function" and node.target is operator.getitem:
             source, index = node.args
             types = source.meta["type"]
@@ -213,31 +215,38 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def place_frees(program: Program) -> None:
-    """Put one `free` after the last use of every value that the program owns; removes all older frees first.
+    """Put one `free` after the last use of every value that the program owns, in place of all older frees, of which
+    those that are right stay.
 
     Values freed at the same place share one op. Results, donated values and resident weights are not freed.
     """
     graph = program.graph
-    for node in list(program.ops()):
-        if node.target is ops.free:
-            graph.erase_node(node)
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {n for nodes in program.results().values() for n in nodes}
     given_away = {n for node in program.ops() for n in donated(node)}
     last: dict[fx.Node, list[fx.Node]] = {}
-    for node in list(program.ops()):
+    wrong: dict[fx.Node, None] = {}
+    for node in program.ops():
+        if node.target is ops.free:
+            wrong[node] = None
+            continue
         for value in values_of(node):
             if value in returned or value in given_away or not value.meta["type"].owned:
                 continue
-            users = [user for user in value.users if user.op == "call_function"]
+            users = [user for user in value.users if user.op == "call_function" and user.target is not ops.free]
             end = max([*users, node], key=lambda n: position[n])
             if end is node:  # never used: free after the unpacking
                 end = max(values_of(node), key=lambda n: position[n])
             last.setdefault(end, []).append(value)
     for end, values in last.items():
         place = max([end, *values_of(end)] if isinstance(end.target, ops.Op) else [end], key=lambda n: position[n])
+        if place.next in wrong and place.next.args == tuple(values):
+            del wrong[place.next]
+            continue
         with graph.inserting_after(place):
             graph.call_function(ops.free, tuple(values))
+    for node in wrong:
+        graph.erase_node(node)
 
 
 def _rename(node: fx.Node, name: str) -> None:
