@@ -141,7 +141,7 @@ class ChooseActivations(Pass):
 
     def usual(self, program: Program, machine: Machine) -> list[str]:
         """The stages that `insert-remat` would rematerialise."""
-        again_s = [machine.seconds(spec).rematerialise_s for spec in machine.specs]
+        again_s = {spec.name: machine.seconds(spec).rematerialise_s for spec in machine.specs}
         return stages_to_rematerialise(program, list(machine.specs), again_s, machine.budget_bytes, self.swap)
 
     def curve(

@@ -10,7 +10,8 @@ that a member sends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import bisect
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,18 +62,19 @@ class InsertRemat(Pass):
         for program in draft.programs:
             device = draft.lane_hardware.devices[program.device]
             specs = [s.spec for s in draft.stages_on(program.device)]
-            again_s = [stage_seconds(spec, device, draft.options.precision).rematerialise_s for spec in specs]
+            precision = draft.options.precision
+            again_s = {spec.name: stage_seconds(spec, device, precision).rematerialise_s for spec in specs}
 
             def on_one(
                 program: Program = program,
                 specs: list[StageSpec] = specs,
-                again_s: list[float] = again_s,
+                again_s: dict[str, float] = again_s,
                 budget_bytes: int = device.budget_bytes,
             ) -> list[int]:
                 names = stages_to_rematerialise(program, specs, again_s, budget_bytes, self.swap)
                 return [i for i, spec in enumerate(specs) if spec.name in names]
 
-            key = (look(program, specs), tuple(again_s), device.budget_bytes)
+            key = (look(program, specs), tuple(again_s.values()), device.budget_bytes)
             chosen += [specs[i].name for i in once(known, key, on_one)]
         return [s.spec.name for s in draft.stages if s.spec.name in chosen]
 
@@ -88,7 +90,7 @@ class InsertRemat(Pass):
 
 
 def stages_to_rematerialise(
-    program: Program, specs: list[StageSpec], again_s: list[float], budget_bytes: int, swap: bool = False
+    program: Program, specs: list[StageSpec], again_s: dict[str, float], budget_bytes: int, swap: bool = False
 ) -> list[str]:
     """The stages that let the resident program fit if they run again, in the least seconds; where there are none, those
     that swapping needs. `again_s`: seconds of each stage's rematerialisation. With `swap`, the same for weights that
@@ -98,26 +100,35 @@ def stages_to_rematerialise(
     lasting = sum(s.weight_bytes + s.staying_bytes + s.grad_bytes for s in specs) + states
     if lasting > budget_bytes and not swap:
         return _for_swapping(program, specs, budget_bytes)
-    able = [i for i, spec in enumerate(specs) if spec.rematerialisable]
-
-    def profile(tried: Program) -> MemoryProfile:
-        return swapped(tried, {s.name: {} for s in specs}) if swap else profile_memory(tried)
-
+    able = [spec for spec in specs if spec.rematerialisable]
     limit_bytes = budget_bytes - (0 if swap else states)
-    kept = program.copy()
-    found = profile(kept)
-    if found.peak_bytes[ops.DEVICE] <= limit_bytes:
-        return []
-    moments = _moments(kept, found, [specs[i] for i in able])
-    missing = [live_bytes - limit_bytes for live_bytes, _ in moments]
-    while (some := cheapest_again([again_s[i] for i in able], missing, [frees for _, frees in moments])) is not None:
+
+    def with_again(names: Sequence[str]) -> tuple[Program, MemoryProfile]:
         tried = program.copy()
-        rematerialise(tried, {specs[able[i]].name for i in some})
-        over_bytes = profile(tried).peak_bytes[ops.DEVICE] - limit_bytes
-        if over_bytes <= 0:
-            return [specs[able[i]].name for i in some]
-        missing = [each + over_bytes for each in missing]  # workspaces differ
-    return _for_swapping(program, specs, budget_bytes)
+        rematerialise(tried, set(names))
+        return tried, swapped(tried, {s.name: {} for s in specs}) if swap else profile_memory(tried)
+
+    def over_bytes(names: Sequence[str]) -> int:
+        return with_again(names)[1].peak_bytes[ops.DEVICE] - limit_bytes
+
+    kept, profile = with_again([])
+    if profile.peak_bytes[ops.DEVICE] <= limit_bytes:
+        return []
+    if not able:
+        return _for_swapping(program, specs, budget_bytes)
+    moments = _moments(kept, profile, able)
+    missing = [live_bytes - limit_bytes for live_bytes, _ in moments]
+    seconds, frees = [again_s[spec.name] for spec in able], [frees for _, frees in moments]
+    while (some := cheapest_again(seconds, missing, frees)) is not None:
+        names = [able[i].name for i in some]
+        if (over := over_bytes(names)) <= 0:
+            return names
+        missing = [each + over for each in missing]  # workspaces differ
+    # More than saved tensors may be freed: of a stage that runs from CUDA graphs, all its slots but one.
+    by_size = [spec.name for spec in sorted(able, key=lambda s: -s.kept_bytes)]
+    if over_bytes(by_size) > 0:
+        return _for_swapping(program, specs, budget_bytes)
+    return by_size[: bisect.bisect_left(range(len(able)), True, lo=1, key=lambda n: over_bytes(by_size[:n]) <= 0)]
 
 
 def _moments(program: Program, profile: MemoryProfile, specs: list[StageSpec]) -> list[tuple[int, list[int]]]:

@@ -55,7 +55,7 @@ def test_only_as_much_as_needed_is_given_up_and_the_result_fits() -> None:
     states = sum(8 * s.spec.trained_params for s in whole.stages)
     full = peak(whole) + states
     specs = [s.spec for s in whole.stages]
-    again_s = [2.0, 1.5, 1.0]
+    seconds = dict(zip((spec.name for spec in specs), (2.0, 1.5, 1.0)))
 
     def lacks_bytes(names: tuple[str, ...], budget: int) -> int:
         draft = apply(scheduled(stages=3), InsertRemat(), decisions={"rematerialise": list(names)})
@@ -64,9 +64,8 @@ def test_only_as_much_as_needed_is_given_up_and_the_result_fits() -> None:
     took = []
     for share in (1.0, 0.9, 0.7):
         budget = int(full * share)
-        names = stages_to_rematerialise(whole.programs[0], specs, again_s, budget)
+        names = stages_to_rematerialise(whole.programs[0], specs, seconds, budget)
         assert lacks_bytes(tuple(names), budget) <= 0
-        seconds = {spec.name: each_s for spec, each_s in zip(specs, again_s)}
         took.append(sum(seconds[name] for name in names))
         for number in range(4):
             for others in itertools.combinations(seconds, number):
