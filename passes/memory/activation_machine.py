@@ -12,7 +12,7 @@ from torch import fx
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.ops import aligned_class, update_traffic
-from ...ir.program import Interface, Program, StageSpec, operands, profile_memory
+from ...ir.program import Interface, Program, StageSpec, operands, persistent_bytes, profile_memory
 from ...runtime.simulate.cpu import update_s as cpu_update_s
 from ..alike import look
 from ..draft import Draft
@@ -82,11 +82,15 @@ class Machine:
 
     def must_swap(self, program: Program) -> bool:
         """Whether weights and optimizer states do not all fit beside what the program takes, or are swapped anyway."""
-        return self.swap or self.resident_room_bytes(program) < 0
+        lasting_bytes = self.states_bytes + persistent_bytes(program).total(ops.DEVICE)  # no profile of large models
+        return self.swap or lasting_bytes > self.budget_bytes or self.resident_room_bytes(program) < 0
 
     def resident_room_bytes(self, program: Program) -> float:
-        states = sum(self.interface.optimizer_bytes(spec) for spec in self.specs)
-        return self.budget_bytes - states - profile_memory(program).peak_bytes[ops.DEVICE]
+        return self.budget_bytes - self.states_bytes - profile_memory(program).peak_bytes[ops.DEVICE]
+
+    @property
+    def states_bytes(self) -> int:
+        return sum(self.interface.optimizer_bytes(spec) for spec in self.specs)
 
     def room_bytes(self, program: Program, swapped: bool) -> float:
         """Device memory that the program leaves beside all weights and states or, swapped, beside two stages' weights
