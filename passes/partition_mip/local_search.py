@@ -35,19 +35,13 @@ STEPS = (50, 120, 200, 300, 400)  # of the chains of the first turn of a number 
 WARMTH = (0.005, 0.01, 0.015)  # the share of a step by which a move may be slower, on average, at first; in turn
 CHAINS, DRAWN = 8, 8  # in a turn; moves drawn in a step of a chain, of which it takes the first that it may
 FIRST_SHARE = 0.5  # of the time for turns, for first ones
-SAVED = (
-    0.015,
-    0.006,
-    0.003,
-    0.002,
-    0.0015,
-    0.001,
-)  # the share of a step that the second turn, the third, ... saves, as
+DEARER = 0.003  # a share of a step, for each stage: first turns of many stages take longer
+SAVED = (0.015, 0.006, 0.002, 0.001, 0.0005)  # the share of a step that the second turn, the third, ... saves, as
 SAVED_BEFORE = 2  # if so many turns had done so before
-HOPE = 1.5  # times as much is hoped for
+HOPE = 1.0  # times as much is hoped for
 HOPELESS = 5e-4  # a share of a step not worth a turn
 MOST_TURNS = 12  # for one number of stages
-SEEDS, NEAR_BEST = 4, 1.1  # other starts for the first turn: how many, and how much slower than the best one at most
+SEEDS, NEAR_BEST = 8, 1.1  # other starts for the first turn: how many, and how much slower than the best one at most
 LIKE = 2  # the best other numbers of stages that a turn imitates
 JUDGED = 4  # the most ends of chains that are evaluated
 CLIMBED = 12  # the most moves that are evaluated before a climb ends
@@ -85,10 +79,13 @@ class Turns:
         share, number = self.saved[self.lateness(count)]
         return self.best[count][0] * (1 - HOPE * share / number)
 
+    def worth_s(self, count: int) -> float:
+        return self.best[count][0] * (1 + DEARER * count)
+
     def next(self) -> int:
         """The number of stages that may become the fastest; or the fastest one without a turn, for half of the time; 0
         where no turn is worth while."""
-        new = min((c for c in self.best if not self.taken[c]), key=self.best.__getitem__, default=0)
+        new = min((c for c in self.best if not self.taken[c]), key=self.worth_s, default=0)
         again = min((c for c in self.best if 0 < self.taken[c] < MOST_TURNS), key=self.hoped_s, default=0)
         if again and self.hoped_s(again) > min(self.best.values())[0] * (1 - HOPELESS):
             again = 0
