@@ -186,6 +186,14 @@ class Op:
             self.signature.bind(*args, **kwargs)  # says what is wrong
         return {name: found[name] for name in self.signature.parameters}
 
+    def operand(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `bind` has for one operand of a call that is the signature's."""
+        places, rest, defaults = self._operands
+        if name == rest:
+            return args[len(places) :]
+        at = places.index(name)
+        return args[at] if at < len(args) else kwargs.get(name, defaults.get(name))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"op {self.name!r} is a record; a runtime executes it")
 

@@ -202,10 +202,9 @@ def donated(node: fx.Node) -> list[fx.Node]:
     op = op_of(node)
     if not op.donates:
         return []
-    bound = op.bind(node.args, node.kwargs)
     found: list[fx.Node] = []
     for name in op.donates:
-        fx.node.map_arg(bound.get(name), found.append)
+        fx.node.map_arg(op.operand(name, node.args, node.kwargs), found.append)
     return found
 
 
