@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left
 from collections.abc import Hashable
 
 
@@ -12,26 +13,31 @@ class FirstFit:
     def __init__(self, alignment: int):
         self.alignment = alignment
         self.size = 0
-        self._live: list[tuple[int, int, int]] = []  # (offset, end, number), sorted
-        self._row_of: dict[Hashable, tuple[int, int, int]] = {}
-        self._taken = 0
+        self._gaps: list[tuple[int, float]] = [(0, math.inf)]  # (offset, end) of what is free, sorted; no two touch
+        self._place_of: dict[Hashable, tuple[int, int]] = {}
 
     def take(self, key: Hashable, num_bytes: int) -> int:
         """The offset of a new value."""
         need, offset = -(-num_bytes // self.alignment) * self.alignment, 0
-        for start, end, _ in self._live:
-            if offset + need <= start:
-                break
-            if end > offset:
-                offset = end
-        self._taken += 1
-        self._row_of[key] = row = (offset, offset + need, self._taken)
-        insort(self._live, row)
+        if need:
+            for i, (offset, end) in enumerate(self._gaps):
+                if end - offset >= need:
+                    self._gaps[i : i + 1] = [(offset + need, end)] if end - offset > need else []
+                    break
+        self._place_of[key] = (offset, offset + need)
         self.size = max(self.size, offset + need)
         return offset
 
     def give(self, key: Hashable) -> None:
         """Give the key's place back; does nothing if it has none."""
-        row = self._row_of.pop(key, None)
-        if row is not None:
-            del self._live[bisect_left(self._live, row)]
+        start, end = self._place_of.pop(key, (0, 0))
+        if start == end:
+            return
+        gaps, at = self._gaps, bisect_left(self._gaps, (start, end))
+        upto = at
+        free_end: float = end
+        if gaps[at][0] == end:  # the last one is above all values
+            free_end, upto = gaps[at][1], at + 1
+        if at and gaps[at - 1][1] == start:
+            at, start = at - 1, gaps[at - 1][0]
+        gaps[at:upto] = [(start, free_end)]
