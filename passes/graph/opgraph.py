@@ -212,16 +212,21 @@ def build_module(model: nn.Module, graph: fx.Graph, unregistered: dict[str, torc
     built = _LazyGraphModule(nn.Module(), fx.Graph(), type(model).__name__)
     leaves = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     tensors = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+    places: dict[str, tuple[Any, nn.Module]] = {"": (model, built)}  # path -> the user's module and the one made here
+
+    def place(path: str) -> tuple[Any, nn.Module]:
+        if path not in places:
+            above, _, last = path.rpartition(".")
+            source, owner = place(above)
+            if last not in owner._modules:
+                owner.add_module(last, nn.Module())
+            places[path] = getattr(source, last, None), owner.get_submodule(last)
+        return places[path]
+
     for name in dict.fromkeys([*leaves, *tensors]):
-        *parents, last = name.split(".")
-        source: nn.Module = model
-        owner: nn.Module = built
-        for parent in parents:
-            source = source if name in unregistered else source.get_submodule(parent)
-            if parent not in owner._modules:
-                owner.add_module(parent, nn.Module())
-            owner = owner.get_submodule(parent)
-        if owner is source:
+        above, _, last = name.rpartition(".")
+        source, owner = place(above)
+        if owner is source and name not in unregistered:
             continue  # inside a leaf that is there already
         value = unregistered[name] if name in unregistered else getattr(source, last)
         if isinstance(value, (nn.Module, nn.Parameter)):
