@@ -28,8 +28,8 @@ from .recurrence import contended_s, literal_s, residents
 from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
-SEARCH_SHARE = 0.5  # the most that the local search may take of the deadline
-MOVES = 1.05  # what a search takes, making its moves included, over what its evaluations and bounds take
+SEARCH_SHARE = 0.45  # the most that the local search may take of the deadline
+MOVES = 1.35  # what a search takes over its counted work: making moves, and which stages run again, are not counted
 
 
 @dataclass(frozen=True)
