@@ -28,7 +28,7 @@ from .recurrence import contended_s, literal_s, residents
 from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
-SEARCH_SHARE = 0.45  # the most that the local search may take of the deadline
+SEARCH_SHARE = 0.35  # the most that the local search may take of the deadline
 MOVES = 1.35  # what a search takes over its counted work: making moves, and which stages run again, are not counted
 
 
