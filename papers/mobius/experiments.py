@@ -20,7 +20,7 @@ from ..report import Finding
 FAST, HALF = 12e9, 6.6e9  # bytes/s: "more than 12 GB/s", and half of the 13.1 GB/s of a root complex
 SWAPPED = "schedule-pipeline, insert-remat{always=true}, insert-fetch{swap=true}, insert-optimizer"
 TURNS = ", take-turns{always=true}"  # section 3.3: weights by the turn of their stage
-MIP = "partition-mip{deadline_s=4, swap=true, turns=true}"
+MIP = "partition-mip{deadline_s=4, swap=true, always=true, turns=true}"
 FAIR_MIP = MIP.replace(", turns=true", "")
 # DeepSpeed's ZeRO-3 with gradients that are all-reduced before they are offloaded (section 3.1, eq. 2).
 ZERO3 = STRATEGIES["zero3-offload"].replace("insert-optimizer", "insert-two-hop{every=all-reduce}, insert-optimizer")

@@ -123,6 +123,7 @@ class _Steps:
             return fetched
 
         keeps = (keeping + w.max(axis=0) <= budget) & (early(budget - keeping) >= early(budget - longer))
+        keeps &= not p.always
         room = budget - np.where(keeps, keeping, longer)
         remat = np.ones(kept.shape, bool)
         remat[-1] = ~keeps
@@ -130,8 +131,10 @@ class _Steps:
             held = (w + p.update.state_bytes * q + g).sum(axis=0)
             missing = held - budget + inputs + m * np.cumsum(kept, axis=0) - np.cumsum(g, axis=0) + work - kept + slack
             stays, short = held <= budget, (missing > 0).any(axis=0)
-            again = np.zeros(kept.shape, bool)
-            d, row = np.nonzero(stays & short)
+            again = np.full(kept.shape, p.always)
+            if p.always:
+                stays &= (missing <= m * np.cumsum(kept, axis=0) - kept).all(axis=0)
+            d, row = np.nonzero(stays & short & (not p.always))
             if len(d):
                 lacking = (x[:, d, row].T for x in (self.again[stages], missing, kept))
                 again[:, d, row], stays[d, row] = self.again_on(*lacking)

@@ -46,8 +46,9 @@ class PartitionMip(Partition):
     """`stages`: the number of stages; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
     `deadline_s`: seconds of work (`passes/work.py`) for search and proof together. `order`: the devices of the first
     stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
-    `insert-fetch{swap=true}`, weights come from DRAM also where they could stay. `turns`: for `take-turns`, fetches do
-    not share a root complex evenly."""
+    `insert-fetch{swap=true}`, weights come from DRAM also where they could stay. `always`: for
+    `insert-remat{always=true}`, every stage runs its forward again. `turns`: for `take-turns`, fetches do not share a
+    root complex evenly."""
 
     name: ClassVar[str] = "partition-mip"
     stages: int = 0
@@ -55,6 +56,7 @@ class PartitionMip(Partition):
     deadline_s: float = 6.0
     order: str = ""
     swap: bool = False
+    always: bool = False
     turns: bool = False
 
     def cut(self, draft: Draft) -> StagesDecision:
@@ -98,6 +100,7 @@ class MipFound:
         problem = replace(
             problem_of(draft, slices),
             swap=options.swap,
+            always=options.always,
             ordered=options.turns,
         )
         fewest = slices.fewest()

@@ -93,6 +93,7 @@ class MipProblem:
     ] = ()  # first and last block that use a trained parameter, the bytes of its gradient
     order: tuple[int, ...] = field(default=())
     swap: bool = False  # weights come from DRAM also where they could stay
+    always: bool = False  # every stage runs its forward again, whatever memory there is
     ordered: bool = False  # fetches through a root complex go by turn instead of sharing it
     placed: dict[Hashable, tuple[float, list[int]]] = field(init=False, repr=False, compare=False, default_factory=dict)
 

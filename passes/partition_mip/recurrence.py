@@ -162,6 +162,8 @@ class _Step:
         if sum(self.w[j] + self.g[j] + self.p.update.state_bytes * self.q[j] for j in stages) > unit.budget_bytes:
             return None
         missing, frees = self.moments(unit, stages)
+        if self.p.always:
+            return list(stages) if all(sum(row) >= least for least, row in zip(missing, frees)) else None
         again = cheapest_again([self.again[j] for j in stages], missing, frees)
         return None if again is None else [stages[i] for i in again]
 
@@ -191,9 +193,8 @@ class _Step:
         keeping = max(most, self.work[last] + (m - 1) * self.kept[last] + inputs) + slack
         budget = p.units[d].budget_bytes
         largest = max(self.w[j] for j in stages)
-        if keeping + largest <= budget and self.fetched_early(budget - keeping, stages) >= self.fetched_early(
-            budget - again, stages
-        ):
+        fits = keeping + largest <= budget and not p.always
+        if fits and self.fetched_early(budget - keeping, stages) >= self.fetched_early(budget - again, stages):
             return budget - keeping, list(stages[:-1])
         return budget - again, list(stages)
 

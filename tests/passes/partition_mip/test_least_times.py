@@ -23,9 +23,9 @@ def all_partitions(p: MipProblem, count: int) -> list[tuple[int, ...]]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(small_problems(most_blocks=7), st.booleans(), st.booleans())
-def test_no_partition_takes_less(p: MipProblem, swap: bool, ordered: bool) -> None:
-    p = dataclasses.replace(p, swap=swap, ordered=ordered)
+@given(small_problems(most_blocks=7), st.booleans(), st.booleans(), st.booleans())
+def test_no_partition_takes_less(p: MipProblem, swap: bool, always: bool, ordered: bool) -> None:
+    p = dataclasses.replace(p, swap=swap, always=always, ordered=ordered)
     least_times = LeastTimes(p)
     for count in range(1, p.num_blocks + 1):
         rows = all_partitions(p, count)

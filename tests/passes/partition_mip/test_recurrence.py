@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -72,6 +73,19 @@ def test_more_of_everything_never_helps() -> None:
     assert residents(slow, cuts) == (False, False)
     assert contended_s(free, cuts) < contended_s(slow, cuts) < contended_s(shared, cuts)
     assert contended_s(problem([0] * 8, [1.0] * 2, [0, 0], [5.0] * 2), cuts) == math.inf
+
+
+@settings(max_examples=50, deadline=None)
+@given(small_problems(), st.booleans(), st.data())
+def test_where_every_stage_runs_again_each_device_computes_that(p: MipProblem, swap: bool, data: st.DataObject) -> None:
+    inner = data.draw(st.sets(st.integers(1, p.num_blocks - 1)))
+    cuts, n = (0, *sorted(inner), p.num_blocks), len(p.units)
+    took_s = contended_s(dataclasses.replace(p, swap=swap, always=True), cuts)
+    for d in range(n):
+        stages = list(pairwise(cuts))[d::n]
+        tables = (p.forward_s[d], p.backward_s[d], p.again_s[d])
+        computed_s = sum(sums[b] - sums[a] for sums in tables for a, b in stages)
+        assert took_s >= p.micro_batches * computed_s
 
 
 def test_an_unequal_device_takes_its_own_time() -> None:
