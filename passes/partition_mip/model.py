@@ -296,7 +296,8 @@ class CountModel:
             if j >= n:
                 self.row(f, self.ends[j - n])
             if not self.resident[j % n]:
-                there = self.upload(j, messages if j >= n else 0.0, self.ends[j - 2 * n] if j >= 2 * n else None)
+                received = messages if j >= n + self.idle else 0.0  # the first round's stages fetch before they receive
+                there = self.upload(j, received, self.ends[j - 2 * n] if j >= 2 * n else None)
                 self.row(f, there)
                 self.there[j] = there
                 if j >= n:
