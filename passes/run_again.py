@@ -29,24 +29,17 @@ def cheapest_again(
     moment, above 0 where memory is short; `frees_bytes`: by moment and stage. None where all stages are not enough."""
     if max(missing_bytes, default=0.0) <= 0:
         return []
-    missing, frees, took = np.array(missing_bytes), np.array(frees_bytes), np.array(seconds)
-    if len(took) <= TOGETHER:
-        return _cheapest(took, missing, frees)
-    order = np.lexsort((-np.arange(len(took)), -frees.max(axis=0)))
-    enough = np.all(np.cumsum(frees[:, order], axis=1) >= missing[:, None], axis=0)
-    first = max(0, min(int(enough.argmax()) + 1 - TOGETHER // 2, len(order) - TOGETHER))
-    forced, free = order[:first], np.sort(order[first : first + TOGETHER])
-    some = _cheapest(took[free], missing - frees[:, forced].sum(axis=1), frees[:, free]) if enough[-1] else None
-    return None if some is None else sorted([*forced.tolist(), *free[some].tolist()])
+    again, enough = cheapest_of_many(*(np.array(rows)[None] for rows in (seconds, missing_bytes, frees_bytes)))
+    return np.flatnonzero(again[0]).tolist() if enough[0] else None
 
 
 def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -> tuple[Array, Array]:
     """`cheapest_again` of many devices with as many stages, all of which lack memory: whether each stage runs again,
     [device, stage]; and where all are enough, [device]. `missing_bytes`: [device, moment]; `frees_bytes`: [device,
     moment, stage]."""
-    num, count = seconds.shape
+    count = seconds.shape[1]
     free = np.broadcast_to(np.arange(count), seconds.shape)
-    forced, possible = np.zeros(seconds.shape, bool), np.ones(num, bool)
+    forced, possible = np.zeros(seconds.shape, bool), np.ones(len(seconds), bool)
     if count > TOGETHER:
         order = count - 1 - np.argsort(-frees_bytes.max(axis=1)[:, ::-1], axis=1, kind="stable")
         freed = np.cumsum(np.take_along_axis(frees_bytes, order[:, None], 2), axis=2)
@@ -65,15 +58,6 @@ def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -
     again = forced.copy()
     np.put_along_axis(again, free, sets[spent.argmin(axis=1)] > 0, 1)
     return again, possible & (spent.min(axis=1) < np.inf)
-
-
-def _cheapest(took: Array, missing: Array, frees: Array) -> list[int] | None:
-    """The cheapest of all sets."""
-    sets, ranks = _sets(len(took))
-    spent = np.round(sets @ took / (ALIKE * took.max() or 1.0)) * len(ranks) + ranks
-    spent[~np.all(sets @ frees.T >= missing - ROUNDING, axis=1)] = np.inf
-    best = int(spent.argmin())
-    return [i for i in range(len(took)) if best >> i & 1] if spent[best] < np.inf else None
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def test_nothing_cheaper_fits(rows: list[tuple[int, int]], moments: list[tuple[i
 
 
 @given(st.integers(1, TOGETHER + 3), st.integers(0, 10**6))
-def test_many_devices_at_once_choose_the_same(count: int, seed: int) -> None:
+def test_many_devices_at_once_choose_as_each_alone(count: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     seconds = draw.integers(1, 9, (6, count)).astype(float)
     frees = draw.integers(0, 9, (6, 3, count)).astype(float)
