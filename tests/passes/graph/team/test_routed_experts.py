@@ -24,7 +24,7 @@ from penstock.passes.graph.team.split_context import SplitContext
 from penstock.passes.graph.tokens.facts import token_facts
 from penstock.runtime.experts.routes import Arrivals, arrived_offsets, arrived_places, token_experts
 from penstock.tests import zoo
-from penstock.tests.passes.graph.team.mixtures import EXPERTS, TOP, WIDTH, BentExperts, Mixture, WideExperts
+from penstock.tests.passes.graph.team.mixtures import EXPERTS, TOP, WIDTH, BentExperts, Experts, Mixture, WideExperts
 from penstock.tests.passes.graph.team.sequences import (
     PLAIN,
     TOKENS,
@@ -55,10 +55,10 @@ LAYOUTS = {
 
 
 @functools.cache
-def mixture(bias: tuple[float, ...] = EVEN) -> OpGraph:
+def mixture(bias: tuple[float, ...] = EVEN, experts: type[Experts] = Experts) -> OpGraph:
     """Shared by tests, which do not change it."""
     torch.manual_seed(3)
-    return trace(Mixture(bias), batches_of(1)[0])
+    return trace(Mixture(bias, experts=experts), batches_of(1)[0])
 
 
 def test_rows_of_a_team_go_to_experts_and_back() -> None:
@@ -143,8 +143,7 @@ def test_members_without_rows_and_with_all_of_them(bias: tuple[float, ...], team
 @pytest.mark.parametrize("team", [2, 4])
 def test_rows_whose_sums_are_not_known_go_to_experts_one_by_one(team: int) -> None:
     """Each for its expert, as there is more between the last product and the sum than the router's weights."""
-    torch.manual_seed(3)
-    graph = trace(Mixture(experts=BentExperts), batches_of(1)[0])
+    graph = mixture(experts=BentExperts)
     draft = drafted(graph, lines("heads", team), team)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.to_experts]
@@ -155,8 +154,7 @@ def test_rows_whose_sums_are_not_known_go_to_experts_one_by_one(team: int) -> No
 @pytest.mark.parametrize("team", [2, 4])
 def test_results_that_are_summed_in_a_larger_type_come_back_one_by_one(team: int) -> None:
     """So that none is rounded once more. Tokens go to a member once, and gradients come from there once."""
-    torch.manual_seed(3)
-    graph = trace(Mixture(experts=WideExperts), batches_of(1)[0])
+    graph = mixture(experts=WideExperts)
     draft = drafted(graph, lines("heads", team), team)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     tokens_bytes = 2 * TOKENS // team * WIDTH * 4
