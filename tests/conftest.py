@@ -4,7 +4,7 @@ A sum that is split over threads is added up in another order, and many tests co
 have one thread each. Ctrl-C reaches the scripts that tests start, also where whoever started the tests ignores it, as
 a shell's background jobs do. Python's collector does nothing until all tests are found, and then leaves out what is
 there, which takes an eighth of the tests' time: modules and their tests, which stay anyway. After that it collects as
-rarely as while a user's model is planned, which takes another twentieth.
+rarely as while a user's model is planned.
 """
 
 import gc

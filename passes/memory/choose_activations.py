@@ -2,9 +2,9 @@
 
 In: programs that keep everything on their devices. Out: the same programs in which the decided stages are
 rematerialised, some with classes of saved tensors that are kept after all, and in which these and the inputs of stages
-lie where they have room. It stands in place of `insert-remat`, whose choice is among those it compares. What is decided
-follows from a model of each device's step (`activation_plan`, Fuyou 4.5) that knows what else its links carry: weights
-of swapped stages, gradients, and the states of the optimizer.
+lie where they have room. It stands in place of `insert-remat`, and compares sets of as many stages as that would
+rematerialise. What is decided follows from a model of each device's step (`activation_plan`, Fuyou 4.5) that knows what
+else its links carry: weights of swapped stages, gradients, and the states of the optimizer.
 """
 
 from __future__ import annotations

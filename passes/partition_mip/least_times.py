@@ -2,8 +2,8 @@
 
 In: a `MipProblem` and partitions into one number of stages. Out: the seconds of `contended_s`, but that fetches and
 gradients of other devices slow none that share a root complex evenly (`shared_link`); they still follow one another
-through it. That is all of it where no fetch shares a root complex, and within 3 % of it elsewhere, in a tenth of the
-time for 64 partitions, so a search evaluates only what this lets through.
+through it. That is all of it where no fetch shares a root complex, and no more elsewhere. Many partitions take little
+longer than one, so a search evaluates only what this lets through.
 
 Arrays are [stage, row] or [device, row]. `never`, 0 or -inf for a resident device, keeps what is not transferred out of
 every maximum.
