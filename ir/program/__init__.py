@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .drain import Drain, computed_again, drain_of
-from .first_fit import FirstFit
 from .flat import Segment
 from .graphs import StageGraphs, graph_bytes, graphed, none_graphed, ungraphed
 from .hooks import Earlier, HookCall, elementwise
@@ -47,6 +46,7 @@ from .memory import (
 )
 from .order import Memory, Order, Task, build_order, find_cycle, join_orders, memory_change
 from .parts import whole_params, wrong_parts
+from .places import Places
 from .pools import Pools, pooled_bytes
 from .program import (
     Program,
@@ -94,7 +94,6 @@ __all__ = [
     "Drain",
     "Earlier",
     "Exchange",
-    "FirstFit",
     "HookCall",
     "Interface",
     "Memory",
@@ -102,6 +101,7 @@ __all__ = [
     "Order",
     "ParamSpec",
     "Persistent",
+    "Places",
     "Pools",
     "Program",
     "RowPart",

@@ -21,9 +21,9 @@ from .. import ops
 from ..calls import op_of
 from ..errors import BudgetExceeded
 from ..units import format_bytes
-from .first_fit import FirstFit
 from .graphs import graph_bytes
 from .interface import Interface
+from .places import Places
 from .program import Program, donated, producer_of, values_of, work_of
 from .stage import PAGE, aligned
 
@@ -126,17 +126,16 @@ class ArenaPlan(NamedTuple):
 
 
 def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
-    """The places in a memory's arena (first fit, in issue order)."""
+    """The places in a memory's arena (`places.py`), by issue order."""
     return plan_arenas(program)[memory]
 
 
 def plan_arenas(program: Program) -> dict[str, ArenaPlan]:
     """The places in the arena of each memory."""
-    arenas = {memory: FirstFit(512 if memory == ops.DEVICE else PAGE) for memory in ops.MEMORIES}
-    offsets: dict[str, dict[fx.Node, int]] = {memory: {} for memory in ops.MEMORIES}
-    staging: dict[fx.Node, int] = {}
+    arenas = {memory: Places(512 if memory == ops.DEVICE else PAGE) for memory in ops.MEMORIES}
     home: dict[fx.Node, str] = {}
     device = arenas[ops.DEVICE]
+    staging: dict[fx.Node, tuple[str, fx.Node]] = {}
     for node in program.ops():
         if node.target is ops.free:
             for place in (place for value in node.all_input_nodes for place in places_of(value)):
@@ -144,12 +143,18 @@ def plan_arenas(program: Program) -> dict[str, ArenaPlan]:
                     arenas[home[place]].give(place)
         elif takes_place(node):
             memory = home[node] = node.meta["type"].memory
-            offsets[memory][node] = arenas[memory].take(node, place_bytes(node))
+            arenas[memory].take(node, place_bytes(node), next(iter(_parts_before(node)), None))
         if op_of(node).workspace_in_arena:
-            staging[node] = device.take("staging", work_of(program, node).workspace_bytes)
-            device.give("staging")
+            staging[node] = ("staging", node)
+            device.take(staging[node], work_of(program, node).workspace_bytes)
+            device.give(staging[node])
+    offsets = {memory: arena.placed.offsets for memory, arena in arenas.items()}
     return {
-        memory: ArenaPlan(offsets[memory], arena.size, staging if memory == ops.DEVICE else {})
+        memory: ArenaPlan(
+            {node: offsets[memory][node] for node, at in home.items() if at == memory},
+            arena.bytes,
+            {node: offsets[memory][key] for node, key in staging.items()} if memory == ops.DEVICE else {},
+        )
         for memory, arena in arenas.items()
     }
 
@@ -195,8 +200,12 @@ def places_of(value: fx.Node) -> list[fx.Node]:
 
 def place_bytes(node: fx.Node) -> int:
     """Bytes of the place that an op takes: its value, without the part that was fetched before."""
-    there = [value for value in donated(node) if value.meta["type"].kind == "part"]
-    return int(node.meta["type"].bytes - sum(part.meta["type"].bytes for part in there))
+    return int(node.meta["type"].bytes - sum(part.meta["type"].bytes for part in _parts_before(node)))
+
+
+def _parts_before(node: fx.Node) -> list[fx.Node]:
+    """The parts of an op's value that were fetched before it."""
+    return [value for value in donated(node) if value.meta["type"].kind == "part"]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 In: a device's phases, with fetches that come one phase ahead at most. Out: how many phases ahead each may come, so that
 a large stage, such as a head with its vocabulary, is on its way while several small stages before it compute. Fetches
 keep the order in which their stages run, as one stream carries them all. Memory holds at every moment in between, by
-the same first fit that places values in the arena.
+the places that values get in the arena.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...ir.program import FirstFit, Program, StageSpec, work_of
+from ...ir.program import Places, Program, StageSpec, work_of
 from ...runtime.simulate.costs import CostModel
 from ..phases import Phase, fetched_phases
 
@@ -38,15 +38,16 @@ def arena_bytes(order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: 
     arriving: dict[int, list[tuple[int, int]]] = {}  # phase -> phases for which something comes, and its bytes
     for now, i, num_bytes in _arrivals(order, specs, stages, early):
         arriving.setdefault(now, []).append((i, num_bytes))
-    arena = FirstFit(alignment=1)  # for parts of weights, whose bytes are aligned
+    arena = Places(alignment=1)  # for parts of weights, whose bytes are aligned
     leaving: dict[int, list[tuple[int, int]]] = {}  # last phase -> values
+    first: dict[int, tuple[int, int]] = {}  # phase -> the first value that comes for it
     for now in range(len(order)):
         for i, num_bytes in arriving.get(now, ()):
-            arena.take((now, i), num_bytes)
+            arena.take((now, i), num_bytes, first.setdefault(i, (now, i)))
             leaving.setdefault(order[i].last, []).append((now, i))
         for value in leaving.pop(now, ()):
             arena.give(value)
-    return arena.size
+    return arena.bytes
 
 
 def _arrivals(

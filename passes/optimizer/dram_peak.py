@@ -15,7 +15,7 @@ from torch import fx
 from ...ir import ops
 from ...ir.program import (
     PAGE,
-    FirstFit,
+    Places,
     Program,
     StageHome,
     bytes_of_homes,
@@ -86,7 +86,7 @@ class DramPeak:
         on_ssd = self.read_already | set(weights)
         reads = weights_reads(self.program, self.order, self.number, weights, ahead)
         events = self.own + self._weights_events(reads) + self._update_events(updates, timing, on_ssd)
-        arena = FirstFit(PAGE)
+        arena = Places(PAGE)
         for _, name, num_bytes in sorted(events):
             if num_bytes:
                 arena.take(name, num_bytes)
@@ -95,7 +95,7 @@ class DramPeak:
         homes = self._homes(updates, on_ssd)
         lasting_bytes = bytes_of_homes(self.interface, homes).total(ops.DRAM)
         return DramNeed(
-            arena.size + lasting_bytes + self._working(updates), {**self.homes, **homes}, lasting_bytes, arena.size
+            arena.bytes + lasting_bytes + self._working(updates), {**self.homes, **homes}, lasting_bytes, arena.bytes
         )
 
     def _weights_events(self, reads: Sequence[WeightsRead]) -> list[MemoryEvent]:
