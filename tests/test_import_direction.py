@@ -24,7 +24,10 @@ MAY_IMPORT = {
 }
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
-    "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "tiles", "program", "verify"),
+    "ir": (
+        "errors", "documents", "units", "precision", "machine", "ops", "calls", "plain_graph", "tiles", "program",
+        "verify",
+    ),
     "runtime": (
         "accelerator", "modules", "chunked_loss", "experts", "part_loss", "tiles",
         "document_borders", "quantised", "token_parts", "ring_attention", "member_tables", "functions", "forced_eager",

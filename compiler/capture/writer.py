@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import CaptureError
+from ...ir.plain_graph import PlainGraph
 from ...passes.graph.sizes.nodes import SizeNodes
 from ..packing.unread import Unread
 from .guard import Borrowed
@@ -40,7 +41,7 @@ class GraphWriter:
     def __init__(self, held: Borrowed, fake_mode: FakeTensorMode):
         self.held = held
         self.fake_mode = fake_mode
-        self.graph = fx.Graph()
+        self.graph = PlainGraph()
         self.node_of: dict[int, fx.Node] = {}  # id(tensor) -> the node that last produced it
         self.alive: list[Any] = []  # keeps those ids from being reused
         self.attributes: dict[tuple[str, str], fx.Node] = {}  # (name, module path) -> get_attr node

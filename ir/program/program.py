@@ -19,18 +19,8 @@ from .. import ops
 from ..calls import op_of
 from ..errors import VerifyError
 from ..ops import Op
+from ..plain_graph import PlainGraph
 from .interface import Interface
-
-
-class _Graph(fx.Graph):
-    """Makes nodes without torch's search of their arguments for symbolic sizes, which no program has, and without the
-    search of its tables with which it sets an attribute: a third of the time."""
-
-    def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None):  # type: ignore[no-untyped-def]
-        node = super().create_node(op, target, name=name, type_expr=type_expr)
-        if args or kwargs:
-            node._update_args_kwargs(args or (), kwargs or {})
-        return node
 
 
 class Program:
@@ -44,7 +34,7 @@ class Program:
         self.device = device
         self.interface = interface
         self.function = function
-        self.graph = _Graph() if graph is None else graph
+        self.graph = PlainGraph() if graph is None else graph
         if graph is None:
             self.graph.placeholder("batch")
 
@@ -97,7 +87,7 @@ class Program:
 
     def copy(self) -> Program:
         """A program of its own, which a pass may rewrite; types are copied, too."""
-        graph = _Graph()
+        graph = PlainGraph()
         copies: dict[fx.Node, fx.Node] = {}
         copied = copies.__getitem__
         for node in self.graph.nodes:

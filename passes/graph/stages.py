@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ...ir.errors import PassError, PlanError
+from ...ir.plain_graph import PlainGraph
 from ...ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ...runtime.document_borders import document_borders
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
@@ -276,7 +277,7 @@ class _Builder:
         self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node], sent: set[fx.Node],
         unneeded: list[fx.Node],
     ) -> fx.GraphModule:  # fmt: skip
-        graph = fx.Graph()
+        graph = PlainGraph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ir.plain_graph import PlainGraph
 from ..replay import same
 from .replay import RowReplay
 from .sizes import OtherTrace, RowTape, plain
@@ -35,7 +36,7 @@ class TracedRows:
         return self._copy(replay)
 
     def _copy(self, replay: RowReplay | None) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-        made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        made, copies = PlainGraph(), dict[fx.Node, fx.Node]()
 
         def arguments(nest: Any) -> Any:
             return fx.map_arg(plain(nest) if replay is None else replay.at(nest), copies.__getitem__)
