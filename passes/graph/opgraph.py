@@ -31,16 +31,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from ...ir.plain_graph import PlainGraph
 from ...ir.program import HookCall, RowPart, SizeRange, TeamPart
 from .loss_terms import LossRules
 
+Found = TypeVar("Found")
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 
@@ -169,7 +171,7 @@ class OpGraph:
 
     def copy(self) -> OpGraph:
         """The same step with nodes of its own, in the same order, over the same model."""
-        graph = fx.Graph()
+        graph = PlainGraph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -180,6 +182,13 @@ class OpGraph:
         module = build_module(self.model, graph, self.unregistered)
         outputs = {name: copies[node] for name, node in self.outputs.items()}
         return dataclasses.replace(self, module=module, outputs=outputs, parts=dict(self.parts), hooks=dict(self.hooks))
+
+    def once(self, find: Callable[[OpGraph], Found]) -> Found:
+        """What `find` finds in the graph, which is looked for once: of a graph that nothing edits any more."""
+        known: dict[Any, Found] = self.module.meta.setdefault("found", {})
+        if find not in known:
+            known[find] = find(self)
+        return known[find]
 
     def rebuild(self) -> None:
         """Make `module` anew after its graph was edited."""
@@ -192,7 +201,7 @@ class OpGraph:
         """
         if self.eval_error is not None:
             raise ValueError(f"evaluation needs its own trace: {self.eval_error}")
-        graph = fx.Graph()
+        graph = PlainGraph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)

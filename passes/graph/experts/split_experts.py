@@ -63,7 +63,7 @@ class SplitExperts(GraphPass):
         """What to split, and why large layers cannot be."""
         found: ExpertBoundaries = {}
         refused: dict[str, list[str]] = {}
-        for name, layer in find_expert_layers(draft.graph).items():
+        for name, layer in draft.graph.once(find_expert_layers).items():
             count = self.parts or _parts_needed(layer, device_room(draft))
             refusal = layer.refusal or _refused_by_optimizer(draft, layer)
             if count > 1 and not refusal and self.parts > layer.experts:
@@ -77,19 +77,19 @@ class SplitExperts(GraphPass):
     def must(self, draft: Draft) -> bool:
         """Whether some layer that can be split is too large for every device while it is whole."""
         most_bytes = max(device.budget_bytes for device in draft.machine.devices)
-        layers = [row for row in find_expert_layers(draft.graph).values() if row.least_bytes > most_bytes]
+        layers = [row for row in draft.graph.once(find_expert_layers).values() if row.least_bytes > most_bytes]
         return any(not (layer.refusal or _refused_by_optimizer(draft, layer)) for layer in layers)
 
     def has_room(self, draft: Draft, times: float) -> bool:
         """Whether `times` as many rows as in the graph's micro-batch fit beside a part of any layer."""
-        layers = find_expert_layers(draft.graph).values()
+        layers = draft.graph.once(find_expert_layers).values()
         most_bytes = max((layer.row_bytes for layer in layers), default=0)
         return OF_ROWS * times * most_bytes <= (1 - SHARE) * device_room(draft)
 
     def rewrite(self, draft: Draft, decision: ExpertBoundaries) -> None:
         if not decision:
             return
-        layers = find_expert_layers(draft.graph)
+        layers = draft.graph.once(find_expert_layers)
         for name, experts in decision.items():
             _check(draft, layers, name, experts)
         graph = draft.graph.copy()

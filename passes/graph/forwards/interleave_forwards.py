@@ -40,7 +40,7 @@ class InterleaveForwards(GraphPass):
 
     def plan(self, draft: Draft) -> bool:
         """Whether the step calls parts of the model several times, independently and in different places."""
-        return bool(_places(draft.graph))
+        return bool(draft.graph.once(_places))
 
     def rewrite(self, draft: Draft, decision: bool) -> None:
         if not decision:

@@ -45,7 +45,7 @@ class ChunkLoss(GraphPass):
 
     def plan(self, draft: Draft) -> Chunks:
         """Raises `PassError` where `tokens` is given and every cross entropy needs its logits whole."""
-        room_bytes, rows = _room(draft), head_losses(draft.graph)
+        room_bytes, rows = _room(draft), draft.graph.once(head_losses)
         heads = [row for row in rows if isinstance(row, HeadLoss) and not refusal(row)]
         found: Chunks = {}
         for head in heads:
@@ -74,7 +74,8 @@ class ChunkLoss(GraphPass):
             notes.append(_note(head, chunk))
             chunk_head(graph, head, chunk)
         draft.notes[self.name] = "; ".join(notes)
-        draft.graph = graph.copy()  # over what its nodes read now
+        graph.rebuild()
+        draft.graph = graph
 
 
 def workspace_bytes(head: HeadLoss, tokens: int) -> int:
@@ -101,7 +102,7 @@ def worth_a_try(draft: Draft) -> int:
     """The number of tokens of a chunk where logits stay whole unless it is given, though they are larger than a chunk;
     0 where there are none."""
     room_bytes = _room(draft)
-    heads = [row for row in head_losses(draft.graph) if isinstance(row, HeadLoss) and not refusal(row)]
+    heads = [row for row in draft.graph.once(head_losses) if isinstance(row, HeadLoss) and not refusal(row)]
     sizes = [tokens_of_chunk(head, room_bytes) for head in heads if is_large(head, room_bytes, CHUNK_SHARE)]
     return min(sizes, default=0)
 

@@ -55,8 +55,7 @@ class DropMasks(GraphPass):
         """What the mask of each call is proven to be, by the call's place. Masks of documents go on GPUs where the
         kernel takes borders, and in rows so long that blocks of queries take no more time than one mask for all
         calls."""
-        calls = masked_calls(draft.graph)
-        found = _proven(draft.graph, calls)
+        calls, found = masked_calls(draft.graph), dict(draft.graph.once(_proven))
         is_cpu, knows_borders = draft.machine.devices[0].kind == "cpu", has_flash(draft)
         for place in [place for place, form in found.items() if form == "documents"]:
             borders = _borders(draft.graph, calls[place]) if knows_borders else None
@@ -80,7 +79,7 @@ class DropMasks(GraphPass):
             if place not in calls:
                 known = ", ".join(calls) or "none"
                 raise PassError(f"masks names {place!r}; the model's attention calls with a mask are {known}")
-        forms = _proven(graph, {place: calls[place] for place in decision})
+        forms = draft.graph.once(_proven)
         borders: dict[fx.Node, fx.Node] = {}
         for place, form in decision.items():
             if not _agrees(graph, calls[place], form, forms.get(place)):
@@ -119,12 +118,12 @@ def given_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
     return {**dict(zip(ARGUMENTS, args)), **kwargs}
 
 
-def _proven(graph: OpGraph, calls: dict[str, fx.Node]) -> dict[str, MaskForm]:
-    """The forms of the masks for which there is a proof."""
+def _proven(graph: OpGraph) -> dict[str, MaskForm]:
+    """The forms of the masks for which there is a proof, by the place of the call."""
     known: dict[fx.Node, Intervals | None] = {}
     packed: dict[fx.Node, bool] = {}
     found: dict[str, MaskForm] = {}
-    for place, node in calls.items():
+    for place, node in masked_calls(graph).items():
         given = given_arguments(node.args, node.kwargs)
         mask = given["attn_mask"]
         evaluation = given_arguments(node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))

@@ -48,7 +48,7 @@ class SplitVocabulary(GraphPass):
         """What to split, and why large tables cannot be."""
         found: Boundaries = {}
         refused = []
-        for table in find_tables(draft.graph).values():
+        for table in draft.graph.once(find_tables).values():
             count = self.parts or parts_needed(table, device_room(draft))
             refusal = table.refusal or refused_by_optimizer(draft, table.name, table.value)
             if count > 1 and (refusal or count > table.rows):
@@ -60,15 +60,18 @@ class SplitVocabulary(GraphPass):
     def rewrite(self, draft: Draft, decision: Boundaries) -> None:
         if not decision:
             return
-        tables = find_tables(draft.graph)
+        tables = draft.graph.once(find_tables)
         for name, rows in decision.items():
             _check(draft, tables, name, rows)
         graph = draft.graph.copy()
-        _chunk_heads(graph, decision)
-        tables, lost = find_tables(graph), set(draft.graph.outputs)
+        lost = set(draft.graph.outputs)
+        tables = find_tables(graph)
+        if _chunk_heads(graph, [tables[name] for name in decision]):
+            tables = find_tables(graph)
         for name, rows in decision.items():
             split_table(graph, tables[name], rows)
-        draft.graph = graph.copy()  # over what its nodes read now
+        graph.rebuild()
+        draft.graph = graph
         lost -= set(draft.graph.outputs)
         told = [f"{name} is {len(rows) - 1} parts" for name, rows in decision.items()]
         told += [f"evaluation gives no {', '.join(sorted(lost))}, which would stand whole"] if lost else []
@@ -109,9 +112,10 @@ def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequenc
         raise PassError(f"split-vocabulary: {name} ({format_bytes(table.bytes)}) cannot be split: {refusal}")
 
 
-def _chunk_heads(graph: OpGraph, decision: Boundaries) -> None:
-    """Let one call make the logits and the loss of each head that is to be in parts, all tokens at once."""
-    for name in decision:
-        for head in find_tables(graph)[name].heads:
-            if head.loss is not None:
-                chunk_head(graph, head.loss, LossChunk(tokens=head.loss.num_tokens, logits=False))
+def _chunk_heads(graph: OpGraph, tables: Sequence[TokenTable]) -> bool:
+    """Let one call make the logits and the loss of each head that is to be in parts, all tokens at once. Returns
+    whether there is such a head."""
+    losses = [head.loss for table in tables for head in table.heads if head.loss is not None]
+    for loss in losses:
+        chunk_head(graph, loss, LossChunk(tokens=loss.num_tokens, logits=False))
+    return bool(losses)

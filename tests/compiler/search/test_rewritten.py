@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,18 @@ def test_blocks_of_one_form_of_a_graph_are_not_those_of_another(graph: OpGraph) 
     again = lane(graph, "4GB", PLAIN.over(*PLAIN.graph_passes, RecomputePointwise()))
     assert [block.hash for block in again.blocks] == [block.hash for block in find_blocks(again.graph)]
     assert {block.hash for block in again.blocks}.isdisjoint(block.hash for block in plain.blocks)
+
+
+def test_what_is_found_in_a_graph_is_looked_for_once(graph: OpGraph) -> None:
+    looked: list[OpGraph] = []
+    find = lambda of: (looked.append(of), len(of.nodes))[1]  # noqa: E731
+    again = dataclasses.replace(graph, pointwise_again=True)  # of the same nodes
+    assert graph.once(find) == again.once(find) == len(graph.nodes) and looked == [graph]
+    copy = graph.copy()
+    assert copy.once(find) == len(graph.nodes) and looked == [graph, copy]
+    copy.rebuild()
+    copy.once(find)
+    assert looked == [graph, copy, copy]
 
 
 def test_measured_times_are_of_their_machine(graph: OpGraph) -> None:
