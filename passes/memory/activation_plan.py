@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...ir.ops import DEVICE, DRAM, SSD
 from ...ir.units import format_bytes, format_seconds
@@ -90,6 +91,14 @@ class ActivationProblem:
     memories: tuple[MemoryName, ...] = (DEVICE, DRAM, SSD)
     swapped: bool = False  # whether weights come from DRAM
 
+    @cached_property
+    def orders(self) -> tuple[list[ClassPlace], list[ClassPlace]]:
+        """The inputs and classes of all stages: the last stages first, and in an order that spreads stages evenly."""
+        number = {stage: i for i, stage in enumerate(self.stages)}
+        both = [(stage, what) for stage in self.stages for what in (INPUTS, CLASSES)]
+        late_first = sorted(both, key=lambda key: (-number[key[0]], key[1]))
+        return late_first, sorted(both, key=lambda key: ((number[key[0]] * GOLDEN) % 1, key[1]))
+
 
 @dataclass(frozen=True)
 class Point:
@@ -157,18 +166,17 @@ def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[
     """
     sizes = {(stage, INPUTS): problem.inputs.get(stage, 0) for stage in problem.stages}
     sizes |= {(stage, CLASSES): classes.get(stage, 0) for stage in problem.stages}
+    late_first, spread = problem.orders
     left = {DEVICE: problem.room.device_bytes, DRAM: problem.room.dram_bytes, SSD: problem.room.ssd_bytes}
-    number = {stage: i for i, stage in enumerate(problem.stages)}
-    waiting = sorted((key for key in sizes if sizes[key]), key=lambda key: (-number[key[0]], key[1]))
     found: dict[ClassPlace, MemoryName] = {}
+    waiting = [key for key in late_first if sizes[key]]
     for memory in problem.memories:
-        if memory != DEVICE:
-            waiting.sort(key=lambda key: ((number[key[0]] * GOLDEN) % 1, key[1]))
-        for key in waiting:
-            if sizes[key] <= left[memory]:
-                left[memory] -= sizes[key]
+        for key in late_first if memory == DEVICE else spread:
+            size = sizes[key]
+            if size and key not in found and size <= left[memory]:
+                left[memory] -= size
                 found[key] = memory
-        waiting = [key for key in waiting if key not in found]
+    waiting = [key for key in spread if sizes[key] and key not in found]
     found.update(dict.fromkeys(waiting, problem.memories[-1]))
     return found, not waiting
 

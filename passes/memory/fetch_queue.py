@@ -50,6 +50,17 @@ def arena_bytes(order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: 
     return arena.bytes
 
 
+def live_bytes(
+    order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Fetches
+) -> list[int]:
+    """The bytes of fetched weights that lie in the arena during each phase, which the arena is no smaller than."""
+    live = [0] * len(order)
+    for now, i, num_bytes in _arrivals(order, specs, stages, early):
+        for t in range(now, order[i].last + 1):
+            live[t] += num_bytes
+    return live
+
+
 def _arrivals(
     order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Fetches
 ) -> Iterator[tuple[int, int, int]]:
@@ -86,12 +97,8 @@ def _depths(
     order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Fetches, limit_bytes: int
 ) -> dict[int, int]:
     """Per phase that is fetched whole before its own, the depth at which bytes fit, whatever gaps there are."""
-    live = [0] * len(order)
-    begins: list[int] = []
-    for now, i, num_bytes in _arrivals(order, specs, stages, early):
-        begins += [i] if not begins or begins[-1] != i else []
-        for t in range(now, order[i].last + 1):
-            live[t] += num_bytes
+    live = live_bytes(order, specs, stages, early)
+    begins = dict.fromkeys(i for _, i, _ in _arrivals(order, specs, stages, early))
     found: dict[int, int] = {}
     before = 0  # the place of the fetch before
     for i in begins:

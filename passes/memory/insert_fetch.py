@@ -30,7 +30,7 @@ from ..optimizer.timing import Timing, updates_of
 from ..optimizer.updates import write_updates
 from ..phases import Phase, fetched_phases, hand_over, phases
 from ..receive_earlier import simulated_s
-from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepened, estimate_s, least_s, phases_s
+from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepened, estimate_s, least_s, live_bytes, phases_s
 
 # Swapped stage -> "forward" or "backward" -> number of parameters fetched before that phase; and "forward_ahead" or
 # "backward_ahead" -> how many phases before, where that is not 1.
@@ -136,7 +136,12 @@ def look_ahead(
     able.sort(key=lambda i: (specs[order[i - 1].stage].weight_bytes + specs[order[i].stage].weight_bytes, i))
     counts = {i: len(specs[order[i].stage].moving) for i in able}
 
+    live = live_bytes(order, specs, stages, Fetches({}))
+    early_bytes = {i: [specs[order[i].stage].part_bytes(count) for count in range(counts[i] + 1)] for i in able}
+
     def fits(chosen: dict[int, int]) -> bool:
+        if any(live[i - 1] + early_bytes[i][count] > limit_bytes for i, count in chosen.items()):
+            return False  # whatever gaps there are
         return arena_bytes(order, specs, stages, Fetches(chosen)) <= limit_bytes
 
     whole = len(able)

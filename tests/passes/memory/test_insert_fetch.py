@@ -14,7 +14,7 @@ from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
-from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepened
+from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepened, live_bytes
 from penstock.passes.memory.insert_fetch import InsertFetch, fetch_weights, fetches_of, look_ahead, profile_swapped
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
@@ -115,6 +115,7 @@ def test_arena_is_foreseen_exactly(data: st.DataObject) -> None:
     early = {i: count for i, count in counts.items() if i > 0 and count}
     ahead = {i: data.draw(st.integers(1, 4)) for i in early}
     foreseen = arena_bytes(order, specs, stages, Fetches(early, ahead))
+    assert max(live_bytes(order, specs, stages, Fetches(early, ahead))) <= foreseen
     decision: dict[str, dict[str, int]] = {stage: {} for stage in stages}
     for i, count in early.items():
         decision[order[i].stage] |= {order[i].kind: count, order[i].kind + AHEAD: ahead[i]}
