@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError
@@ -303,7 +303,8 @@ class Sweep(Attempts):
         else:
             usual = [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
         plain = self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
-        return [*(self.tiled(usual) if self.has_large_layers() else ()), *plain]
+        tiled = self.tiled(usual)
+        return [*(tiled if tiled and self.has_large_layers() else ()), *plain]
 
     def tiled(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates with token-wise parts in tiles of tokens; none where no part is large for a device."""
@@ -512,15 +513,22 @@ def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Compil
     counts = dict.fromkeys([usual[0], most] if is_large else [most])
     sweep = Sweep(trace, hardware, dataclasses.replace(wishes, decided=None))
     for count in counts if wishes.micro_batches is None else [wishes.micro_batches]:
-        if wishes.asked is not None:
-            smallest = [wishes.asked]
-        else:
-            smallest = [scouts(sweep.compiler(count).lane(base), base)[-1] for base in _smallest(sweep.bases())]
-            smallest += [] if is_large else [Candidate.of("ftpipe", hardware.num_devices)]
-        sweep.look(count, smallest)
+        sweep.look(count, _smallest_of(sweep, count, is_large))
         if sweep.best is not None or sweep.lacks_host_memory:
             break
     return sweep.best or smallest_step(errors_of(sweep.trials), max(d.memory_bytes for d in hardware.devices))
+
+
+def _smallest_of(sweep: Sweep, count: int, is_large: bool) -> Iterator[Candidate]:
+    """The candidates of `attempt_smallest`, until one fits."""
+    if sweep.wishes.asked is not None:
+        yield sweep.wishes.asked
+        return
+    for base in _smallest(sweep.bases()):
+        if sweep.best is None:
+            yield scouts(sweep.compiler(count).lane(base), base)[-1]
+    if sweep.best is None and not is_large:
+        yield Candidate.of("ftpipe", sweep.hardware.num_devices)
 
 
 def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:

@@ -13,10 +13,15 @@ from torch import nn
 
 import penstock
 from penstock.compiler import api
-from penstock.compiler.search.attempts import Attempts
+from penstock.compiler.search.attempts import Attempts, Wishes
+from penstock.compiler.search.candidate import Candidate
+from penstock.compiler.search.compiled import CandidateCompiler, CompiledCandidate
 from penstock.compiler.search.nearest import Growth
+from penstock.compiler.search.search import Sweep, attempt_smallest
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
+from penstock.passes.draft import Options
+from penstock.tests.passes.running import traced_model
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 WIDTH, BATCH = 32, {"x": torch.zeros(8, 32), "y": torch.zeros(8, 32)}
@@ -88,6 +93,22 @@ def test_a_large_model_has_few_tries_for_what_would_fit(monkeypatch: pytest.Monk
         penstock.compile(Net(False), hardware, example_inputs=BATCH, optimizer=ADAM)
     assert set(caught.value.nearest) == {"memory"}
     assert {count for count, _ in looked} == {2, 8} and len(looked) <= 12, looked
+
+
+def test_of_candidates_that_need_little_memory_none_is_made_after_the_first_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor are layers weighed against devices for tiles of sequences where there are no sequences."""
+    monkeypatch.setattr(Sweep, "has_large_layers", refuse)
+    wishes = Wishes(None, None, 8, Options(state_bytes_per_param=8), search_s=0.0)
+    graph = traced_model(Net(False), [{key: value[:1] for key, value in BATCH.items()}])[0]
+    made: list[Candidate] = []
+    lane = CandidateCompiler.lane
+    monkeypatch.setattr(CandidateCompiler, "lane", lambda self, c: (made.append(c), lane(self, c))[1])
+    found = attempt_smallest(lambda count: graph, Hardware.cpu(2, memory="1GB"), wishes)
+    assert isinstance(found, CompiledCandidate) and len(made) == 1
+    missed = attempt_smallest(lambda count: graph, Hardware.cpu(2, memory="2kB"), wishes)
+    assert isinstance(missed, DoesNotFit) and len(made) > 2
 
 
 def test_memories_grow_by_what_is_missing_then_by_shares_that_double() -> None:
