@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.compiler.capture.trace import trace
+from penstock.compiler.capture.trace import trace_in
 from penstock.compiler.models.named import find_model
 from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError, VerifyError
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.precision import Precision
 from penstock.ir.program import profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.decisions import Activations
@@ -224,7 +225,7 @@ def test_two_devices_train_as_eager_pytorch_does() -> None:
 def planned(batch: int, micro_batches: int, ssds: int, **options: Any) -> tuple[Draft, dict[str, Any]]:
     """GPT-3 13B on Fuyou's server (figure 9)."""
     shapes = {key: {"shape": [batch // micro_batches, 1024], "dtype": "int64"} for key in ("input_ids", "labels")}
-    graph = trace(find_model("gpt3-13b").on_meta(), shapes)
+    graph = trace_in(Precision.of("fp16"), find_model("gpt3-13b").on_meta(), shapes)
     hardware = Hardware.preset("fuyou-a100", ssds=ssds)
     draft = draft_of(graph, hardware, micro_batches=micro_batches, precision="fp16")
     for p in (Coarsen(), PartitionMinStage(inputs_leave=True), MapRoundRobin(), SchedulePipeline()):
@@ -234,11 +235,13 @@ def planned(batch: int, micro_batches: int, ssds: int, **options: Any) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch", "micro_batches", "ssds", "is_positive"), [(64, 2, 12, True), (80, 4, 12, True), (32, 1, 2, False)]
+    ("batch", "micro_batches", "ssds", "is_positive"),
+    [(64, 2, 12, True), (80, 4, 12, True), (32, 1, 12, False), (32, 1, 2, False)],
 )
 def test_the_papers_swap_amounts(batch: int, micro_batches: int, ssds: int, is_positive: bool) -> None:
-    """Positive where computation bounds the backward, nothing beyond the stages' inputs where the disks do."""
+    """Positive where computation bounds the backward, nothing beyond the stages' inputs where the disks do: at batch 32
+    (Fuyou 5.6)."""
     draft, decision = planned(batch, micro_batches, ssds, to="ssd")
     classes = [row.classes for row in decision["activations"].values()]
     assert any(classes) == is_positive
-    assert ("bound by compute" in draft.notes[NAME]) == is_positive or "by compute in backward" in draft.notes[NAME]
+    assert ("by compute in backward" in draft.notes[NAME]) == is_positive
