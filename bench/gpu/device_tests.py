@@ -25,6 +25,7 @@ BEGUN, OVER = "a test begins", "a test passes"
 MOST_S = 150  # of one test
 SHARE = 0.95  # of the part's time, behind which no test begins
 TWICE = 2
+MOST_LETTERS = 1000  # of what a failed test found
 PROCESSES = 8
 LEFT_OUT = "PENSTOCK_LEFT_OUT"  # a file with the tests to leave out, a line each: pytest's processes read it
 
@@ -70,7 +71,7 @@ class Recorder:
             self.write(noted(OVER, "skipped", why=why, **facts))
             self.open.discard(report.nodeid)
             return
-        words = {} if report.passed else {"why": str(report.longrepr).strip().splitlines()[-1][:300]}
+        words = {} if report.passed else {"why": _reason(report.longrepr)}
         self.write(holds(OVER, report.passed, **words, **facts))
         if report.passed:
             self.open.discard(report.nodeid)
@@ -97,6 +98,13 @@ def run(earlier: Sequence[Row], write: Callable[[Row], object], setup: Setup) ->
         raise RuntimeError(f"pytest ended with exit code {status}")
     if recorder.open or recorder.given_up:
         raise RuntimeError(f"{len(recorder.open)} tests have not passed yet, {len(recorder.given_up)} failed twice")
+
+
+def _reason(longrepr: Any) -> str:
+    """Where a test failed, and what was found there: a later reader has this row only."""
+    place = str(longrepr).strip().splitlines()[-1]
+    crash = getattr(longrepr, "reprcrash", None)
+    return place[:300] if crash is None else f"{place[:300]}: {crash.message[:MOST_LETTERS]}"
 
 
 def _is_broken() -> bool:

@@ -338,6 +338,16 @@ def test_processes_of_pytest_leave_out_the_same_tests(monkeypatch: pytest.Monkey
     assert recorder.open == {"a.py::one_more", "a.py::more[2]"} and len(rows) == 1
 
 
+def test_a_row_of_a_failed_test_says_what_was_found(tmp_path: Path) -> None:
+    text = "def test_it():\n    found, counted = 7, 4\n    assert found <= counted, (found,)"
+    (tmp_path / "test_it.py").write_text(text)
+    rows: list[Any] = []
+    pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)], plugins=[Recorder([], rows.append)])
+    (row,) = [row for row in rows if row["figure"] == OVER]
+    assert row["ok"] is False and "test_it.py:3: AssertionError" in row["why"]
+    assert "(7,)" in row["why"] and "assert 7 <= 4" in row["why"]
+
+
 def test_time_at_work_counts_what_overlaps_once() -> None:
     assert covered([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (4.5, 5.0)]) == pytest.approx(5.0)
     assert covered([]) == 0.0
