@@ -21,9 +21,12 @@ from penstock.ir.errors import DoesNotFit
 
 LIMIT_S, LIMIT_GB = 60.0, 2.0
 MIXTURE_LIMIT_S, MIXTURE_LIMIT_GB = 120.0, 8.0
-MIXTURES: dict[str, dict[str, Any]] = {  # as options of `penstock plan`, of 8 rows of 1,024 tokens
+MIXTURES: dict[str, dict[str, Any]] = {  # as options of `penstock plan`, of 8 rows of 1,024 tokens if not said
     "deepseek-v3 on 8 GPUs with 8 SSDs": {
         "model": "deepseek-v3", "hardware": ["rtx4090x8"], "dram": "2TB", "ssd": "8x4TB", "precision": "bf16-true",
+    },
+    "deepseek-v3 on 8 A100": {
+        "model": "deepseek-v3", "hardware": ["a100-80gbx8"], "ssd": "8x4TB", "precision": "bf16-true", "batch": 32,
     },
     "mixtral-8x7b on 2 GPUs": {
         "model": "mixtral-8x7b", "hardware": ["rtx4090x2"], "dram": "1TB", "precision": "bf16-mixed",
@@ -79,7 +82,7 @@ def machine(presets: tuple[str, ...] | str) -> penstock.Hardware:
 def compiled(case: str) -> Job:
     """The job of a case."""
     if case in MIXTURES:
-        return JobOptions(batch=8, sequence=1024, **MIXTURES[case]).compile()
+        return JobOptions(**{"batch": 8, "sequence": 1024, **MIXTURES[case]}).compile()
     if case in TOO_SMALL:
         return JobOptions(**TOO_SMALL[case]).compile()
     name, presets, batch, sequence = CASES[case]

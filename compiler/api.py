@@ -463,10 +463,10 @@ def _know_rows(model: nn.Module, capture: Graphs, machine: Hardware, wishes: Wis
     """Find out what rows have to do with each other. Returns wishes with what follows for the number of micro-batches,
     the facts, and a function to the graphs to plan with, whose losses average to that of the whole batch."""
     try:
-        beyond_bytes = check_states_fit(model, machine, wishes.options)  # before the expensive work
+        lasting_bytes = check_states_fit(model, machine, wishes.options)  # before the expensive work
     except DoesNotFit as miss:
         raise _nearest(miss, capture, machine, wishes) from None
-    wishes = dataclasses.replace(wishes, beyond_dram_bytes=beyond_bytes)
+    wishes = dataclasses.replace(wishes, lasting_bytes=lasting_bytes)
     each = _accumulated(wishes, machine)
     if each == 1:  # every micro-batch is a batch of its own
         return wishes, MEAN_OVER_ROWS, capture

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...ir import ops
@@ -18,7 +19,7 @@ from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
 from ...ir.program import Program
-from ...ir.units import format_seconds
+from ...ir.units import format_bytes, format_seconds
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ...passes.work import WorkDone
@@ -41,7 +42,7 @@ NEAR = 0.01  # the share of a step that is not worth another candidate
 @dataclass
 class Wishes:
     """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
-    work within which candidates are tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
+    work within which candidates are tried, once something fits. `lasting_bytes`: see `check_states_fit`.
     `fewest_first`: the first number of micro-batches that fits, from one on. `steps`: of the run. `require`: raises
     `PlanError` for programs that cannot keep another wish."""
 
@@ -52,7 +53,7 @@ class Wishes:
     dump: DumpPrograms | None = None
     decided: Plan | None = None
     search_s: float = SEARCH_S
-    beyond_dram_bytes: int = 0  # lasting bytes that devices and DRAM cannot hold, at least
+    lasting_bytes: int = 0  # between steps, each tensor once
     fewest_first: bool = False
     steps: int | None = None
     require: Callable[[Sequence[Program]], None] | None = None
@@ -151,6 +152,8 @@ class Attempts:
         return lacks and len({param.requires_grad for param in self.compiler(count).graph.parameters().values()}) > 1
 
     def attempt(self, count: int, candidate: Candidate) -> Trial:
+        if self.beyond_dram_bytes > 0 and not candidate.uses_ssd:
+            return Trial(candidate, count, reason=self.too_large_without_ssds())
         if self.best is not None and self.is_late:
             return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
         enough = self.enough
@@ -182,6 +185,31 @@ class Attempts:
         except (DoesNotFit, PassError, PlanError) as error:
             return Trial(candidate, count, reason=error.with_traceback(None))
         return found
+
+    @cached_property
+    def beyond_dram_bytes(self) -> int:
+        """Lasting bytes that devices and DRAM cannot hold, at least; 0 where they might."""
+        return max(0, self.wishes.lasting_bytes - self.dram_bytes - self.device_bytes)
+
+    @property
+    def dram_bytes(self) -> int:
+        return sum(self.hardware.dram_budget_bytes(host) for host in range(len(self.hardware.hosts)))
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(device.budget_bytes for device in self.hardware.devices)
+
+    def too_large_without_ssds(self) -> DoesNotFit:
+        """Why no pipeline fits that keeps nothing on SSD: known before any graph is cut."""
+        missing = self.beyond_dram_bytes
+        return DoesNotFit(
+            f"what lasts between steps needs {format_bytes(self.wishes.lasting_bytes)}; there is "
+            f"{format_bytes(self.dram_bytes)} of DRAM usable, and {format_bytes(self.device_bytes)} on the devices: "
+            f"missing {format_bytes(missing)}, and these passes keep nothing on SSD. Nearest that may fit: "
+            "strategy='auto' or 'mobius-ssd', which do",
+            memory="dram0",
+            missing_bytes=missing,
+        )
 
     def is_same(self, candidate: Candidate, row: Trial) -> None:
         """Record that a candidate that was not tried comes to the same programs as one that was."""

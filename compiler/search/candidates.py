@@ -9,6 +9,7 @@ from typing import Any
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...passes.draft import Draft
+from ...passes.graph.experts.split_experts import SplitExperts
 from ...passes.mapping.map_cross import MapCross
 from ...passes.mapping.map_replicas import MapReplicas
 from ...passes.mapping.map_round_robin import MapRoundRobin
@@ -95,9 +96,10 @@ def device_orders(hardware: Hardware) -> list[str]:
 
 def scouts(draft: Draft, base: Candidate = PLAIN) -> list[Candidate]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
-    found = [base.with_(balanced(count, base)) for count in stage_counts(draft, base.moves_activations)]
+    hardware = draft.lane_hardware
+    found = [base.with_(balanced(count, base, hardware)) for count in stage_counts(draft, base.moves_activations)]
     if base.uses_ssd:
-        found += [base.with_(balanced(len(draft.blocks), base, order)) for order in fewer(draft.lane_hardware)]
+        found += [base.with_(balanced(len(draft.blocks), base, hardware, order)) for order in fewer(hardware)]
     return found
 
 
@@ -105,12 +107,13 @@ def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
     """Cheap candidates for a mesh of several lanes: the fewest stages or, where lanes share stages, enough that each is
     small; a pipeline runs by 1F1B, a single device stage by stage, so that it gathers or fetches each once."""
     fewest, blocks = stage_counts(draft, base.moves_activations)[0], len(draft.blocks)
+    hardware = draft.lane_hardware
     schedule = Schedule1F1B() if mesh.depth > 1 else SchedulePipeline()
     if mesh.shards > 1:
-        cut = balanced(min(blocks, max(fewest, shared_stages(mesh))), base)
+        cut = balanced(min(blocks, max(fewest, shared_stages(mesh))), base, hardware)
         return [base.with_(cut, schedule).holding(False)]
-    cuts = [balanced(fewest, base)]
-    cuts += [balanced(blocks, base)] if mesh.depth == 1 and 1 < fewest < blocks else []
+    cuts = [balanced(fewest, base, hardware)]
+    cuts += [balanced(blocks, base, hardware)] if mesh.depth == 1 and 1 < fewest < blocks else []
     return [base.with_(cut, schedule) for cut in cuts]
 
 
@@ -126,7 +129,7 @@ def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
         yield kind(**options)
     orders = device_orders(draft.lane_hardware)
     for count, order in itertools.product(stage_counts(draft, base.moves_activations), orders):
-        yield balanced(count, base, order)
+        yield balanced(count, base, draft.lane_hardware, order)
 
 
 def fewer(hardware: Hardware) -> list[str]:
@@ -140,8 +143,11 @@ def fewer(hardware: Hardware) -> list[str]:
     return [" ".join(map(str, crossed[:count])) for count in counts]
 
 
-def balanced(count: int, base: Candidate, order: str = "") -> PartitionBalanced:
-    return PartitionBalanced(stages=count, order=order, inputs_leave=base.moves_activations)
+def balanced(count: int, base: Candidate, hardware: Hardware, order: str = "") -> PartitionBalanced:
+    """Stages for all devices, or those of `order`; of several equal ones, one has all parts of a layer of experts."""
+    several = (len(order.split()) or hardware.num_devices) > 1 and len(set(hardware.device_kinds)) == 1
+    together = several and base.find(SplitExperts) is not None
+    return PartitionBalanced(stages=count, order=order, inputs_leave=base.moves_activations, together=together)
 
 
 def more_of_mip(draft: Draft) -> list[PartitionMip]:

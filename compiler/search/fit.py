@@ -69,13 +69,13 @@ def check_lasting(draft: Draft, staying: bool = True) -> None:
 def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> int:
     """Raise `DoesNotFit` where what lasts between steps exceeds all memories together: no plan could help.
 
-    A lower bound that needs no trace: weights, masters and optimizer states, each tensor once. Returns the bytes that
-    neither devices nor DRAM have room for, so that they must lie on SSD.
+    A lower bound that needs no trace: weights, masters and optimizer states, each tensor once, whose bytes it returns.
     """
     width = Precision.of(options.precision).dtype.itemsize
     kind = str(Precision.of(options.precision).dtype).removeprefix("torch.")
     params = [ParamSpec(name, tuple(p.shape), kind, p.requires_grad) for name, p in model.named_parameters()]
-    lasting = options.lasting(width * sum(p.numel for p in params), params)
+    sizes = (p.numel() * (width if p.is_floating_point() else p.element_size()) for p in model.parameters())
+    lasting = options.lasting(sum(sizes), params)
     hosts = range(len(hardware.hosts))
     budgets = {f"dram{host}": hardware.dram_budget_bytes(host) for host in hosts}
     need = sum(lasting)
@@ -83,7 +83,7 @@ def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> 
     budgets |= {f"ssd{host}": hardware.ssd_budget_bytes(host) for host in hosts if hardware.hosts[host].ssds}
     missing = beyond - sum(hardware.ssd_budget_bytes(host) for host in hosts)
     if missing <= 0:
-        return max(0, beyond)
+        return need
     parts = zip(("weights", "masters", "optimizer states"), lasting, strict=True)
     text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts if n)
     memories = ", ".join(f"{memory} {format_bytes(budget)} usable" for memory, budget in budgets.items())

@@ -97,6 +97,8 @@ class Sweep(Attempts):
     def one(self, candidate: Candidate) -> None:
         """Try the candidate that the user asked for: only the number of micro-batches is open. Where a strategy does
         not fit, and a table is too large, it is tried with parts of tables."""
+        if candidate.name in STRATEGIES and self.parts[1]:
+            self.few_micro_batches()
         for asked in self.with_parts([candidate]) if candidate.name in STRATEGIES else [candidate]:
             for i, count in enumerate((*self.usual, *self.last_resort)):
                 if self.best is not None and (i >= len(self.usual) or self.is_large(count)):
@@ -301,7 +303,7 @@ class Sweep(Attempts):
         if not self.has_ssds:
             usual = [PLAIN, LEAVING]
         else:
-            usual = [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
+            usual = [RESERVOIR] if self.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
         plain = self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
         tiled = self.tiled(usual)
         return [*(tiled if tiled and self.has_large_layers() else ()), *plain]

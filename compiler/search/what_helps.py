@@ -115,7 +115,7 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
         yield from lane_scouts(lane, base, mesh)
     counts = stage_counts(lane, base.moves_activations)
     for stages, order in itertools.product(counts, device_orders(lane.lane_hardware)[:2]):
-        yield usual.with_(balanced(stages, base, order))
+        yield usual.with_(balanced(stages, base, lane.lane_hardware, order))
     for mapping in mappings(lane.lane_hardware) if lane.lane_hardware.num_devices > 1 else ():
         yield usual.with_(mapping)
 

@@ -229,6 +229,7 @@ class StageSpec:
     again: AgainSpec | None = None  # where rematerialisation is less than forward
     exchanges: tuple[Exchange, ...] = ()  # of its outputs, after its forward, or of its inputs, before it
     handed: tuple[tuple[str, str], ...] = ()  # inputs whose gradients are those of outputs as they are, with these
+    passing: tuple[str, ...] = ()  # inputs that are put into outputs as they are: backward takes None in their place
 
     @property
     def made(self) -> tuple[TensorSpec, ...]:
@@ -238,7 +239,7 @@ class StageSpec:
     @property
     def backward_inputs(self) -> tuple[TensorSpec | None, ...]:
         """The inputs as backward takes them: None where it needs nothing of one."""
-        unneeded = self.again.inputs if self.again is not None else ()
+        unneeded = {*(self.again.inputs if self.again is not None else ()), *self.passing}
         return tuple(None if i.name in unneeded else i for i in self.inputs)
 
     @cached_property

@@ -21,6 +21,7 @@ from ...ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ...runtime.document_borders import document_borders
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .boundaries import cast, narrowed
+from .experts.joins import passes_through
 from .forwards.first_only import left_out, unread_in
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
@@ -233,6 +234,8 @@ class _Builder:
             self.without = left_out(self.cut.blocks[self.index], set(body), shared)
             self.unread = unread_in(self.cut.blocks[self.index], set(body))
         unneeded = [n for n in boundary if all(self.home.get(u) != self.index or u in self.without for u in n.users)]
+        able = [n for n in boundary if n not in unneeded and n not in sources and not self.graph.sizes]
+        passing = [n for n in able if passes_through(n, self._is_here)]
         batch = self._with_sizes([n for n in boundary if n not in unneeded], loaded, [*own, *outside])
         leaving = {source_of(n) for n in exchanges if n not in given.values()}
         sent = [n for n in own if n in leaving or any(self.home.get(u, self.index) > self.index for u in n.users)]
@@ -245,10 +248,15 @@ class _Builder:
             spec,
             exchanges=tuple(self._exchange(n, given) for n in exchanges),
             handed=tuple((before.name, n.name) for before, n in pairs if before is not None and n in self.cut.live),
+            passing=tuple(n.name for n in passing),
         )
         if spec.again is not None:
             spec = replace(spec, again=replace(spec.again, inputs=tuple(n.name for n in unneeded)))
         return PlannedStage(spec, module, tuple(self.cut.partition[self.index]))
+
+    def _is_here(self, node: fx.Node) -> bool:
+        """Whether the stage runs a node."""
+        return self.home.get(node) == self.index
 
     def _with_sizes(self, boundary: list[fx.Node], batch: list[fx.Node], body: list[fx.Node]) -> list[fx.Node]:
         """The inputs of the batch that are loaded, with one for each size that the stage needs and no other input

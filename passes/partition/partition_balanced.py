@@ -4,14 +4,20 @@ In: blocks with costs. Out: `draft.partition` and `draft.stages`. Dynamic progra
 the slowest stage, `min max_j T_j` with `T_j = sum of forward and backward roofline seconds of its blocks`, where
 stage j runs on device j mod N (so unequal GPUs get unequal stages). A stage is admitted if its weights, gradients,
 one rematerialised micro-batch and all micro-batches' inputs, those of the device's other stages too, fit the device.
+
+Parts of a layer of experts read the same rows, and each adds its own to what the parts before it gave: as many values
+of rows as a layer has parts. With `together` all stages of such a layer run on one device, so that rows neither travel
+nor lie on several devices, and the next layer runs on the next device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...ir.errors import PassError
 from ..draft import Draft
 from .partition import Partition, StagesDecision, asked_stages, contiguous, device_order
 from .slices import Slices
@@ -22,25 +28,44 @@ class PartitionBalanced(Partition):
     """`stages`: the number of stages; 0: the fewest per device that fit. `order`: the devices of the first stages, such
     as "1 0", while all others stay idle; without it, all as they are numbered. `inputs_leave`: for pipelines that move
     what enters a stage to DRAM or SSD until its backward. `asynchronous`: for `schedule-async`, where all but the last
-    stage compute their forward again, so that the last one may be larger."""
+    stage compute their forward again, so that the last one may be larger. `together`: one device runs all parts of a
+    layer of experts; of equal devices only."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
     order: str = ""
     inputs_leave: bool = False
     asynchronous: bool = False
+    together: bool = False
 
     def cut(self, draft: Draft) -> StagesDecision:
         asked = asked_stages(draft, self.stages)
         order = device_order(self.order, draft.lane_hardware.num_devices, some=True)
+        kinds = {draft.lane_hardware.device_kinds[device] for device in order}
+        if self.together and len(kinds) > 1:
+            raise PassError(f"{self.name}: together=true needs equal devices; order='0' names one of them")
         slices = Slices(draft, order, self.inputs_leave, self.asynchronous)
         counts = [asked] if asked else _counts(len(order), len(draft.blocks))
         fewest = slices.fewest()
         for count in counts:
             cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
             if cuts is not None:
-                return contiguous(draft, cuts, order)
+                found = contiguous(draft, cuts, order)
+                return {**found, "planned_for": layer_by_layer(found["stages"], order)} if self.together else found
         raise slices.does_not_fit(counts)
+
+
+def layer_by_layer(stages: Sequence[Sequence[str]], order: Sequence[int]) -> list[int]:
+    """The device of each stage, given by its blocks' names: the next one of the order for each stage, but for those
+    with blocks of the layer of experts that the stage before has a part of, or that have a part of its layer."""
+    found, place = list[int](), -1
+    for before, stage in zip([["", ""], *stages], stages):
+        ends = before[-1], stage[0]
+        owners = [name.partition("#")[0].partition("[")[0] for name in ends]
+        inside = owners[0] == owners[1] or any(a.startswith(f"{b}.") for a, b in (owners, owners[::-1]))
+        place += not (inside and any("[" in name for name in ends))
+        found.append(order[place % len(order)])
+    return found
 
 
 def _counts(num_devices: int, num_blocks: int) -> list[int]:

@@ -364,6 +364,8 @@ class StageRunner:
         given: list[Any] = []
         for x, want in zip(inputs, self.spec.inputs, strict=True):
             leaf = None if x is None else _laid_out(x, want).detach()
+            if x is None and keep and want.requires_grad:  # its value is not needed, but its gradient is
+                leaf = torch.zeros((), dtype=getattr(torch, want.dtype), device=self.device).expand(want.shape)
             given.append(leaf.requires_grad_() if leaf is not None and keep and want.requires_grad else leaf)
         versions = [leaf._version for leaf in given] if first else []
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory

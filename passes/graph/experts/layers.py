@@ -33,8 +33,7 @@ class ExpertLayer:
     entering: tuple[fx.Node, ...]
     leaving: tuple[fx.Node, ...]
     bytes: int  # of the weights, in the dtype of the computation
-    least_bytes: int  # of the weights and the sums of their gradients, which a device holds at once
-    held_bytes: int  # of the same, with the memory in which gradients are made
+    held_bytes: int  # of the weights, the sums of their gradients, and the memory in which gradients are made
     refusal: str = ""
 
     @property
@@ -120,7 +119,6 @@ def _layer(look: _Look, offsets: fx.Node, products: list[fx.Node]) -> ExpertLaye
         entering=tuple(entering),
         leaving=leaving,
         bytes=sum(weight.numel() * compute_dtype(look.graph, weight).itemsize for weight in weights.values()),
-        least_bytes=sum(sum(_bytes(look.graph, weight)) for weight in weights.values()),
         held_bytes=_held_bytes(look.graph, weights.values()),
         refusal=_refusal(look, weights, reads, products, inside, entering, leaving, offsets),
     )

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from ....ir.errors import PassError
 from ....ir.units import format_bytes
 from ....runtime.experts.parts import join_part, part_offsets, part_rows
 from ...draft import Draft
+from ..blocks import param_spec
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph
 from ..row_parts import (
@@ -32,6 +33,8 @@ from ..row_parts import (
 from .layers import ExpertLayer, find_expert_layers
 from .share import ExpertShare, replace_layers
 
+BUFFERS = 2  # of a part in DRAM: one is read from SSD while another one is updated and written
+DRAM_SHARE = 0.25  # of DRAM that such buffers of all devices take at most
 OF_ROWS = 3  # what a part holds over its rows' values: gradients, copies in order, what waits to enter or to leave
 ExpertBoundaries = dict[str, list[int]]  # layer -> 0, the first expert of each further part, the number of experts
 
@@ -39,7 +42,8 @@ ExpertBoundaries = dict[str, list[int]]  # layer -> 0, the first expert of each 
 @dataclass(frozen=True)
 class SplitExperts(GraphPass):
     """`parts`: of each layer of experts, or automatic: layers that take more than half of a device, into parts that do
-    not."""
+    not. Where weights and states fill all memory but SSDs, parts are so small, too, that those that all devices update
+    at one time take a quarter of DRAM."""
 
     name: ClassVar[str] = "split-experts"
     decides: ClassVar[str] = "experts"
@@ -63,8 +67,11 @@ class SplitExperts(GraphPass):
         """What to split, and why large layers cannot be."""
         found: ExpertBoundaries = {}
         refused: dict[str, list[str]] = {}
+        updated_bytes = self._updated_bytes(draft)
         for name, layer in draft.graph.once(find_expert_layers).items():
             count = self.parts or _parts_needed(layer, device_room(draft))
+            if count > 1 and not self.parts:
+                count = max(count, _equal_parts(layer, _all_bytes(draft, layer.weights) / updated_bytes))
             refusal = layer.refusal or _refused_by_optimizer(draft, layer)
             if count > 1 and not refusal and self.parts > layer.experts:
                 refusal = f"it has {layer.experts} experts only"
@@ -74,10 +81,22 @@ class SplitExperts(GraphPass):
                 found[name] = even_boundaries(layer.experts, min(count, layer.experts))
         return found, [f"{_few(names)} whole: {refusal}" for refusal, names in refused.items()]
 
+    def _updated_bytes(self, draft: Draft) -> float:
+        """The bytes that a part may have, with gradients and states, where these come from SSD: what each device reads,
+        updates and writes lies in DRAM. Infinite where devices and DRAM hold everything."""
+        machine, hosts = draft.machine, range(len(draft.machine.hosts))
+        dram = sum(machine.dram_budget_bytes(host) for host in hosts)
+        room = dram + sum(device.budget_bytes for device in machine.devices)
+        if self.parts or not any(machine.hosts[host].ssds for host in hosts):
+            return math.inf
+        if _all_bytes(draft, draft.graph.parameters()) <= room:
+            return math.inf
+        return max(1.0, DRAM_SHARE * dram / machine.num_devices / BUFFERS)
+
     def must(self, draft: Draft) -> bool:
         """Whether some layer that can be split is too large for every device while it is whole."""
         most_bytes = max(device.budget_bytes for device in draft.machine.devices)
-        layers = [row for row in draft.graph.once(find_expert_layers).values() if row.least_bytes > most_bytes]
+        layers = [row for row in draft.graph.once(find_expert_layers).values() if row.held_bytes > most_bytes]
         return any(not (layer.refusal or _refused_by_optimizer(draft, layer)) for layer in layers)
 
     def has_room(self, draft: Draft, times: float) -> bool:
@@ -107,6 +126,19 @@ def _few(names: Sequence[str]) -> str:
 def _parts_needed(layer: ExpertLayer, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device."""
     return math.ceil(layer.held_bytes / (SHARE * room_bytes))
+
+
+def _equal_parts(layer: ExpertLayer, least: float) -> int:
+    """The smallest number of parts, of this number at least, that have as many experts each."""
+    return next((n for n in range(1, layer.experts + 1) if layer.experts % n == 0 and n >= least), layer.experts)
+
+
+def _all_bytes(draft: Draft, weights: Mapping[str, nn.Parameter]) -> int:
+    """Bytes of weights with their gradients, masters and states, each once."""
+    distinct = {id(weight): (name, weight) for name, weight in weights.items()}.values()
+    specs = [param_spec(draft.graph, name, weight) for name, weight in distinct]
+    sums = sum(spec.grad_bytes for spec in specs if spec.requires_grad)
+    return sums + sum(spec.bytes for spec in specs) + draft.options.optimizer_bytes(specs)
 
 
 def _refused_by_optimizer(draft: Draft, layer: ExpertLayer) -> str:

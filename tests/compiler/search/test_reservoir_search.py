@@ -12,7 +12,7 @@ import torch
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
-from penstock.compiler.search.attempts import Wishes
+from penstock.compiler.search.attempts import Attempts, Wishes
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidate import PLAIN, RESERVOIR, Candidate
 from penstock.compiler.search.candidates import fewer, mappings, partitions, scouts
@@ -125,11 +125,20 @@ def test_what_must_lie_on_ssd_is_known_before_tracing() -> None:
     options = Options(state_bytes_per_param=8)
     need = 12 * sum(p.numel() for p in model.parameters())
     machine = Hardware.cpu(1, memory="100kB", dram="100kB", ssd="20MB")
-    assert check_states_fit(model, machine, options) == need - 200_000
-    assert check_states_fit(model, Hardware.cpu(1), options) == 0
+    assert check_states_fit(model, machine, options) == check_states_fit(model, Hardware.cpu(1), options) == need
     with pytest.raises(DoesNotFit, match=r"dram0 .* usable, ssd0 97\.7 KiB usable.* missing") as caught:
         check_states_fit(model, Hardware.cpu(1, memory="100kB", dram="100kB", ssd=111_112), options)
     assert caught.value.memory == "ssd0" and abs(caught.value.missing_bytes - (need - 300_000)) < 2
+
+
+def test_where_memories_are_too_small_nothing_is_cut_without_ssds() -> None:
+    """Not even a graph is asked for. On a machine with more DRAM, as one is looked for that fits, the same is tried."""
+    wishes = Wishes(None, 4, 8, Options(), lasting_bytes=1_000_000)
+    found = Attempts(lambda _: pytest.fail("it is traced"), Hardware.cpu(1, **SMALL), wishes).attempt(4, PLAIN)
+    assert isinstance(found.reason, DoesNotFit) and found.reason.memory == "dram0"
+    assert found.reason.missing_bytes == 1_000_000 - 660_000 and "keep nothing on SSD" in str(found.reason)
+    more = Hardware.cpu(1, **{**SMALL, "dram": "1MB"})
+    assert Attempts(lambda _: pytest.fail("it is traced"), more, wishes).beyond_dram_bytes == 0
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from penstock.ir.ops import DEVICE
 from penstock.ir.program import profile_memory
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
-from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
+from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts, layer_by_layer
 from penstock.passes.partition.slices import Slices
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, traced
@@ -160,3 +160,11 @@ def test_its_option_says_how_many_and_else_the_number_of_devices() -> None:
     apply(draft, Coarsen())
     assert len(PartitionBalanced(stages=3).plan(draft)["stages"]) == 3
     assert len(PartitionBalanced().plan(draft)["stages"]) == 2
+
+
+def test_parts_of_a_layer_of_experts_are_together() -> None:
+    """What is before and after the parts of a layer is of that layer; the next layer is for the next device."""
+    layers = [[f"h.{i}", f"h.{i}.mlp[0:2]", f"h.{i}.mlp[2:4]", f"h.{i}#2"] for i in range(10, 12)]
+    stages = [["wte"], ["h.1"], *([name] for layer in layers for name in layer), ["norm", "head"]]
+    assert layer_by_layer(stages, [0, 1, 2]) == [0, 1, 2, 2, 2, 2, 0, 0, 0, 0, 1]
+    assert layer_by_layer([["h.1"], ["h.1#2"]], [1, 0]) == [1, 0]

@@ -17,6 +17,7 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
+from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import find_blocks
@@ -74,10 +75,11 @@ def test_experts_in_parts_are_bit_for_bit_the_whole_layer(name: str, parts: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_parts_on_several_devices(num_devices: int) -> None:
+@pytest.mark.parametrize("num_devices, cut", [(2, ""), (4, ""), (2, ", together=true")])
+def test_parts_on_several_devices(num_devices: int, cut: str) -> None:
     model, batch = case("qwen3_moe")
-    job = job_of(model, batch, num_devices=num_devices, strategy=split(4, stages=8))
+    strategy = split(4, stages=8).replace("stages=8", f"stages=8{cut}")
+    job = job_of(model, batch, num_devices=num_devices, strategy=strategy)
     held = {part for spec in job.folder.interface.stages.values() for part in (p.part for p in spec.params) if part}
     assert len(held) == 4 * 2 * 2  # parts, matrices of an expert, layers
     assert_trains_like_eager(job, batch, 1e-7)  # gradients of stages on other devices are added in another order
@@ -159,6 +161,33 @@ def test_parts_cost_together_what_the_layer_does() -> None:
     for cost in ("forward_flops", "backward_flops"):
         assert sum(getattr(b.cost, cost) for b in blocks) == sum(getattr(b.cost, cost) for b in whole)
     assert sum(block.param_bytes for block in blocks) == sum(block.param_bytes for block in whole)
+
+
+def test_what_parts_gave_lies_nowhere_until_backward() -> None:
+    """The second part of a layer takes what the first one gave, and what reads both parts takes what the second one
+    gave. Backward needs values of the latter alone, and the gradient of each is that of the whole layer to the bit."""
+    model, batch = wide_case()
+    job = job_of(model, batch, "1.5MB", strategy=split(2, stages=5))
+    stages = list(job.folder.interface.stages.values())
+    passing = [spec.passing for spec in stages]
+    assert [len(names) for names in passing] == [0, 0, 0, 1, 0]
+    second = stages[3]
+    assert [i is None for i in second.backward_inputs] == [i.name in second.passing for i in second.inputs]
+    assert next(i for i in second.inputs if i.name in second.passing).requires_grad
+    backward = next(n for n in job.programs[0].ops() if n.target is ops.backward and n.args[0] == second.name)
+    assert [value is None for value in backward.args[3]] == [i is None for i in second.backward_inputs]
+    assert_trains_like_eager(job, batch)
+
+
+def test_parts_are_small_where_all_devices_update_theirs_through_dram() -> None:
+    """Where states come from SSD, those of two parts of each device lie in DRAM at a time. Here the layer has 3.1 MB
+    with gradients and states, of which a device would hold a third: each expert becomes a part of its own."""
+    model, batch = wide_case()
+    graph = trace(model, batch)
+    for dram, ssds, parts in (("300kB", 1, 4), ("300kB", 0, 3), ("1GB", 1, 3)):
+        hardware = penstock.Hardware.cpu(num_devices=1, memory="2.5MB", dram=dram).with_(ssds=ssds)
+        found = SplitExperts().plan(Draft(graph, hardware))
+        assert {len(experts) - 1 for experts in found.values()} == {parts}
 
 
 @pytest.mark.slow
