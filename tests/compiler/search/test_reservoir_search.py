@@ -46,7 +46,7 @@ def compiler_for(hardware: Hardware, count: int = 4, **options: Any) -> Candidat
 @pytest.mark.slow
 def test_where_dram_is_short_the_plan_lies_on_ssd_and_trains_as_predicted(tmp_path: Path) -> None:
     model, batch = zoo_case("gpt2")
-    machine = Hardware.cpu(1, **SMALL, ssd_dir=tmp_path)
+    machine = Hardware.cpu(1, **{**SMALL, "dram": "370kB"}, ssd_dir=tmp_path)
     with penstock.compile(model, machine, example_inputs=batch, optimizer=ADAMW) as job:
         predicted = job.plan.predicted
         assert predicted is not None and job.plan.decisions.ssd.stages and predicted.moved_bytes["ssd0.write"] > 0
