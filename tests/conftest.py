@@ -4,7 +4,8 @@ A sum that is split over threads is added up in another order, and many tests co
 have one thread each. Ctrl-C reaches the scripts that tests start, also where whoever started the tests ignores it, as
 a shell's background jobs do. Python's collector does nothing until all tests are found, and then leaves out what is
 there, which takes an eighth of the tests' time: modules and their tests, which stay anyway. After that it collects as
-rarely as while a user's model is planned.
+rarely as while a user's model is planned. Where tests run code that collects all garbage itself, several times each,
+what earlier tests have left is left out, too.
 """
 
 import gc
@@ -12,9 +13,12 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from penstock.compiler.garbage import RARE
+
+COLLECT_THEMSELVES = ("integrations", "compiler/profile")  # `Trainer` does, and the timing of blocks
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which processes inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,3 +33,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(*RARE)
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_out_what_is_there(request: pytest.FixtureRequest) -> None:
+    folder = request.path.parent.relative_to(Path(__file__).parent).as_posix()
+    if folder.startswith(COLLECT_THEMSELVES):
+        gc.collect()
+        gc.freeze()

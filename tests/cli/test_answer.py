@@ -27,7 +27,7 @@ SMALL = "gpt2:n_layer=2,n_embd=128,n_head=4,vocab_size=512"
 
 
 def options(**changes: object) -> JobOptions:
-    given: dict[str, object] = {"model": SMALL, "hardware": ["4090"], "batch": 4, "sequence": 64, "search_seconds": 1.0}
+    given: dict[str, object] = {"model": SMALL, "hardware": ["4090"], "batch": 4, "sequence": 64, "search_seconds": 0.2}
     return JobOptions(**{**given, **changes})  # type: ignore[arg-type]
 
 
@@ -43,9 +43,8 @@ def printed(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")  # of alternatives that nobody asked for
-def test_it_answers_on_one_screen() -> None:
+def test_it_answers_on_one_screen(job: Job) -> None:
     chosen = options()
-    job = chosen.compile()
     tried: list[str] = []
     others = alternatives(chosen, job, tried.append)
     assert tried == ["with --batch 8", "with --dram 128GB", "with --adapter lora:r=16"]
