@@ -25,10 +25,12 @@ class BlockLimits:
 
     def __init__(self, p: MipProblem):
         self.p, length = p, p.num_blocks
+        self.ends = self._ends()
         work = np.full((length + 1, length + 1), -math.inf)  # [number of blocks][first block]
         for b in range(1, length + 1):
             for a in range(b):
-                work[b - a, a] = p.work_bytes[b][a]
+                if b <= self.ends[a]:
+                    work[b - a, a] = p.work_bytes[b][a]
         self._most_work = np.maximum.accumulate(work.max(axis=1))
         self.added = self._added()
         self.floor = math.fsum(min(0.0, added) for added in self.added)
@@ -39,6 +41,14 @@ class BlockLimits:
         self.lasting = (np.diff(p.weight_bytes) + p.update.state_bytes * np.diff(p.params)).tolist()
         self.common, self.num_common = Counter(p.kinds).most_common(1)[0]  # the kind of most blocks, and their number
         self.unlike = self.num_common < LIKE * length
+
+    def _ends(self) -> list[int]:
+        """By first block, where stages that fit some device and have it end at most: of larger ones, which are no part
+        of one that fits, memory is not known, but that it is too small."""
+        p, length = self.p, self.p.num_blocks
+        budget = max(unit.budget_bytes for unit in p.units)
+        fit = ([b for b in range(a + 1, length + 1) if p.need_bytes(a, b, 1) <= budget] for a in range(length))
+        return list(itertools.accumulate((max(ends, default=a + 1) for a, ends in enumerate(fit)), max))
 
     def _added(self) -> list[float]:
         """Per block the least bytes that it adds to a stage before or after it, besides weights and gradients, for one
@@ -51,9 +61,11 @@ class BlockLimits:
             once[b, :b] = np.array(p.work_bytes[b][:b]) - (grads[b] - np.array(grads[:b]))
         least: dict[int, float] = {}
         for i, kind in enumerate(p.kinds):
-            ends, starts = once[i + 1 :, i] - once[i + 1 :, i + 1], once[i + 1, : i + 1] - once[i, : i + 1]
-            ends[0] = once[i + 1, i]
-            added = min(float(ends.min()), float(starts.min()), kept[i + 1] - kept[i])
+            end, first = self.ends[i], next(a for a in range(i + 1) if self.ends[a] > i)
+            before = once[i + 1 : end + 1, i] - once[i + 1 : end + 1, i + 1]
+            after = once[i + 1, first : i + 1] - once[i, first : i + 1]
+            before[0] = once[i + 1, i]
+            added = min(float(before.min()), float(after.min()), kept[i + 1] - kept[i])
             least[kind] = min(least.get(kind, math.inf), added)
         return [least[kind] for kind in p.kinds]
 
@@ -111,6 +123,7 @@ class StageLimits:
         self.most = [len(window) for window in self.windows]
         if not idle and cutoff_s < math.inf:
             self.cap(cutoff_s)
+            self.narrow()
 
     def least(self, table: Sequence[float], j: int) -> float:
         """The least of an amount by block that stage j has."""
@@ -140,6 +153,13 @@ class StageLimits:
                 while most < len(window) and float((sums[most + 1 :] - sums[: -most - 1]).min()) <= left_s:
                     most += 1
                 self.most[j] = most
+
+    def narrow(self) -> None:
+        """No cut is further from either end than the stages before it, or behind it, have blocks at most."""
+        before = [0, *itertools.accumulate(self.most)]
+        behind = [self.p.num_blocks - passed for passed in (0, *itertools.accumulate(reversed(self.most)))][::-1]
+        windows = zip(self.windows, behind, before[1:])
+        self.windows = [range(max(each.start, low), min(each.stop, high)) for each, low, high in windows]
 
     def most_of(self, sums: Sequence[float], j: int) -> float:
         """The most that stage j may hold of an amount, given as running sums."""

@@ -23,8 +23,10 @@ from typing import Any
 import mip
 
 from .limits import BlockLimits, StageLimits
+from .order import PassedRuns, short_runs
 
 GB = 1e9
+MOST_PLACES = 2500  # runs times stages: of more, order is left out of a relaxation
 MOST_RUNS = 12  # of more runs of identical blocks the order is left out, and blocks of one kind are one row
 
 
@@ -41,6 +43,8 @@ class CountModel:
         cutoff_s: float = math.inf,
         largest: int = 0,
         most: int | None = None,
+        ordered: bool = False,
+        whole: bool = False,
     ):
         p = limits.p
         self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
@@ -50,17 +54,23 @@ class CountModel:
         self.model.verbose = 0
         self.kind = mip.INTEGER if integer else mip.CONTINUOUS
         runs = p.runs()
-        self.ordered = len(runs) <= MOST_RUNS
+        if ordered and not integer and len(short_runs(runs)) * count <= MOST_PLACES:
+            runs, self.ordered = short_runs(runs), True
+        else:
+            self.ordered = len(runs) <= MOST_RUNS
         self.runs = runs if self.ordered else [(p.kinds.index(k), size) for k, size in Counter(p.kinds).items()]
         self.most = most
         self.limits, self.stages = limits, StageLimits(limits, count, resident, self.idle, cutoff_s)
         self.counts: list[dict[int, Any]] = []
         self.again: list[dict[int, Any]] = []
         self.place_blocks()
+        if whole:
+            self.whole_on_devices()
         if most is not None:
             self.at_most(most)
         if integer and self.ordered:
             self.keep_order()
+        self.passed = PassedRuns(self) if ordered and self.ordered and not integer else None
         self.stage_sums()
         self.end = self.real()
         self.model.objective = self.end
@@ -108,6 +118,12 @@ class CountModel:
             if keeps is not None and len(keepable) < len(mine):
                 for r in mine.keys() - set(keepable):
                     self.row(self.runs[r][1] * (1 - keeps), mine[r])
+
+    def whole_on_devices(self) -> None:
+        """Each device has a whole number of blocks in all."""
+        for d in range(min(self.n, self.count)):
+            number = self.model.add_var(lb=0, ub=self.p.num_blocks, var_type=mip.INTEGER)
+            self.model += number == mip.xsum(x for mine in self.counts[d :: self.n] for x in mine.values())
 
     def at_most(self, most: int) -> None:
         """No stage has more than so many of the common blocks."""
@@ -168,7 +184,16 @@ class CountModel:
             self.crossing.append(0.0)
             if j > self.idle:
                 first = p.message_bytes[j - self.idle : p.num_blocks - (self.count - j) + 1]
-                self.crossing[j] = self.at_least("message", j, min(first) / GB)
+                least = [self.passed.at(j, [x / GB for x in p.message_bytes])] if self.passed else []
+                self.crossing[j] = self.at_least("message", j, self.largest([min(first) / GB, *least]))
+
+    def largest(self, amounts: Sequence[Any]) -> Any:
+        if len(amounts) == 1:
+            return amounts[0]
+        found = self.real()
+        for amount in amounts:
+            self.row(found, amount)
+        return found
 
     def at_least(self, name: str, j: int, least: Any) -> Any:
         """An amount of stage j, known from below; where blocks are unlike, `IntervalTables` may know it better."""
@@ -210,11 +235,23 @@ class CountModel:
         most = max(max(row) for row in self.p.input_bytes[1:]) * giga
         least = [self.stages.least(self.limits.entering, j) * giga for j in range(self.count)]
         found = [self.model.add_var(lb=low, ub=most) for low in least]
+        if self.passed:
+            values = [x * giga for x in (*self.limits.entering, self.limits.entering[-1])]
+            for j in range(self.idle, self.count):
+                self.row(found[j], self.passed.at(j, values))
         self.row(mip.xsum(found), math.fsum(sorted(self.limits.entering)[: self.count - self.idle]) * giga)
         return [self.at_least("inputs", j, amount) for j, amount in enumerate(found)]
 
-    def scratch(self, j: int) -> float:
-        """The least workspace of stage j in GB; that of a block which it is known to have."""
+    def scratch(self, j: int) -> Any:
+        """The least workspace of stage j in GB; that of its first and its last block."""
+        least = [self.least_scratch(j)]
+        if self.passed and j >= self.idle:
+            values = [x / GB for x in self.limits.scratches]
+            least += [self.passed.at(j, [*values, values[-1]]), self.passed.at(j + 1, [values[0], *values])]
+        return self.largest(least)
+
+    def least_scratch(self, j: int) -> float:
+        """The same as a number; that of a block which the stage is known to have."""
         last = self.count - 1
         if j == last or (j == 0 and not self.idle):
             return self.limits.scratches[-1 if j == last else 0] / GB

@@ -6,7 +6,7 @@ partition, though, the best schedule is a longest path (`recurrence`: the paper'
 what the machine adds: shared root complexes, first uploads, gradients, the optimizer). So partitions are searched
 (`local_search`, most of them by bounds of many at once), all of them where there are few blocks, and bounded from below
 (`bounds`; `model` and `solve`: a program over counts of identical blocks for each number of stages, through python-mip
-with HiGHS; `intervals`: over intervals of unlike ones).
+with HiGHS; `order` and `intervals`: what unlike blocks add).
 """
 
 from __future__ import annotations

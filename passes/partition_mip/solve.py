@@ -5,12 +5,13 @@ many devices are resident, of some whether they are, and how many of the common 
 with the least bound is split: by the number of resident devices and by the residence of one more device, each part
 bounded by `TotalsModel`, until that is known of all; then by the range of the number of stages, as long as it is wide;
 by the number of stages modulo N, each part bounded by the relaxed `CountModel`, where the devices cannot take each
-other's places; by the largest stage; by the range again. Where few partitions are left, all are tried. One number of
-stages is bounded by the program over intervals first where blocks are unlike (`intervals`). Then integer counts faster
-than a cutoff are looked for, and judged by the recurrence, which also takes what the model leaves out; where there are
-none, the next cutoff is closer to the best partition. The search ends when the least bound reaches the best partition
-but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on every machine. python-mip and
-HiGHS may be absent or fail: then the local search's answer stays, and the proof says what happened.
+other's places; by the largest stage; by the range again. Where few partitions are left, all are tried. Where blocks are
+unlike, parts of these parts are bounded with their order, and one number of stages with a whole number of blocks on
+each device. Then integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes
+what the model leaves out; where there are none, the next cutoff is closer to the best partition. The search ends when
+the least bound reaches the best partition but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds
+the same on every machine. python-mip and HiGHS may be absent or fail: then the local search's answer stays, and the
+proof says what happened.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ from .problem import MipProblem
 CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, CLOSE)  # what is proven of a node, one after the other
 TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, at first, for one program of each sort
+WHOLE_NODES = 30  # for one with a whole number of blocks on each device
 MORE_NODES = 4  # times as many nodes where these were too few
 TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once, and in each iteration
 ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
 BARRIER_ROWS = 1500  # from which on the barrier method is faster, where blocks are alike
 MADE_S = 2.5e-5  # of work, for a row of a program over counts that simplex solves, once
 INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
+WHOLE_S = 1.6e-4  # where only the devices' totals are integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
 WIDE, NARROW = 2.5, 1.4  # the most stages over the fewest, of one relaxation; where devices differ, but not blocks
+ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 FEW = 3000  # so many partitions are tried rather than bounded
 INTERVALS_S = 1e-7  # of work, for an interval of a stage
-COLUMN_S, COLUMN_ENTRY_S = 4e-6, 1.8e-7  # for an entry of a program over intervals, once, and in each iteration
 Residents = tuple[bool | None, ...]  # None: either
 
 
@@ -71,8 +74,9 @@ class _Node:
     largest: int | None = field(compare=False, default=None)
     most: int | None = field(compare=False, default=None)
     tried: bool = field(compare=False, default=False)  # bounded by which devices may be resident
+    ordered: bool = field(compare=False, default=False)  # bounded with the order of unlike blocks
     nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
-    split: bool = field(compare=False, default=False)  # programs over intervals bound it no better
+    whole: bool = field(compare=False, default=False)  # whole numbers of blocks on each device bound it no better
     solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
 
@@ -85,13 +89,13 @@ def prove(search: Search, counts: Sequence[int], most_s: float) -> Proof:
     try:
         import mip  # noqa: F401  (only to say what is missing)
 
-        from .intervals import IntervalModel, IntervalTables
+        from .intervals import IntervalTables
         from .model import CountModel
         from .totals import TotalsModel
     except Exception as error:  # python-mip loads native libraries, which may fail in any way
         closed.trouble = f"the solver is missing ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
-    tree = _Tree(search, CountModel, TotalsModel, IntervalModel, most_s)
+    tree = _Tree(search, CountModel, TotalsModel, most_s)
     tree.intervals = IntervalTables(tree.limits)
     try:
         with _collecting_between_models():
@@ -134,16 +138,15 @@ def _roots(p: MipProblem, counts: Sequence[int]) -> Iterator[_Node]:
 class _Tree:
     intervals: Any
 
-    def __init__(self, search: Search, model: Any, totals: Any, interval_model: Any, most_s: float):
+    def __init__(self, search: Search, model: Any, totals: Any, most_s: float):
         self.search, self.model, self.totals, self.most_s = search, model, totals, most_s
-        self.interval_model = interval_model
         self.work = WorkDone()
         self.limits = BlockLimits(search.problem)
         self.rotates = rotates(search.problem)
         self.counted = {
             "programs over totals": 0,
             "linear relaxations": 0,
-            "programs over intervals": 0,
+            "programs over devices' totals": 0,
             "integer programs": 0,
             "partitions tried": 0,
         }
@@ -179,12 +182,18 @@ class _Tree:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
             return [self.relax(self.within(node, top - (top - node.fewest) // step * step, top, step)) for top in tops]
+        was_ordered, node = node.ordered, replace(node, ordered=self.limits.unlike)
+        if node.fewest == node.count and node.ordered != was_ordered:
+            return [self.relax(node)]
         if node.largest is None and (node.fewest == node.count or self.largest() == 1):
             return self.refine_largest(node)
         if node.fewest == node.count:
-            return [self.solve(node) if node.split or not self.limits.unlike else self.intervals_of(node)]
-        middle = node.fewest + (node.count - node.fewest) // node.step // 2 * node.step
+            return [self.solve(node) if node.whole or not self.limits.unlike else self.whole_of(node)]
+        numbers = range(node.fewest, node.count + 1, node.step)
+        middle = numbers[(len(numbers) - 1) // 2]
         parts = [(node.fewest, middle), (middle + node.step, node.count)]
+        if self.limits.unlike and len(numbers) <= ONE_BY_ONE:
+            parts = [(number, number) for number in numbers]
         return [self.relax(self.within(node, low, high, node.step)) for low, high in parts]
 
     def widest(self) -> float:
@@ -284,27 +293,27 @@ class _Tree:
 
     def guard_s(self) -> float:
         """Seconds that one program never takes, but where it is far slower than its work says."""
-        return max(2.0, SLOWER * (self.most_s - self.work.seconds))
+        return max(5.0, SLOWER * (self.most_s - self.work.seconds))
 
-    def optimize(self, model: Any, nodes: int) -> Any:
+    def optimize(self, model: Any, nodes: int, iteration_s: float = INTEGER_S) -> Any:
         """Solve an integer program with at most so many nodes, or its relaxation with none."""
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
         self.work.add(model.num_rows * TOTALS_ROW_S)
-        self.work.add(iterations * (INTEGER_S if nodes else model.num_rows * ITERATION_S))
+        self.work.add(iterations * (iteration_s if nodes else model.num_rows * ITERATION_S))
         return status
 
-    def linear(self, model: Any, entry_s: float = ENTRY_S) -> Any:
+    def linear(self, model: Any) -> Any:
         """Solve a relaxation: by dual simplex, or the barrier method, which is faster on the largest of these."""
         import mip
 
-        simplex = entry_s == ENTRY_S and (self.limits.unlike or model.num_rows < BARRIER_ROWS)
+        simplex = self.limits.unlike or model.num_rows < BARRIER_ROWS
         model.lp_method = mip.LP_Method.DUAL if simplex else mip.LP_Method.BARRIER
         status = model.optimize(relax=True, max_seconds=self.guard_s())
         iterations = model.solver._get_int_info_value("simplex_iteration_count" if simplex else "ipm_iteration_count")
         self.work.add(model.num_rows * (MADE_S if simplex else ROW_S))
-        self.work.add(iterations * (model.num_rows * ITERATION_S if simplex else model.num_nz * entry_s))
+        self.work.add(iterations * (model.num_rows * ITERATION_S if simplex else model.num_nz * ENTRY_S))
         return status
 
     def cutoff_s(self, node: _Node) -> float:
@@ -333,25 +342,21 @@ class _Tree:
             self.raised(node, cutoff_s if node.fewest == node.count else math.inf)
         return node
 
-    def intervals_of(self, node: _Node) -> _Node:
-        """Bound one number of stages by the program over intervals of whole blocks."""
+    def whole_of(self, node: _Node) -> _Node:
+        """Bound one number of stages by the relaxation with a whole number of blocks on each device."""
         import mip
 
-        gc.collect(0)  # the models before
+        gc.collect(0)  # the model before
         cutoff_s = self.cutoff_s(node)
-        counted = self.counts(node, cutoff_s)
-        status = self.linear(counted.model)
-        if status == mip.OptimizationStatus.OPTIMAL:
-            more = {"largest": node.largest or 0, "most": node.most}
-            whole = self.interval_model(self.intervals, counted, cutoff_s, **more).model
-            self.work.add(whole.num_nz * COLUMN_S)
-            status = self.linear(whole, COLUMN_ENTRY_S)
-            self.counted["programs over intervals"] += 1
-            if status == mip.OptimizationStatus.OPTIMAL:
-                self.raised(node, min(whole.objective_value, cutoff_s))
-        if status == mip.OptimizationStatus.INFEASIBLE:
+        counted = self.counts(node, cutoff_s, whole=True)
+        counted.row(cutoff_s, counted.end)
+        status = self.optimize(counted.model, WHOLE_NODES, WHOLE_S)
+        self.counted["programs over devices' totals"] += 1
+        if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
-        node.split = node.bound_s < cutoff_s
+        elif (bound_s := counted.model.objective_bound) is not None and math.isfinite(bound_s):
+            self.raised(node, min(bound_s, cutoff_s))
+        node.whole = node.bound_s < cutoff_s
         return node
 
     def solve(self, node: _Node) -> _Node:
@@ -379,8 +384,8 @@ class _Tree:
                 self.search.climb(cuts, {node.count})
         return node
 
-    def counts(self, node: _Node, cutoff_s: float, integer: bool = False) -> Any:
-        more = {"largest": node.largest or 0, "most": node.most}
+    def counts(self, node: _Node, cutoff_s: float, integer: bool = False, whole: bool = False) -> Any:
+        more = {"largest": node.largest or 0, "most": node.most, "ordered": node.ordered, "whole": whole}
         return self.model(
             self.limits, node.count, node.residents, integer, fewest=node.fewest, cutoff_s=cutoff_s, **more
         )

@@ -1,9 +1,9 @@
 """A lower bound for all numbers of stages at once: a program over what each device holds in all.
 
 In: a `MipProblem`, a range of numbers of stages, for some devices whether they are resident, and how many are. Out:
-seconds that no such partition is faster than. Integers are, per device and kind of block, the blocks that it holds and
-those whose saved tensors stay until their backward. A device works for all micro-batches of all its blocks; whatever
-the stages,
+seconds that no such partition is faster than. Per device and kind of block it has the blocks that the device holds and
+those whose saved tensors stay until their backward; each device has a whole number of blocks in all. A device works for
+all micro-batches of all its blocks; whatever the stages,
 
     G >= fill_d + M F_d + after_d              H >= G + before_d + M B_d + drain_d
 
@@ -80,8 +80,7 @@ class TotalsModel:
         device's `tail` (its last stage), which is not fetched again, `saved` of them with saved tensors."""
         parts = (*(("stay", "kept") if stays is not False else ()), *(("swap", "tail", "saved") if not stays else ()))
         found: dict[str, dict[int, Any]] = {
-            part: {k: self.model.add_var(lb=0, ub=size, var_type=mip.INTEGER) for k, size in self.blocks.items()}
-            for part in parts
+            part: {k: self.model.add_var(lb=0.0, ub=size) for k, size in self.blocks.items()} for part in parts
         }
         for k, size in self.blocks.items():
             if stays is None:
@@ -97,7 +96,8 @@ class TotalsModel:
         for k, size in self.blocks.items():
             self.model += mip.xsum(self.number(d, k) for d in range(self.used)) == size
         for d, held in enumerate(self.held):
-            self.row(mip.xsum(self.number(d, k) for k in self.blocks), self.rounds(d))
+            whole = self.model.add_var(lb=self.rounds(d), ub=self.p.num_blocks, var_type=mip.INTEGER)
+            self.model += whole == mip.xsum(self.number(d, k) for k in self.blocks)
             ending = [held[part][kinds[-1]] for part in ("stay", "tail") if part in held]
             self.row(mip.xsum(ending), self.last[d])
         self.row(self.number(0, kinds[0]), 1)

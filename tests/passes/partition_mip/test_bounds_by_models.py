@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.intervals import IntervalModel, IntervalTables
+from penstock.passes.partition_mip import model
+from penstock.passes.partition_mip.intervals import IntervalTables
 from penstock.passes.partition_mip.limits import BlockLimits
-from penstock.passes.partition_mip.model import CountModel
+from penstock.passes.partition_mip.model import MOST_PLACES, CountModel
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, residents
 from penstock.passes.partition_mip.solve import few_partitions, rotates
@@ -65,21 +67,25 @@ def check_largest(p: MipProblem) -> None:
                 found[key] = min(seconds, found.get(key, math.inf))
     for (count, stays, largest), seconds in sorted(found.items(), key=lambda row: row[1])[:MOST_CHECKED]:
         for least in range(1, largest + 1):
-            model = CountModel(limits, count, stays, largest=least, most=largest).model
-            assert optimum(model, relax=True) <= seconds * (1 + 1e-6)
+            relaxed = CountModel(limits, count, stays, largest=least, most=largest).model
+            assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
         number = TotalsModel(limits, count, count, (None,) * len(p.units), sum(stays)).model
         assert optimum(number, relax=True) <= seconds * (1 + 1e-6)
         if rotates(p) and count >= len(
             p.units
         ):  # with the device of the last stage the same, for all numbers of stages
             turned = (count - p.num_blocks) % len(stays)
-            model = CountModel(
-                limits, p.num_blocks, stays[turned:] + stays[:turned], fewest=count, largest=largest
-            ).model
-            assert optimum(model, relax=True) <= seconds * (1 + 1e-6)
+            turns = stays[turned:] + stays[:turned]
+            relaxed = CountModel(limits, p.num_blocks, turns, fewest=count, largest=largest).model
+            assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
 
 
 def check(p: MipProblem, most: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check_models(p, most, monkeypatch)
+
+
+def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fastest `most` partitions that differ in stages or residence, by every model that speaks of them."""
     limits, n = BlockLimits(p), len(p.units)
     limits.unlike = True
@@ -90,14 +96,21 @@ def check(p: MipProblem, most: int) -> None:
         counted = CountModel(limits, count, stays, cutoff_s=seconds * 1.001)
         if optimum(counted.model, relax=True) < math.inf:
             assert tables.bound_s(counted) <= seconds * (1 + 1e-6)
-            whole = IntervalModel(tables, counted, seconds * 1.001).model
-            assert optimum(whole, relax=True) <= seconds * (1 + 1e-6)
+        for places in (MOST_PLACES, 0):  # with the order of the blocks, and where these are too many for it
+            monkeypatch.setattr(model, "MOST_PLACES", places)
+            ordered = CountModel(limits, count, stays, cutoff_s=seconds * 1.001, ordered=True)
+            if optimum(ordered.model, relax=True) < math.inf:
+                assert tables.bound_s(ordered) <= seconds * (1 + 1e-6)
+            whole = CountModel(limits, count, stays, cutoff_s=seconds * 1.001, ordered=True, whole=True)
+            assert optimum(whole.model) <= seconds * (1 + 1e-6)
         faster = CountModel(limits, count, stays, integer=True, cutoff_s=seconds * 1.001).model
         assert optimum(faster) <= seconds * (1 + 1e-6)
         if count > n:
-            idle = CountModel(limits, p.num_blocks - (p.num_blocks - count) % n, stays, fewest=count)
-            assert optimum(idle.model, relax=True) <= seconds * (1 + 1e-6)
-            assert tables.bound_s(idle) <= seconds * (1 + 1e-6)
+            most = p.num_blocks - (p.num_blocks - count) % n
+            for has_order in (False, True):
+                idle = CountModel(limits, most, stays, fewest=count, ordered=has_order)
+                assert optimum(idle.model, relax=True) <= seconds * (1 + 1e-6)
+                assert tables.bound_s(idle) <= seconds * (1 + 1e-6)
         assert optimum(TotalsModel(limits, count, count, stays).model) <= seconds * (1 + 1e-6)
     if rows:
         (count, _), seconds = rows[0]
@@ -116,6 +129,32 @@ def test_models_bound_the_fastest_partitions(p: MipProblem) -> None:
 @given(small_problems(most_blocks=8))
 def test_models_bound_many_partitions(p: MipProblem) -> None:
     check(p, 12)
+
+
+def test_the_order_of_blocks_bounds_more() -> None:
+    """A message takes 1 s but after the fourth block, where only one of six cuts can be."""
+    p = problem([2, 0, 0] * 3, [1.0] * 3, [0, 1, 0], [600.0] * 3)
+    p = dataclasses.replace(p, message_bytes=[0.0, *[1e7 if cut == 4 else 1e9 for cut in range(1, 9)], 0.0])
+    models = [CountModel(BlockLimits(p), 7, (True,) * 3, ordered=ordered).model for ordered in (False, True)]
+    assert optimum(models[0], relax=True) * 1.02 < optimum(models[1], relax=True)
+
+
+def test_whole_numbers_of_blocks_on_devices_bound_more() -> None:
+    p = problem([2, 0, 0] * 3, [1.0] * 3, [0, 1, 0], [600.0] * 3)
+    models = [CountModel(BlockLimits(p), 7, (True,) * 3, ordered=True, whole=whole).model for whole in (False, True)]
+    assert optimum(models[0], relax=True) * 1.02 < optimum(models[1])
+
+
+def test_memory_of_stages_that_fit_nothing_is_not_used() -> None:
+    """Of a stage that is too large it is known only that it is, so it does not say what a block adds to one."""
+    p = problem([0, 1, 0, 0, 2, 0], [1.0] * 2, [0, 1], [25.0] * 2)
+    most = p.units[0].budget_bytes
+    work = [
+        [min(bytes_, max(0.0, most - p.weight_bytes[b] + p.weight_bytes[a]) + 1e6) for a, bytes_ in enumerate(row)]
+        for b, row in enumerate(p.work_bytes)
+    ]
+    capped = dataclasses.replace(p, work_bytes=work)
+    assert capped.work_bytes != p.work_bytes and BlockLimits(capped).added == BlockLimits(p).added
 
 
 def test_devices_take_each_others_places() -> None:
