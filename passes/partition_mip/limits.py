@@ -123,7 +123,6 @@ class StageLimits:
         self.most = [len(window) for window in self.windows]
         if not idle and cutoff_s < math.inf:
             self.cap(cutoff_s)
-            self.narrow()
 
     def least(self, table: Sequence[float], j: int) -> float:
         """The least of an amount by block that stage j has."""
@@ -153,13 +152,6 @@ class StageLimits:
                 while most < len(window) and float((sums[most + 1 :] - sums[: -most - 1]).min()) <= left_s:
                     most += 1
                 self.most[j] = most
-
-    def narrow(self) -> None:
-        """No cut is further from either end than the stages before it, or behind it, have blocks at most."""
-        before = [0, *itertools.accumulate(self.most)]
-        behind = [self.p.num_blocks - passed for passed in (0, *itertools.accumulate(reversed(self.most)))][::-1]
-        windows = zip(self.windows, behind, before[1:])
-        self.windows = [range(max(each.start, low), min(each.stop, high)) for each, low, high in windows]
 
     def most_of(self, sums: Sequence[float], j: int) -> float:
         """The most that stage j may hold of an amount, given as running sums."""

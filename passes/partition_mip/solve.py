@@ -43,8 +43,10 @@ MADE_S = 2.5e-5  # of work, for a row of a program over counts that simplex solv
 INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
 WHOLE_S = 1.6e-4  # where only the devices' totals are integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
-WIDE, NARROW = 2.5, 1.4  # the most stages over the fewest, of one relaxation; where devices differ, but not blocks
+WIDEST, WIDE, NARROW = 4.5, 2.5, 1.4  # the most stages over the fewest, of one relaxation: where devices can take each
+# other's places; where they cannot, but blocks are unlike; where devices differ, but not blocks
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
+MANY = 48  # so many numbers of stages are told apart by the largest stage first
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 FEW = 3000  # so many partitions are tried rather than bounded
 INTERVALS_S = 1e-7  # of work, for an interval of a stage
@@ -185,7 +187,9 @@ class _Tree:
         was_ordered, node = node.ordered, replace(node, ordered=self.limits.unlike)
         if node.fewest == node.count and node.ordered != was_ordered:
             return [self.relax(node)]
-        if node.largest is None and (node.fewest == node.count or self.largest() == 1):
+        if node.largest is None and (
+            node.fewest == node.count or self.largest() == 1 or node.count - node.fewest >= MANY
+        ):
             return self.refine_largest(node)
         if node.fewest == node.count:
             return [self.solve(node) if node.whole or not self.limits.unlike else self.whole_of(node)]
@@ -197,7 +201,7 @@ class _Tree:
         return [self.relax(self.within(node, low, high, node.step)) for low, high in parts]
 
     def widest(self) -> float:
-        return WIDE if self.rotates or self.limits.unlike else NARROW
+        return WIDEST if self.rotates else WIDE if self.limits.unlike else NARROW
 
     def within(self, node: _Node, fewest: int, count: int, step: int) -> _Node:
         """The node's partitions into these numbers of stages. Where devices can take each other's places in turn, and
