@@ -29,7 +29,7 @@ class PartitionBalanced(Partition):
     as "1 0", while all others stay idle; without it, all as they are numbered. `inputs_leave`: for pipelines that move
     what enters a stage to DRAM or SSD until its backward. `asynchronous`: for `schedule-async`, where all but the last
     stage compute their forward again, so that the last one may be larger. `together`: one device runs all parts of a
-    layer of experts; of equal devices only."""
+    layer of experts, or of a table; of equal devices only."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
@@ -43,7 +43,10 @@ class PartitionBalanced(Partition):
         order = device_order(self.order, draft.lane_hardware.num_devices, some=True)
         kinds = {draft.lane_hardware.device_kinds[device] for device in order}
         if self.together and len(kinds) > 1:
-            raise PassError(f"{self.name}: together=true needs equal devices; order='0' names one of them")
+            raise PassError(
+                f"{self.name}: together=true needs equal devices; found {len(kinds)} kinds. Nearest that may do: "
+                f"order='{order[0]}' names one device, and without together each stage is cut for its own"
+            )
         slices = Slices(draft, order, self.inputs_leave, self.asynchronous)
         counts = [asked] if asked else _counts(len(order), len(draft.blocks))
         fewest = slices.fewest()

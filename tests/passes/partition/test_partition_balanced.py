@@ -105,6 +105,9 @@ def test_faster_devices_get_more_blocks() -> None:
     draft = draft_of(chain(depth=8), Hardware.model_validate(document))
     apply(draft, *all_passes()[:2])
     assert [len(names) for names in draft.partition] == [2, 7]
+    with pytest.raises(PassError, match=r"together=true needs equal devices; found 2 kinds.*order='0' names one"):
+        PartitionBalanced(together=True).plan(draft)
+    assert set(PartitionBalanced(together=True, order="1").plan(draft)["planned_for"]) == {1}
 
 
 def test_the_fewest_stages_that_fit_are_taken_in_rounds_of_the_devices() -> None:
