@@ -67,14 +67,24 @@ def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
     The smaller the stages, the shorter are the first fetch and the last offload, which nothing hides.
     """
     devices, blocks = draft.lane_hardware.num_devices, len(draft.blocks)
-    try:
-        fewest = len(PartitionBalanced(inputs_leave=inputs_leave).plan(draft)["stages"])
-    except DoesNotFit:
-        fewest = blocks
+    names = tuple(block.name for block in draft.blocks)
+    how = (draft.options.micro_batches, draft.options.profiler is None, inputs_leave)
+    key = (stage_counts, draft.lane_hardware.model_dump_json(), names, *how)
+    if key not in draft.graph.known:  # of many blocks it takes seconds
+        draft.graph.known[key] = _fewest(draft, inputs_leave)
+    fewest = draft.graph.known[key]
     counts = [fewest, blocks]
     if blocks <= max(FEW_BLOCKS, 8 * devices):  # else each candidate takes seconds
         counts += [*(fewest + k * devices for k in range(1, 4)), 2 * fewest, 4 * fewest]
     return sorted({n for n in counts if n <= blocks})
+
+
+def _fewest(draft: Draft, inputs_leave: bool) -> int:
+    """The fewest stages that fit, or one block a stage where none do."""
+    try:
+        return len(PartitionBalanced(inputs_leave=inputs_leave).plan(draft)["stages"])
+    except DoesNotFit:
+        return len(draft.blocks)
 
 
 def device_orders(hardware: Hardware) -> list[str]:

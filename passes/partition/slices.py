@@ -55,6 +55,7 @@ class Slices:
         self.blocks = draft.blocks
         self.order = list(order) if order is not None else list(range(draft.lane_hardware.num_devices))
         self.devices = [draft.lane_hardware.devices[index] for index in self.order]
+        self.budgets = [device.budget_bytes for device in self.devices]
         self.micro_batches = draft.options.micro_batches
         took = [[block_seconds(b, device, draft.options.precision) for b in self.blocks] for device in self.devices]
         self.time_s = [_sums(block.both_s for block in row) for row in took]
@@ -63,7 +64,7 @@ class Slices:
         sent = {node for block in self.blocks for node in block.outputs}
         sent |= {node for block in self.blocks for node in block.inputs if is_exchange(node)}
         rows = [BlockRow.of(block, own, sent) for block, own in zip(self.blocks, parameters)]
-        most = max(device.budget_bytes for device in self.devices)
+        most = max(self.budgets)
         self.needs = [needs_to_front(rows[:end], asynchronous, most) for end in range(len(rows) + 1)]
         fitting = ((a for a, need in enumerate(row) if need.work_bytes <= most) for row in self.needs)
         self.earliest = [next(starts, len(rows)) for starts in fitting]  # per end, the first start that may fit
@@ -103,11 +104,11 @@ class Slices:
         return count - 1 - min(stage - 1, int(count * times[block + 1] / times[-1]))
 
     def fits(self, a: int, b: int, stage: int, count: int) -> bool:
-        return self.need_bytes(a, b, stage, count) <= self.devices[stage % len(self.devices)].budget_bytes
+        return self.need_bytes(a, b, stage, count) <= self.budgets[stage % len(self.budgets)]
 
     def fewest(self) -> int | None:
         """A lower bound of the number of stages that fit; None if a block alone is too large for every device."""
-        budget = max(device.budget_bytes for device in self.devices)
+        budget = max(self.budgets)
         count = start = 0
         while start < len(self.blocks):
             ends = range(len(self.blocks), start, -1)
@@ -118,7 +119,7 @@ class Slices:
         return count
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:
-        budget = max(device.budget_bytes for device in self.devices)
+        budget = max(self.budgets)
         if counts[0] >= len(self.devices) and (found := self._too_large_for_the_smallest(counts[0])):
             return found
         needs = [self.need_bytes(i, i + 1, i, counts[-1]) for i in range(len(self.blocks))]

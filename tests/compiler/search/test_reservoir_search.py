@@ -15,7 +15,7 @@ from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.search.attempts import Attempts, Wishes
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidate import PLAIN, RESERVOIR, Candidate
-from penstock.compiler.search.candidates import fewer, mappings, partitions, scouts
+from penstock.compiler.search.candidates import fewer, mappings, partitions, scouts, stage_counts
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.fit import check_fit, check_lasting, check_states_fit
 from penstock.compiler.search.host_memory import host_needs
@@ -198,6 +198,18 @@ def test_with_room_in_dram_ssds_are_tried_but_not_needed() -> None:
 
 def with_order(candidates: list[Candidate]) -> list[Candidate]:
     return [c for c in candidates if isinstance(c.partition, PartitionBalanced) and c.partition.order]
+
+
+def test_the_fewest_stages_that_fit_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each machine; where inputs leave the device, there may be fewer."""
+    compiler = compiler_for(Hardware.cpu(1, **SMALL))
+    lane = compiler.lane(PLAIN)
+    counts = [stage_counts(lane, inputs_leave=leave) for leave in (False, True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(PartitionBalanced, "plan", lambda self, draft: pytest.fail("they are counted again"))
+        assert counts == [stage_counts(lane, inputs_leave=leave) for leave in (False, True)]
+    other = CandidateCompiler(compiler.graph, Hardware.cpu(1, **{**SMALL, "memory": "4MB"}), compiler.options)
+    assert min(stage_counts(other.lane(PLAIN))) < min(counts[0])
 
 
 def test_scouts_of_a_reservoir_also_use_fewer_devices() -> None:
