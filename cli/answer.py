@@ -80,11 +80,11 @@ def items_per_s(job: Job, named: NamedModel, options: JobOptions) -> float:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Other options for the same model; `otherwise` those to try where they do not fit. `least`: items a second that
-    the plan at hand makes there, too."""
+    """Other options for the same model: the best of several `ways` counts, and `otherwise` is tried where none fits.
+    `least`: items a second that the plan at hand makes there, too."""
 
     text: str
-    changes: dict[str, object]
+    ways: tuple[dict[str, object], ...]
     hardware: Hardware
     least: float = 0.0
     otherwise: dict[str, object] | None = None
@@ -103,10 +103,10 @@ def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> 
     wishes = _other_precision(same, options, hardware)
     larger = {**same, "batch": 2 * options.batch, "micro_batches": 2 * plan.micro_batches}
     otherwise = {**ANEW, "batch": 2 * options.batch, "micro_batches": None}
-    wishes.append(_Wish(f"--batch {2 * options.batch}", larger, hardware, otherwise=otherwise))
+    wishes.append(_Wish(f"--batch {2 * options.batch}", (larger,), hardware, otherwise=otherwise))
     dram = MORE_DRAM * max(host.dram_bytes for host in hardware.hosts)
     more = hardware.with_(dram=dram)
-    wishes.append(_Wish(f"--dram {spell_bytes(dram)}", anew, more, items_per_s(job, named, options)))
+    wishes.append(_Wish(f"--dram {spell_bytes(dram)}", (same, anew), more, items_per_s(job, named, options)))
     return _planned([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
 
 
@@ -115,7 +115,7 @@ def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternat
     named, hardware = options.named_model(), options.machine()
     wishes = _other_precision(ANEW, options, hardware)
     if not all(host.ssds for host in hardware.hosts):
-        wishes.append(_Wish(f"--ssd {SSD}", ANEW, with_ssds(hardware, SSD)))
+        wishes.append(_Wish(f"--ssd {SSD}", (ANEW,), with_ssds(hardware, SSD)))
     return _planned([*wishes, *_adapter(ANEW, options, named, hardware)], options, named, tell)
 
 
@@ -123,13 +123,13 @@ def _other_precision(changes: dict[str, object], options: JobOptions, hardware: 
     usual = natural_precision(hardware)
     if options.precision_on(hardware) != "fp32" or usual == "fp32":
         return []
-    return [_Wish(f"--precision {usual}", {**changes, "precision": usual}, hardware)]
+    return [_Wish(f"--precision {usual}", ({**changes, "precision": usual},), hardware)]
 
 
 def _adapter(changes: dict[str, object], options: JobOptions, named: NamedModel, hardware: Hardware) -> list[_Wish]:
     if options.adapter is not None or named.head != "causal-lm":
         return []
-    return [_Wish(f"--adapter {LORA}", {**changes, "adapter": LORA}, hardware)]
+    return [_Wish(f"--adapter {LORA}", ({**changes, "adapter": LORA},), hardware)]
 
 
 def _planned(
@@ -151,13 +151,19 @@ def _planned(
 
 
 def _rate(wish: _Wish, options: JobOptions, named: NamedModel) -> float:
-    chosen = dataclasses.replace(options, **wish.changes)  # type: ignore[arg-type]
-    try:
-        return items_per_s(chosen.compile(hardware=wish.hardware), named, chosen)
-    except DoesNotFit:
-        if wish.otherwise is None:
-            raise
-    return _rate(dataclasses.replace(wish, changes=wish.otherwise, otherwise=None), options, named)
+    rates: list[float] = []
+    misses: list[DoesNotFit] = []
+    for way in wish.ways:
+        chosen = dataclasses.replace(options, **way)  # type: ignore[arg-type]
+        try:
+            rates.append(items_per_s(chosen.compile(hardware=wish.hardware), named, chosen))
+        except DoesNotFit as miss:
+            misses.append(miss)
+    if rates:
+        return max(rates)
+    if wish.otherwise is None:
+        raise misses[-1]
+    return _rate(dataclasses.replace(wish, ways=(wish.otherwise,), otherwise=None), options, named)
 
 
 def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative]) -> DoesNotFit:

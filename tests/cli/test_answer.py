@@ -77,6 +77,20 @@ def test_more_dram_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates == {"--batch 8": 95.0, "--dram 128GB": 100.0, "--adapter lora:r=16": 95.0}
 
 
+def test_with_more_dram_the_pipeline_at_hand_is_tried_before_a_short_search(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take states from SSDs to DRAM, where a search of a large model ends before it comes to one as good."""
+    chosen = options()
+    monkeypatch.setattr(JobOptions, "compile", lambda self, hardware: self)
+    rates = {job.plan.passes: 150.0, "auto": 95.0}
+    monkeypatch.setattr(
+        "penstock.cli.answer.items_per_s", lambda found, named, wish: 100.0 if found is job else rates[found.strategy]
+    )
+    found = {other.options: other.items_per_s for other in alternatives(chosen, job, print)}
+    assert found["--dram 128GB"] == 150.0 and found["--adapter lora:r=16"] == 95.0
+
+
 def test_only_what_is_faster_is_advice(job: Job) -> None:
     rate = 4 * 64 / job.simulate().step_s
     others = [
