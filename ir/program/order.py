@@ -14,7 +14,7 @@ A task starts when the following have ended:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -300,11 +300,7 @@ class _ArenaWaits:
 
 
 class _BudgetWaits:
-    """An op that takes memory waits for the first N releases of its text, the smallest number with which it fits beside
-    what ops before it on its own stream have given back.
-
-    The last op of the text that has started has waited for enough, and so memory holds what all have taken.
-    """
+    """An op that takes memory waits for the first N releases of its text, the smallest number with which it fits."""
 
     def __init__(self, memory: str, spare_bytes: int, changes: dict[fx.Node, tuple[int, int]] | None = None):
         self.memory = memory
@@ -313,7 +309,6 @@ class _BudgetWaits:
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, the number of releases that its ops have waited for
-        self.own: dict[str, list[tuple[int, int]]] = {}  # per stream, its ops' releases up to a number, in bytes
         self.changes = {} if changes is None else changes  # the same in every step, and in any order of receives
 
     def begin(self) -> None:
@@ -330,30 +325,15 @@ class _BudgetWaits:
         self.spare_bytes -= taken
         found: list[int] = []
         if taken:
-            waited = self.waited.get(work.stream, 0)
-            missing_bytes = self.released_bytes[-1] - self.spare_bytes
-            if self.released_bytes[waited] < missing_bytes:
-                count = self.fitting(missing_bytes, self.own.get(work.stream, [(0, 0)]), waited)
-                found = self.releases[waited:count]
-                self.waited[work.stream] = max(count, waited)
+            count = bisect_left(self.released_bytes, self.released_bytes[-1] - self.spare_bytes)
+            count = min(count, len(self.releases))
+            found = self.releases[self.waited.get(work.stream, 0) : count]
+            self.waited[work.stream] = max(count, self.waited.get(work.stream, 0))
         if given:
             self.spare_bytes += given
             self.releases.append(index)
             self.released_bytes.append(self.released_bytes[-1] + given)
-            if op_of(node).streams:
-                own = self.own.setdefault(work.stream, [(0, 0)])
-                own.append((len(self.releases), own[-1][1] + given))
         return found
-
-    def fitting(self, missing_bytes: int, own: list[tuple[int, int]], waited: int) -> int:
-        """The smallest number of releases that, with all of the stream's own, are as many bytes; all if none is."""
-        own_bytes = own[-1][1]
-
-        def released(count: int) -> int:
-            before = bisect_right(own, count, key=lambda row: row[0]) - 1
-            return self.released_bytes[count] + own_bytes - own[before][1]
-
-        return waited + bisect_left(range(waited, len(self.releases)), missing_bytes, key=released)
 
 
 class _PoolWaits(_BudgetWaits):

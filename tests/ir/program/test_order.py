@@ -104,22 +104,6 @@ def test_taking_memory_waits_for_just_enough_releases() -> None:
         assert waited == frees[max(0, needed - 1) : needed] and len(streams) == needed
 
 
-def test_what_its_own_stream_gave_back_is_there_for_nothing() -> None:
-    """There is room for the gradients that leave beside one backward, but not beside the workspaces of all: the second
-    backward need not wait for the gradients to have left, as the first one has ended anyway."""
-    (program,) = pipeline(1, 2, 8)
-    profile = profile_memory(program)
-    backwards = [node for node in calls(program, ops.backward) if node.args[0] == "stage0"]
-    offload = calls(program, ops.offload)[0]
-    (left,) = [free for free in calls(program, ops.free) if offload.args[0] in free.all_input_nodes]
-    workspace_bytes = profile.work_of[backwards[0]].workspace_bytes
-    beside_bytes = profile.live_bytes[backwards[0]] + offload.args[0].meta["type"].bytes
-    assert profile.peak_bytes[ops.DEVICE] < beside_bytes
-    for budget_bytes, waiting in ((beside_bytes + workspace_bytes, 0), (beside_bytes, 0), (beside_bytes - 1, 1)):
-        order = build_order([program], {0: Memory(profile, budget_bytes)})
-        assert sum(bool(reasons(order, node, left)) for node in backwards) == waiting
-
-
 def test_changes_of_memory_add_up_to_the_profile() -> None:
     for program in pipeline(2, 4, 3, clip=True, rows=64) + pipeline(2, 4, 3, fetched=False, kept=True):
         profile = profile_memory(program)
