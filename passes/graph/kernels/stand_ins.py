@@ -53,9 +53,9 @@ class _GroupedProduct(torch.autograd.Function):
         rows, width = a.shape[0], b.shape[-1]
         pitch = aligned(width * dtype.itemsize, ROW_BYTES) // dtype.itemsize
         out = a.new_empty_strided((rows, width), (pitch, 1), dtype=dtype)  # no view: models change it in place
-        if groups:
-            out.masked_fill_(rows_after(a, offsets), 0.0)
         count_call(_group_product(a, b, ctx.groups), out)
+        if groups:  # after the call, which then is not kept: what is kept is what the call made
+            out.masked_fill_(rows_after(a, offsets), 0.0)
         return out
 
     @staticmethod

@@ -161,6 +161,8 @@ def test_parts_cost_together_what_the_layer_does() -> None:
     for cost in ("forward_flops", "backward_flops"):
         assert sum(getattr(b.cost, cost) for b in blocks) == sum(getattr(b.cost, cost) for b in whole)
     assert sum(block.param_bytes for block in blocks) == sum(block.param_bytes for block in whole)
+    products = [call for block in own if "[" in block.name for call in block.cost.calls or ()]
+    assert products and not any(call.can_be_kept for call in products)  # rows of other parts become zeros after it
 
 
 def test_what_parts_gave_lies_nowhere_until_backward() -> None:
