@@ -48,6 +48,7 @@ WIDEST, WIDE, NARROW = 4.5, 2.5, 1.4  # the most stages over the fewest, of one 
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
 MANY = 48  # so many numbers of stages are told apart by the largest stage first
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
+CHOICES = 28  # so many ways to choose resident devices are bounded each
 FEW = 3000  # so many partitions are tried rather than bounded
 INTERVALS_S = 1e-7  # of work, for an interval of a stage
 Residents = tuple[bool | None, ...]  # None: either
@@ -174,12 +175,14 @@ class _Tree:
 
     def refine(self, node: _Node) -> list[_Node]:
         n = len(self.search.problem.units)
-        if None in node.residents:
-            return self.refine_residents(node)
-        if not node.step and node.count >= self.widest() * node.fewest > 1:  # small models bound few stages
-            middle = math.isqrt(node.fewest * node.count)
+        either = None in node.residents
+        number_first = not either or (self.rotates and node.number is not None)
+        if not node.step and number_first and node.count >= self.widest() * node.fewest > 1:
+            middle = math.isqrt(node.fewest * node.count)  # small models bound few stages
             parts = [(node.fewest, middle), (middle + 1, node.count)]
             return [self.total(replace(node, fewest=low, count=high)) for low, high in parts]
+        if either:
+            return self.refine_residents(node)
         if not node.step:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
@@ -218,17 +221,27 @@ class _Tree:
             return [self.total(replace(node, number=known + more)) for more in range(len(either) + 1)]
         missing = node.number - known
         if self.rotates and node.fewest >= len(node.residents):
-            if not node.tried and 0 < missing < len(either):
+            if not node.tried and math.comb(len(either), missing) > CHOICES:
                 return [self.refine_number(node)]
             chosen = itertools.combinations(either, missing)
             stays = [tuple(d in which or s is True for d, s in enumerate(node.residents)) for which in chosen]
-            return [replace(node, residents=each) for each in stays]
+            return self.in_turns([self.total(replace(node, residents=each)) for each in stays])
         if missing in (0, len(either)):
             known_all = tuple(missing > 0 if stays is None else stays for stays in node.residents)
             return [self.total(replace(node, residents=known_all), TOTALS_NODES)]
         d = either[0]
         choices = [(*node.residents[:d], stays, *node.residents[d + 1 :]) for stays in (True, False)]
         return [self.total(replace(node, residents=choice)) for choice in choices]
+
+    @staticmethod
+    def in_turns(nodes: list[_Node]) -> list[_Node]:
+        """Nodes of all choices of resident devices, each bounded by the least of those that are it in turn: by which
+        number of stages a device has the last one (`within`), a choice stands for another one of these."""
+        bounds = {node.residents: node.bound_s for node in nodes}
+        for node in nodes:
+            stays = node.residents
+            node.bound_s = min(bounds[stays[turn:] + stays[:turn]] for turn in range(len(stays)))
+        return nodes
 
     def refine_number(self, node: _Node) -> _Node:
         """Bound a number of resident devices by the least bound over which they are."""
