@@ -18,7 +18,7 @@ from penstock.passes.partition_mip.limits import BlockLimits
 from penstock.passes.partition_mip.model import MOST_PLACES, CountModel
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, residents
-from penstock.passes.partition_mip.solve import few_partitions, rotates
+from penstock.passes.partition_mip.solve import _Node, _Tree, few_partitions, rotates
 from penstock.passes.partition_mip.totals import TotalsModel
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 
@@ -164,6 +164,15 @@ def test_devices_take_each_others_places() -> None:
     assert not rotates(problem([0] * 6, speeds, [0, 0, 0, 1], budgets))
     assert not rotates(problem([0] * 6, [1.0, 1.0, 1.0, 1.7], [0, 1, 0, 1], budgets))
     assert not rotates(problem([0] * 6, speeds, [0, 1, 0, 1], [60.0, 60.0, 25.0, 60.0]))
+
+
+def test_a_choice_of_residents_stands_for_those_in_turn() -> None:
+    choices = itertools.combinations(range(4), 2)
+    nodes = [_Node(10.0 + i, tuple(d in which for d in range(4)), 4, 16) for i, which in enumerate(choices)]
+    found = {node.residents: node.bound_s for node in _Tree.in_turns(nodes)}
+    neighbours, opposite = (True, True, False, False), (True, False, True, False)
+    assert [found[neighbours[turn:] + neighbours[:turn]] for turn in range(4)] == [10.0] * 4
+    assert [found[opposite[turn:] + opposite[:turn]] for turn in range(4)] == [11.0] * 4
 
 
 @settings(max_examples=6, deadline=None)
