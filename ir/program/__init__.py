@@ -46,7 +46,7 @@ from .memory import (
 )
 from .order import Memory, Order, Task, build_order, find_cycle, join_orders, memory_change
 from .parts import whole_params, wrong_parts
-from .places import Places
+from .places import ArenaPlaces
 from .pools import Pools, pooled_bytes
 from .program import (
     Program,
@@ -91,6 +91,7 @@ __all__ = [
     "WRITTEN_OUT",
     "Account",
     "AgainSpec",
+    "ArenaPlaces",
     "Drain",
     "Earlier",
     "Exchange",
@@ -101,7 +102,6 @@ __all__ = [
     "Order",
     "ParamSpec",
     "Persistent",
-    "Places",
     "Pools",
     "Program",
     "RowPart",

@@ -23,7 +23,7 @@ from ..errors import BudgetExceeded
 from ..units import format_bytes
 from .graphs import graph_bytes
 from .interface import Interface
-from .places import Places
+from .places import ArenaPlaces
 from .program import Program, donated, producer_of, values_of, work_of
 from .stage import PAGE, aligned
 
@@ -132,7 +132,7 @@ def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
 
 def plan_arenas(program: Program) -> dict[str, ArenaPlan]:
     """The places in the arena of each memory."""
-    arenas = {memory: Places(512 if memory == ops.DEVICE else PAGE) for memory in ops.MEMORIES}
+    arenas = {memory: ArenaPlaces(512 if memory == ops.DEVICE else PAGE) for memory in ops.MEMORIES}
     home: dict[fx.Node, str] = {}
     device = arenas[ops.DEVICE]
     staging: dict[fx.Node, tuple[str, fx.Node]] = {}

@@ -22,14 +22,14 @@ class Coming(NamedTuple):
     beside: Hashable | None
 
 
-class Placed(NamedTuple):
+class ArenaOffsets(NamedTuple):
     """The offset of each value, and what the block must hold."""
 
     offsets: dict[Hashable, int]
     bytes: int
 
 
-class Places:
+class ArenaPlaces:
     """Values in the order in which they come and go; places for all of them once this is known."""
 
     def __init__(self, alignment: int):
@@ -50,16 +50,16 @@ class Places:
         return self.placed.bytes
 
     @cached_property
-    def placed(self) -> Placed:
+    def placed(self) -> ArenaOffsets:
         """The places; no value comes or goes after they were asked for."""
         lowest, least_bytes = self._lowest()
         if lowest.bytes > least_bytes:
             return self._from_both_ends(least_bytes) or lowest
         return lowest
 
-    def _lowest(self) -> tuple[Placed, int]:
+    def _lowest(self) -> tuple[ArenaOffsets, int]:
         """Places by first fit; and the bytes of all values that are there at once, at most."""
-        room, offsets = Room(math.inf), dict[Hashable, int]()
+        room, offsets = FreeRoom(math.inf), dict[Hashable, int]()
         live: dict[Hashable, int] = {}
         now = most = size = 0
         for event in self._events:
@@ -72,11 +72,11 @@ class Places:
             else:
                 room.give(event)
                 now -= live.pop(event, 0)
-        return Placed(offsets, size), most
+        return ArenaOffsets(offsets, size), most
 
-    def _from_both_ends(self, num_bytes: int) -> Placed | None:
+    def _from_both_ends(self, num_bytes: int) -> ArenaOffsets | None:
         """Places at both ends of a block in turn; None if this block is too small for that."""
-        room, offsets = Room(num_bytes), dict[Hashable, int]()
+        room, offsets = FreeRoom(num_bytes), dict[Hashable, int]()
         top = True
         at_top: dict[Hashable, bool] = {}
         for event in self._events:
@@ -88,10 +88,10 @@ class Places:
             if offset is None:
                 return None
             offsets[event.key] = offset
-        return Placed(offsets, num_bytes)
+        return ArenaOffsets(offsets, num_bytes)
 
 
-class Room:
+class FreeRoom:
     """What is free of one block."""
 
     def __init__(self, num_bytes: float):

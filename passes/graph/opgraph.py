@@ -42,7 +42,7 @@ from ...ir.plain_graph import PlainGraph
 from ...ir.program import HookCall, RowPart, SizeRange, TeamPart
 from .loss_terms import LossRules
 
-Found = TypeVar("Found")
+Looked = TypeVar("Looked")
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 
@@ -183,9 +183,9 @@ class OpGraph:
         outputs = {name: copies[node] for name, node in self.outputs.items()}
         return dataclasses.replace(self, module=module, outputs=outputs, parts=dict(self.parts), hooks=dict(self.hooks))
 
-    def once(self, find: Callable[[OpGraph], Found]) -> Found:
+    def once(self, find: Callable[[OpGraph], Looked]) -> Looked:
         """What `find` finds in the graph, which is looked for once: of a graph that nothing edits any more."""
-        known: dict[Any, Found] = self.module.meta.setdefault("found", {})
+        known: dict[Any, Looked] = self.module.meta.setdefault("found", {})
         if find not in known:
             known[find] = find(self)
         return known[find]

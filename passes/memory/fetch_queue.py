@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...ir.program import Places, Program, StageSpec, work_of
+from ...ir.program import ArenaPlaces, Program, StageSpec, work_of
 from ...runtime.simulate.costs import CostModel
 from ..phases import Phase, fetched_phases
 
@@ -38,7 +38,7 @@ def arena_bytes(order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: 
     arriving: dict[int, list[tuple[int, int]]] = {}  # phase -> phases for which something comes, and its bytes
     for now, i, num_bytes in _arrivals(order, specs, stages, early):
         arriving.setdefault(now, []).append((i, num_bytes))
-    arena = Places(alignment=1)  # for parts of weights, whose bytes are aligned
+    arena = ArenaPlaces(alignment=1)  # for parts of weights, whose bytes are aligned
     leaving: dict[int, list[tuple[int, int]]] = {}  # last phase -> values
     first: dict[int, tuple[int, int]] = {}  # phase -> the first value that comes for it
     for now in range(len(order)):

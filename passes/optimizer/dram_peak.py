@@ -15,7 +15,7 @@ from torch import fx
 from ...ir import ops
 from ...ir.program import (
     PAGE,
-    Places,
+    ArenaPlaces,
     Program,
     StageHome,
     bytes_of_homes,
@@ -86,7 +86,7 @@ class DramPeak:
         on_ssd = self.read_already | set(weights)
         reads = weights_reads(self.program, self.order, self.number, weights, ahead)
         events = self.own + self._weights_events(reads) + self._update_events(updates, timing, on_ssd)
-        arena = Places(PAGE)
+        arena = ArenaPlaces(PAGE)
         for _, name, num_bytes in sorted(events):
             if num_bytes:
                 arena.take(name, num_bytes)

@@ -19,11 +19,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-Runs = list[tuple[int, int]]  # first block and number of blocks
+BlockRuns = list[tuple[int, int]]  # first block and number of blocks
 SHORT = 4  # runs of so many blocks are told apart block by block
 
 
-def short_runs(runs: Runs) -> Runs:
+def short_runs(runs: BlockRuns) -> BlockRuns:
     """The runs, but each block of a short one by itself."""
     return [
         part for at, size in runs for part in ([(at, size)] if size > SHORT else [(at + i, 1) for i in range(size)])
@@ -34,7 +34,7 @@ class PassedRuns:
     """[cut][run] the shares `z`, as variables of `counted.model`, 0 or 1 where they are known."""
 
     def __init__(self, counted: Any):
-        self.runs: Runs = counted.runs
+        self.runs: BlockRuns = counted.runs
         self.z: list[list[Any]] = [[0.0] * len(self.runs)]
         for j, mine in enumerate(counted.counts):
             before, here = self.z[-1], list(self.z[-1])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir.program import Places
-from penstock.ir.program.places import Room
+from penstock.ir.program import ArenaPlaces
+from penstock.ir.program.places import FreeRoom
 
 ALIGNMENT = 512
 
@@ -31,7 +31,7 @@ def lowest(live: list[tuple[int, int]], num_bytes: int) -> int:
 @pytest.mark.parametrize("seed", range(10))
 def test_each_value_gets_the_outermost_place_that_is_large_enough(seed: int, top: bool) -> None:
     draw, size = random.Random(seed), 1 << 19
-    room = Room(size if top else math.inf)
+    room = FreeRoom(size if top else math.inf)
     live: dict[int, tuple[int, int]] = {}
     for key in range(120):
         if live and draw.random() < 0.45:
@@ -50,7 +50,7 @@ def test_each_value_gets_the_outermost_place_that_is_large_enough(seed: int, top
 
 
 def test_a_block_that_is_too_small() -> None:
-    room = Room(10)
+    room = FreeRoom(10)
     assert room.take("a", 6) == 0
     assert room.take("b", 6) is None
     assert room.take("c", 4, top=True) == 6
@@ -61,7 +61,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 5000), st.integers(0, 3
 
 @given(steps=STEPS)
 def test_no_two_values_meet(steps: list[tuple[bool, int, int]]) -> None:
-    places, there, spans = Places(ALIGNMENT), list[int](), dict[int, tuple[int, int, int]]()
+    places, there, spans = ArenaPlaces(ALIGNMENT), list[int](), dict[int, tuple[int, int, int]]()
     most = 0
     for now, (goes, num_bytes, which) in enumerate(steps):
         if goes and there:
@@ -83,9 +83,9 @@ def test_no_two_values_meet(steps: list[tuple[bool, int, int]]) -> None:
                 assert offsets[a] + a_size <= offsets[b] or offsets[b] + b_size <= offsets[a]
 
 
-def chained(sizes: list[int], parts: bool) -> Places:
+def chained(sizes: list[int], parts: bool) -> ArenaPlaces:
     """Values of which each comes, or its first third does, while the one before it is there."""
-    places = Places(1)
+    places = ArenaPlaces(1)
     for i, size in enumerate(sizes):
         first = size // 3 if parts else size
         places.take((i, "part"), first)
