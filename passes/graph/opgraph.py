@@ -111,6 +111,7 @@ class OpGraph:
     apart: bool = False  # whether these have different tokens
     at_inputs: Callable[[Any], OpGraph] | None = None  # of a trace for any rows: the graph of another batch
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # what was made of it
+    looked: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what was found in its modules
 
     @property
     def graph(self) -> fx.Graph:
@@ -181,14 +182,16 @@ class OpGraph:
                     copy.meta[key] = fx.map_arg(copy.meta[key], copies.__getitem__)
         module = build_module(self.model, graph, self.unregistered)
         outputs = {name: copies[node] for name, node in self.outputs.items()}
-        return dataclasses.replace(self, module=module, outputs=outputs, parts=dict(self.parts), hooks=dict(self.hooks))
+        parts, hooks = dict(self.parts), dict(self.hooks)
+        return dataclasses.replace(self, module=module, outputs=outputs, parts=parts, hooks=hooks, looked={})
 
     def once(self, find: Callable[[OpGraph], Looked]) -> Looked:
         """What `find` finds in the graph, which is looked for once: of a graph that nothing edits any more."""
-        known: dict[Any, Looked] = self.module.meta.setdefault("found", {})
-        if find not in known:
-            known[find] = find(self)
-        return known[find]
+        key = (find, self.module)
+        if key not in self.looked:
+            self.looked[key] = find(self)
+        found: Looked = self.looked[key]
+        return found
 
     def rebuild(self) -> None:
         """Make `module` anew after its graph was edited."""
