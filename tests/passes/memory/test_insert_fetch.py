@@ -84,6 +84,7 @@ def test_budgets_hold_and_more_memory_looks_ahead_more() -> None:
         assert "forward" not in decision["stage0"] | decision["stage1"]  # nothing runs before them
     most = sum(len(s.spec.params) * (2 if 1 < i < 6 else 1) for i, s in enumerate(draft.stages))
     assert counts == sorted({*counts}) and counts[-1] == most
+    assert not any(InsertFetch().plan(ready(swapping("14kB"))).values())  # too little even without early fetches
 
 
 def test_a_kept_stage_keeps_its_weights() -> None:

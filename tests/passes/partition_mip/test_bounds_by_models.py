@@ -106,9 +106,9 @@ def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> N
         faster = CountModel(limits, count, stays, integer=True, cutoff_s=seconds * 1.001).model
         assert optimum(faster) <= seconds * (1 + 1e-6)
         if count > n:
-            most = p.num_blocks - (p.num_blocks - count) % n
+            largest = p.num_blocks - (p.num_blocks - count) % n
             for has_order in (False, True):
-                idle = CountModel(limits, most, stays, fewest=count, ordered=has_order)
+                idle = CountModel(limits, largest, stays, fewest=count, ordered=has_order)
                 assert optimum(idle.model, relax=True) <= seconds * (1 + 1e-6)
                 assert tables.bound_s(idle) <= seconds * (1 + 1e-6)
         assert optimum(TotalsModel(limits, count, count, stays).model) <= seconds * (1 + 1e-6)
