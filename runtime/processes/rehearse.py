@@ -18,6 +18,8 @@ from ..simulate import CostModel, Span, Timeline, costs_of, simulate
 from .local import LocalWorkers
 from .setup import RunSetup
 
+ROOM = "1PB"  # more than any program takes
+
 
 def rehearse(setup: RunSetup, time_scale: float = 1.0) -> Timeline:
     """Run one step of the files of `setup` as a rehearsal, and return its timeline.
@@ -60,9 +62,11 @@ class RehearsingWorkers(LocalWorkers):
         return Timeline(spans, found.device_names, peak_bytes)
 
     def _patience_s(self) -> float:
-        """Every op waits for as long as the document says, `time_scale` times."""
+        """Every op waits for as long as the document says, `time_scale` times. That programs do not fit is for the
+        devices to say, which know what is missing: here they would wait for each other's memory for ever."""
         programs = [programs["step"] for programs in self.setup.programs]
-        step_s = simulate(programs, self.setup.hardware, precision=self.setup.precision).step_s
+        roomy = self.setup.hardware.with_(memory=ROOM, dram=ROOM)
+        step_s = simulate(programs, roomy, precision=self.setup.precision).step_s
         return self.setup.timeout_s + step_s * self.time_scale
 
     def _serve_links(self) -> LinkServer:

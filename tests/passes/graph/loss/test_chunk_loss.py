@@ -79,8 +79,16 @@ def test_transformers_train_and_evaluate_like_eager(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["schedule-zero-bubble", "schedule-1f1b"])
-@pytest.mark.parametrize("remat", ["insert-remat", "insert-remat{always=true}", "choose-activations"])
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [
+        ("schedule-zero-bubble", "insert-remat"),  # with choose-activations it is refused by name
+        ("schedule-zero-bubble", "insert-remat{always=true}"),
+        ("schedule-1f1b", "insert-remat"),
+        ("schedule-1f1b", "insert-remat{always=true}"),
+        ("schedule-1f1b", "choose-activations"),
+    ],
+)
 def test_schedules_and_rematerialisation_train_like_eager(schedule: str, remat: str) -> None:
     model, batch = zoo_case("gpt2")
     line = CHUNKED.replace("schedule-pipeline", schedule).replace("insert-remat", remat)
