@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...ir import ops
 from ...ir.errors import PlanError
-from ...ir.program import TeamPart
-from ..experts.routes import Arrivals, SumsOfTokens
+from ...ir.program import Program, TeamPart
+from ..accelerator import give_back
+from ..experts.exchange import rows_at_experts, sums_at_tokens, warm_up_exchange
+from ..experts.routes import Arrivals
 from ..optimizer.gradients import Grads
 from ..stage.shards import FlatStage
 from .issuing import Box, Handle, Issuing
 from .peers import PeerLink
 from .prepare import Issue
 from .reduce import reduce_grads, reduce_norms, reduce_whole
+
+ROUTED: dict[Any, Callable[..., Tensor]] = {ops.to_experts: rows_at_experts, ops.from_experts: sums_at_tokens}
+
+
+def warm_up_routed(programs: Collection[Program], device: torch.device) -> None:
+    """Launch the kernels of exchanges by count, before any message is under way (`stage/warm.py`)."""
+    known = set[Any]()
+    for program, node in [(p, n) for p in programs for n in p.ops() if n.target in ROUTED]:
+        value, routes = (arg.meta["type"] for arg in node.args)  # type: ignore[union-attr]
+        given: dict[str, Any] = dict(node.kwargs)
+        members, experts = program.interface.size(given["group"]), given["experts"]
+        case = (node.target, value.shape, value.dtype, routes.shape, members, experts)
+        if case not in known:
+            known.add(case)
+            zeros = torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
+            host_routes = torch.zeros(routes.shape, dtype=getattr(torch, routes.dtype))
+            warm_up_exchange(ROUTED[node.target], zeros, host_routes, members, experts)
+    give_back(device)
 
 
 class Messages(Issuing):
@@ -189,47 +211,25 @@ class Messages(Issuing):
         return self._exchanged(issue, value, lambda given: self._link().pass_on(given.contiguous(), issue.group, back))
 
     def to_experts(self, value: Handle, routes: Handle, *, group: str, experts: int) -> Handle:
-        issue = self._next("to_experts")
-        link, routed = self._link(), routes.box
-
-        def made(given: Tensor) -> Tensor:
-            all_arrivals, own = self._arrivals(routed, issue.group, experts)
-            mine = all_arrivals[own]
-            going = [each.tokens_from(own) for each in all_arrivals]
-            sent = given.index_select(0, torch.cat(going).to(given.device))
-            arrived = given.new_empty((sum(mine.counts), *given.shape[1:]))
-            link.exchange_counted(sent, [len(tokens) for tokens in going], arrived, mine.counts, issue.group)
-            whole = given.new_zeros((mine.room, *given.shape[1:]))
-            which = mine.tokens.to(given.device)
-            torch.index_select(arrived, 0, which, out=whole[: len(which)])
-            return whole
-
-        return self._exchanged(issue, value, made, [routed])
+        return self._routed(self._next("to_experts"), value, routes, experts, ROUTED[ops.to_experts])
 
     def from_experts(self, value: Handle, routes: Handle, *, group: str, experts: int) -> Handle:
-        issue = self._next("from_experts")
+        return self._routed(self._next("from_experts"), value, routes, experts, ROUTED[ops.from_experts])
+
+    def _routed(
+        self, issue: Issue, value: Handle, routes: Handle, experts: int, made_of: Callable[..., Tensor]
+    ) -> Handle:
+        """What a function of `experts/exchange.py` makes of a value. The host waits for the routes: who sends how many
+        bytes is an argument of a message."""
         link, routed = self._link(), routes.box
 
         def made(given: Tensor) -> Tensor:
-            all_arrivals, own = self._arrivals(routed, issue.group, experts)
-            mine = all_arrivals[own]
-            coming = [each.tokens_from(own) for each in all_arrivals]
-            counts = [len(tokens) for tokens in coming]
-            arrived = given.new_empty((sum(counts), *given.shape[1:]))
-            link.exchange_counted(mine.sums(given), mine.counts, arrived, counts, issue.group)
-            total = SumsOfTokens(given, mine.num_tokens)
-            for tokens, rows in zip(coming, arrived.split(counts), strict=True):
-                total.add(tokens, rows)
-            return total.whole()
+            members, host_routes = link.groups[issue.group], routed.value.cpu()
+            exchange = partial(link.exchange_counted, group=issue.group)
+            arrivals = [Arrivals(host_routes, member, len(members), experts) for member in range(len(members))]
+            return made_of(given, arrivals, members.index(self.index), exchange)
 
         return self._exchanged(issue, value, made, [routed])
-
-    def _arrivals(self, routed: Box, group: str, experts: int) -> tuple[list[Arrivals], int]:
-        """What comes to each member, from routes in host memory, and this device's number. The host waits for them: who
-        sends how many bytes is an argument of a message."""
-        members = self._link().groups[group]
-        routes = routed.value.cpu()
-        return [Arrivals(routes, m, len(members), experts) for m in range(len(members))], members.index(self.index)
 
     def _exchanged(
         self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor], others: Sequence[Box] = ()

@@ -37,6 +37,7 @@ from ..stage.warm import warm_up
 from ..turns import TurnsLost
 from .file import DeviceFile
 from .issuing import Handle
+from .messages import warm_up_routed
 from .named_streams import Streams
 from .pacing import Pacing, route_of
 from .peers import PeerLink, group_memories, message_orders
@@ -150,6 +151,7 @@ class DeviceSession:
         with self.streams.issuing(), on_stream(compute.stream):
             arena, setup = self.state.memory.device_arena, self.setup
             warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
+            warm_up_routed(programs, self.device)
 
     def _try_blocks(self, program: Program) -> None:
         """Compile the stages' blocks where they will run: while no message is under way, and no value takes memory."""

@@ -12,7 +12,7 @@ import torch
 
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
-from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, TURNS, trained
+from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, TURNS, is_within, trained
 
 __all__ = ["exact"]  # a fixture
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -29,7 +29,7 @@ def test_workers_on_two_gpus(strategy: str) -> None:
 @pytest.mark.parametrize("way", [*TEAMS, *TURNS])
 def test_two_gpus_as_a_team_or_in_turns_on_their_link(way: str) -> None:
     apart = trained(way)
-    assert apart.within("fp32"), apart
+    assert is_within(apart, way), apart
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [("1f1b", "bf16"), ("mobius", "bf16"), ("gpipe", "fp16")])
@@ -57,4 +57,4 @@ def test_nothing_is_loaded_while_a_message_is_under_way(strategy: str, monkeypat
     """The emulated driver refuses the first launch of a kernel beside a message, for which a real one may wait."""
     monkeypatch.setenv("FAKECUDA_LAZY", "2")
     apart = trained(strategy)
-    assert apart.within("fp32"), apart
+    assert is_within(apart, strategy), apart

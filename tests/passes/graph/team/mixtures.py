@@ -49,6 +49,22 @@ class WideExperts(Experts):
         return super().forward(h, chosen, share.double()).to(h.dtype)
 
 
+class LowExperts(Experts):
+    """Experts that take rows of tokens of `dtype`. Results are weighed and added up in it, too, or, with `apart`, in
+    the router's type."""
+
+    apart = False
+
+    def forward(self, h: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        assert self.dtype is not None
+        share = share if self.apart else share.to(self.dtype)
+        return super().forward(h.to(self.dtype), chosen, share).to(h.dtype)
+
+
+class LowExpertsApart(LowExperts):
+    apart = True
+
+
 class Mixture(nn.Module):
     """Attention, a router, experts and a shared expert. `bias`: what the router adds to the scores of each expert;
     `dtype`: of the experts' products, if another one than that of the rest."""
