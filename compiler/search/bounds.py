@@ -9,7 +9,8 @@ They hold for a step from rest, and for one among many, between whose ends it li
 - A host's optimizer: all parameters of stages that are stepped in DRAM.
 - A host's SSDs: weights and states that DRAM cannot hold are read at least once a step, and written if trained.
 - A host's network: the part of gathered weights and summed gradients that is on other hosts (MiCS 2.3).
-- What members of teams exchange inside layers, of each micro-batch, and its gradients.
+- What members of teams exchange inside layers, of each micro-batch, and its gradients; once a step, gradients of what
+  members with different tokens all hold.
 
 Where lanes share a machine, a lane has its part of it; lanes that share stages each move a piece of them.
 """
@@ -30,6 +31,8 @@ from ...passes.stage_time import stage_seconds
 from ...passes.staying import staying_stages
 from ...runtime.simulate.collectives import rounds_of
 from .teams import has_experts, has_long_rows
+
+SUMS = (2, "")  # how members add up gradients: rounds, pattern
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,7 @@ def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
         return []
     context = ops.Context(Interface({}, {}, lanes=tuple(map(tuple, lanes)), team=team), 0)
     counts = draft.mesh.micro_batches or [draft.options.micro_batches] * len(lanes)
+    sums_in_team = draft.graph.divided and draft.graph.apart
     known = {t.name: t for spec in specs for t in (*spec.outputs, *(e.result for e in spec.exchanges))}
     moved: dict[str, float] = defaultdict(float)  # link to bytes
     first: set[int] = set()
@@ -208,6 +212,8 @@ def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
                 for back in (False, True) if trains and made.result.requires_grad else (False,):
                     work = _exchange_work(context, made, back, known)
                     sent[work.rounds, work.pattern] += work.moved_bytes * counts[begin]
+            if trains and sums_in_team:
+                sent[SUMS] += spec.common_grad_bytes
         for (times, pattern), num_bytes in sent.items():
             for run in rounds_of(members, hardware, num_bytes, times, pattern=pattern) if num_bytes else ():
                 for (source, target), amount in run.hops.items():

@@ -34,7 +34,7 @@ def graph() -> Any:
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_exchanges_bound_a_step_over_slow_links(graph: Any, way: str) -> None:
     """Of links that are slower than all else, the bound is nearly the step; it is never above it."""
-    for link, share in (("2GB/s", 0.0), ("300kB/s", 0.5)):
+    for link, share in (("2GB/s", 0.0), ("300kB/s", 0.8)):
         machine = Hardware.cpu(2, memory="64MB", dram="1GB", link=link)
         compiler = CandidateCompiler(graph, machine, Options(micro_batches=2))
         placed = compiler.place(Candidate.of(f"{way}, coarsen, mesh, {END}", 2))
@@ -78,6 +78,17 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x))).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [2, 4])
+def test_width_is_chosen_where_rows_are_too_few_for_all_devices(rows: int) -> None:
+    """And not looked at where each device may have a row of its own."""
+    machine, batch = Hardware.cpu(4, memory="1GB", dram="1GB"), {"x": torch.zeros(rows, 256, 64)}
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    plan = penstock.compile(Wide(), machine, example_inputs=batch, optimizer=optimizer, search_s=2.0).plan
+    assert ("split-width" in plan.passes) == (rows == 2)
+    assert any("split-width" in rival.name for rival in plan.rivals) == (rows == 2)
 
 
 @pytest.mark.slow

@@ -244,14 +244,6 @@ def test_whoever_asks_for_what_cannot_be_hears_why() -> None:
 
 
 @pytest.mark.slow
-def test_the_search_tries_teams_where_rows_are_too_few_for_all_devices() -> None:
-    model, batch = zoo_case("llama")
-    few = {name: value[:2] for name, value in batch.items()}
-    job = job_of(model, few, 4, "auto", micro_batches="auto", search_s=2.0)
-    assert any("split-width" in rival.name and rival.step_s for rival in job.plan.rivals)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name, team", [("mixtral", 2), ("qwen3_moe", 4), ("deepseek_v3", 2)])
 def test_members_have_experts_of_their_own(name: str, team: int) -> None:
     """Each member takes the rows of its experts, and adds up over tokens."""
