@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .routes import Arrivals, SumsOfTokens
 
-Exchange = Callable[[Tensor, Sequence[int], Tensor, Sequence[int]], None]
+Trade = Callable[[Tensor, Sequence[int], Tensor, Sequence[int]], None]
 
 
-def rows_at_experts(tokens: Tensor, arrivals: Sequence[Arrivals], own: int, exchange: Exchange) -> Tensor:
+def rows_at_experts(tokens: Tensor, arrivals: Sequence[Arrivals], own: int, exchange: Trade) -> Tensor:
     """This member's rows of the tokens of all, by expert, and zeros after them."""
     mine, going = arrivals[own], [each.tokens_from(own) for each in arrivals]
     sent = tokens.index_select(0, torch.cat(going).to(tokens.device))
@@ -29,7 +29,7 @@ def rows_at_experts(tokens: Tensor, arrivals: Sequence[Arrivals], own: int, exch
     return whole
 
 
-def sums_at_tokens(rows: Tensor, arrivals: Sequence[Arrivals], own: int, exchange: Exchange) -> Tensor:
+def sums_at_tokens(rows: Tensor, arrivals: Sequence[Arrivals], own: int, exchange: Trade) -> Tensor:
     """For each of this member's tokens the sum over the rows that all members have of it."""
     mine, coming = arrivals[own], [each.tokens_from(own) for each in arrivals]
     counts = [len(numbers) for numbers in coming]
