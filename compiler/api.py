@@ -22,6 +22,7 @@ from ..ir.program import HookCall, Interface, Sizes, StageSpec
 from ..passes.draft import Draft, Options, StepBytes
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
+from ..passes.graph.workspace.table import workspace_bytes
 from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.measure.temporaries import step_bytes
 from ..runtime.model_names import ties_of
@@ -454,7 +455,8 @@ def _step_bytes(optimizer: OptimizerSpec, is_pure: bool, device_kind: str) -> St
     @functools.cache
     def found(rows: tuple[tuple[str, tuple[int, ...], str], ...], memory: str) -> int:
         params = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in rows]
-        return step_bytes(optimizer, params, kinds[memory], rounds)
+        held = workspace_bytes if kinds[memory] == "cuda" else None
+        return step_bytes(optimizer, params, kinds[memory], rounds, held)
 
     return lambda rows, memory: found(tuple(rows), memory)
 

@@ -119,6 +119,14 @@ class Device(MachinePart):
             most_bytes = min(most_bytes, self.memory_bytes - self.reserve.num_bytes)
         return max(0, most_bytes - self.model_bytes)
 
+    @property
+    def gaps_bytes(self) -> int | None:
+        """The bytes of its memory in which a GPU's allocator may leave gaps: those of the reserve; of a part of a GPU,
+        all that a plan may not use. None for a CPU device, whose allocator has the memory of its host."""
+        if self.reserve is not None:
+            return self.reserve.gaps_bytes
+        return self.memory_bytes - int(self.memory_bytes * self.usable_fraction) if self.kind == "cuda" else None
+
     def achieved_flops(self, dtype: str = "fp32") -> float:
         """FLOP/s of large matrix products in `dtype`, or in that of a precision. Raises HardwareError when the device
         has no rate for it."""

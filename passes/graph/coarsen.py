@@ -58,7 +58,7 @@ class Coarsen(Pass):
             found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
             raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
         first = draft.machine.devices[0]
-        gaps = [device.reserve.gaps_bytes for device in draft.machine.devices if device.reserve is not None]
+        gaps = [device.gaps_bytes for device in draft.machine.devices if device.gaps_bytes is not None]
         draft.blocks = measure_blocks(draft.graph, blocks, first.kind, min(gaps, default=None))
         told = _remarks(draft.blocks)
         if draft.options.profiler is not None:

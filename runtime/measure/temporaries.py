@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +38,8 @@ FEW_BYTES = 64  # of numbers, such as counts of steps, which are not counted
 # What numbers read from tensors are in each step: RAdam takes another way when it has counted some steps.
 READ = (0.5, 0.5, 1000.0)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
+# The bytes that a call's kernels hold while they run, of its operator, arguments and result; None if nobody knows.
+Held = Callable[[Any, Any, Any, Any], int | None]
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Temporaries:
 
 
 class Living(TorchDispatchMode):
-    """Follows the bytes of all storages that are made while it is on, but for numbers; `most` lived at once."""
+    """Follows the bytes of all storages that are made while it is on, but for numbers; `most` lived at once, with what
+    calls `held`."""
 
-    def __init__(self, *own: Tensor):
+    def __init__(self, *own: Tensor, held: Held | None = None):
         super().__init__()
         self._known = {tensor.untyped_storage()._cdata for tensor in own}
+        self._held = held
         self.now: int = 0
         self.most: int = 0
 
@@ -68,6 +72,8 @@ class Living(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._follow(tensor.untyped_storage())
+        if self._held is not None:
+            self.most = max(self.most, self.now + (self._held(func, args, kwargs or {}, made) or 0))
         return made
 
     def beside(self, optimizer: torch.optim.Optimizer) -> int:
@@ -93,10 +99,15 @@ class Living(TorchDispatchMode):
 
 
 def step_bytes(
-    spec: OptimizerSpec, params: Sequence[tuple[str, Shape, torch.dtype]], kind: str, rounds: bool = False
+    spec: OptimizerSpec,
+    params: Sequence[tuple[str, Shape, torch.dtype]],
+    kind: str,
+    rounds: bool = False,
+    held: Held | None = None,
 ) -> int:
     """The most bytes that a stage's step takes on a device of this kind ("cpu", "cuda"), for the parameters of these
-    names, shapes and dtypes of the step. `rounds`: bf16 weights are updated in portions of fp32.
+    names, shapes and dtypes of the step. `rounds`: bf16 weights are updated in portions of fp32. `held`: what the
+    device's kernels hold beside what they are given and give, as a sum over rows does on a GPU.
 
     Groups are stepped one after the other, and each in portions (`StageOptimizer`).
     """
@@ -106,7 +117,7 @@ def step_bytes(
     for name, shape, dtype in params:
         index, numel = spec.group_of(name), math.prod(shape)
         if numel:
-            members.setdefault(index, []).append((numel, taken(spec, index, shape, dtype, kind)))
+            members.setdefault(index, []).append((numel, taken(spec, index, shape, dtype, kind, held)))
     most = 0.0
     for rows in members.values():
         together = sum(row.each for _, row in rows)
@@ -117,14 +128,16 @@ def step_bytes(
     return math.ceil(most)
 
 
-def taken(spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str) -> Temporaries:
+def taken(
+    spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str, held: Held | None
+) -> Temporaries:
     """What a parameter of a group takes. One that is updated element by element takes as much for each of them,
     whatever its shape."""
     path, kwargs = spec.class_of(index)
     alone = OptimizerSpec(path, kwargs, groups=(ParamGroup(None, spec.all_groups[index].options),)).to_json()
     if not _is_elementwise(alone):
-        return _found(alone, shape, dtype, kind)
-    return _found(alone, LARGE, dtype, kind).times(math.prod(shape) / math.prod(LARGE))
+        return _found(alone, shape, dtype, kind, held)
+    return _found(alone, LARGE, dtype, kind, held).times(math.prod(shape) / math.prod(LARGE))
 
 
 @lru_cache(maxsize=1 << 8)
@@ -134,7 +147,7 @@ def _is_elementwise(alone: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str) -> Temporaries:
+def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str, held: Held | None) -> Temporaries:
     """Of the one group of an optimizer, which is kept as text: planning asks for it often."""
     spec = OptimizerSpec.from_json(alone)
     if _is_fused(spec, dtype, kind):
@@ -149,10 +162,10 @@ def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str) -> Temporari
     with _choosing_as_on(kind):
         try:
             with FakeTensorMode(allow_fallback_kernels=False), Numbers() as numbers:
-                return _measured(build, shape, dtype, numbers)
+                return _measured(build, shape, dtype, held, numbers)
         except Exception:  # whatever a library's step raises on tensors without values: see `find_states`
             small = WHOLE if len(shape) == 2 else PRIMES.get(len(shape), ((2,) * len(shape),))[0]
-            return _measured(build, small, dtype).times(math.prod(shape) / math.prod(small))
+            return _measured(build, small, dtype, held).times(math.prod(shape) / math.prod(small))
 
 
 def _is_fused(spec: OptimizerSpec, dtype: torch.dtype, kind: str) -> bool:
@@ -185,19 +198,25 @@ def _choosing_as_on(kind: str) -> Iterator[None]:
         yield
 
 
-def _measured(build: Build, shape: Shape, dtype: torch.dtype, numbers: Numbers | None = None) -> Temporaries:
+def _measured(
+    build: Build, shape: Shape, dtype: torch.dtype, held: Held | None, numbers: Numbers | None = None
+) -> Temporaries:
     """From calls with two parameters and with four: what grows with their number is of each. One alone is no measure,
     as a loop still holds a parameter's last tensors when it begins the next."""
-    two, four = (_most_beside(build, [tiny(shape, dtype=dtype) for _ in range(count)], numbers) for count in (2, 4))
+    two, four = (
+        _most_beside(build, [tiny(shape, dtype=dtype) for _ in range(count)], held, numbers) for count in (2, 4)
+    )
     each = max(0, four - two) / 2
     return Temporaries(each, max(0.0, two - 2 * each))
 
 
-def _most_beside(build: Build, params: Sequence[nn.Parameter], numbers: Numbers | None) -> int:
+def _most_beside(
+    build: Build, params: Sequence[nn.Parameter], held: Held | None, numbers: Numbers | None
+) -> int:
     """The most bytes beside parameters, gradients and states in some steps. States count from the first step on, as a
     plan counts them, though that step makes them."""
     own = [tensor for param in params for tensor in (param, param.grad) if tensor is not None]
-    living = Living(*own)
+    living = Living(*own, held=held)
     with living:
         optimizer = build(params)
         for value in READ:

@@ -387,6 +387,7 @@ class StageRunner:
             outputs = _as_planned(self.module(*given)[: len(self.spec.outputs)], self._dtypes)
         if first:
             self._check_inputs(given, versions)
+            self._check_bound()
         if measure:
             # Some inputs are copies.
             storages.update((storage_of(leaf), leaf.untyped_storage().nbytes()) for leaf in given if leaf is not None)
@@ -431,6 +432,12 @@ class StageRunner:
                 raise VerifyError(
                     f"{self.spec.name} changes its input {want.name!r} in place; cut the model before its producer"
                 )
+
+    def _check_bound(self) -> None:
+        """A parameter that its module lays somewhere else would never see an update."""
+        for name, param in self._params.items() if self._bound is not None else ():
+            if param.data_ptr() != self._bound[name].data_ptr():
+                raise VerifyError(f"{self.spec.name} moves its parameter {name!r} to other memory when it runs")
 
     def _check_outputs(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         name = self.spec.name
@@ -523,6 +530,9 @@ def _own_parameters(spec: StageSpec, module: nn.Module, device: torch.device) ->
             path, _, key = alias.rpartition(".")
             setattr(module.get_submodule(path), key, param)
         found[known[0]] = param
+    for member in module.modules():
+        if isinstance(member, nn.RNNBase):  # a list of its own, and on a GPU weights in a buffer that it makes anew
+            member._init_flat_weights()  # whenever they are others than in its last forward: not once they are bound
     missing = wanted.keys() - {name for aliases in names.values() for name in aliases}
     if missing:
         raise VerifyError(f"the module of {spec.name} lacks the parameter {min(missing)!r} of its interface")

@@ -40,6 +40,11 @@ def test_a_full_card(name: str) -> None:
     holds_no_more_than_it_may(cards.run(name))
 
 
+def test_a_full_part_of_a_larger_gpu() -> None:
+    """Its allocator's gaps lie in what a plan may not use of the part."""
+    holds_no_more_than_it_may(cards.run("small, whole logits", FAKECUDA_MEMORY=str(24 * 2**30)))
+
+
 @two_gpus
 @pytest.mark.multi
 @pytest.mark.parametrize("seed", ["1", "2"])

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from penstock.bench.peers import parity
+from penstock.ir import ops
 from penstock.ir.errors import PlanError
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
@@ -72,8 +73,10 @@ def test_one_compilation_serves_all_blocks_of_all_stages(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "rematerialised"])
-def test_a_step_takes_no_more_memory_than_as_written(again: bool, backend: str) -> None:
-    """Of the allocator's bytes at the peak of a step; the plan's account is of the stage as written."""
+def test_a_step_takes_no_more_memory_than_as_written_or_counted(again: bool, backend: str) -> None:
+    """Of the allocator's bytes at the peak of a step. A compiled block's backward holds the gradient that it was given,
+    and those of its weights, to its end; as written it lets go of each. A class for which the plan's account of its
+    stage has no room for that runs as written."""
     model, data = model_of(), batches()
     plan = compiled(model, data[0]).plan
     if again:
@@ -87,11 +90,13 @@ def test_a_step_takes_no_more_memory_than_as_written(again: bool, backend: str) 
                 SETUP.tidy()
                 torch.cuda.reset_peak_memory_stats()
                 before_bytes = torch.cuda.memory_allocated()
+                lasting_bytes = session_of(job).state.memory.accounts[ops.DEVICE].live_bytes
                 job.step(data[0])
                 job.sync()
                 peaks.append(torch.cuda.max_memory_allocated() - before_bytes)
+                counted = job.last.peak_bytes[job.hardware.devices[0].name] - lasting_bytes
     assert parity.compare(trained[1], trained[0], parity.start_of(model)).within("fp32")
-    assert REHEARSED or 0 < peaks[1] <= peaks[0], peaks
+    assert REHEARSED or 0 < peaks[1] <= max(peaks[0], counted), (peaks, counted)
 
 
 @only_on_gpu

@@ -29,6 +29,7 @@ from penstock.tests.zoo import wide_resnet, zoo
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
+WITH_MASKS = ("gpt2", "bert", "llama", "t5")  # of transformers
 KINDS = {"resident": partial(compiled, stages=1), "2 stages": partial(compiled, stages=2), "swapped": swapped}
 
 
@@ -180,7 +181,7 @@ def test_the_users_own_model_gets_the_weights() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "custom_function", "lstm"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_models(name: str, precision: str) -> None:
-    if name in ("gpt2", "bert", "llama", "t5"):
+    if name in WITH_MASKS:
         pytest.importorskip("transformers")
     make = zoo()[name]
     model, _ = make(dropout=0.0)
@@ -190,7 +191,8 @@ def test_other_models(name: str, precision: str) -> None:
         found = parity.train_job(job, data)
     apart = parity.compare(found, wanted, parity.start_of(model))
     loss, weights = parity.LIMITS[precision]
-    assert apart.loss <= 10 * loss and apart.weights <= 10 * weights, apart  # an explicit mask takes another kernel
+    more = 10 if name in WITH_MASKS else 1  # an explicit mask takes another kernel
+    assert apart.loss <= more * loss and apart.weights <= more * weights, apart
 
 
 def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -298,6 +298,50 @@ def test_modules_that_list_their_own_weights() -> None:
     assert all(torch.equal(grads[n], p.grad) for n, p in eager.named_parameters())
 
 
+def flatten_as_on_a_gpu(self: nn.RNNBase) -> None:
+    """What cuDNN's form does with weights that lie apart: they become views of one buffer."""
+    weights = [w for w in self._flat_weights if isinstance(w, Tensor) and w.numel()]
+    if len({w.data_ptr() for w in weights}) == len(self._flat_weights):
+        buffer = torch.cat([w.detach().reshape(-1) for w in weights])
+        for weight, place in zip(weights, buffer.split([w.numel() for w in weights])):
+            weight.data = place.view(weight.shape)
+
+
+def test_weights_that_a_recurrent_layer_lays_side_by_side_stay_where_they_are_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN's layers do it in the first forward that finds other parameters: updates would no longer reach them."""
+    eager = Recurrent()
+    spec = spec_of(eager, [TensorSpec("x", (2, 3, 8), "float32", True)], [LOSS])
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten_as_on_a_gpu)
+    runner, weights = runner_of(eager, spec)
+    x = torch.randn(2, 3, 8)
+    for _ in range(2):
+        (loss,), _ = runner.forward([x], 0)
+        with torch.no_grad():
+            assert torch.equal(loss, eager(x)[0])
+            for name, param in eager.named_parameters():
+                param.mul_(0.5)
+                weights[name].copy_(param)
+
+
+class Mover(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        self.weight.data = self.weight.data.clone()
+        return ((x * self.weight).sum(),)
+
+
+def test_a_module_that_moves_its_parameters_is_refused() -> None:
+    eager = Mover()
+    runner, _ = runner_of(eager, spec_of(eager, [TensorSpec("x", (3,), "float32", True)], [LOSS]))
+    with pytest.raises(VerifyError, match="moves its parameter 'weight'"):
+        runner.forward([torch.ones(3)], 0)
+
+
 class Maker(Stage):
     def forward(self) -> tuple[Tensor]:
         return (torch.zeros((), device=self.device),)
