@@ -166,6 +166,16 @@ class DeviceSession:
 
         self._compute(run)
 
+    def _take_room(self) -> None:
+        """Take the memory of the states that the first step makes on the GPU before its values do."""
+
+        def run() -> None:
+            for store in self.state.stores.values():
+                if store.optimizer is not None and store.home.states == ops.DEVICE:
+                    store.optimizer.take_room()
+
+        self._compute(run)
+
     def _make_graphs(self, program: Program) -> None:
         """Make the CUDA graphs of stages, while no message is under way, and no value takes memory."""
         reasons, made = ungraphed(program), graphed(program)
@@ -248,6 +258,8 @@ class DeviceSession:
         """
         self._check(batch, "step")
         first = self.state.step_count == 0
+        if first and self.device.type == "cuda":
+            self._take_room()
         if self._to_graph is not None:
             program, self._to_graph = self._to_graph, None
             self._make_graphs(program)

@@ -99,6 +99,7 @@ class StageOptimizer:
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
         self.workspace = Workspace(self.device) if workspace is None else workspace
         self.waiting: deque[list[dict[str, Any]]] = deque()  # options of steps that shared parameters still lack
+        self._room: list[Tensor] = []  # for states that the first step makes
         self._members: list[list[str]] = [[] for _ in spec.all_groups]
         for name in self.params:
             self._members[spec.group_of(name)].append(name)
@@ -137,6 +138,15 @@ class StageOptimizer:
     def _rows(self) -> dict[str, StateRow]:
         return {name: self.spec.state_row(name, tuple(p.shape), p.dtype) for name, p in self.params.items()}
 
+    def take_room(self) -> None:
+        """Take the memory of states that the first step makes now, on the stream of steps. Made between the values of a
+        step, they would lie in the way of the largest ones of all steps after it."""
+        if self.started or self.places:
+            return
+        kinds = (self.spec.state_shapes(tuple(p.shape), name, p.dtype) for name, p in self.params.items())
+        rows = (row for found in kinds for row in found.values())
+        self._room = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in rows]
+
     # --- stepping
 
     def step(
@@ -160,6 +170,7 @@ class StageOptimizer:
         if self.optimizer is None:
             return
         self._check_part(part)
+        self._room = []
         given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
         copy = preserve and not self.traits.keeps_grads
         converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, name, factor)}

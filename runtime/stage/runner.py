@@ -435,8 +435,9 @@ class StageRunner:
 
     def _check_bound(self) -> None:
         """A parameter that its module lays somewhere else would never see an update."""
-        for name, param in self._params.items() if self._bound is not None else ():
-            if param.data_ptr() != self._bound[name].data_ptr():
+        bound = self._bound or {}
+        for name in bound.keys() & self._params.keys():
+            if self._params[name].data_ptr() != bound[name].data_ptr():
                 raise VerifyError(f"{self.spec.name} moves its parameter {name!r} to other memory when it runs")
 
     def _check_outputs(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
