@@ -39,7 +39,7 @@ FEW_BYTES = 64  # of numbers, such as counts of steps, which are not counted
 READ = (0.5, 0.5, 1000.0)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 # The bytes that a call's kernels hold while they run, of its operator, arguments and result; None if nobody knows.
-Held = Callable[[Any, Any, Any, Any], int | None]
+HeldBytes = Callable[[Any, Any, Any, Any], int | None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Living(TorchDispatchMode):
     """Follows the bytes of all storages that are made while it is on, but for numbers; `most` lived at once, with what
     calls `held`."""
 
-    def __init__(self, *own: Tensor, held: Held | None = None):
+    def __init__(self, *own: Tensor, held: HeldBytes | None = None):
         super().__init__()
         self._known = {tensor.untyped_storage()._cdata for tensor in own}
         self._held = held
@@ -103,7 +103,7 @@ def step_bytes(
     params: Sequence[tuple[str, Shape, torch.dtype]],
     kind: str,
     rounds: bool = False,
-    held: Held | None = None,
+    held: HeldBytes | None = None,
 ) -> int:
     """The most bytes that a stage's step takes on a device of this kind ("cpu", "cuda"), for the parameters of these
     names, shapes and dtypes of the step. `rounds`: bf16 weights are updated in portions of fp32. `held`: what the
@@ -129,7 +129,7 @@ def step_bytes(
 
 
 def taken(
-    spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str, held: Held | None
+    spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str, held: HeldBytes | None
 ) -> Temporaries:
     """What a parameter of a group takes. One that is updated element by element takes as much for each of them,
     whatever its shape."""
@@ -147,7 +147,7 @@ def _is_elementwise(alone: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str, held: Held | None) -> Temporaries:
+def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str, held: HeldBytes | None) -> Temporaries:
     """Of the one group of an optimizer, which is kept as text: planning asks for it often."""
     spec = OptimizerSpec.from_json(alone)
     if _is_fused(spec, dtype, kind):
@@ -199,7 +199,7 @@ def _choosing_as_on(kind: str) -> Iterator[None]:
 
 
 def _measured(
-    build: Build, shape: Shape, dtype: torch.dtype, held: Held | None, numbers: Numbers | None = None
+    build: Build, shape: Shape, dtype: torch.dtype, held: HeldBytes | None, numbers: Numbers | None = None
 ) -> Temporaries:
     """From calls with two parameters and with four: what grows with their number is of each. One alone is no measure,
     as a loop still holds a parameter's last tensors when it begins the next."""
@@ -211,7 +211,7 @@ def _measured(
 
 
 def _most_beside(
-    build: Build, params: Sequence[nn.Parameter], held: Held | None, numbers: Numbers | None
+    build: Build, params: Sequence[nn.Parameter], held: HeldBytes | None, numbers: Numbers | None
 ) -> int:
     """The most bytes beside parameters, gradients and states in some steps. States count from the first step on, as a
     plan counts them, though that step makes them."""
