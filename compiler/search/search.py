@@ -249,9 +249,9 @@ class Sweep(Attempts):
         kinds = [width for width, may in ((True, self.may_divide_width(base)), (False, self.has_experts())) if may]
         if not kinds:
             return
-        draft, rows = self.compiler(self.usual[0]).lane(base), self.wishes.batch_size
+        compiler, rows = self.compiler(self.usual[0]), self.wishes.batch_size
         able = divisors(rows) if self.wishes.micro_batches is None else self.usual
-        teams = TeamEstimator(draft)
+        teams = TeamEstimator(compiler.lane(_undivided(base, True)))
         tries = [(row, width) for width in kinds for row in teams.estimates(width, able, rows)]
         tries.sort(key=lambda each: each[0].estimate_s)
         first = list({(width, row.members, row.mesh): (row, width) for row, width in reversed(tries)}.values())[::-1]
@@ -261,7 +261,7 @@ class Sweep(Attempts):
         if self.best is not None:
             if self.has_experts():  # a large graph, of which sweeps see a part; named strategies are tried in any case
                 self.look_at_named(self.best.count)
-            lanes = {row.mesh: row for row in reversed(estimates(draft, self.usual))}.values()
+            lanes = {row.mesh: row for row in reversed(estimates(compiler.lane(base), self.usual))}.values()
             ways += [(row.estimate_s, partial(self.look_at, row, base)) for row in lanes]
             least_s = min(self.best.step_s, teams.alone_s(able) if teams.disk_s else math.inf)
             ways = sorted((way for way in ways if way[0] < least_s), key=lambda way: way[0])[:MOST]
@@ -287,10 +287,8 @@ class Sweep(Attempts):
 
     def look_at_team(self, base: Candidate, row: TeamEstimate, width: bool) -> None:
         """Try scouts of a team's layout."""
-        own: tuple[type[GraphPass], ...] = (SplitExperts, SplitContext, *((SplitVocabulary,) if width else ()))
-        whole = [p for p in base.graph_passes if not isinstance(p, own)]
-        split = SplitWidth(team=row.members) if width else SplitContext("rows", row.members)
-        candidate = base.over(*whole, split).on(row.mesh)
+        whole, split = _undivided(base, width), SplitWidth(row.members) if width else SplitContext("rows", row.members)
+        candidate = whole.over(*whole.graph_passes, split).on(row.mesh)
         if self.best is not None and self.is_late:
             self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
             return
@@ -537,3 +535,9 @@ def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
     """The bases that need the least memory: those with tiles, and the last two, which have all that is large in parts;
     of machines without SSDs one of these keeps activations on the device, the other moves them."""
     return list(dict.fromkeys([*(base for base in bases if TILES in base.graph_passes), *bases[-2:]]))
+
+
+def _undivided(base: Candidate, tables: bool) -> Candidate:
+    """A candidate without the passes that divide layers of experts; nor, with `tables`, those that divide these."""
+    own: tuple[type[GraphPass], ...] = (SplitExperts, SplitContext, *((SplitVocabulary,) if tables else ()))
+    return base.over(*(p for p in base.graph_passes if not isinstance(p, own)))
