@@ -62,8 +62,8 @@ class IntervalTables:
         fits &= self.needs[rounds - 1] <= p.units[j % counted.n].budget_bytes
         fits[: window.start] = False
         fits[:, window.stop + 1 :] = False
-        if counted.most is not None:
-            fits &= self.common <= counted.most
+        if counted.of_largest.most is not None:
+            fits &= self.common <= counted.of_largest.most
         kinds = {p.kinds[i]: i for i in reversed(window)}
         keeps = {kind: stages.keeps(j, i) for kind, i in kinds.items()}
         lost = [not keeps.get(kind, False) for kind in p.kinds]
@@ -77,7 +77,10 @@ class IntervalTables:
         for name, amount in self.amounts.items():
             if y.get(name):
                 whole = whole + y[name] * amount
-        again = np.where(fits, whole + y["backward"] * self.again[d], math.inf)
+        reruns = fits
+        if counted.of_largest.reruns is False:
+            reruns = fits & (self.common < counted.of_largest.least)
+        again = np.where(reruns, whole + y["backward"] * self.again[d], math.inf)
         if j < counted.idle:
             again[0, 0] = 0.0
         return again, np.where(keeps, whole + y["kept"] * self.kept, math.inf)

@@ -12,12 +12,26 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from .problem import MipProblem
 
 LIKE = 0.8  # blocks are unlike where no kind has this share of all
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What is known of the stages with the most common blocks: they have `least` to `most`. `reruns`: whether a stage
+    with at least `least` runs its forward again. None: any."""
+
+    least: int = 0
+    most: int | None = None
+    reruns: bool | None = None
+
+
+ANY_LARGEST = Largest()
 
 
 class BlockLimits:
@@ -73,18 +87,19 @@ class BlockLimits:
         """The most bytes that up to so many blocks need besides their weights."""
         return float(self._most_work[min(blocks, self.p.num_blocks)])
 
-    def common_s(self, blocks: int) -> tuple[float, float]:
-        """The least seconds of forward and backward, for one micro-batch, of a stage with so many common blocks."""
-        p, at = self.p, self.p.kinds.index(self.common)
+    def common_s(self, largest: Largest) -> tuple[float, float]:
+        """The least seconds of forward and backward, for one micro-batch, that some stage takes. It may be another one
+        whose backward takes longest."""
+        p, at, blocks = self.p, self.p.kinds.index(self.common), largest.least
 
-        def least(sums: list[list[float]]) -> float:
-            return blocks * min(row[at + 1] - row[at] for row in sums)
+        def least(*tables: list[list[float]]) -> float:
+            return blocks * min(math.fsum(row[at + 1] - row[at] for row in rows) for rows in zip(*tables))
 
         held = self.weights[at] + p.grad_bytes[at + 1] - p.grad_bytes[at]
         held += self.added[at] + (p.micro_batches - 1) * (p.kept_bytes[at + 1] - p.kept_bytes[at])
         held = blocks * held + self.floor
-        keeps = held <= max(unit.budget_bytes for unit in p.units)
-        return least(p.forward_s), least(p.backward_s) + (0.0 if keeps else least(p.again_s))
+        keeps = held <= max(unit.budget_bytes for unit in p.units) and not largest.reruns
+        return least(p.forward_s), least(p.backward_s) if keeps else least(p.backward_s, p.again_s)
 
     @functools.cached_property
     def seconds(self) -> list[list[float]]:

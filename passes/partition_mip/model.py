@@ -7,7 +7,7 @@ those of `recurrence`; about 8 S reals and 14 S rows). Every row is a lower boun
 optimum, also that of its relaxation, is a lower bound of every partition into S stages:
 - rematerialised blocks are a share of their stage where saved tensors may stay;
 - memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
-- with `largest` and `most` it speaks of the partitions whose largest stage has that many common blocks;
+- with `largest` it speaks of the partitions whose largest stage has that many common blocks;
 - with `fewest` below S it is a bound also for S - N, S - 2N, ... down to `fewest`: the first S - fewest stages may
   be empty, and nothing is charged for their mere existence.
 Amounts are in seconds and GB.
@@ -22,7 +22,7 @@ from typing import Any
 
 import mip
 
-from .limits import BlockLimits, StageLimits
+from .limits import ANY_LARGEST, BlockLimits, Largest, StageLimits
 from .order import PassedRuns, short_runs
 
 GB = 1e9
@@ -41,8 +41,7 @@ class CountModel:
         integer: bool = False,
         fewest: int | None = None,
         cutoff_s: float = math.inf,
-        largest: int = 0,
-        most: int | None = None,
+        largest: Largest = ANY_LARGEST,
         ordered: bool = False,
         whole: bool = False,
     ):
@@ -59,15 +58,14 @@ class CountModel:
         else:
             self.ordered = len(runs) <= MOST_RUNS
         self.runs = runs if self.ordered else [(p.kinds.index(k), size) for k, size in Counter(p.kinds).items()]
-        self.most = most
+        self.of_largest = largest
         self.limits, self.stages = limits, StageLimits(limits, count, resident, self.idle, cutoff_s)
         self.counts: list[dict[int, Any]] = []
         self.again: list[dict[int, Any]] = []
         self.place_blocks()
         if whole:
             self.whole_on_devices()
-        if most is not None:
-            self.at_most(most)
+        self.bound_the_largest()
         if integer and self.ordered:
             self.keep_order()
         self.passed = PassedRuns(self) if ordered and self.ordered and not integer else None
@@ -78,8 +76,8 @@ class CountModel:
         self.forward()
         self.backward()
         self.update()
-        if largest:
-            self.through_the_largest(largest)
+        if largest.least:
+            self.through_the_largest()
 
     def real(self) -> Any:
         return self.model.add_var(lb=0.0)
@@ -125,12 +123,20 @@ class CountModel:
             number = self.model.add_var(lb=0, ub=self.p.num_blocks, var_type=mip.INTEGER)
             self.model += number == mip.xsum(x for mine in self.counts[d :: self.n] for x in mine.values())
 
-    def at_most(self, most: int) -> None:
-        """No stage has more than so many of the common blocks."""
+    def bound_the_largest(self) -> None:
+        """No stage has more than `most` of the common blocks; and one that runs its forward again has fewer than
+        `least`, if none as large as that does: the hull of the two cases."""
         common = {r for r, (at, _) in enumerate(self.runs) if self.p.kinds[at] == self.limits.common}
-        for mine in self.counts:
-            if mine.keys() & common:
-                self.row(most, mip.xsum(mine[r] for r in mine.keys() & common))
+        least, most = self.of_largest.least, self.of_largest.most
+        for j, mine in enumerate(self.counts):
+            here = mine.keys() & common
+            number = mip.xsum(mine[r] for r in here)
+            if here and most is not None:
+                self.row(most, number)
+            whole = min(self.stages.most[j], self.limits.num_common if most is None else most)
+            if here and self.of_largest.reruns is False and whole >= least:
+                again = mip.xsum(self.again[j][r] for r in here)
+                self.row((least - 1) * whole, (whole - least + 1) * again + (least - 1) * number)
 
     def keep_order(self) -> None:
         """A run begins in no stage before the one in which the run before it ends."""
@@ -454,10 +460,10 @@ class CountModel:
                 begin = barrier if barrier is not None else 0.0 if self.idle else self.h_ends[d]
                 self.row(self.end, begin + mip.xsum(self.step_s(j) for j in range(d, self.count, n)))
 
-    def through_the_largest(self, blocks: int) -> None:
+    def through_the_largest(self) -> None:
         """Some stage has at least so many common blocks: the first micro-batch passes all stages up to it, all
         micro-batches pass it, and the last one passes the stages behind it."""
-        forward_s, backward_s = self.limits.common_s(blocks)
+        forward_s, backward_s = self.limits.common_s(self.of_largest)
         there = sum(self.message(j, j - 1, j)[0] for j in range(1, self.count))
         back = sum(self.message(j, j, j - 1)[0] for j in range(1, self.count))
         self.row(self.ends[-1], self.f[0] + mip.xsum(self.tf) + there + (self.m - 1) * forward_s)

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..work import WorkDone
 from .bounds import closed_form_s
-from .limits import BlockLimits
+from .limits import ANY_LARGEST, BlockLimits, Largest
 from .local_search import Cuts, Search
 from .problem import MipProblem
 
@@ -40,15 +40,14 @@ TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once,
 ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
 BARRIER_ROWS = 1500  # from which on the barrier method is faster, where blocks are alike
 MADE_S = 2.5e-5  # of work, for a row of a program over counts that simplex solves, once
-INTEGER_S = 2.2e-4  # of work, for an iteration of a program that is solved in integers
-WHOLE_S = 1.6e-4  # where only the devices' totals are integers
+INTEGER_S = 1.6e-4  # of work, for an iteration of a program that is solved in integers
 SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
 WIDEST, WIDE, NARROW = 4.5, 2.5, 1.4  # the most stages over the fewest, of one relaxation: where devices can take each
 # other's places; where they cannot, but blocks are unlike; where devices differ, but not blocks
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
 MANY = 48  # so many numbers of stages are told apart by the largest stage first
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
-CHOICES = 28  # so many ways to choose resident devices are bounded each
+HELPS = 2e-3  # a share of a step: what telling the largest stage apart has to raise a bound by
 FEW = 3000  # so many partitions are tried rather than bounded
 INTERVALS_S = 1e-7  # of work, for an interval of a stage
 Residents = tuple[bool | None, ...]  # None: either
@@ -66,7 +65,7 @@ class Proof:
 @dataclass(order=True)
 class _Node:
     """Partitions into `fewest`, `fewest` + `step`, ... `count` stages, `number` of whose devices are resident, and
-    whose largest stage has `largest` to `most` common blocks. None: any."""
+    whose stages with the most common blocks are `largest`. None: any."""
 
     bound_s: float
     residents: Residents = field(compare=False)
@@ -74,11 +73,11 @@ class _Node:
     count: int = field(compare=False)
     step: int = field(compare=False, default=0)  # 0: 1, and no linear model has bounded it yet
     number: int | None = field(compare=False, default=None)
-    largest: int | None = field(compare=False, default=None)
-    most: int | None = field(compare=False, default=None)
-    tried: bool = field(compare=False, default=False)  # bounded by which devices may be resident
+    largest: Largest | None = field(compare=False, default=None)
+    totals_largest: bool = field(compare=False, default=False)  # told apart by it, programs over totals bound no better
     ordered: bool = field(compare=False, default=False)  # bounded with the order of unlike blocks
     nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
+    node_s: float = field(compare=False, default=0.0)  # of work, for each of these
     whole: bool = field(compare=False, default=False)  # whole numbers of blocks on each device bound it no better
     solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
@@ -177,19 +176,21 @@ class _Tree:
         n = len(self.search.problem.units)
         either = None in node.residents
         number_first = not either or (self.rotates and node.number is not None)
-        if not node.step and number_first and node.count >= self.widest() * node.fewest > 1:
-            middle = math.isqrt(node.fewest * node.count)  # small models bound few stages
-            parts = [(node.fewest, middle), (middle + 1, node.count)]
-            return [self.total(replace(node, fewest=low, count=high)) for low, high in parts]
+        if not node.step and number_first:
+            if self.rotates and node.largest is None and not node.totals_largest:
+                return self.totals_by_largest(node)
+            if node.count >= self.widest() * node.fewest > 1:
+                middle = math.isqrt(node.fewest * node.count)  # small models bound few stages
+                parts = [(node.fewest, middle), (middle + 1, node.count)]
+                return [self.total(replace(node, fewest=low, count=high)) for low, high in parts]
         if either:
             return self.refine_residents(node)
         if not node.step:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
             return [self.relax(self.within(node, top - (top - node.fewest) // step * step, top, step)) for top in tops]
-        was_ordered, node = node.ordered, replace(node, ordered=self.limits.unlike)
-        if node.fewest == node.count and node.ordered != was_ordered:
-            return [self.relax(node)]
+        if node.fewest == node.count and node.ordered != self.limits.unlike:
+            return [self.relax(replace(node, ordered=True))]
         if node.largest is None and (
             node.fewest == node.count or self.largest() == 1 or node.count - node.fewest >= MANY
         ):
@@ -220,9 +221,7 @@ class _Tree:
         if node.number is None:
             return [self.total(replace(node, number=known + more)) for more in range(len(either) + 1)]
         missing = node.number - known
-        if self.rotates and node.fewest >= len(node.residents):
-            if not node.tried and math.comb(len(either), missing) > CHOICES:
-                return [self.refine_number(node)]
+        if self.rotates and node.fewest >= len(node.residents) and 0 < missing < len(either):
             chosen = itertools.combinations(either, missing)
             stays = [tuple(d in which or s is True for d, s in enumerate(node.residents)) for which in chosen]
             return self.in_turns([self.total(replace(node, residents=each)) for each in stays])
@@ -243,35 +242,34 @@ class _Tree:
             node.bound_s = min(bounds[stays[turn:] + stays[:turn]] for turn in range(len(stays)))
         return nodes
 
-    def refine_number(self, node: _Node) -> _Node:
-        """Bound a number of resident devices by the least bound over which they are."""
-        node.tried = True
-        heap = [replace(node)]
-        for _ in node.residents:
-            part = heap[0]
-            if None not in part.residents or part.bound_s > self.best_s() * (1 - CLOSE) or self.over():
-                break
-            heapq.heappop(heap)
-            d = part.residents.index(None)
-            for stays in (True, False):
-                choice = replace(part, residents=(*part.residents[:d], stays, *part.residents[d + 1 :]))
-                heapq.heappush(heap, self.total(choice))
-        self.raised(node, heap[0].bound_s)
-        return node
+    def by_largest(self, node: _Node) -> list[_Node]:
+        """Parts of the node: its largest stage has fewer common blocks than that of the best partition, as many, or
+        more; and one of these runs its forward again, or none does."""
+        at, num_common = self.largest(), self.limits.num_common
+        if num_common < COMMON * self.search.problem.num_blocks or not at:
+            return []
+        parts = []
+        for low, high in ((at + 1, None), (at, at), (1, at - 1)):
+            fewest = node.fewest
+            if high is not None:
+                fewest = max(fewest, -(-num_common // high)) if high else node.count + 1
+            fewest += (node.count - fewest) % node.step if node.step else 0
+            for reruns in (True, False) if high is None or low == high else (None,):
+                if fewest <= node.count:
+                    parts.append(replace(node, fewest=fewest, largest=Largest(low, high, reruns)))
+        return parts
 
     def refine_largest(self, node: _Node) -> list[_Node]:
-        """Its largest stage has fewer common blocks than that of the best partition, as many, or more."""
-        p, limits, at = self.search.problem, self.limits, self.largest()
-        if limits.num_common < COMMON * p.num_blocks or not at:
-            return [replace(node, largest=0)]
-        parts = [self.relax(replace(node, largest=at + 1))]
-        for low, high in ((1, at - 1), (at, at)):
-            fewest = max(node.fewest, -(-limits.num_common // high)) if high else math.inf
-            fewest += (node.count - fewest) % node.step if high else 0
-            if fewest <= node.count:
-                part = self.few(replace(node, largest=low, most=high, fewest=int(fewest)))
-                parts.append(part if part.bound_s == math.inf else self.relax(part))
-        return parts
+        parts = [self.few(part) for part in self.by_largest(node)]
+        return [part if part.bound_s == math.inf else self.relax(part) for part in parts] or [
+            replace(node, largest=ANY_LARGEST)
+        ]
+
+    def totals_by_largest(self, node: _Node) -> list[_Node]:
+        parts = [self.total(part) for part in self.by_largest(node)]
+        if min((part.bound_s for part in parts), default=0.0) < node.bound_s + HELPS * self.best_s():
+            return [replace(node, totals_largest=True)]
+        return [self.few(part) for part in parts]
 
     def largest(self) -> int:
         """The number of common blocks in the best partition's largest stage."""
@@ -280,9 +278,10 @@ class _Tree:
 
     def few(self, node: _Node) -> _Node:
         """Try all partitions of the node if they are few."""
-        if node.most is not None and (all_cuts := few_partitions(self.search.problem, node.most, self.limits.common)):
+        most = node.largest.most if node.largest else None
+        if most is not None and (all_cuts := few_partitions(self.search.problem, most, self.limits.common)):
             for cuts in all_cuts:
-                if node.fewest <= len(cuts) - 1 <= node.count:
+                if node.fewest <= len(cuts) - 1 <= node.count and cuts not in self.search.known:
                     self.search.seconds(cuts)
                     self.work.add(self.search.work_s(cuts))
             self.counted["partitions tried"] += len(all_cuts)
@@ -297,7 +296,9 @@ class _Tree:
         if self.over():
             return node
         gc.collect(0)  # the model before
-        model = self.totals(self.limits, node.fewest, node.count, node.residents, node.number).model
+        numbers = (node.fewest, node.count, node.residents, node.number)
+        anywhere = self.rotates and node.number is not None and all(stays is None for stays in node.residents)
+        model = self.totals(self.limits, *numbers, anywhere, node.largest or ANY_LARGEST).model
         model.max_mip_gap = CLOSE / 4
         status = self.optimize(model, nodes)
         self.counted["programs over totals"] += 1
@@ -312,13 +313,13 @@ class _Tree:
         """Seconds that one program never takes, but where it is far slower than its work says."""
         return max(5.0, SLOWER * (self.most_s - self.work.seconds))
 
-    def optimize(self, model: Any, nodes: int, iteration_s: float = INTEGER_S) -> Any:
+    def optimize(self, model: Any, nodes: int) -> Any:
         """Solve an integer program with at most so many nodes, or its relaxation with none."""
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
         self.work.add(model.num_rows * TOTALS_ROW_S)
-        self.work.add(iterations * (iteration_s if nodes else model.num_rows * ITERATION_S))
+        self.work.add(iterations * (INTEGER_S if nodes else model.num_rows * ITERATION_S))
         return status
 
     def linear(self, model: Any) -> Any:
@@ -367,7 +368,7 @@ class _Tree:
         cutoff_s = self.cutoff_s(node)
         counted = self.counts(node, cutoff_s, whole=True)
         counted.row(cutoff_s, counted.end)
-        status = self.optimize(counted.model, WHOLE_NODES, WHOLE_S)
+        status = self.optimize(counted.model, WHOLE_NODES)
         self.counted["programs over devices' totals"] += 1
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
@@ -381,12 +382,16 @@ class _Tree:
         import mip
 
         gc.collect(0)  # the model before
+        begin_s, nodes = self.work.seconds, node.nodes
+        if node.node_s:
+            nodes = max(1, min(nodes, int((self.most_s - begin_s) / node.node_s)))  # as the work left allows
         cutoff_s = self.cutoff_s(node)
         counted = self.counts(node, cutoff_s, integer=True)
         counted.row(cutoff_s, counted.end)
         counted.model.max_mip_gap = CLOSE / 4
-        status = self.optimize(counted.model, node.nodes)
+        status = self.optimize(counted.model, nodes)
         self.counted["integer programs"] += 1
+        node.node_s = (self.work.seconds - begin_s) / nodes
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
             return node
@@ -402,7 +407,7 @@ class _Tree:
         return node
 
     def counts(self, node: _Node, cutoff_s: float, integer: bool = False, whole: bool = False) -> Any:
-        more = {"largest": node.largest or 0, "most": node.most, "ordered": node.ordered, "whole": whole}
+        more = {"largest": node.largest or ANY_LARGEST, "ordered": node.ordered, "whole": whole}
         return self.model(
             self.limits, node.count, node.residents, integer, fewest=node.fewest, cutoff_s=cutoff_s, **more
         )

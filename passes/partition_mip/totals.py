@@ -12,7 +12,15 @@ micro-batch. The first micro-batch passes the stages before d's first one (fill)
 one (after), and backward the same in reverse: these hold at least one block each, so at least the first, or last,
 blocks of the model. Memory bounds how many saved tensors may stay (all others run their forward again), root complexes
 what swapped devices fetch, and the update follows H: on the device for resident ones, on the host for all others. The
-order of the blocks between the ends is left out, so blocks of one kind are one row however many runs they form.
+order of the blocks between the ends is left out, so blocks of one kind are one row however many runs they form. The
+first micro-batch also passes all stages, and the others the one that takes longest,
+
+    G >= sum F_d + (S - 1) c + (M - 1) t           t >= sum F_d / S
+
+the same for backward, where S, the number of stages, is a variable. Both 1 / S and the sum of the S - 1 least messages
+are convex, so tangents bound them from below. A `Largest` stage says more of t. If one with at least `least` blocks
+runs its forward again, all micro-batches pass it; if none does, those that do are smaller, so that there are more of
+them. Where devices can take each other's places, one program speaks of all choices of resident ones (`anywhere`).
 """
 
 from __future__ import annotations
@@ -24,26 +32,37 @@ from itertools import accumulate
 from typing import Any
 
 import mip
+import numpy as np
 
-from .limits import BlockLimits
+from .limits import ANY_LARGEST, BlockLimits, Largest
 
 GB = 1e9
 
 
+TANGENTS = 7  # of 1 / S, and of what grows with S
+
+
 class TotalsModel:
-    """`model` minimises `end`, for every number of stages from `fewest` to `most`. `residents`: by device."""
+    """`model` minimises `end`, for every number of stages from `fewest` to `count`. `residents`: by device; with
+    `anywhere`, `number` of the devices, which can take each other's places, are resident. `largest`: of the stages."""
 
     def __init__(
         self,
         limits: BlockLimits,
         fewest: int,
-        most: int,
+        count: int,
         residents: Sequence[bool | None],
         number: int | None = None,
+        anywhere: bool = False,
+        largest: Largest = ANY_LARGEST,
     ):
         p = limits.p
         self.limits, self.p, self.fewest, self.n, self.m = limits, p, fewest, len(p.units), p.micro_batches
-        self.used = min(self.n, most)  # devices that may have a stage
+        self.count, self.anywhere, self.of_largest = count, anywhere, largest
+        if anywhere:
+            residents, number = [d < (number or 0) for d in range(self.n)], None
+        self.swapped = self.n if None in residents else residents.count(False)  # devices at most
+        self.used = min(self.n, count)  # devices that may have a stage
         self.blocks = Counter(p.kinds)
         self.first = {kind: p.kinds.index(kind) for kind in self.blocks}
         self.model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS)
@@ -59,6 +78,8 @@ class TotalsModel:
         self.everything_somewhere()
         self.end = self.real()
         self.model.objective = self.end
+        self.points = sorted({round(fewest * (count / fewest) ** (i / (TANGENTS - 1))) for i in range(TANGENTS)})
+        self.stages = self.num_stages()
         self.memory()
         self.time()
 
@@ -71,7 +92,7 @@ class TotalsModel:
 
     def rounds(self, d: int) -> int:
         """The least number of stages of device d."""
-        return len(range(d, self.fewest, self.n))
+        return self.fewest // self.n if self.anywhere else len(range(d, self.fewest, self.n))
 
     # -- which blocks ---------------------------------------------------------------------------------------------
 
@@ -100,7 +121,8 @@ class TotalsModel:
             self.model += whole == mip.xsum(self.number(d, k) for k in self.blocks)
             ending = [held[part][kinds[-1]] for part in ("stay", "tail") if part in held]
             self.row(mip.xsum(ending), self.last[d])
-        self.row(self.number(0, kinds[0]), 1)
+        if not self.anywhere:
+            self.row(self.number(0, kinds[0]), 1)
 
     def number(self, d: int, kind: int) -> Any:
         """How many blocks of a kind device d has."""
@@ -115,6 +137,18 @@ class TotalsModel:
             for k, x in self.held[d][part].items()
         )
 
+    def in_windows(self, stages: Any) -> None:
+        """All stages but the first x have only blocks behind the first x, and all but the last x those before the last
+        x: so many blocks of these kinds each device has at least."""
+        kinds, length, known = self.p.kinds, self.p.num_blocks, set[frozenset[int]]()
+        for x in range(1, length):
+            for some in (frozenset(kinds[x:]), frozenset(kinds[: length - x])):
+                if some not in known and len(some) < len(self.blocks):
+                    known.add(some)
+                    for d in range(self.used):
+                        number = mip.xsum(self.number(d, k) for k in some)
+                        self.row(number, (1 / self.n) * (stages - x - self.n + 1))
+
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> None:
@@ -125,10 +159,12 @@ class TotalsModel:
         least = sorted(self.limits.entering)
         most = max(max(row) for row in p.input_bytes[1:]) * m / GB
         inputs = [self.real() for _ in range(self.used)]
-        self.row(mip.xsum(inputs), math.fsum(least[: self.fewest]) * m / GB)
+        for point in self.points:
+            more = least[point - 1] * (self.stages - point)
+            self.row(mip.xsum(inputs), m / GB * (math.fsum(least[:point]) + more))
         for d in range(self.used):
             budget = p.units[d].budget_bytes / GB
-            self.row(most * len(range(d, p.num_blocks, self.n)), inputs[d])
+            self.row(most * len(range(0 if self.anywhere else d, p.num_blocks, self.n)), inputs[d])
             self.row(inputs[d], math.fsum(least[: self.rounds(d)]) * m / GB)
             free = budget - scratch - inputs[d] - (ending - scratch) * self.last[d]
             if "stay" in self.held[d]:
@@ -147,29 +183,108 @@ class TotalsModel:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def time(self) -> None:
-        p, m = self.p, self.m
         forward_end, backward_end = self.real(), self.real()
-        forward, backward = _fastest(p.forward_s), _fastest(p.backward_s)
+        f, b = self.seconds()
+        if self.anywhere:
+            self.works_anywhere(forward_end, backward_end, f, b)
+        else:
+            self.works(forward_end, backward_end, f, b)
+        self.passes(forward_end, backward_end, mip.xsum(f), mip.xsum(b))
+        self.links(backward_end)
+        self.update(forward_end, backward_end)
+
+    def seconds(self) -> tuple[list[Any], list[Any]]:
+        """By device, forward and backward of its blocks for one micro-batch."""
+        p, devices, held = self.p, range(self.used), ("stay", "swap")
+        forward = [self.of(d, held, p.forward_s[d], 1.0) for d in devices]
+        backward = [self.of(d, held, np.add(p.backward_s[d], p.again_s[d]).tolist(), 1.0) for d in devices]
+        return forward, [b - self.of(d, ("kept", "saved"), p.again_s[d], 1.0) for d, b in enumerate(backward)]
+
+    def works(self, forward_end: Any, backward_end: Any, forward: Sequence[Any], backward: Sequence[Any]) -> None:
+        """Each device for all of its blocks, but while the first and the last micro-batch are elsewhere."""
+        p, m = self.p, self.m
+        first, last = _fastest(p.forward_s), _fastest(p.backward_s)
         there, back = (self.hop_s(step) for step in (1, -1))
-        for d in range(self.used):
+        for d, (f, b) in enumerate(zip(forward, backward)):
             own_s = self.rounds(d) * p.units[d].own_s
-            f = self.of(d, ("stay", "swap"), p.forward_s[d], 1.0) + own_s
-            b = self.of(d, ("stay", "swap"), p.backward_s[d], 1.0) + own_s
-            b = b + self.of(d, ("stay", "swap"), p.again_s[d], 1.0) - self.of(d, ("kept", "saved"), p.again_s[d], 1.0)
             fill = drain = 0.0
             after = before = 0.0
             if self.fewest > d:  # else it may have no stage, and waits for nothing
-                fill = math.fsum(forward[:d]) + d * there
-                drain = math.fsum(backward[:d]) + d * back
+                fill = math.fsum(first[:d]) + d * there
+                drain = math.fsum(last[:d]) + d * back
             if self.fewest >= self.n:
                 for e in range(self.used):
                     behind = (e - d) % self.n  # the number of stages behind d's last one if the last one is e's
-                    after = after + (math.fsum(forward[len(forward) - behind :]) + behind * there) * self.last[e]
-                    before = before + (math.fsum(backward[len(backward) - behind :]) + behind * back) * self.last[e]
-            self.row(forward_end, fill + m * f + after)
-            self.row(backward_end, forward_end + before + m * b + drain)
-        self.links(backward_end)
-        self.update(forward_end, backward_end)
+                    after = after + (math.fsum(first[len(first) - behind :]) + behind * there) * self.last[e]
+                    before = before + (math.fsum(last[len(last) - behind :]) + behind * back) * self.last[e]
+            self.row(forward_end, fill + m * (f + own_s) + after)
+            self.row(backward_end, forward_end + before + m * (b + own_s) + drain)
+
+    def works_anywhere(self, forward_end: Any, backward_end: Any, forward: list[Any], backward: list[Any]) -> None:
+        """The same where devices may be in any place: so many of them wait together as long as those in the places
+        where that is shortest."""
+        p, m, n = self.p, self.m, self.n
+        own_s = self.fewest // n * p.units[0].own_s
+        stays = [d for d in range(n) if "stay" in self.held[d]]
+        groups = [[d] for d in range(n)] + [stays, [d for d in range(n) if d not in stays], [*range(n)]]
+        for group in groups:
+            alone_s = []
+            for sums, step in ((p.forward_s, 1), (p.backward_s, -1)):
+                took, hop_s = _fastest(sums), self.hop_s(step)
+                ways = (took[:d] for d in range(n)), (took[len(took) - d :] for d in range(n))
+                waits = [sorted(math.fsum(blocks) + d * hop_s for d, blocks in enumerate(way)) for way in ways]
+                alone_s.append(math.fsum(math.fsum(way[: len(group)]) for way in waits))
+            f, b = (mip.xsum(took[d] + own_s for d in group) for took in (forward, backward))
+            self.row(len(group) * forward_end, alone_s[0] + m * f)
+            self.row(len(group) * backward_end, len(group) * forward_end + alone_s[1] + m * b)
+
+    def passes(self, forward_end: Any, backward_end: Any, forward: Any, backward: Any) -> None:
+        """One micro-batch passes all stages, and the others the longest."""
+        p, m, own_s = self.p, self.m, min(unit.own_s for unit in self.p.units)
+        stages, points, least_s = self.stages, self.points, self.limits.common_s(self.of_largest)
+        sides = ((p.forward_s, forward, 0.0, forward_end, 1), (p.backward_s, backward, forward_end, backward_end, -1))
+        for (sums, took, begin, end, step), common_s in zip(sides, least_s):
+            fastest = _fastest(sums)
+            whole_s, longest = math.fsum(fastest), self.model.add_var(lb=max(common_s, *fastest))
+            for d in (d for d in range(self.used) if "tail" in self.held[d]):  # one stage
+                tail_s = self.of(d, ["tail"], sums[d], 1.0)
+                if step == -1:
+                    tail_s += self.of(d, ["tail"], p.again_s[d], 1.0) - self.of(d, ["saved"], p.again_s[d], 1.0)
+                self.row(longest, tail_s)
+            for point in points:
+                share = whole_s / point - whole_s / point**2 * (stages - point)
+                self.row(longest, share + (1 / self.count) * (took - whole_s))
+            self.row(end, begin + took + m * own_s + self.hops_s(step) + (m - 1) * longest)
+
+    def hops_s(self, step: int) -> Any:
+        """The least seconds of all stages' own but one, and of the messages over as many cuts as there are."""
+        p, own_s = self.p, min(unit.own_s for unit in self.p.units)
+        ways = [(d, (d + step) % self.n) for d in range(self.n)]
+        latency_s, byte_s = min(p.message_latency_s[d][e] for d, e in ways), min(p.message_s[d][e] for d, e in ways)
+        sizes, messages_s = sorted(p.message_bytes[1:-1]), self.real()
+        for cuts in (point - 1 for point in self.points):
+            more = byte_s * max(sizes[:cuts], default=0.0) * (self.stages - 1 - cuts)
+            self.row(messages_s, byte_s * math.fsum(sizes[:cuts]) + more)
+        return messages_s + (own_s + latency_s) * (self.stages - 1)
+
+    def num_stages(self) -> Any:
+        """The number of stages, as a variable. Each has a block at least."""
+        stages, kind, number = self.model.add_var(lb=self.fewest, ub=self.count), self.limits.common, self.blocks
+        least, most = self.of_largest.least, self.of_largest.most
+        for d in range(self.used):
+            behind = self.n - 1 if self.anywhere else d  # where it has fewest of them
+            self.row(mip.xsum(self.number(d, k) for k in number), (1 / self.n) * (stages - behind))
+        self.in_windows(stages)
+        if most is not None:
+            self.row(most * stages, number[kind])
+        if self.of_largest.reruns is False:
+            kept = mip.xsum(held[part][kind] for held in self.held for part in ("kept", "saved") if part in held)
+            again = self.model.add_var(lb=0.0, ub=self.count if least > 1 else 0.0)  # stages with common blocks
+            self.row((least - 1) * again, number[kind] - kept)
+            self.row(stages, again)
+            if most is not None:
+                self.row(most * stages - (most - least + 1) * again, number[kind])
+        return stages
 
     def hop_s(self, step: int) -> float:
         """The least seconds of a stage's own, and of a message to the next one."""
@@ -183,13 +298,15 @@ class TotalsModel:
         """Swapped weights are fetched twice, but those of each device's last stage."""
         p = self.p
         passed: dict[int, Any] = {}
+        complexes = len({unit.complex for unit in p.units}) if self.anywhere else 1  # through all of them together
         for d in range(self.used):
             unit = p.units[d]
             fetched = 2 * GB * self.of(d, ["swap"], p.weight_bytes) - GB * self.of(d, ["tail"], p.weight_bytes)
             self.row(backward_end, unit.fetch_s * fetched)
-            passed[unit.complex] = passed.get(unit.complex, 0.0) + unit.shared_fetch_s * fetched
+            key = 0 if self.anywhere else unit.complex
+            passed[key] = passed.get(key, 0.0) + unit.shared_fetch_s * fetched
         for work in passed.values():
-            self.row(backward_end, work)
+            self.row(complexes * backward_end, work)
 
     def update(self, forward_end: Any, backward_end: Any) -> None:
         """On the host for swapped stages: with a barrier after all of backward, else after all of forward at least."""
@@ -200,7 +317,7 @@ class TotalsModel:
             unit = p.units[d]
             took = p.update.params_s[unit.host] * GB * self.of(d, ["swap"], p.params)
             if p.update.barrier:
-                took = took + p.update.clip_s(unit.host, self.n) * GB * self.of(d, ["swap"], p.grad_bytes)
+                took = took + p.update.clip_s(unit.host, self.swapped) * GB * self.of(d, ["swap"], p.grad_bytes)
                 clip_s = 2 * unit.byte_s * self.of(d, ["stay"], p.grad_bytes)
                 self.row(self.end, backward_end + GB * (clip_s + unit.step_s * self.of(d, ["stay"], p.params)))
             work[unit.host] = work.get(unit.host, 0.0) + took

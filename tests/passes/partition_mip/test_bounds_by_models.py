@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.passes.partition_mip import model
 from penstock.passes.partition_mip.intervals import IntervalTables
-from penstock.passes.partition_mip.limits import BlockLimits
+from penstock.passes.partition_mip.limits import BlockLimits, Largest
 from penstock.passes.partition_mip.model import MOST_PLACES, CountModel
 from penstock.passes.partition_mip.problem import MipProblem
-from penstock.passes.partition_mip.recurrence import contended_s, residents
+from penstock.passes.partition_mip.recurrence import _on, contended_s, residents
 from penstock.passes.partition_mip.solve import _Node, _Tree, few_partitions, rotates
 from penstock.passes.partition_mip.totals import TotalsModel
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
@@ -44,40 +44,52 @@ def optimum(model: mip.Model, relax: bool = False) -> float:
     return math.inf if "INFEASIBLE" in status.name else (model.objective_value if relax else model.objective_bound)
 
 
-def largest_stage(p: MipProblem, cuts: Sequence[int]) -> int:
-    """The number of common blocks in the largest stage."""
+def common_blocks(p: MipProblem, cuts: Sequence[int]) -> list[int]:
+    """The number of common blocks of each stage."""
     common = BlockLimits(p).common
-    return max(p.kinds[a:b].count(common) for a, b in itertools.pairwise(cuts))
+    return [p.kinds[a:b].count(common) for a, b in itertools.pairwise(cuts)]
 
 
-def check_largest(p: MipProblem) -> None:
-    """By number of stages, residence and largest stage, every fastest partition; and few of them are listed."""
-    limits, found = BlockLimits(p), {}
+def which_of(p: MipProblem, cuts: Sequence[int], least: int) -> Largest:
+    """What there is to know of the stages with at least so many common blocks."""
+    blocks = common_blocks(p, cuts)
+    runs_again = {j for d in range(len(p.units)) for j in p.placed.get(_on(cuts, d, len(p.units)), (0.0, []))[1]}
+    return Largest(least, max(blocks), any(blocks[j] >= least for j in runs_again))
+
+
+def check_largest(p: MipProblem, most_checked: int = MOST_CHECKED) -> None:
+    """By number of stages, residence, largest stage and whether it runs again, every fastest partition; and few of them
+    are listed."""
+    limits = BlockLimits(p)
+    found: dict[tuple[int, Stays, Largest], float] = {}
     listed = {most: set(few_partitions(p, most, limits.common)) for most in range(4)}
     for count in range(1, p.num_blocks + 1):
         for inner in itertools.combinations(range(1, p.num_blocks), count - 1):
             cuts = (0, *inner, p.num_blocks)
-            largest = largest_stage(p, cuts)
+            largest = max(common_blocks(p, cuts))
             for most, some in listed.items():
                 assert (cuts in some) == (largest <= most)
             seconds = contended_s(p, cuts)
             if seconds < math.inf:
                 stays = tuple(d < count and yes for d, yes in enumerate(residents(p, cuts)))
-                key = (count, stays, largest)
-                found[key] = min(seconds, found.get(key, math.inf))
-    for (count, stays, largest), seconds in sorted(found.items(), key=lambda row: row[1])[:MOST_CHECKED]:
-        for least in range(1, largest + 1):
-            relaxed = CountModel(limits, count, stays, largest=least, most=largest).model
-            assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
-        number = TotalsModel(limits, count, count, (None,) * len(p.units), sum(stays)).model
-        assert optimum(number, relax=True) <= seconds * (1 + 1e-6)
-        if rotates(p) and count >= len(
-            p.units
-        ):  # with the device of the last stage the same, for all numbers of stages
-            turned = (count - p.num_blocks) % len(stays)
-            turns = stays[turned:] + stays[:turned]
-            relaxed = CountModel(limits, p.num_blocks, turns, fewest=count, largest=largest).model
-            assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
+                for least in range(1, largest + 1):
+                    key = (count, stays, which_of(p, cuts, least))
+                    found[key] = min(seconds, found.get(key, math.inf))
+    for (count, stays, known), seconds in sorted(found.items(), key=lambda row: row[1])[:most_checked]:
+        n, either = len(p.units), (None,) * len(p.units)
+        ranges = {(count, count), (n, p.num_blocks) if count >= n else (count, count)}
+        for largest_stage in (known, dataclasses.replace(known, most=None), dataclasses.replace(known, reruns=None)):
+            more = {"largest": largest_stage}
+            models = [CountModel(limits, count, stays, **more)]
+            for low, high in ranges:
+                models += [TotalsModel(limits, low, high, stays, **more)]
+                models += [TotalsModel(limits, low, high, either, sum(stays), rotates(p) and count >= n, **more)]
+            assert all(optimum(each.model, relax=True) <= seconds * (1 + 1e-6) for each in models)
+            if rotates(p) and count >= n:  # with the device of the last stage the same, for all numbers of stages
+                turned = (count - p.num_blocks) % len(stays)
+                turns = stays[turned:] + stays[:turned]
+                relaxed = CountModel(limits, p.num_blocks, turns, fewest=count, **more).model
+                assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
 
 
 def check(p: MipProblem, most: int) -> None:
