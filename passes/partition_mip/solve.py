@@ -2,12 +2,13 @@
 
 In: a `MipProblem` and the local search's results. Out: a `Proof`. A node is a range of numbers of stages; it says how
 many devices are resident, of some whether they are, and how many of the common blocks the largest stage has. The node
-with the least bound is split: by the number of resident devices and by the residence of one more device, each part
-bounded by `TotalsModel`, until that is known of all; then by the range of the number of stages, as long as it is wide;
-by the number of stages modulo N, each part bounded by the relaxed `CountModel`, where the devices cannot take each
-other's places; by the largest stage; by the range again. Where few partitions are left, all are tried. Where blocks are
-unlike, parts of these parts are bounded with their order, and one number of stages with a whole number of blocks on
-each device. Then integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes
+with the least bound is split, each part bounded by `TotalsModel`: by the number of resident devices; by which ones are,
+where they cannot take each other's places; by the largest stage, where that says more; by the range of the number of
+stages, as long as it is wide; and by which are resident, where they can. Then parts are bounded by the relaxed
+`CountModel`: by the number of stages modulo N, where devices cannot take each other's places; by the largest stage,
+where it has one layer; and by the range again. Where few partitions are left, all are tried.
+Where blocks are unlike, one number of stages is bounded with their order, and with a whole number of blocks on each
+device. Then integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes
 what the model leaves out; where there are none, the next cutoff is closer to the best partition. The search ends when
 the least bound reaches the best partition but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds
 the same on every machine. python-mip and HiGHS may be absent or fail: then the local search's answer stays, and the
@@ -45,7 +46,6 @@ SLOWER = 4.0  # how much slower than their work programs may be, on a machine th
 WIDEST, WIDE, NARROW = 4.5, 2.5, 1.4  # the most stages over the fewest, of one relaxation: where devices can take each
 # other's places; where they cannot, but blocks are unlike; where devices differ, but not blocks
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
-MANY = 48  # so many numbers of stages are told apart by the largest stage first
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 HELPS = 2e-3  # a share of a step: what telling the largest stage apart has to raise a bound by
 FEW = 3000  # so many partitions are tried rather than bounded
@@ -74,8 +74,8 @@ class _Node:
     step: int = field(compare=False, default=0)  # 0: 1, and no linear model has bounded it yet
     number: int | None = field(compare=False, default=None)
     largest: Largest | None = field(compare=False, default=None)
-    totals_largest: bool = field(compare=False, default=False)  # told apart by it, programs over totals bound no better
     ordered: bool = field(compare=False, default=False)  # bounded with the order of unlike blocks
+    alike: bool = field(compare=False, default=False)  # whatever the largest stage, to programs over totals
     nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
     node_s: float = field(compare=False, default=0.0)  # of work, for each of these
     whole: bool = field(compare=False, default=False)  # whole numbers of blocks on each device bound it no better
@@ -177,8 +177,8 @@ class _Tree:
         either = None in node.residents
         number_first = not either or (self.rotates and node.number is not None)
         if not node.step and number_first:
-            if self.rotates and node.largest is None and not node.totals_largest:
-                return self.totals_by_largest(node)
+            if node.largest is None and not node.alike:
+                return self.refine_largest(node)
             if node.count >= self.widest() * node.fewest > 1:
                 middle = math.isqrt(node.fewest * node.count)  # small models bound few stages
                 parts = [(node.fewest, middle), (middle + 1, node.count)]
@@ -191,10 +191,8 @@ class _Tree:
             return [self.relax(self.within(node, top - (top - node.fewest) // step * step, top, step)) for top in tops]
         if node.fewest == node.count and node.ordered != self.limits.unlike:
             return [self.relax(replace(node, ordered=True))]
-        if node.largest is None and (
-            node.fewest == node.count or self.largest() == 1 or node.count - node.fewest >= MANY
-        ):
-            return self.refine_largest(node)
+        if node.largest is None and self.largest() == 1:
+            return self.relax_largest(node)
         if node.fewest == node.count:
             return [self.solve(node) if node.whole or not self.limits.unlike else self.whole_of(node)]
         numbers = range(node.fewest, node.count + 1, node.step)
@@ -242,34 +240,31 @@ class _Tree:
             node.bound_s = min(bounds[stays[turn:] + stays[:turn]] for turn in range(len(stays)))
         return nodes
 
-    def by_largest(self, node: _Node) -> list[_Node]:
-        """Parts of the node: its largest stage has fewer common blocks than that of the best partition, as many, or
-        more; and one of these runs its forward again, or none does."""
-        at, num_common = self.largest(), self.limits.num_common
-        if num_common < COMMON * self.search.problem.num_blocks or not at:
-            return []
-        parts = []
-        for low, high in ((at + 1, None), (at, at), (1, at - 1)):
-            fewest = node.fewest
-            if high is not None:
-                fewest = max(fewest, -(-num_common // high)) if high else node.count + 1
-            fewest += (node.count - fewest) % node.step if node.step else 0
-            for reruns in (True, False) if high is None or low == high else (None,):
-                if fewest <= node.count:
-                    parts.append(replace(node, fewest=fewest, largest=Largest(low, high, reruns)))
-        return parts
-
     def refine_largest(self, node: _Node) -> list[_Node]:
-        parts = [self.few(part) for part in self.by_largest(node)]
-        return [part if part.bound_s == math.inf else self.relax(part) for part in parts] or [
-            replace(node, largest=ANY_LARGEST)
-        ]
-
-    def totals_by_largest(self, node: _Node) -> list[_Node]:
+        """Parts of the node, where programs over totals bound them better: its largest stage has fewer common blocks
+        than that of the best partition, as many, or more; and one of these runs its forward again, or none does."""
         parts = [self.total(part) for part in self.by_largest(node)]
         if min((part.bound_s for part in parts), default=0.0) < node.bound_s + HELPS * self.best_s():
-            return [replace(node, totals_largest=True)]
+            return [replace(node, alike=True)]
         return [self.few(part) for part in parts]
+
+    def relax_largest(self, node: _Node) -> list[_Node]:
+        """The same parts, bounded by the linear model."""
+        parts = [self.few(part) for part in self.by_largest(node)]
+        parts = [part if part.bound_s == math.inf else self.relax(part) for part in parts]
+        return parts or [replace(node, largest=ANY_LARGEST)]
+
+    def by_largest(self, node: _Node) -> Iterator[_Node]:
+        at, num_common = self.largest(), self.limits.num_common
+        if num_common < COMMON * self.search.problem.num_blocks or not at:
+            return
+        for low, high in ((at + 1, None), (at, at), (1, at - 1)):
+            fewest = max(node.fewest, -(-num_common // high) if high else 0)
+            fewest += (node.count - fewest) % max(1, node.step)
+            if high == 0 or fewest > node.count:
+                continue
+            for reruns in (True, False) if high is None or low == high else (None,):
+                yield replace(node, fewest=fewest, largest=Largest(low, high, reruns))
 
     def largest(self) -> int:
         """The number of common blocks in the best partition's largest stage."""
