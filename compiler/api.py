@@ -223,6 +223,7 @@ def compile(
             max_grad_norm=max_grad_norm,
             profiler=make_profiler(profile, precision),
             cuda_graphs=cuda_graphs,
+            compile_stages=compile_stages,
             step_bytes_of=_step_bytes(spec, Precision.of(precision).is_pure, machine.devices[0].kind),
             **_optimizer_facts(spec, model, kind),
         )

@@ -49,6 +49,7 @@ class Options:
     optimizer_tiles: bool = False  # a host updates parameters in tiles
     optimizer_rounds: bool = False  # the optimizer itself rounds what it writes into weights without masters
     cuda_graphs: bool = False  # stages run from CUDA graphs where they can
+    compile_stages: bool = False  # torch.compile runs repeated blocks
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property

@@ -26,11 +26,13 @@ def built(builder: str) -> tuple[float, str]:
     ) or f"exit code {done.returncode}" if done.returncode else ""
 
 
-def name_cuda_for_linkers() -> None:
-    """Let linkers find CUDA's libraries that torch has loaded: its wheels, and drivers, have no names for linkers."""
+def ready_to_build() -> None:
+    """Let compilers make code for this GPU alone, as DeepSpeed cannot read every list of architectures (`9.0a`), and
+    linkers find CUDA's libraries that torch has loaded: its wheels, and drivers, have no names for linkers."""
     import torch
 
     torch.cuda.init()
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, torch.cuda.get_device_capability()))
     folder = Path(os.environ[FOLDER]) / "linked"
     folder.mkdir(parents=True, exist_ok=True)
     maps = Path("/proc/self/maps").read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.peers.children import Child
-from penstock.bench.peers.extensions import BUILDERS, built, name_cuda_for_linkers
+from penstock.bench.peers.extensions import BUILDERS, built, ready_to_build
 from penstock.bench.peers.gpt import GptSize
 from penstock.bench.peers.gpu_setup import Row, Setup, holds, noted
 
@@ -102,7 +102,7 @@ def extensions(setup: Setup) -> Iterator[Row]:
     except Unavailable as error:
         yield noted("DeepSpeed's extensions are not built", str(error))
         return
-    name_cuda_for_linkers()
+    ready_to_build()
     with ThreadPoolExecutor(len(BUILDERS)) as pool:
         for builder, (took_s, complaint) in zip(BUILDERS, pool.map(built, BUILDERS), strict=True):
             if complaint:

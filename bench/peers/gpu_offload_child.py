@@ -74,9 +74,9 @@ def fsdp(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
 
 def zero(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[Callable[[], float], Any]:
     import deepspeed
-    from extensions import name_cuda_for_linkers
+    from extensions import ready_to_build
 
-    name_cuda_for_linkers()
+    ready_to_build()
     deepspeed.init_distributed(dist_backend="nccl")
     block_params = sum(p.numel() for p in model.blocks[0].parameters())
     params = [p.numel() for p in model.parameters()]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_node
 from .measured import measure_blocks
 from .operators import main_node, operator_groups, operator_name
 from .opgraph import OpGraph, is_mode_switch
+from .stage_costs import storages
 from .team.exchanges import borders, is_exchange
 
 NamedNodes = tuple[str, list[fx.Node]]
@@ -60,6 +62,8 @@ class Coarsen(Pass):
         first = draft.machine.devices[0]
         gaps = [device.gaps_bytes for device in draft.machine.devices if device.gaps_bytes is not None]
         draft.blocks = measure_blocks(draft.graph, blocks, first.kind, min(gaps, default=None))
+        if draft.options.compile_stages:
+            draft.blocks = _compiled(draft.graph, draft.blocks)
         told = _remarks(draft.blocks)
         if draft.options.profiler is not None:
             draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.machine)
@@ -75,6 +79,25 @@ def _found(graph: OpGraph, level: str) -> list[Block]:
         graph.known[key] = find_blocks(graph, level)
     found: list[Block] = graph.known[key]
     return found
+
+
+def _compiled(graph: OpGraph, blocks: list[Block]) -> list[Block]:
+    """Blocks with what torch.compile's backward of a repeated layer holds to its end, of which backward as written lets
+    go: the gradients of its parameters, and the gradient that came to it."""
+    times, nodes = Counter(block.hash for block in blocks), dict[str, list[fx.Node]]()
+    for block in blocks:
+        nodes.setdefault(block.layer or block.name, []).extend(block.nodes)
+
+    def held_bytes(layer: str) -> int:
+        trained = {id(p): p for n in nodes[layer] for p in graph.node_parameters(n).values() if p.requires_grad}
+        own = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained.values())
+        return own + sum(storages(node_outputs(tuple(nodes[layer])), with_gradient=True).values())
+
+    def with_held(block: Block) -> Block:
+        peak_bytes = block.cost.backward_peak_bytes + held_bytes(block.layer or block.name)
+        return block.with_cost(replace(block.cost, backward_peak_bytes=peak_bytes))
+
+    return [with_held(block) if times[block.hash] > 1 else block for block in blocks]
 
 
 def _remarks(blocks: list[Block]) -> list[str]:

@@ -73,8 +73,9 @@ class BlockRun:
     """What one run has shown.
 
     `saved`: bytes saved for backward without the block's arguments and outputs, with arguments, with outputs, with
-    both. The rest are bytes taken of a GPU above those before the run: `alive` once forward is over, and peaks. They
-    are 0 on a CPU device, whose memory nobody counts.
+    both. The rest are bytes taken of a GPU above those before the run: `alive` once forward is over, and peaks, of
+    forward, and up to the end of each of two backwards, where the second adds to the gradients of the first. They are 0
+    on a CPU device, whose memory nobody counts.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -82,7 +83,8 @@ class BlockRun:
     saved: tuple[int, ...] = ()
     alive: int = 0
     forward_peak: int = 0
-    whole_peak: int = 0
+    whole_peaks: list[int] = field(default_factory=list)
+    gradient_bytes: list[int] = field(default_factory=list)  # that each backward is given, and makes anew
 
 
 class BlockTrial:
@@ -118,11 +120,14 @@ class BlockTrial:
                 return f"a block would save {mine} bytes for backward; as written it saves {theirs}"
         spec = self.spec
         most = written.alive + (spec.forward_workspace_bytes if keep else spec.light_workspace_bytes)
-        for what, mine, counted in (
+        rows = [
             ("after forward", found.alive, written.alive),
             ("in forward", found.forward_peak, max(written.forward_peak, most)),
-            ("in backward", found.whole_peak, max(written.whole_peak, written.alive + spec.backward_workspace_bytes)),
-        ):
+        ]
+        most = written.alive + spec.backward_workspace_bytes  # beside the gradients that backward is given and makes
+        for mine, theirs, made in zip(found.whole_peaks, written.whole_peaks, written.gradient_bytes, strict=True):
+            rows.append(("in backward", mine, max(theirs, most + made)))
+        for what, mine, counted in rows:
             if mine > counted:
                 return f"a block would take {mine} bytes {what}; as written, and in the plan's account, {counted}"
         return None
@@ -151,8 +156,12 @@ class BlockTrial:
         found.outputs = [output.detach().cpu() for output in outputs]
         outputs = [output for output in outputs if output.requires_grad]
         if outputs:
+            begun = bool(found.gradient_bytes)
             torch.autograd.backward(outputs, [self._drawn(output) for output in outputs])
-        found.whole_peak = max(found.whole_peak, peak_bytes(self.device) - before_bytes)
+            found.whole_peaks.append(peak_bytes(self.device) - before_bytes)
+            made = (*outputs, *(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)))
+            made = (*made, *block.parameters()) if not begun else made
+            found.gradient_bytes.append(sum(tensor.nbytes for tensor in made if tensor.requires_grad))
 
     def _drawn(self, like: Any, keep: bool = False) -> Any:
         """A tensor of this layout, with values that follow from it, and with `keep` a leaf as it is; what is no tensor

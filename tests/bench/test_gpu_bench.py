@@ -97,7 +97,7 @@ def test_extensions_that_cannot_be_built_are_said(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
     (row,) = gpu_offload.extensions(Setup("cpu", small=True, scratch=folder))
     assert row["ok"] is None and "CPU" in row["measured"]
-    monkeypatch.setattr(gpu_offload, "name_cuda_for_linkers", lambda: None)
+    monkeypatch.setattr(gpu_offload, "ready_to_build", lambda: None)
     monkeypatch.setattr(extensions.sys, "executable", "/bin/false")
     rows = list(gpu_offload.extensions(gpu))
     assert [row["builder"] for row in rows] == list(extensions.BUILDERS) and all("error" in row for row in rows)

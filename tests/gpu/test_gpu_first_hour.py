@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.bench import gpu_first
 from penstock.bench.gpu.device_tests import OVER
 from penstock.bench.gpu.ledger import ENDS, FILE
-from penstock.bench.peers.extensions import FOLDER, LINKED, name_cuda_for_linkers
+from penstock.bench.peers.extensions import FOLDER, LINKED, ready_to_build
 
 pytestmark = pytest.mark.gpu
 NAMED = ("nccl", "tests", "penstock, 24GB", "fsdp2, 24GB")
@@ -46,9 +47,11 @@ def test_parts_are_rehearsed(tmp_path: Path) -> None:
 def test_linkers_find_the_libraries_that_torch_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("LIBRARY_PATH", "elsewhere")
-    name_cuda_for_linkers()
-    name_cuda_for_linkers()  # as the next part does
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a")
+    ready_to_build()
+    ready_to_build()  # as the next part does
     assert os.environ["LIBRARY_PATH"].split(os.pathsep)[-2:] == [str(tmp_path / "linked"), "elsewhere"]
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "{}.{}".format(*torch.cuda.get_device_capability())
     command = ["g++", "-x", "c++", "-", "-shared", "-o", str(tmp_path / "made.so"), "-lcuda", "-lcudart"]
     if shutil.which("g++") is not None:
         subprocess.run(command, input=b"void* made;", check=True)

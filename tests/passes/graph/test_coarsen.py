@@ -229,6 +229,24 @@ def test_equal_operators_of_equal_layers_have_one_hash() -> None:
     assert_in_order(draft)
 
 
+@pytest.mark.parametrize("level", ["layer", "operator"])
+def test_what_a_compiled_layers_backward_holds_counts_in_its_peaks(level: str) -> None:
+    """The gradients of all its parameters, and the one that came to it; not those of what is no repeated layer."""
+    model, batch = gpt2(num_layers=3)
+    graph = traced_model(model, [batch])[0]
+    found = []
+    for compile_stages in (False, True):
+        draft = draft_of(graph, compile_stages=compile_stages)
+        coarsen = Coarsen(level=level)
+        coarsen.rewrite(draft, coarsen.plan(draft))
+        found.append(draft.blocks)
+    more = {b.layer or b.name: b.cost.backward_peak_bytes - a.cost.backward_peak_bytes for a, b in zip(*found)}
+    hidden_bytes = batch["input_ids"].numel() * model.config.n_embd * 4
+    held_bytes = sum(p.nbytes for p in model.transformer.h[2].parameters()) + hidden_bytes
+    assert more["transformer.h.1"] == more["transformer.h.2"] == held_bytes
+    assert more["transformer.ln_f"] == 0
+
+
 class Writes(nn.Module):
     """`before` reads what is then written in place, `after` reads the result through a view made earlier."""
 
