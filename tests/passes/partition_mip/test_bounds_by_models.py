@@ -187,6 +187,44 @@ def test_a_choice_of_residents_stands_for_those_in_turn() -> None:
     assert [found[opposite[turn:] + opposite[:turn]] for turn in range(4)] == [11.0] * 4
 
 
+def equal_layers(budget: float) -> MipProblem:
+    """48 layers on eight devices. A layer takes 6 s, and 1 GB for each micro-batch that it keeps; a message 0.2 s."""
+    devices = ([1.0] * 8, [0, 1] * 4, [budget] * 8)
+    return problem([0] * 48, *devices, micro_batches=8, seconds=(2.0,), weights=(1.0,), shared=1.0, rate=0.05)
+
+
+def test_totals_know_that_a_micro_batch_passes_all_stages() -> None:
+    """Each device works for 6 layers and 8 micro-batches, 288 s; the first micro-batch takes as long to pass all, and
+    the others pass a stage with a 24th part of them or more."""
+    p = equal_layers(600.0)
+    least_s = optimum(TotalsModel(BlockLimits(p), 8, 24, (True,) * 8).model)
+    assert least_s > 48 * 6.0 + 7 * 2 * 6.0
+    assert least_s <= contended_s(p, range(0, 49, 2)) <= 1.02 * least_s
+
+
+def test_whether_the_largest_stage_runs_again_matters() -> None:
+    """More than half of the layers run again. Either a stage of two does, in 4 s more for each micro-batch, or only
+    stages of one layer do, and 26 stages are too few for that."""
+    p = equal_layers(76.0)
+    limits, stays = BlockLimits(p), (True,) * 8
+    ways = [Largest(2, 2, reruns) for reruns in (None, True, False)]
+    either_s, again_s, keeps_s = (
+        optimum(TotalsModel(limits, 24, 48, stays, largest=way).model, relax=True) for way in ways
+    )
+    assert again_s > either_s + 7 * 3.9 and keeps_s > 1.004 * either_s
+    either_s, again_s, keeps_s = (optimum(CountModel(limits, 26, stays, largest=way).model, relax=True) for way in ways)
+    assert again_s > either_s + 1.0 and keeps_s == math.inf
+
+
+def test_one_program_speaks_of_all_choices_of_resident_devices() -> None:
+    p = equal_layers(110.0)
+    limits, numbers = BlockLimits(p), (8, 48, (None,) * 8, 6)
+    fractions, anywhere = TotalsModel(limits, *numbers), TotalsModel(limits, *numbers, anywhere=True)
+    choice = TotalsModel(limits, 8, 48, (True, False, True, True, True, True, False, True))
+    some_s, all_s, one_s = (optimum(each.model, relax=True) for each in (fractions, anywhere, choice))
+    assert 1.05 * some_s < all_s <= one_s * (1 + 1e-9), (some_s, all_s, one_s)
+
+
 @settings(max_examples=6, deadline=None)
 @given(small_problems(most_blocks=6), st.booleans())
 def test_models_bound_by_the_largest_stage(p: MipProblem, same: bool) -> None:
