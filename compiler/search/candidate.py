@@ -62,8 +62,8 @@ class Candidate:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several devices share each stage."""
-        return self.mesh is not None and self.mesh.shards > 1
+        """Whether several devices share each stage; a mesh that chooses how many (0) is written as if they did."""
+        return self.mesh is not None and self.mesh.shards != 1
 
     @property
     def is_slow(self) -> bool:
@@ -117,7 +117,7 @@ class Candidate:
         """The same candidate on each lane of a mesh."""
         layers = next(i for i, p in enumerate(self.passes, start=1) if isinstance(p, Coarsen))
         found = Candidate((*self.passes[:layers], mesh, *self.passes[layers:]))
-        return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
+        return found.ending(*shared_tiers(self.uses_ssd)) if found.is_shared else found
 
     @property
     def marks(self) -> bool:

@@ -32,6 +32,7 @@ from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
+from penstock.passes.sharding.insert_shard import InsertShard
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.zoo import zoo
 
@@ -54,6 +55,14 @@ def cpu(num_devices: int, memory: str = "64MB", **figures: Any) -> penstock.Hard
 def test_numbers_of_micro_batches(batch: int, devices: int, usual: list[int], last_resort: list[int]) -> None:
     """As many as devices first, up to four times as many, the rest only in need; all divide the batch."""
     assert micro_batch_counts(batch, cpu(devices)) == (usual, last_resort)
+
+
+def test_what_is_on_a_mesh_that_chooses_its_shards_gathers_them() -> None:
+    """So does what the search makes of a strategy with such a mesh, or gradients of what nobody gathered are summed."""
+    named = Candidate.of("mics", 4)
+    assert named.mesh is not None and not named.mesh.shards
+    for candidate in (named, PLAIN.on(named.mesh)):
+        assert candidate.is_shared and candidate.find(InsertShard) is not None
 
 
 def test_numbers_of_stages() -> None:
