@@ -162,7 +162,7 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
     runs: list[NamedNodes] = []
     seen: set[fx.Node] = set()
     for node in _reads_late(nodes) if graph.team > 1 else nodes:
-        key = _block_path(node.meta.get("module_path", ""))
+        key = list_element(node.meta.get("module_path", ""))
         read_for = list(node.users)[:1] if node.op == "get_attr" else []  # a weight is read where it is used
         met = set[fx.Node]().union(*map(borders, (node, *read_for))) - seen
         seen |= met
@@ -187,7 +187,7 @@ def _reads_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [each for node in nodes if node not in moved for each in (*late.get(node, ()), node)]
 
 
-def _block_path(path: str) -> str:
+def list_element(path: str) -> str:
     """The path up to its first list index; without one, or in a part of a parameter, the whole path."""
     parts = path.split(".")
     if parts[-1].endswith("]"):

@@ -12,6 +12,7 @@ nor lie on several devices, and the next layer runs on the next device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from typing import ClassVar
 
 from ...ir.errors import PassError
 from ..draft import Draft
+from ..graph.blocks import Block
+from ..graph.opgraph import OpGraph
+from .layer_parts import goes_on
 from .partition import Partition, StagesDecision, asked_stages, contiguous, device_order
 from .slices import Slices
 
@@ -54,21 +58,18 @@ class PartitionBalanced(Partition):
             cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
             if cuts is not None:
                 found = contiguous(draft, cuts, order)
-                return {**found, "planned_for": layer_by_layer(found["stages"], order)} if self.together else found
+                if not self.together:
+                    return found
+                stages = [draft.blocks[begin:end] for begin, end in itertools.pairwise(cuts)]
+                return {**found, "planned_for": layer_by_layer(draft.graph, stages, order)}
         raise slices.does_not_fit(counts)
 
 
-def layer_by_layer(stages: Sequence[Sequence[str]], order: Sequence[int]) -> list[int]:
-    """The device of each stage, given by its blocks' names: the next one of the order for each stage, but for those
-    with blocks of the layer of experts that the stage before has a part of, or that have a part of its layer."""
-    found, place = list[int](), -1
-    for before, stage in zip([["", ""], *stages], stages):
-        ends = before[-1], stage[0]
-        owners = [name.partition("#")[0].partition("[")[0] for name in ends]
-        inside = owners[0] == owners[1] or any(a.startswith(f"{b}.") for a, b in (owners, owners[::-1]))
-        place += not (inside and any("[" in name for name in ends))
-        found.append(order[place % len(order)])
-    return found
+def layer_by_layer(graph: OpGraph, stages: Sequence[Sequence[Block]], order: Sequence[int]) -> list[int]:
+    """The device of each stage, given by its blocks: the next one of the order for each stage, but for those that go on
+    with the layer of experts, or the table, that the stage before has a part of, or that have a part of its layer."""
+    moves = (not goes_on(graph, before[-1], stage[0]) for before, stage in itertools.pairwise(stages))
+    return [order[place % len(order)] for place in itertools.accumulate(moves, initial=0)]
 
 
 def _counts(num_devices: int, num_blocks: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from itertools import combinations, pairwise
 
@@ -14,8 +15,10 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.ops import DEVICE
 from penstock.ir.program import profile_memory
 from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.graph.experts.split_experts import SplitExperts
+from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
-from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts, layer_by_layer
+from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
 from penstock.passes.partition.slices import Slices
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, traced
@@ -165,9 +168,14 @@ def test_its_option_says_how_many_and_else_the_number_of_devices() -> None:
     assert len(PartitionBalanced().plan(draft)["stages"]) == 2
 
 
-def test_parts_of_a_layer_of_experts_are_together() -> None:
-    """What is before and after the parts of a layer is of that layer; the next layer is for the next device."""
-    layers = [[f"h.{i}", f"h.{i}.mlp[0:2]", f"h.{i}.mlp[2:4]", f"h.{i}#2"] for i in range(10, 12)]
-    stages = [["wte"], ["h.1"], *([name] for layer in layers for name in layer), ["norm", "head"]]
-    assert layer_by_layer(stages, [0, 1, 2]) == [0, 1, 2, 2, 2, 2, 0, 0, 0, 0, 1]
-    assert layer_by_layer([["h.1"], ["h.1#2"]], [1, 0]) == [1, 0]
+def test_parts_of_a_layer_are_together() -> None:
+    """What is before and after the parts of a layer is of that layer; the next layer is for the next device. So are the
+    parts of a table. What blocks are called plays no part."""
+    draft = draft_of(traced("mixtral")[0], Hardware.cpu(num_devices=3))
+    apply(draft, SplitVocabulary(parts=3), SplitExperts(parts=2), Coarsen())
+    cut = PartitionBalanced(stages=len(draft.blocks), together=True)
+    devices = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 0, 1, 1, 1]
+    assert cut.plan(draft)["planned_for"] == devices
+    draft.blocks = [dataclasses.replace(block, name=f"b{i}") for i, block in enumerate(draft.blocks)]
+    assert cut.plan(draft)["planned_for"] == devices
+    assert PartitionBalanced(stages=4).plan(draft)["planned_for"] == [0, 1, 2, 0]
