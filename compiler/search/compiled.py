@@ -32,6 +32,7 @@ from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
 from ...passes.memory.take_turns import TakeTurns, sharing
+from ...passes.partition.layer_parts import layer_apart
 from ...passes.partition.partition import Partition
 from ...passes.partition_mip.partition_mip import PartitionMip
 from ...passes.receive_earlier import receive_earlier
@@ -214,7 +215,7 @@ class CandidateCompiler:
         draft = placed.draft
         other = receive_earlier(draft.programs, draft.lane_hardware)
         if other is None:
-            raise _waits_for_ever(error) from error
+            raise _waits_for_ever(draft, error) from error
         draft.programs = other
         for schedule in (p for p in placed.todo if isinstance(p, Schedule)):
             draft.notes[schedule.name] = "some receives come earlier, or devices would wait for each other for ever"
@@ -223,7 +224,7 @@ class CandidateCompiler:
         try:
             return _step_s(draft)
         except VerifyError as again:
-            raise _waits_for_ever(again) from again
+            raise _waits_for_ever(draft, again) from again
 
     def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
         record, rewrite = self.dump is not None, self._rewriter
@@ -257,7 +258,7 @@ def prove(compiled: CompiledCandidate) -> CompiledCandidate:
     try:
         verify(draft.programs, draft.lane_hardware)
     except VerifyError as error:
-        raise _waits_for_ever(error) from error
+        raise _waits_for_ever(draft, error) from error
     compiled.evaluation, compiled.no_evaluation = [], draft.graph.eval_error
     if compiled.no_evaluation is None:
         evaluation = evaluation_programs(draft, compiled.decisions["fetch"])
@@ -269,5 +270,11 @@ def prove(compiled: CompiledCandidate) -> CompiledCandidate:
     return compiled
 
 
-def _waits_for_ever(error: VerifyError) -> DoesNotFit:
-    return DoesNotFit(f"memories are so tight that devices would wait for each other for ever: {error}")
+def _waits_for_ever(draft: Draft, error: VerifyError) -> DoesNotFit:
+    apart = layer_apart(draft)
+    parts = (
+        f"the parts of {apart} are on several devices, which keep rows for each other; partition-balanced"
+        "{together=true} puts all parts of a layer on one of equal devices, which may fit. "
+    )
+    text = "memories are so tight that devices would wait for each other for ever: "
+    return DoesNotFit(f"{text}{parts if apart else ''}{error}")

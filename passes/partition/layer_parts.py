@@ -6,7 +6,10 @@ lies in the same element of a module list.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from ...ir.program import RowPart
+from ..draft import Draft
 from ..graph.blocks import Block
 from ..graph.coarsen import in_list, list_element
 from ..graph.opgraph import OpGraph
@@ -34,3 +37,13 @@ def _places(graph: OpGraph, block: Block) -> set[tuple[str, ...]]:
     ran = {list_element(node.meta["module_path"]) for node in block.nodes if graph.node_parameters(node)}
     ran |= {place for node in block.nodes if in_list(place := list_element(node.meta["module_path"]))}
     return {tuple(place.split(".")) for place in ran if place}
+
+
+def layer_apart(draft: Draft) -> str:
+    """The first layer, or table, whose parts are stages of several devices; empty where there is none."""
+    devices: dict[str, set[int]] = defaultdict(set)
+    for stage, device in zip(draft.stages, draft.devices, strict=True):
+        for part in (param.part for param in stage.spec.params):
+            if isinstance(part, RowPart):
+                devices[part.parameter.rpartition(".")[0]].add(device)
+    return next((name for name, on in devices.items() if len(on) > 1), "")

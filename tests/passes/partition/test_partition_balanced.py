@@ -18,6 +18,7 @@ from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.experts.split_experts import SplitExperts
 from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
+from penstock.passes.partition.layer_parts import layer_apart
 from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
 from penstock.passes.partition.slices import Slices
 from penstock.passes.schedule.schedule_async import ScheduleAsync
@@ -178,4 +179,6 @@ def test_parts_of_a_layer_are_together() -> None:
     assert cut.plan(draft)["planned_for"] == devices
     draft.blocks = [dataclasses.replace(block, name=f"b{i}") for i, block in enumerate(draft.blocks)]
     assert cut.plan(draft)["planned_for"] == devices
-    assert PartitionBalanced(stages=4).plan(draft)["planned_for"] == [0, 1, 2, 0]
+    for together, apart in ((True, ""), (False, "model.embed_tokens")):
+        apply(draft, dataclasses.replace(cut, together=together), MapRoundRobin())
+        assert layer_apart(draft) == apart

@@ -117,6 +117,25 @@ def test_whole_experts_that_no_device_holds_are_not_tried() -> None:
 
 
 @pytest.mark.slow
+def test_parts_that_would_wait_for_each_other_for_ever_are_refused_with_the_pass_that_fits() -> None:
+    """Rows for the parts on other devices fill a device. Where one device has all parts of a layer, there is room."""
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 4, "num_local_experts": 8, "attention_dropout": 0.0}
+    config = transformers.MixtralConfig(**{**zoo.mixtral()[0].config.to_dict(), **sizes})
+    ids = torch.randint(0, zoo.VOCABULARY, (32, 64))
+    model, batch = transformers.MixtralForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
+    ending = "map-round-robin, schedule-pipeline, choose-activations, insert-fetch, insert-optimizer"
+
+    def planned(cut: str) -> Job:
+        strategy = f"split-experts{{parts=8}}, coarsen, {cut}, {ending}"
+        return job_of(model, batch, "9MB", 4, micro_batches=8, strategy=strategy)
+
+    apart = r"for ever: the parts of model\.layers\.\d\.mlp\.experts are on several devices.*\{together=true\}"
+    with pytest.raises(DoesNotFit, match=apart):
+        planned("partition-min-stage{inputs_leave=true}")
+    assert planned("partition-balanced{stages=43, inputs_leave=true, together=true}").plan.decisions.experts
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mobius-ssd", "fuyou"])
 def test_parts_on_every_tier(strategy: str, tmp_path: Path) -> None:
     model, batch = case()
