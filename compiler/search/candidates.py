@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -74,9 +75,13 @@ def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
         draft.graph.known[key] = _fewest(draft, inputs_leave)
     fewest = draft.graph.known[key]
     counts = [fewest, blocks]
-    if blocks <= max(FEW_BLOCKS, 8 * devices):  # else each candidate takes seconds
+    if has_few_blocks(draft):  # else each candidate takes seconds
         counts += [*(fewest + k * devices for k in range(1, 4)), 2 * fewest, 4 * fewest]
     return sorted({n for n in counts if n <= blocks})
+
+
+def has_few_blocks(draft: Draft) -> bool:
+    return len(draft.blocks) <= max(FEW_BLOCKS, 8 * draft.lane_hardware.num_devices)
 
 
 def _fewest(draft: Draft, inputs_leave: bool) -> int:
@@ -167,6 +172,20 @@ def more_of_mip(draft: Draft) -> list[PartitionMip]:
     except (DoesNotFit, PassError, PlanError):
         return []
     return [PartitionMip(stages=len(row.decision["stages"]), deadline_s=MIP_S / 2) for row in found]
+
+
+def numbers_near(draft: Draft, candidate: Candidate) -> list[Candidate]:
+    """The candidate, whose stages are those of `draft`, with one or two stages more and fewer; none of few blocks, for
+    which many numbers of stages are tried anyway."""
+    cut, number = candidate.partition, len(draft.stages)
+    if has_few_blocks(draft):
+        return []
+    wanted = [n for n in (number - 1, number + 1, number - 2, number + 2) if 0 < n <= len(draft.blocks)]
+    if isinstance(cut, PartitionMip):
+        return [candidate.with_(dataclasses.replace(cut, stages=n, deadline_s=MIP_S / 2)) for n in wanted]
+    if isinstance(cut, PartitionBalanced):
+        return [candidate.with_(dataclasses.replace(cut, stages=n)) for n in wanted]
+    return []
 
 
 def mappings(hardware: Hardware) -> list[Mapping]:

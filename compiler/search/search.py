@@ -7,9 +7,11 @@ If the winner is faster with another number, that one is swept as well. `attempt
 Where scouts lack DRAM and there are SSDs, all candidates use SSDs; where they lack device memory and there are none,
 activations and inputs of stages go to DRAM. Where DRAM holds everything, the best is also tried with activations that
 move, and with an optimizer under the backward pass. Where devices fetch weights through one root complex, the best are
-tried with turns on it. Where a layer alone is too large for every device, sequences are
-cut into tiles from the beginning, elsewhere where nothing else fits; where memory is short, the best is tried with
-tiles, too.
+tried with turns on it. Before candidates that seldom win, one thing of the best is exchanged at a time until nothing
+gains: what is computed again, tiles, chunks of logits, a stage more or fewer.
+
+Where a layer alone is too large for every device, sequences are cut into tiles from the beginning, elsewhere where
+nothing else fits; where memory is short, the best is tried with tiles, too.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
 them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
@@ -53,6 +55,7 @@ from .candidates import (
     mappings,
     micro_batch_counts,
     more_of_mip,
+    numbers_near,
     partitions,
     schedules,
     scouts,
@@ -379,16 +382,24 @@ class Sweep(Attempts):
         if not self.is_late and not self.base.is_shared:
             self.look(count, [self.base.with_(cut, maps[0]) for cut in more_of_mip(lane)])
         self.leaders_like_the_best(count)
-        self.look(count, [*usual, *named])
+        self.refine(count)
+        self.look(count, [*usual, *(named if not self.base.uses_ssd else ())])
         for row in self.leaders(count):
             swaps = (False,) if row.all_swapped and not row.candidate.is_shared else (False, True)
             options = itertools.product(schedules(lane.lane_hardware.num_devices), swaps)
             self.look(count, [row.candidate.with_(schedule).swapped(swap) for schedule, swap in options])
         self.like_the_best(count, cuts, maps)
         self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])
-        self.look(count, self.computed_again(count))
-        self.look(count, self.other_tiles(count))
-        self.look(count, self.other_losses(count))
+        self.refine(count)
+        self.look(count, named)
+
+    def refine(self, count: int) -> None:
+        """Exchange one thing of the best candidate at a time, until nothing gains any more."""
+        before = None
+        while self.best is not before:
+            before = self.best
+            for others in (self.computed_again, self.other_tiles, self.other_losses, self.other_numbers):
+                self.look(count, others(count))
         self.look(count, self.one_phase_ahead(count))
         self.look(count, self.in_turns(count))
 
@@ -439,6 +450,14 @@ class Sweep(Attempts):
             return [best.over(*(p for p in best.graph_passes if not isinstance(p, ChunkLoss)))]
         tokens = worth_a_try(draft)
         return [best.with_(ChunkLoss(tokens))] if tokens else []
+
+    def other_numbers(self, count: int) -> list[Candidate]:
+        """The best candidate with a few stages more and fewer, where its partitioner is told how many; none of stages
+        that lanes share, nor where everything is kept."""
+        best = self.best
+        if best is None or best.count != count or best.candidate.is_shared:
+            return []
+        return numbers_near(best.draft, best.candidate) if not self.trial_of(count, best.candidate).keeps_all else []
 
     def named(self) -> list[Candidate]:
         """The strategies that train as plain PyTorch does."""
