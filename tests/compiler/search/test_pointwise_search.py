@@ -48,8 +48,8 @@ def test_a_device_with_room_keeps_everything() -> None:
 @pytest.mark.slow
 def test_what_compiled_stages_rule_out_is_not_chosen() -> None:
     """Their blocks choose what they save, so that the plan is another one, and slower."""
-    free, compiled = planned("20MB"), planned("20MB", compile_stages=True)
+    free, compiled = planned("17MB"), planned("17MB", compile_stages=True)
     assert free.decisions.pointwise_again and not compiled.decisions.pointwise_again
-    assert compiled.predicted.step_s >= free.predicted.step_s
+    assert compiled.predicted.step_s > free.predicted.step_s
     refused = [rival for rival in compiled.rivals if "recompute-pointwise" in rival.passes]
     assert any("compile_stages" in rival.reason for rival in refused), refused
