@@ -186,7 +186,7 @@ def test_debug_shows_where_an_error_came_from() -> None:
 
 
 def test_what_does_not_fit_says_what_is_missing(run: Run) -> None:
-    machine = ["--hardware", "rtx4090x1", "--set", "memory=600MB", "--set", "dram=300MB", "--set", "ssds=0"]
+    machine = ["--hardware", "rtx4090x1", "--set", "memory=700MB", "--set", "dram=300MB", "--set", "ssds=0"]
     code, out, err = run("plan", "--model", "gpt2:n_layer=4", *machine, "--sequence", "64", "--precision", "fp16",
                          "--no-alternatives")  # fmt: skip
     assert code == 2 and not out

@@ -124,7 +124,7 @@ def test_memory_that_crosses_streams_must_be_held(
     assert any("rt.offload" in line for line in cuda.not_held)
 
 
-@pytest.mark.parametrize("memory", ["64MB", "250kB"], ids=["resident", "swapped"])
+@pytest.mark.parametrize("memory", ["64MB", "300kB"], ids=["resident", "swapped"])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_compiled_plans_with_tied_weights_and_clipping(
     memory: str, precision: str, cuda: FakeCuda, tmp_path: Path
@@ -139,6 +139,7 @@ def test_compiled_plans_with_tied_weights_and_clipping(
         micro_batches=2, precision=precision, max_grad_norm=1.0,
     )  # fmt: skip
     interface = job.folder.interface
+    assert bool(job.plan.decisions.fetch) == (memory != "64MB")
     path = job.write(tmp_path / "files") / "device0.py"
     setup = DeviceSetup(0, path, interface, job.hardware, ADAMW, precision)
     session = FakeCudaSession(setup, setup.open_file())
