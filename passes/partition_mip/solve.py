@@ -42,7 +42,8 @@ ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry 
 BARRIER_ROWS = 1500  # from which on the barrier method is faster, where blocks are alike
 MADE_S = 2.5e-5  # of work, for a row of a program over counts that simplex solves, once
 INTEGER_S = 1.6e-4  # of work, for an iteration of a program that is solved in integers
-SLOWER = 4.0  # how much slower than their work programs may be, on a machine that does other things, too
+GUARD_S, SLOWER = 60.0, 20.0  # how long, and how much slower than their work, programs may be on a machine that does
+# other things, too: what is cut short here differs from run to run
 WIDEST, WIDE, NARROW = 4.5, 2.5, 1.4  # the most stages over the fewest, of one relaxation: where devices can take each
 # other's places; where they cannot, but blocks are unlike; where devices differ, but not blocks
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
@@ -306,7 +307,7 @@ class _Tree:
 
     def guard_s(self) -> float:
         """Seconds that one program never takes, but where it is far slower than its work says."""
-        return max(5.0, SLOWER * (self.most_s - self.work.seconds))
+        return max(GUARD_S, SLOWER * (self.most_s - self.work.seconds))
 
     def optimize(self, model: Any, nodes: int) -> Any:
         """Solve an integer program with at most so many nodes, or its relaxation with none."""
