@@ -22,7 +22,6 @@ import torch
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.cli.options import machine
 from penstock.compiler.models.named import find_model
 from penstock.ir.errors import DoesNotFit, PlanError
 
@@ -43,6 +42,8 @@ STRATEGIES = {"auto": "auto", "alone": ALONE, "team": TEAM, "ring": RING}
 
 def look(name: str, dram: str | None, sequence: int, strategy: str) -> dict[str, Any]:
     """Plan one length on one machine."""
+    from penstock.cli.options import machine  # needs typer, which a machine that only runs `ALONE` may lack
+
     hardware = machine(name, [] if dram is None else [f"dram={dram}"])
     named = find_model(f"llama-8b:max_position_embeddings={sequence}")
     spec = {key: row for key, row in named.batch_spec(1, sequence).items() if key != "attention_mask"}
