@@ -26,7 +26,7 @@ from penstock.tests.passes.graph.team.mixtures import TOP, WIDTH, LowExperts, Lo
 from penstock.tests.passes.graph.team.sequences import batches_of
 from penstock.tests.passes.running import joined
 
-RESIDENT, SWAPPED = "1GB", "1MB"
+RESIDENT, SWAPPED = "1GB", "1050kB"
 # With the memory of each GPU.
 SCHEDULES = {
     "gpipe": RESIDENT,
