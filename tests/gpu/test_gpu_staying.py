@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.bench.peers import parity
 from penstock.ir import ops
+from penstock.runtime.accelerator import allocator_figures
 from penstock.tests.gpu.rehearsal import DEVICE, batches, exact, model_of, on_gpu, swapped
 
 __all__ = ["exact"]  # a fixture
@@ -37,12 +38,13 @@ def test_losses_and_weights_are_eagers(line: str, precision: str) -> None:
     model, data = frozen_but_norms(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision, optimizer=ADAMW, max_grad_norm=0.5)
     options = {"optimizer": ADAMW, "precision": precision, "strategy": f"{HEAD}, {LINES[line]}", "max_grad_norm": 0.5}
+    before = allocator_figures(torch.device(DEVICE))["retries"]  # of other tests in this process
     with swapped(model, data[0], **options) as job:
         nodes = list(job.programs[0].ops())
         assert any(spec.staying for spec in job.folder.interface.stages.values())
         assert not [n for n in nodes if n.target is ops.offload and n.meta["type"].kind == "grads"]
         found = parity.train_job(job, data)
-        assert job.last is not None and not any(row["retries"] for row in job.last.allocator.values())
+        assert job.last is not None and all(row["retries"] == before for row in job.last.allocator.values())
     trained = replace(found, weights={name: found.weights[name] for name in wanted.weights})
     assert trained.weights.keys() < found.weights.keys()
     apart = parity.compare(trained, wanted, parity.start_of(model))
