@@ -84,7 +84,6 @@ class BlockRun:
     alive: int = 0
     forward_peak: int = 0
     whole_peaks: list[int] = field(default_factory=list)
-    gradient_bytes: list[int] = field(default_factory=list)  # that each backward is given, and makes anew
 
 
 class BlockTrial:
@@ -124,9 +123,9 @@ class BlockTrial:
             ("after forward", found.alive, written.alive),
             ("in forward", found.forward_peak, max(written.forward_peak, most)),
         ]
-        most = written.alive + spec.backward_workspace_bytes  # beside the gradients that backward is given and makes
-        for mine, theirs, made in zip(found.whole_peaks, written.whole_peaks, written.gradient_bytes, strict=True):
-            rows.append(("in backward", mine, max(theirs, most + made)))
+        most = written.alive + spec.backward_workspace_bytes
+        for mine, theirs in zip(found.whole_peaks, written.whole_peaks, strict=True):
+            rows.append(("in backward", mine, max(theirs, most)))
         for what, mine, counted in rows:
             if mine > counted:
                 return f"a block would take {mine} bytes {what}; as written, and in the plan's account, {counted}"
@@ -156,12 +155,8 @@ class BlockTrial:
         found.outputs = [output.detach().cpu() for output in outputs]
         outputs = [output for output in outputs if output.requires_grad]
         if outputs:
-            begun = bool(found.gradient_bytes)
             torch.autograd.backward(outputs, [self._drawn(output) for output in outputs])
             found.whole_peaks.append(peak_bytes(self.device) - before_bytes)
-            made = (*outputs, *(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)))
-            made = (*made, *block.parameters()) if not begun else made
-            found.gradient_bytes.append(sum(tensor.nbytes for tensor in made if tensor.requires_grad))
 
     def _drawn(self, like: Any, keep: bool = False) -> Any:
         """A tensor of this layout, with values that follow from it, and with `keep` a leaf as it is; what is no tensor

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from penstock.ir.errors import PlanError
+from penstock.ir.precision import Precision
 from penstock.ir.program import ParamSpec, StageSpec, TensorSpec
 from penstock.runtime.modules import Scope, Stage, draw_at
+from penstock.runtime.stage.block_trial import BlockRun, BlockTrial
 from penstock.runtime.stage.compiled_blocks import require_compiler
 from penstock.runtime.stage.runner import StageRunner
 
@@ -146,3 +148,16 @@ def test_a_gpu_without_triton_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
         require_compiler(torch.device("cuda"))
     require_compiler(torch.device("cuda"), "aot_eager")
     require_compiler(CPU)
+
+
+@pytest.mark.parametrize(("workspace_bytes", "fits"), [(20, False), (70, True)])
+def test_a_backward_that_adds_to_gradients_is_compared_with_its_like(workspace_bytes: int, fits: bool) -> None:
+    """The first backward makes the gradients that the second finds, and takes more as written, too."""
+    spec = StageSpec("stage0", (), (), (), backward_workspace_bytes=workspace_bytes)
+    trial = BlockTrial(spec, CPU, Precision.of("fp32"), {})
+    gradients = [torch.ones(2)]
+    written = BlockRun(gradients=gradients, alive=10, whole_peaks=[100, 50])
+    found = BlockRun(gradients=gradients, alive=10, whole_peaks=[100, 80])
+    reason = trial._compare(written, found, keep=True)
+    told = "a block would take 80 bytes in backward; as written, and in the plan's account, 50"
+    assert reason == (None if fits else told)
