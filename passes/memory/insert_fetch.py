@@ -212,7 +212,7 @@ def _step_s(draft: Draft, early: Early) -> float:
         fetch_weights(program, {stage: kinds for stage, kinds in early.items() if stage in mine})
     if "optimizer" in draft.promised:
         updates = updates_of(trial, stepped_where(trial))
-        write_updates(trial.programs, updates, [Timing(lag=0)] * len(trial.programs))
+        write_updates(trial.programs, trial.lane_hardware, updates, [Timing(lag=0)] * len(trial.programs))
     found_s = simulated_s(trial, trial.programs)
     return math.inf if found_s is None else found_s
 

@@ -45,7 +45,7 @@ class InsertOptimizer(Pass):
     def rewrite(self, draft: Draft, decision: dict[str, str]) -> None:
         require_where(decision, self.plan(draft))
         updates = updates_of(draft, decision)
-        write_updates(draft.programs, updates, choose_timings(draft, updates, TIMINGS))
+        write_updates(draft.programs, draft.lane_hardware, updates, choose_timings(draft, updates, TIMINGS))
 
 
 def stepped_where(draft: Draft) -> dict[str, str]:

@@ -80,7 +80,7 @@ class OverlapOptimizer(Pass):
             named = " or ".join(repr(name) for name in allowed)
             raise PassError(f"clipping is {clipping!r}; with these options it is {named}")
         updates = as_decided(updates, clipping)
-        write_updates(draft.programs, updates, choose_timings(draft, updates, TIMINGS))
+        write_updates(draft.programs, draft.lane_hardware, updates, choose_timings(draft, updates, TIMINGS))
         said = [draft.notes[self.name]] if self.name in draft.notes else []
         written = sum(written_bytes(program) for program in draft.programs)
         if written:
@@ -157,7 +157,7 @@ def predicted_s(draft: Draft, updates: Updates) -> float | None:
     """Seconds of a step with these updates, by simulation of copies; None where DRAM or SSDs are too small, or device
     memory so tight that devices would wait for ever."""
     programs = [program.copy() for program in draft.programs]
-    write_updates(programs, updates, choose_timings(draft, updates, TIMINGS))
+    write_updates(programs, draft.lane_hardware, updates, choose_timings(draft, updates, TIMINGS))
     if not within_hosts(programs, draft.lane_hardware):
         return None
     return simulated_s(draft, programs)

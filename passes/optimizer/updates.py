@@ -16,21 +16,24 @@ from typing import Any
 from torch import fx
 
 from ...ir import ops
+from ...ir.machine.hardware import Hardware
 from ...ir.program import WORLD, Program, norm_device, place_frees
 from ..phases import phases
 from ..sharding.gradient_sums import short, sum_once
+from .free_later import free_gradients_later
 from .timing import Timing, Updates
 
 Move = tuple[str, str]  # "read", "step" or "write", and the stage
 
 
-def write_updates(programs: Sequence[Program], updates: Updates, timings: Sequence[Timing]) -> None:
-    """Write the updates into all programs of a draft, each with its timing."""
+def write_updates(programs: Sequence[Program], hardware: Hardware, updates: Updates, timings: Sequence[Timing]) -> None:
+    """Write the updates into all programs of a draft, each with its timing; `hardware`: the devices they run on."""
     there = programs[0].interface.groups
     for program in programs:
         program.with_interface(groups={**there, **updates.groups})
     for program, timing in zip(programs, timings):
         _Writer(program, updates, timing).write()
+    free_gradients_later(programs, hardware)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def test_bytes_are_those_of_the_finished_programs(precision: str, clip: float | 
             guessed = [peak.bytes(updates, timing, whole, ahead=1) for peak in room.hosts[0]]
             InsertSsd().rewrite(draft, OnSsd(stages=tiers, ahead=1))
             again = [DramPeak(p).bytes(updates, timing) for p in draft.programs]
-            write_updates(draft.programs, updates, [timing] * 2)
+            write_updates(draft.programs, draft.lane_hardware, updates, [timing] * 2)
             found = [profile_memory(p).peak_bytes[ops.DRAM] for p in draft.programs]
             slack = 16 if updates.max_norm is not None else 0
             assert all(0 <= a - b <= slack for a, b in zip(guessed, found)), (level, timing, guessed, found)
@@ -255,7 +255,7 @@ def test_activations_in_dram_are_counted_with_the_rest(to: str) -> None:
     updates, whole = room.updates(tiers), [stage for stage, tier in tiers.items() if tier == "all"]
     guessed = room.hosts[0][0].bytes(updates, TIMINGS[0], whole, ahead=2)
     InsertSsd().rewrite(draft, OnSsd(stages=tiers, ahead=2))
-    write_updates(draft.programs, updates, TIMINGS[:1])
+    write_updates(draft.programs, draft.lane_hardware, updates, TIMINGS[:1])
     assert profile_memory(draft.programs[0]).peak_bytes[ops.DRAM] == guessed
     verify(draft.programs, draft.lane_hardware)
 

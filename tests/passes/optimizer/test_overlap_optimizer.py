@@ -98,7 +98,7 @@ def test_text(clip: str, golden: Golden) -> None:
 def test_states_come_and_go_under_the_backward_of_other_stages() -> None:
     draft = ready(machine(), "states", micro_batches=1)
     updates = updates_of(draft, dict.fromkeys((s.spec.name for s in draft.stages), ops.SSD))
-    write_updates(draft.programs, updates, [Timing(lag=1, buffers=2)])
+    write_updates(draft.programs, draft.lane_hardware, updates, [Timing(lag=1, buffers=2)])
     assert order_of(draft) == [
         "read 3", "backward 3", "offload 3", "read 2", "backward 2", "offload 2", "step 3", "write 3", "read 1",
         "backward 1", "offload 1", "step 2", "write 2", "read 0", "backward 0", "offload 0", "step 1", "write 1",
