@@ -149,6 +149,7 @@ class _Watch:
     def __exit__(self, *error: Any) -> None:
         if self.whole is not None:
             self.whole.__exit__(*error)
+            self.whole = None  # a ring of the two would hold the tensors until Python looks for rings
         _now.watch = self.before
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, self.before is not None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.ir.errors import VerifyError
@@ -92,6 +94,25 @@ def test_kept_tensors_are_skipped_and_let_go_of() -> None:
         runner.backward(None, [x], [1.0], None, 0)
     assert fully.get_total_flops() - partly.get_total_flops() == sum(row.flops for row in CLASSES[:2])
     assert kept.tensors == {}
+
+
+def test_the_first_micro_batch_lets_go_at_once_too() -> None:
+    """Not when Python next looks for rings of objects: a GPU's memory has no room for what is over."""
+    runner, x = runner_of(), torch.randn(ROWS, WIDTH)
+    gc.disable()
+    try:
+        for micro_batch in range(2):
+            _, kept = runner.forward([x], micro_batch, NAMES)
+            assert kept is not None
+            made = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept.tensors.values()]
+            flat = torch.empty(kept.num_bytes, dtype=torch.uint8)
+            kept, moved = kept.copied_to(flat), StorageWeakRef(flat.untyped_storage())
+            del flat
+            assert all(storage.expired() for storage in made), "what was moved lives on"
+            runner.backward(kept, [x], [1.0], None, micro_batch)
+            assert moved.expired(), "what backward has taken lives on"
+    finally:
+        gc.enable()
 
 
 def test_later_forwards_take_what_is_kept_and_show_no_other_call() -> None:
