@@ -27,19 +27,19 @@ def prepare(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     os.environ.setdefault("MASTER_PORT", str(settings["port"]))
     model = gpt.gpt(size, device).train()
-    recompute_blocks(model)
+    recompute_blocks(model, use_reentrant=settings["peer"] == "zero-infinity")  # zero_infinity.py says why
     batch = {name: value.to(device) for name, value in gpt.batch_of(size, settings["batch"]).items()}
     pieces = [dict(zip(batch, parts)) for parts in zip(*(v.chunk(settings["micro_batches"]) for v in batch.values()))]
     start = fsdp if settings["peer"].startswith("fsdp") else zero
     return start(model, pieces, settings)
 
 
-def recompute_blocks(model: Any) -> None:
+def recompute_blocks(model: Any, use_reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     for block in model.blocks:
         inner = block.forward
-        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=use_reentrant)
 
 
 def fsdp(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[Callable[[], float], Any]:
@@ -75,8 +75,11 @@ def fsdp(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
 def zero(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[Callable[[], float], Any]:
     import deepspeed
     from extensions import ready_to_build
+    from zero_infinity import read_each_weight_once
 
     ready_to_build()
+    if settings["peer"] == "zero-infinity":
+        read_each_weight_once()
     deepspeed.init_distributed(dist_backend="nccl")
     block_params = sum(p.numel() for p in model.blocks[0].parameters())
     params = [p.numel() for p in model.parameters()]
