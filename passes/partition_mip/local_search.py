@@ -28,7 +28,7 @@ from .least_times import LeastTimes
 from .problem import MipProblem
 from .random_moves import RandomMoves
 from .recurrence import contended_s, num_fetched
-from .starts import Cuts, like, starts
+from .starts import Cuts, like, starts, two_sizes
 
 Objective = Callable[[MipProblem, Sequence[int]], float]
 STEPS = (50, 120, 200, 300, 400)  # of the chains of the first turn of a number of stages, the second, and on
@@ -170,8 +170,12 @@ class Search:
                 self.seconds(rows[i])
 
     def begin(self, count: int) -> None:
-        rows = starts(self.problem, count)
-        least_s = self.least_s(rows)
+        rows, alike = starts(self.problem, count), two_sizes(self.problem, count)
+        least_s, number = self.least_s(rows + alike), len(rows)
+        best = int(np.argmin(least_s))
+        if best >= number:  # of those in two sizes, which differ little, the best one where it is the best of all
+            rows.append(alike[best - number])
+        least_s = np.append(least_s[:number], least_s[best])[: len(rows)]
         order = [int(i) for i in np.argsort(least_s, kind="stable") if least_s[i] < math.inf]
         if order:
             self.seconds(rows[order[0]])

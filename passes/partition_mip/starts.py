@@ -1,8 +1,8 @@
 """First partitions of a search: by equal blocks, times or weights, in rounds, and like a better partition.
 
 In: a `MipProblem` and a number of stages. Out: cut positions. Starts differ in what the stages share evenly (blocks,
-time or weights in proportion to their devices) and in which rounds have the larger stages. One start alone can be
-several times slower than the best.
+time or weights in proportion to their devices) and in which rounds, or stages in a row, are larger. One start alone can
+be several times slower than the best.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from .problem import MipProblem
 
@@ -69,6 +72,30 @@ def equal_rounds(length: int, shares: Sequence[float], count: int) -> list[Cuts]
                 left -= len(at)
             found.append((0, *itertools.accumulate(moved)))
     return found
+
+
+def two_sizes(p: MipProblem, count: int) -> list[Cuts]:
+    """Where devices are equal, stages of two sizes, the larger ones in a row, anywhere: in multiples of what a common
+    block takes, so that a block of little time joins its neighbour. The first block, or none, is a stage of its own."""
+    if len(set(rates_of(p))) > 1:
+        return []
+    length, took = p.num_blocks, np.array(seconds_of(p))
+    common = p.kinds.index(Counter(p.kinds).most_common(1)[0][0])
+    found = []
+    for alone in (0, 1) if 1 < count < length else (0,):
+        sums, stages = took[alone:] - took[alone], count - alone
+        units = sums[-1] / (took[common + 1] - took[common])
+        size = max(1, int(units / stages))
+        for large in {math.floor(units) - size * stages, math.ceil(units) - size * stages}:
+            if 0 <= large <= stages:
+                j, first = np.arange(1, stages), np.arange(stages - large + 1)[:, None]
+                passed = (size * j + np.clip(j - first, 0, large)) / (size * stages + large) * sums[-1]
+                at = np.searchsorted(sums, passed)
+                at -= passed - sums[at - 1] < sums[at] - passed
+                at = np.maximum.accumulate(np.maximum(at, j) - j, axis=1) + j  # a block at least for each stage
+                inner = np.minimum(at, len(sums) - 1 - stages + j) + alone
+                found += [(0, *[1] * alone, *map(int, row), length) for row in inner]
+    return list(dict.fromkeys(found))
 
 
 def in_proportion(whole: int, shares: Sequence[float]) -> list[int]:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from penstock.passes.partition_mip.starts import equal_rounds, in_proportion, like, starts
+from penstock.passes.partition_mip.starts import equal_rounds, in_proportion, like, starts, two_sizes
 from penstock.tests.passes.partition_mip.mip_instances import problem
 
 
@@ -27,6 +27,18 @@ def test_rounds_are_equal_but_for_the_first_or_the_last() -> None:
         (0, 1, 4, 5, 9, 10, 14),
         (0, 1, 5, 6, 10, 11, 14),
     ]
+
+
+def test_the_larger_of_two_sizes_are_in_a_row_anywhere() -> None:
+    """A block of little time before six others, in four stages: two of these have two of the six."""
+    p = problem([1, *[0] * 6], [1.0] * 2, [0, 1], [600.0] * 2, seconds=(1.0, 0.1))
+    sizes = [tuple(b - a for a, b in itertools.pairwise(cuts)) for cuts in two_sizes(p, 4)]
+    assert {(3, 2, 1, 1), (2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 2, 2)} <= {*sizes}
+    for count in range(1, 8):
+        for cuts in two_sizes(p, count):
+            assert cuts[0] == 0 and cuts[-1] == 7 and len(cuts) == count + 1
+            assert all(a < b for a, b in itertools.pairwise(cuts))
+    assert two_sizes(problem([0] * 6, [1.0, 2.0], [0, 1], [600.0] * 2), 3) == []
 
 
 @pytest.mark.parametrize(("whole", "shares", "found"), [(8, [1.0, 3.0], [2, 6]), (5, [1.0, 100.0, 1.0], [1, 3, 1])])
