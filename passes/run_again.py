@@ -44,7 +44,7 @@ def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -
         order = count - 1 - np.argsort(-frees_bytes.max(axis=1)[:, ::-1], axis=1, kind="stable")
         freed = np.cumsum(np.take_along_axis(frees_bytes, order[:, None], 2), axis=2)
         enough = np.all(freed >= missing_bytes[:, :, None], axis=1)
-        first = np.clip(enough.argmax(axis=1) + 1 - TOGETHER // 2, 0, count - TOGETHER)
+        first = surely_again(count, enough.argmax(axis=1) + 1)
         forced = np.argsort(order, axis=1) < first[:, None]
         free = np.sort(np.take_along_axis(order, first[:, None] + np.arange(TOGETHER), 1), axis=1)
         missing_bytes = missing_bytes - (frees_bytes * forced[:, None]).sum(axis=2)
@@ -58,6 +58,11 @@ def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -
     again = forced.copy()
     np.put_along_axis(again, free, sets[spent.argmin(axis=1)] > 0, 1)
     return again, possible & (spent.min(axis=1) < np.inf)
+
+
+def surely_again(count: int, enough: Any) -> Any:
+    """How many of those stages that free the most run again whatever the seconds, where so many of them are enough."""
+    return np.clip(enough - TOGETHER // 2, 0, max(0, count - TOGETHER))
 
 
 @functools.cache

@@ -19,10 +19,10 @@ from .problem import MipProblem
 def closed_form_s(p: MipProblem, count: int, literal: bool = False) -> float:
     """Seconds that every partition into `count` stages takes at least, whatever stays resident."""
     n, m, length = len(p.units), p.micro_batches, p.num_blocks
-    forward = _fastest(p.forward_s)
-    backward = _fastest(p.backward_s)
+    forward = fastest(p.forward_s)
+    backward = fastest(p.backward_s)
     if literal:
-        backward = [b + a for b, a in zip(backward, _fastest(p.again_s))]
+        backward = [b + a for b, a in zip(backward, fastest(p.again_s))]
     own_s = 0.0 if literal else min(unit.own_s for unit in p.units)
     messages = _messages_s(p, count)
     most = -(-length // count)
@@ -32,7 +32,7 @@ def closed_form_s(p: MipProblem, count: int, literal: bool = False) -> float:
     return max(path + (m - 1) * waits, busiest)
 
 
-def _fastest(sums: list[list[float]]) -> list[float]:
+def fastest(sums: list[list[float]]) -> list[float]:
     """Per block its time on the fastest device."""
     return [min(row[i + 1] - row[i] for row in sums) for i in range(len(sums[0]) - 1)]
 

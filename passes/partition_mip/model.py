@@ -8,6 +8,7 @@ optimum, also that of its relaxation, is a lower bound of every partition into S
 - rematerialised blocks are a share of their stage where saved tensors may stay;
 - memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
 - with `largest` it speaks of the partitions whose largest stage has that many common blocks;
+- with `kept` no more of these keep their saved tensors than whole devices and stages can (`most_kept`);
 - with `fewest` below S it is a bound also for S - N, S - 2N, ... down to `fewest`: the first S - fewest stages may
   be empty, and nothing is charged for their mere existence.
 Amounts are in seconds and GB.
@@ -44,6 +45,7 @@ class CountModel:
         largest: Largest = ANY_LARGEST,
         ordered: bool = False,
         whole: bool = False,
+        kept: float = math.inf,
     ):
         p = limits.p
         self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
@@ -66,6 +68,10 @@ class CountModel:
         if whole:
             self.whole_on_devices()
         self.bound_the_largest()
+        if kept < math.inf:
+            common = [r for r, (at, _) in enumerate(self.runs) if p.kinds[at] == limits.common]
+            pairs = zip(self.counts, self.again)
+            self.row(kept, mip.xsum(mine[r] - again[r] for mine, again in pairs for r in common if r in mine))
         if integer and self.ordered:
             self.keep_order()
         self.passed = PassedRuns(self) if ordered and self.ordered and not integer else None

@@ -7,6 +7,7 @@ where they cannot take each other's places; by the largest stage, where that say
 stages, as long as it is wide; and by which are resident, where they can. Then parts are bounded by the relaxed
 `CountModel`: by the number of stages modulo N, where devices cannot take each other's places; by the largest stage,
 where it has one layer; and by the range again. Where few partitions are left, all are tried.
+How many blocks keep their saved tensors at most, in whole ones, is known to all programs (`most_kept`).
 Where blocks are unlike, one number of stages is bounded with their order, and with a whole number of blocks on each
 device. Then integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes
 what the model leaves out; where there are none, the next cutoff is closer to the best partition. The search ends when
@@ -30,6 +31,7 @@ from ..work import WorkDone
 from .bounds import closed_form_s
 from .limits import ANY_LARGEST, BlockLimits, Largest
 from .local_search import Cuts, Search
+from .most_kept import NONE, MostKept
 from .problem import MipProblem
 
 CLOSE = 5e-3  # a gap not worth closing
@@ -50,6 +52,7 @@ ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are un
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 HELPS = 2e-3  # a share of a step: what telling the largest stage apart has to raise a bound by
 FEW = 3000  # so many partitions are tried rather than bounded
+KEPT_S = 2e-4  # of work, for a device in `MostKept`
 INTERVALS_S = 1e-7  # of work, for an interval of a stage
 Residents = tuple[bool | None, ...]  # None: either
 
@@ -145,6 +148,7 @@ class _Tree:
         self.search, self.model, self.totals, self.most_s = search, model, totals, most_s
         self.work = WorkDone()
         self.limits = BlockLimits(search.problem)
+        self.most_kept = MostKept(self.limits)
         self.rotates = rotates(search.problem)
         self.counted = {
             "programs over totals": 0,
@@ -294,16 +298,42 @@ class _Tree:
         gc.collect(0)  # the model before
         numbers = (node.fewest, node.count, node.residents, node.number)
         anywhere = self.rotates and node.number is not None and all(stays is None for stays in node.residents)
-        model = self.totals(self.limits, *numbers, anywhere, node.largest or ANY_LARGEST).model
+        cutoff_s = self.best_s() * (1 - CLOSE)
+        if self.is_empty(node, cutoff_s):
+            return node
+        kept = self.kept(node, cutoff_s)
+        model = self.totals(self.limits, *numbers, anywhere, node.largest or ANY_LARGEST, kept).model
         model.max_mip_gap = CLOSE / 4
         status = self.optimize(model, nodes)
         self.counted["programs over totals"] += 1
         bound_s = model.objective_bound if nodes else model.objective_value
+        most_s = math.inf if kept == math.inf else cutoff_s  # with `kept` it speaks of faster ones than the cutoff
         if status == mip.OptimizationStatus.INFEASIBLE:
-            self.raised(node, math.inf)
+            self.raised(node, most_s)
         elif bound_s is not None and math.isfinite(bound_s):
-            self.raised(node, bound_s)
+            self.raised(node, min(bound_s, most_s))
         return node
+
+    def kept(self, node: _Node, cutoff_s: float) -> float:
+        """How many common blocks keep their saved tensors at most in partitions of the node that are faster than the
+        cutoff; infinite where not all devices are resident: then links or the hosts' updates take longer anyway."""
+        n = len(node.residents)
+        if not all(node.residents) and (node.number != n or False in node.residents):
+            return math.inf
+        if self.limits.num_common < COMMON * self.search.problem.num_blocks:
+            return math.inf
+        before, numbers = self.most_kept.computed, range(node.fewest, node.count + 1, node.step or 1)
+        largest = node.largest or ANY_LARGEST
+        kept = max(self.most_kept.of(count, largest, cutoff_s) for count in numbers)
+        self.work.add((self.most_kept.computed - before) * n * KEPT_S)
+        return kept
+
+    def is_empty(self, node: _Node, cutoff_s: float) -> bool:
+        """Whether no partition of the node is faster than the cutoff, by how many blocks keep their saved tensors."""
+        if self.kept(node, cutoff_s) > NONE:
+            return False
+        self.raised(node, cutoff_s)
+        return True
 
     def guard_s(self) -> float:
         """Seconds that one program never takes, but where it is far slower than its work says."""
@@ -312,6 +342,8 @@ class _Tree:
     def optimize(self, model: Any, nodes: int) -> Any:
         """Solve an integer program with at most so many nodes, or its relaxation with none."""
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
+        if nodes:
+            without_trials(model)
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
         self.work.add(model.num_rows * TOTALS_ROW_S)
@@ -344,6 +376,8 @@ class _Tree:
             return node
         gc.collect(0)  # the model before
         cutoff_s = self.best_s() * (1 - CLOSE)
+        if self.is_empty(node, cutoff_s):
+            return node
         counted = self.counts(node, cutoff_s)
         status = self.linear(counted.model)
         self.counted["linear relaxations"] += 1
@@ -353,7 +387,7 @@ class _Tree:
                 self.raised(node, min(self.intervals.bound_s(counted), cutoff_s))
                 self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
         elif status == mip.OptimizationStatus.INFEASIBLE:
-            self.raised(node, cutoff_s if node.fewest == node.count else math.inf)
+            self.raised(node, cutoff_s)
         return node
 
     def whole_of(self, node: _Node) -> _Node:
@@ -362,6 +396,8 @@ class _Tree:
 
         gc.collect(0)  # the model before
         cutoff_s = self.cutoff_s(node)
+        if self.is_empty(node, cutoff_s):
+            return node
         counted = self.counts(node, cutoff_s, whole=True)
         counted.row(cutoff_s, counted.end)
         status = self.optimize(counted.model, WHOLE_NODES)
@@ -382,6 +418,8 @@ class _Tree:
         if node.node_s:
             nodes = max(1, min(nodes, int((self.most_s - begin_s) / node.node_s)))  # as the work left allows
         cutoff_s = self.cutoff_s(node)
+        if self.is_empty(node, cutoff_s):
+            return node
         counted = self.counts(node, cutoff_s, integer=True)
         counted.row(cutoff_s, counted.end)
         counted.model.max_mip_gap = CLOSE / 4
@@ -403,7 +441,8 @@ class _Tree:
         return node
 
     def counts(self, node: _Node, cutoff_s: float, integer: bool = False, whole: bool = False) -> Any:
-        more = {"largest": node.largest or ANY_LARGEST, "ordered": node.ordered, "whole": whole}
+        kept = self.kept(node, cutoff_s)
+        more = {"largest": node.largest or ANY_LARGEST, "ordered": node.ordered, "whole": whole, "kept": kept}
         return self.model(
             self.limits, node.count, node.residents, integer, fewest=node.fewest, cutoff_s=cutoff_s, **more
         )
@@ -411,6 +450,15 @@ class _Tree:
     @staticmethod
     def raised(node: _Node, bound_s: float) -> None:
         node.bound_s = max(node.bound_s, bound_s)
+
+
+def without_trials(model: Any) -> None:
+    """Keep the solver from searching smaller programs for solutions, which the local search has, and from trying where
+    to branch: in one node they may take a hundred times as long as its relaxation."""
+    solver = model.solver
+    solver._set_int_option_value("mip_pscost_minreliable", 0)
+    for what in ("rins", "rens", "root_reduced_cost"):  # a solver without such an option has no such search
+        solver._lib.Highs_setBoolOptionValue(solver._model, f"mip_heuristic_run_{what}".encode(), 0)
 
 
 def rotates(p: MipProblem) -> bool:

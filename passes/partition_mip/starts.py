@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .limits import LIKE
 from .problem import MipProblem
 
 Cuts = tuple[int, ...]
@@ -75,12 +76,14 @@ def equal_rounds(length: int, shares: Sequence[float], count: int) -> list[Cuts]
 
 
 def two_sizes(p: MipProblem, count: int) -> list[Cuts]:
-    """Where devices are equal, stages of two sizes, the larger ones in a row, anywhere: in multiples of what a common
-    block takes, so that a block of little time joins its neighbour. The first block, or none, is a stage of its own."""
-    if len(set(rates_of(p))) > 1:
-        return []
+    """Where devices are equal and most blocks alike, stages of two sizes, the larger ones in a row, anywhere: in
+    multiples of what a common block takes, so that one of little time joins its neighbour. The first block, or none, is
+    a stage of its own."""
     length, took = p.num_blocks, np.array(seconds_of(p))
-    common = p.kinds.index(Counter(p.kinds).most_common(1)[0][0])
+    kind, number = Counter(p.kinds).most_common(1)[0]
+    common = p.kinds.index(kind)
+    if len(set(rates_of(p))) > 1 or number < LIKE * length:
+        return []
     found = []
     for alone in (0, 1) if 1 < count < length else (0,):
         sums, stages = took[alone:] - took[alone], count - alone

@@ -34,6 +34,7 @@ from typing import Any
 import mip
 import numpy as np
 
+from .bounds import fastest
 from .limits import ANY_LARGEST, BlockLimits, Largest
 
 GB = 1e9
@@ -44,7 +45,8 @@ TANGENTS = 7  # of 1 / S, and of what grows with S
 
 class TotalsModel:
     """`model` minimises `end`, for every number of stages from `fewest` to `count`. `residents`: by device; with
-    `anywhere`, `number` of the devices, which can take each other's places, are resident. `largest`: of the stages."""
+    `anywhere`, `number` of the devices, which can take each other's places, are resident. `largest`: of the stages.
+    `kept`: so many common blocks keep their saved tensors at most."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class TotalsModel:
         number: int | None = None,
         anywhere: bool = False,
         largest: Largest = ANY_LARGEST,
+        kept: float = math.inf,
     ):
         p = limits.p
         self.limits, self.p, self.fewest, self.n, self.m = limits, p, fewest, len(p.units), p.micro_batches
@@ -76,6 +79,9 @@ class TotalsModel:
         self.model += mip.xsum(self.last) == 1
         self.held = [self.place(residents[d], self.resident[d]) for d in range(self.used)]
         self.everything_somewhere()
+        if kept < math.inf:
+            keeping = [held[part] for held in self.held for part in ("kept", "saved") if part in held]
+            self.row(kept, mip.xsum(each[limits.common] for each in keeping))
         self.end = self.real()
         self.model.objective = self.end
         self.points = sorted({round(fewest * (count / fewest) ** (i / (TANGENTS - 1))) for i in range(TANGENTS)})
@@ -203,7 +209,7 @@ class TotalsModel:
     def works(self, forward_end: Any, backward_end: Any, forward: Sequence[Any], backward: Sequence[Any]) -> None:
         """Each device for all of its blocks, but while the first and the last micro-batch are elsewhere."""
         p, m = self.p, self.m
-        first, last = _fastest(p.forward_s), _fastest(p.backward_s)
+        first, last = fastest(p.forward_s), fastest(p.backward_s)
         there, back = (self.hop_s(step) for step in (1, -1))
         for d, (f, b) in enumerate(zip(forward, backward)):
             own_s = self.rounds(d) * p.units[d].own_s
@@ -230,7 +236,7 @@ class TotalsModel:
         for group in groups:
             alone_s = []
             for sums, step in ((p.forward_s, 1), (p.backward_s, -1)):
-                took, hop_s = _fastest(sums), self.hop_s(step)
+                took, hop_s = fastest(sums), self.hop_s(step)
                 ways = (took[:d] for d in range(n)), (took[len(took) - d :] for d in range(n))
                 waits = [sorted(math.fsum(blocks) + d * hop_s for d, blocks in enumerate(way)) for way in ways]
                 alone_s.append(math.fsum(math.fsum(way[: len(group)]) for way in waits))
@@ -244,8 +250,8 @@ class TotalsModel:
         stages, points, least_s = self.stages, self.points, self.limits.common_s(self.of_largest)
         sides = ((p.forward_s, forward, 0.0, forward_end, 1), (p.backward_s, backward, forward_end, backward_end, -1))
         for (sums, took, begin, end, step), common_s in zip(sides, least_s):
-            fastest = _fastest(sums)
-            whole_s, longest = math.fsum(fastest), self.model.add_var(lb=max(common_s, *fastest))
+            least = fastest(sums)
+            whole_s, longest = math.fsum(least), self.model.add_var(lb=max(common_s, *least))
             for d in (d for d in range(self.used) if "tail" in self.held[d]):  # one stage
                 tail_s = self.of(d, ["tail"], sums[d], 1.0)
                 if step == -1:
@@ -323,8 +329,3 @@ class TotalsModel:
             work[unit.host] = work.get(unit.host, 0.0) + took
         for took in work.values():
             self.row(self.end, (backward_end if p.update.barrier else forward_end) + took)
-
-
-def _fastest(sums: list[list[float]]) -> list[float]:
-    """Per block its time on the fastest device."""
-    return [min(row[i + 1] - row[i] for row in sums) for i in range(len(sums[0]) - 1)]

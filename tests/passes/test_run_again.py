@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.passes.run_again import TOGETHER, cheapest_again, cheapest_of_many
+from penstock.passes.run_again import TOGETHER, cheapest_again, cheapest_of_many, surely_again
 
 stages = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=TOGETHER + 4)
 
@@ -35,6 +35,16 @@ def test_nothing_cheaper_fits(rows: list[tuple[int, int]], moments: list[tuple[i
     largest = sorted(range(len(rows)), key=lambda i: (-max(mine[i] for mine in frees), -i))
     first = next(largest[:n] for n in range(len(rows) + 1) if fits(largest[:n]))
     assert took <= sum(seconds[i] for i in first)
+
+
+@given(stages, st.integers(1, 100))
+def test_of_many_stages_those_that_free_the_most_run_again(rows: list[tuple[int, int]], missing: int) -> None:
+    seconds, frees = [s for s, _ in rows], [size for _, size in rows]
+    found = cheapest_again(seconds, [missing], [frees])
+    if found is not None:
+        largest = sorted(range(len(rows)), key=lambda i: (-frees[i], -i))
+        enough = next(n for n in range(len(rows) + 1) if sum(frees[i] for i in largest[:n]) >= missing)
+        assert {*largest[: surely_again(len(rows), enough)]} <= {*found}
 
 
 @given(st.integers(1, TOGETHER + 3), st.integers(0, 10**6))

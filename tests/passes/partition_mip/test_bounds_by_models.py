@@ -16,6 +16,7 @@ from penstock.passes.partition_mip import model
 from penstock.passes.partition_mip.intervals import IntervalTables
 from penstock.passes.partition_mip.limits import BlockLimits, Largest
 from penstock.passes.partition_mip.model import MOST_PLACES, CountModel
+from penstock.passes.partition_mip.most_kept import MostKept
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import _on, contended_s, residents
 from penstock.passes.partition_mip.solve import _Node, _Tree, few_partitions, rotates
@@ -79,7 +80,8 @@ def check_largest(p: MipProblem, most_checked: int = MOST_CHECKED) -> None:
         n, either = len(p.units), (None,) * len(p.units)
         ranges = {(count, count), (n, p.num_blocks) if count >= n else (count, count)}
         for largest_stage in (known, dataclasses.replace(known, most=None), dataclasses.replace(known, reruns=None)):
-            more = {"largest": largest_stage}
+            kept = MostKept(limits).of(count, largest_stage, seconds * 1.001) if all(stays) else math.inf
+            more = {"largest": largest_stage, "kept": kept}
             models = [CountModel(limits, count, stays, **more)]
             for low, high in ranges:
                 models += [TotalsModel(limits, low, high, stays, **more)]
@@ -214,6 +216,18 @@ def test_whether_the_largest_stage_runs_again_matters() -> None:
     assert again_s > either_s + 7 * 3.9 and keeps_s > 1.004 * either_s
     either_s, again_s, keeps_s = (optimum(CountModel(limits, 26, stays, largest=way).model, relax=True) for way in ways)
     assert again_s > either_s + 1.0 and keeps_s == math.inf
+
+
+def test_programs_keep_no_more_blocks_than_they_may() -> None:
+    """Each layer that runs again takes 2 s longer."""
+    p = equal_layers(600.0)
+    limits, stays = BlockLimits(p), (True,) * 8
+    for make in (
+        lambda kept: TotalsModel(limits, 24, 24, stays, kept=kept),
+        lambda kept: CountModel(limits, 24, stays, kept=kept),
+    ):
+        all_s, fewer_s = (optimum(make(kept).model, relax=True) for kept in (math.inf, 40))
+        assert fewer_s > all_s + 7 * 2.0
 
 
 def test_one_program_speaks_of_all_choices_of_resident_devices() -> None:
