@@ -7,12 +7,15 @@ duals of the rows that define them), then
     step(P) >= step(x) + y (amounts(P) - x)        for each partition P (Lagrange)
 
 since the least step is convex in the amounts. The least y amounts(P) over all partitions is a shortest path over cuts,
-in O(S L^2), with the memory and the messages of each interval.
+in O(S L^2), with the memory and the messages of each interval. The shortest path through an interval bounds all
+partitions that have it: where that is no faster than a cutoff, it is left out, and the relaxation of what is left knows
+more of where cuts are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +65,8 @@ class IntervalTables:
         fits &= self.needs[rounds - 1] <= p.units[j % counted.n].budget_bytes
         fits[: window.start] = False
         fits[:, window.stop + 1 :] = False
+        if counted.left is not None:
+            fits &= counted.left[j]
         if counted.of_largest.most is not None:
             fits &= self.common <= counted.of_largest.most
         kinds = {p.kinds[i]: i for i in reversed(window)}
@@ -81,19 +86,42 @@ class IntervalTables:
         if counted.of_largest.reruns is False:
             reruns = fits & (self.common < counted.of_largest.least)
         again = np.where(reruns, whole + y["backward"] * self.again[d], math.inf)
-        if j < counted.idle:
+        if j < counted.idle and (counted.left is None or counted.left[j][0, 0]):
             again[0, 0] = 0.0
         return again, np.where(keeps, whole + y["kept"] * self.kept, math.inf)
 
-    def bound_s(self, counted: Any) -> float:
-        """Seconds that no partition of a solved relaxation is faster than; inf where it has none."""
+    def stage_costs(self, counted: Any) -> tuple[float, list[Matrix]]:
+        """Seconds, and by stage those of each interval, the sum of which no partition of a solved relaxation is faster
+        than."""
         duals = [{name: row.pi for name, (_, row) in mine.items()} for mine in counted.links]
         now = math.fsum(y * mine[name][0].x for mine, costs in zip(counted.links, duals) for name, y in costs.items())
-        least = np.full(self.p.num_blocks + 1, math.inf)  # of the stages so far, by their end
-        least[0] = float(counted.model.objective_value) - now
-        for j, y in enumerate(duals):
-            least = (least[:, None] + np.minimum(*self.costs(counted, j, y))).min(axis=0)
-        return float(least[-1])
+        costs = [np.minimum(*self.costs(counted, j, y)) for j, y in enumerate(duals)]
+        return float(counted.model.objective_value) - now, costs
+
+    def bound_s(self, counted: Any) -> float:
+        """Seconds that no partition of a solved relaxation is faster than; inf where it has none."""
+        begin_s, costs = self.stage_costs(counted)
+        return float(self.before(begin_s, costs)[-1][-1])
+
+    def before(self, begin_s: float, costs: Sequence[Matrix]) -> list[Any]:
+        """By stage, and behind the last one, the least of all stages before a cut."""
+        least = [np.full(self.p.num_blocks + 1, math.inf)]
+        least[0][0] = begin_s
+        for cost in costs:
+            least.append((least[-1][:, None] + cost).min(axis=0))
+        return least
+
+    def through(self, counted: Any) -> list[Matrix]:
+        """By stage and interval, seconds that no partition of a solved relaxation with that stage is faster than; inf
+        where there is none."""
+        begin_s, costs = self.stage_costs(counted)
+        found, behind = [], np.full(self.p.num_blocks + 1, math.inf)
+        behind[-1] = 0.0
+        for cost, before in zip(reversed(costs), self.before(begin_s, costs)[-2::-1]):
+            onward = cost + behind
+            found.append(before[:, None] + onward)
+            behind = onward.min(axis=1)
+        return found[::-1]
 
 
 def _between(sums: Any) -> Matrix:

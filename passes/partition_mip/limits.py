@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .problem import MipProblem
 
+BlockIntervals = Sequence[NDArray[np.bool_]]  # by stage, [first block, end]
 LIKE = 0.8  # blocks are unlike where no kind has this share of all
 
 
@@ -126,18 +128,40 @@ class BlockLimits:
 class StageLimits:
     """The stages of a partition into `count`, the first `idle` of which may be empty. `resident` is by device.
 
-    `most[j]`: the largest number of blocks of stage j in a step faster than `cutoff_s`.
+    `fewest[j]`, `most[j]`: the numbers of blocks of stage j in a step faster than `cutoff_s`. `left`: the intervals of
+    blocks that a stage of such a step may have.
     """
 
     def __init__(
-        self, limits: BlockLimits, count: int, resident: Sequence[bool], idle: int = 0, cutoff_s: float = math.inf
+        self,
+        limits: BlockLimits,
+        count: int,
+        resident: Sequence[bool],
+        idle: int = 0,
+        cutoff_s: float = math.inf,
+        left: BlockIntervals | None = None,
     ):
         self.limits, self.p, self.count, self.resident, self.idle = limits, limits.p, count, resident, idle
         self.n = len(self.p.units)
         self.windows = [range(max(0, j - idle), self.p.num_blocks - (count - 1 - j)) for j in range(count)]
+        self.fewest = [int(j >= idle) for j in range(count)]
         self.most = [len(window) for window in self.windows]
+        if left is not None:
+            self.narrow(left)
         if not idle and cutoff_s < math.inf:
             self.cap(cutoff_s)
+
+    def narrow(self, left: BlockIntervals) -> None:
+        """Where the intervals that are left begin and end, and how many blocks they have."""
+        for j, some in enumerate(left):
+            first, end = np.nonzero(some)
+            self.windows[j] = range(int(first.min()), int(end.max()))
+            self.fewest[j], self.most[j] = int((end - first).min()), int((end - first).max())
+
+    def cuts(self, j: int) -> tuple[int, int]:
+        """The first and the last place of the cut before stage j."""
+        first = self.windows[j].start if j < self.count else self.p.num_blocks
+        return first, self.windows[j - 1].stop if j else 0
 
     def least(self, table: Sequence[float], j: int) -> float:
         """The least of an amount by block that stage j has."""
@@ -163,8 +187,8 @@ class StageLimits:
                 window = self.windows[j]
                 left_s = (cutoff_s - tail_s - edges_s) / p.micro_batches - (mine_s - alone[j])
                 sums = np.concatenate([[0.0], np.cumsum(tables[j][window.start : window.stop])])
-                most = 1
-                while most < len(window) and float((sums[most + 1 :] - sums[: -most - 1]).min()) <= left_s:
+                most, known = 1, min(len(window), self.most[j])
+                while most < known and float((sums[most + 1 :] - sums[: -most - 1]).min()) <= left_s:
                     most += 1
                 self.most[j] = most
 

@@ -19,28 +19,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-BlockRuns = list[tuple[int, int]]  # first block and number of blocks
-SHORT = 4  # runs of so many blocks are told apart block by block
-
-
-def short_runs(runs: BlockRuns) -> BlockRuns:
-    """The runs, but each block of a short one by itself."""
-    return [
-        part for at, size in runs for part in ([(at, size)] if size > SHORT else [(at + i, 1) for i in range(size)])
-    ]
+import mip
 
 
 class PassedRuns:
     """[cut][run] the shares `z`, as variables of `counted.model`, 0 or 1 where they are known."""
 
     def __init__(self, counted: Any):
-        self.runs: BlockRuns = counted.runs
+        self.runs: list[tuple[int, int]] = counted.runs
         self.z: list[list[Any]] = [[0.0] * len(self.runs)]
         for j, mine in enumerate(counted.counts):
             before, here = self.z[-1], list(self.z[-1])
             for r, x in mine.items():
-                here[r] = counted.model.add_var(lb=0.0, ub=1.0)
-                counted.model += here[r] == before[r] + (1 / self.runs[r][1]) * x
+                at, size = self.runs[r]
+                low, high = (min(1.0, max(0.0, (cut - at) / size)) for cut in counted.stages.cuts(j + 1))
+                here[r] = counted.model.add_var(lb=low, ub=high)
+                counted.model += here[r] == before[r] + (1 / size) * x
             for r in range(len(here) - 1):
                 if here[r] is not before[r] or here[r + 1] is not before[r + 1]:
                     counted.row(here[r], here[r + 1])
@@ -64,4 +58,4 @@ class PassedRuns:
         borders = [0, *(at + size for at, size in self.runs)]
         inside = [min(values[a + 1 : b], default=math.inf) for a, b in itertools.pairwise(borders)]
         least = [min([values[at], *inside[max(0, r - 1) : r + 1]]) for r, at in enumerate(borders)]
-        return least[0] + sum((b - a) * z for a, b, z in zip(least, least[1:], self.z[j]))
+        return least[0] + mip.xsum((b - a) * z for a, b, z in zip(least, least[1:], self.z[j]) if a != b)

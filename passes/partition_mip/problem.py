@@ -28,6 +28,7 @@ from ..partition.slices import Slices
 from ..stage_time import MessageTimes, TurnSeconds, block_seconds
 
 CLIPPING_SHOWS = 0.5  # of the time for clipping by several devices, the part that no update hides
+SHORT = 4  # runs of so many blocks are told apart block by block
 Table = list[list[float]]  # [end][start] of a run of blocks
 
 
@@ -114,6 +115,11 @@ class MipProblem:
             found.append((at, count))
             at += count
         return found
+
+    def short_runs(self) -> list[tuple[int, int]]:
+        """The same, but each block of a short run by itself."""
+        parts = ([(at, size)] if size > SHORT else [(at + i, 1) for i in range(size)] for at, size in self.runs())
+        return [part for some in parts for part in some]
 
 
 def problem_of(draft: Draft, slices: Slices) -> MipProblem:

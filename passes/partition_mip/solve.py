@@ -8,12 +8,12 @@ stages, as long as it is wide; and by which are resident, where they can. Then p
 `CountModel`: by the number of stages modulo N, where devices cannot take each other's places; by the largest stage,
 where it has one layer; and by the range again. Where few partitions are left, all are tried.
 How many blocks keep their saved tensors at most, in whole ones, is known to all programs (`most_kept`).
-Where blocks are unlike, one number of stages is bounded with their order, and with a whole number of blocks on each
-device. Then integer counts faster than a cutoff are looked for, and judged by the recurrence, which also takes
-what the model leaves out; where there are none, the next cutoff is closer to the best partition. The search ends when
-the least bound reaches the best partition but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds
-the same on every machine. python-mip and HiGHS may be absent or fail: then the local search's answer stays, and the
-proof says what happened.
+Where blocks are unlike, one number of stages is bounded with their order, again without the intervals of blocks that no
+partition faster than a cutoff has, and with a whole number of blocks on each device. Then integer counts faster than
+the cutoff are looked for, and judged by the recurrence, which also takes what the model leaves out; where there are
+none, the next cutoff is closer to the best partition. The search ends when the least bound reaches the best partition
+but for `CLOSE`, or after so much work (`passes/work.py`), so that it finds the same on every machine. python-mip and
+HiGHS may be absent or fail: then the local search's answer stays, and the proof says what happened.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..work import WorkDone
 from .bounds import closed_form_s
-from .limits import ANY_LARGEST, BlockLimits, Largest
+from .limits import ANY_LARGEST, BlockIntervals, BlockLimits, Largest
 from .local_search import Cuts, Search
 from .most_kept import NONE, MostKept
 from .problem import MipProblem
@@ -43,17 +45,22 @@ TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once,
 ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
 BARRIER_ROWS = 1500  # from which on the barrier method is faster, where blocks are alike
 MADE_S = 2.5e-5  # of work, for a row of a program over counts that simplex solves, once
+UNLIKE_MADE_S, UNLIKE_ITERATION_S = 2.3e-5, 2.2e-8  # the same where blocks are unlike: once, and in each iteration
 INTEGER_S = 1.6e-4  # of work, for an iteration of a program that is solved in integers
 GUARD_S, SLOWER = 60.0, 20.0  # how long, and how much slower than their work, programs may be on a machine that does
 # other things, too: what is cut short here differs from run to run
 WIDEST, WIDE, NARROW = 4.5, 2.5, 1.4  # the most stages over the fewest, of one relaxation: where devices can take each
 # other's places; where they cannot, but blocks are unlike; where devices differ, but not blocks
+IN_ORDER, MORE_RUNS = 9, 1.5  # the most numbers of stages that are bounded at once with the order of their blocks, and
+# the most runs, short ones block by block, for each kind of block
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 HELPS = 2e-3  # a share of a step: what telling the largest stage apart has to raise a bound by
 FEW = 3000  # so many partitions are tried rather than bounded
 KEPT_S = 2e-4  # of work, for a device in `MostKept`
-INTERVALS_S = 1e-7  # of work, for an interval of a stage
+FIRST_GAP = 0.05  # what is proven first of one number of stages with the order of its blocks
+FEWER = 0.5  # the most of the intervals that may be left where a relaxation is solved again
+INTERVALS_S = 5e-8  # of work, for an interval of a stage
 Residents = tuple[bool | None, ...]  # None: either
 
 
@@ -83,6 +90,8 @@ class _Node:
     nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
     node_s: float = field(compare=False, default=0.0)  # of work, for each of these
     whole: bool = field(compare=False, default=False)  # whole numbers of blocks on each device bound it no better
+    left: BlockIntervals | None = field(compare=False, default=None)  # of blocks, in partitions faster than `left_s`
+    left_s: float = field(compare=False, default=0.0)
     solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
 
@@ -150,6 +159,8 @@ class _Tree:
         self.limits = BlockLimits(search.problem)
         self.most_kept = MostKept(self.limits)
         self.rotates = rotates(search.problem)
+        num_kinds = len(set(search.problem.kinds))
+        self.in_order = self.limits.unlike and len(search.problem.short_runs()) <= MORE_RUNS * num_kinds
         self.counted = {
             "programs over totals": 0,
             "linear relaxations": 0,
@@ -182,7 +193,7 @@ class _Tree:
         either = None in node.residents
         number_first = not either or (self.rotates and node.number is not None)
         if not node.step and number_first:
-            if node.largest is None and not node.alike:
+            if node.largest is None and not node.alike and (self.rotates or not self.limits.unlike):
                 return self.refine_largest(node)
             if node.count >= self.widest() * node.fewest > 1:
                 middle = math.isqrt(node.fewest * node.count)  # small models bound few stages
@@ -193,9 +204,10 @@ class _Tree:
         if not node.step:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
-            return [self.relax(self.within(node, top - (top - node.fewest) // step * step, top, step)) for top in tops]
-        if node.fewest == node.count and node.ordered != self.limits.unlike:
-            return [self.relax(replace(node, ordered=True))]
+            each = [self.within(node, top - (top - node.fewest) // step * step, top, step) for top in tops]
+            return [self.narrow(part) if self.begins_in_order(part) else self.relax(part) for part in each]
+        if self.limits.unlike and node.fewest == node.count and node.left_s < self.cutoff_s(node):
+            return [self.narrow(node)]
         if node.largest is None and self.largest() == 1:
             return self.relax_largest(node)
         if node.fewest == node.count:
@@ -205,7 +217,16 @@ class _Tree:
         parts = [(node.fewest, middle), (middle + node.step, node.count)]
         if self.limits.unlike and len(numbers) <= ONE_BY_ONE:
             parts = [(number, number) for number in numbers]
-        return [self.relax(self.within(node, low, high, node.step)) for low, high in parts]
+        finer = [self.within(node, low, high, node.step) for low, high in parts]
+        if self.limits.unlike:  # what is one number of stages is bounded with the order of its blocks next
+            return [part if part.fewest == part.count else self.relax(part) for part in finer]
+        return [self.relax(part) for part in finer]
+
+    def begins_in_order(self, node: _Node) -> bool:
+        """Whether several numbers of stages are bounded with the order of their blocks at once. Where all devices are
+        resident, nothing waits for transfers, and a relaxation without it says hardly more than totals do."""
+        numbers = range(node.fewest, node.count + 1, node.step)
+        return self.in_order and all(node.residents) and len(numbers) <= IN_ORDER
 
     def widest(self) -> float:
         return WIDEST if self.rotates else WIDE if self.limits.unlike else NARROW
@@ -215,7 +236,7 @@ class _Tree:
         the node speaks of all numbers of stages, the device of the last stage stays the same."""
         turned = (node.count - count) % len(node.residents) if step == 1 else 0
         stays = node.residents[turned:] + node.residents[:turned]
-        return replace(node, fewest=fewest, count=count, step=step, residents=stays)
+        return replace(node, fewest=fewest, count=count, step=step, residents=stays, left=None, left_s=0.0)
 
     def refine_residents(self, node: _Node) -> list[_Node]:
         """By their number, then device by device."""
@@ -269,7 +290,7 @@ class _Tree:
             if high == 0 or fewest > node.count:
                 continue
             for reruns in (True, False) if high is None or low == high else (None,):
-                yield replace(node, fewest=fewest, largest=Largest(low, high, reruns))
+                yield replace(node, fewest=fewest, largest=Largest(low, high, reruns), left=None, left_s=0.0)
 
     def largest(self) -> int:
         """The number of common blocks in the best partition's largest stage."""
@@ -358,8 +379,10 @@ class _Tree:
         model.lp_method = mip.LP_Method.DUAL if simplex else mip.LP_Method.BARRIER
         status = model.optimize(relax=True, max_seconds=self.guard_s())
         iterations = model.solver._get_int_info_value("simplex_iteration_count" if simplex else "ipm_iteration_count")
-        self.work.add(model.num_rows * (MADE_S if simplex else ROW_S))
-        self.work.add(iterations * (model.num_rows * ITERATION_S if simplex else model.num_nz * ENTRY_S))
+        unlike = self.limits.unlike
+        made_s, iteration_s = (UNLIKE_MADE_S, UNLIKE_ITERATION_S) if unlike else (MADE_S, ITERATION_S)
+        self.work.add(model.num_rows * (made_s if simplex else ROW_S))
+        self.work.add(iterations * (model.num_rows * iteration_s if simplex else model.num_nz * ENTRY_S))
         return status
 
     def cutoff_s(self, node: _Node) -> float:
@@ -388,6 +411,37 @@ class _Tree:
                 self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
         elif status == mip.OptimizationStatus.INFEASIBLE:
             self.raised(node, cutoff_s)
+        return node
+
+    def narrow(self, node: _Node) -> _Node:
+        """Bound by the relaxation with the order of the blocks, and again without the intervals that no partition
+        faster than a cutoff has, as long as these are many."""
+        import mip
+
+        cutoff_s = max(self.cutoff_s(node), self.best_s() * (1 - FIRST_GAP))
+        faster_s = max(cutoff_s, self.best_s() * (1 - CLOSE))  # the first one may prove more
+        node.ordered, node.left, node.left_s = True, None, cutoff_s
+        before = math.inf
+        while node.bound_s < cutoff_s and not self.over():
+            gc.collect(0)  # the model before
+            if self.is_empty(node, faster_s):
+                break
+            counted = self.counts(node, faster_s)
+            status = self.linear(counted.model)
+            self.counted["linear relaxations"] += 1
+            if status == mip.OptimizationStatus.INFEASIBLE:
+                self.raised(node, faster_s)
+            if status != mip.OptimizationStatus.OPTIMAL:
+                break
+            through = self.intervals.through(counted)
+            self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
+            self.raised(node, min(float(through[0].min()), faster_s))
+            node.left, faster_s = [seconds < cutoff_s for seconds in through], cutoff_s
+            before = min(before, sum(int(np.isfinite(seconds).sum()) for seconds in through))
+            now = sum(int(some.sum()) for some in node.left)
+            if now > FEWER * before:
+                break
+            before = now
         return node
 
     def whole_of(self, node: _Node) -> _Node:
@@ -443,6 +497,8 @@ class _Tree:
     def counts(self, node: _Node, cutoff_s: float, integer: bool = False, whole: bool = False) -> Any:
         kept = self.kept(node, cutoff_s)
         more = {"largest": node.largest or ANY_LARGEST, "ordered": node.ordered, "whole": whole, "kept": kept}
+        if cutoff_s <= node.left_s:
+            more["left"] = node.left
         return self.model(
             self.limits, node.count, node.residents, integer, fewest=node.fewest, cutoff_s=cutoff_s, **more
         )

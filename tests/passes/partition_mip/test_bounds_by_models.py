@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import mip
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 
 from penstock.passes.partition_mip import model
 from penstock.passes.partition_mip.intervals import IntervalTables
-from penstock.passes.partition_mip.limits import BlockLimits, Largest
+from penstock.passes.partition_mip.limits import BlockIntervals, BlockLimits, Largest
+from penstock.passes.partition_mip.local_search import Cuts, Search
 from penstock.passes.partition_mip.model import MOST_PLACES, CountModel
 from penstock.passes.partition_mip.most_kept import MostKept
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import _on, contended_s, residents
-from penstock.passes.partition_mip.solve import _Node, _Tree, few_partitions, rotates
+from penstock.passes.partition_mip.solve import CLOSE, _Node, _Tree, few_partitions, rotates
 from penstock.passes.partition_mip.totals import TotalsModel
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 
@@ -27,16 +29,16 @@ Stays = tuple[bool, ...]
 MOST_CHECKED = 6  # partitions of a problem
 
 
-def best_by_stages_and_residents(p: MipProblem) -> dict[tuple[int, Stays], float]:
+def best_by_stages_and_residents(p: MipProblem) -> dict[tuple[int, Stays], tuple[float, Cuts]]:
     """By number of stages and resident devices, those without a stage as not resident, the fastest partition."""
-    found: dict[tuple[int, Stays], float] = {}
+    found: dict[tuple[int, Stays], tuple[float, Cuts]] = {}
     for count in range(1, p.num_blocks + 1):
         for inner in itertools.combinations(range(1, p.num_blocks), count - 1):
             cuts = (0, *inner, p.num_blocks)
             seconds = contended_s(p, cuts)
             if seconds < math.inf:
                 stays = tuple(d < count and yes for d, yes in enumerate(residents(p, cuts)))
-                found[count, stays] = min(seconds, found.get((count, stays), math.inf))
+                found[count, stays] = min((seconds, cuts), found.get((count, stays), (math.inf, cuts)))
     return found
 
 
@@ -94,6 +96,35 @@ def check_largest(p: MipProblem, most_checked: int = MOST_CHECKED) -> None:
                 assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
 
 
+def narrowed(tables: IntervalTables, solved: CountModel, cuts: Cuts, cutoff_s: float) -> BlockIntervals:
+    """The intervals that are left below a cutoff, those of a faster partition among them."""
+    through = tables.through(solved)
+    assert float(through[0].min()) == pytest.approx(tables.bound_s(solved))
+    left = [seconds < cutoff_s for seconds in through]
+    assert all(left[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts)))
+    return left
+
+
+def check_narrowing(p: MipProblem, most: int) -> None:
+    """By number of stages and residence, and by several numbers of stages, whatever is to be proven of the fastest."""
+    for (count, stays), (seconds, cuts) in sorted(best_by_stages_and_residents(p).items(), key=lambda row: row[1])[
+        :most
+    ]:
+        search = Search(p, contended_s)
+        search.best[count] = (seconds * 1.3, cuts)
+        tree = _Tree(search, CountModel, TotalsModel, math.inf)
+        tree.limits.unlike = True
+        tree.intervals = IntervalTables(tree.limits)
+        n = len(p.units)
+        highest = p.num_blocks - (p.num_blocks - count) % n if count > n else count
+        for high in {count, highest}:
+            node, before_s = _Node(0.0, stays, count, high, step=n), -1.0
+            while before_s < node.bound_s < seconds * 1.3 * (1 - CLOSE):
+                before_s = node.bound_s
+                tree.narrow(node)
+            assert node.bound_s <= seconds * (1 + 1e-6)
+
+
 def check(p: MipProblem, most: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         check_models(p, most, monkeypatch)
@@ -105,7 +136,7 @@ def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> N
     limits.unlike = True
     tables = IntervalTables(limits)
     rows = sorted(best_by_stages_and_residents(p).items(), key=lambda row: row[1])[:most]
-    for (count, stays), seconds in rows:
+    for (count, stays), (seconds, cuts) in rows:
         assert optimum(CountModel(limits, count, stays).model, relax=True) <= seconds * (1 + 1e-6)
         counted = CountModel(limits, count, stays, cutoff_s=seconds * 1.001)
         if optimum(counted.model, relax=True) < math.inf:
@@ -113,10 +144,17 @@ def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> N
         for places in (MOST_PLACES, 0):  # with the order of the blocks, and where these are too many for it
             monkeypatch.setattr(model, "MOST_PLACES", places)
             ordered = CountModel(limits, count, stays, cutoff_s=seconds * 1.001, ordered=True)
+            left: BlockIntervals | None = None
             if optimum(ordered.model, relax=True) < math.inf:
                 assert tables.bound_s(ordered) <= seconds * (1 + 1e-6)
-            whole = CountModel(limits, count, stays, cutoff_s=seconds * 1.001, ordered=True, whole=True)
+                left = narrowed(tables, ordered, cuts, seconds * 1.001)
+            more: dict[str, Any] = {"cutoff_s": seconds * 1.001, "left": left}
+            whole = CountModel(limits, count, stays, ordered=True, whole=True, **more)
             assert optimum(whole.model) <= seconds * (1 + 1e-6)
+            assert optimum(CountModel(limits, count, stays, integer=True, **more).model) <= seconds * (1 + 1e-6)
+            again = CountModel(limits, count, stays, ordered=True, **more)
+            assert optimum(again.model, relax=True) <= seconds * (1 + 1e-6)
+            assert tables.bound_s(again) <= seconds * (1 + 1e-6)
         faster = CountModel(limits, count, stays, integer=True, cutoff_s=seconds * 1.001).model
         assert optimum(faster) <= seconds * (1 + 1e-6)
         if count > n:
@@ -127,7 +165,7 @@ def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> N
                 assert tables.bound_s(idle) <= seconds * (1 + 1e-6)
         assert optimum(TotalsModel(limits, count, count, stays).model) <= seconds * (1 + 1e-6)
     if rows:
-        (count, _), seconds = rows[0]
+        (count, _), (seconds, _) = rows[0]
         for low, high in ((1, p.num_blocks), (count, p.num_blocks)):
             assert optimum(TotalsModel(limits, low, high, (None,) * n).model) <= seconds * (1 + 1e-6)
 
@@ -143,6 +181,19 @@ def test_models_bound_the_fastest_partitions(p: MipProblem) -> None:
 @given(small_problems(most_blocks=8))
 def test_models_bound_many_partitions(p: MipProblem) -> None:
     check(p, 12)
+
+
+@settings(max_examples=6, deadline=None)
+@given(small_problems(most_blocks=6))
+def test_what_is_left_out_is_no_faster(p: MipProblem) -> None:
+    check_narrowing(p, 3)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(small_problems(most_blocks=8))
+def test_what_is_left_out_of_many_is_no_faster(p: MipProblem) -> None:
+    check_narrowing(p, 12)
 
 
 def test_the_order_of_blocks_bounds_more() -> None:
