@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import sympy
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
@@ -71,6 +70,8 @@ class TracedSizes:
             return size
         name, each = dim
         if name not in self.symbols:
+            from torch._dynamo.source import ConstantSource  # late, as all of Dynamo takes half a second to import
+
             shape_env = self.fake_mode.shape_env
             assert shape_env is not None, "dynamic inputs need a shape environment"
             source, of = ConstantSource(f"size_{name}"), self.dynamic.ranges[name]
