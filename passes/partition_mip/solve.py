@@ -89,6 +89,7 @@ class _Node:
     alike: bool = field(compare=False, default=False)  # whatever the largest stage, to programs over totals
     nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
     node_s: float = field(compare=False, default=0.0)  # of work, for each of these
+    tried: int = field(compare=False, default=0)  # so many of these did not reach the cutoff
     whole: bool = field(compare=False, default=False)  # whole numbers of blocks on each device bound it no better
     left: BlockIntervals | None = field(compare=False, default=None)  # of blocks, in partitions faster than `left_s`
     left_s: float = field(compare=False, default=0.0)
@@ -337,11 +338,9 @@ class _Tree:
 
     def kept(self, node: _Node, cutoff_s: float) -> float:
         """How many common blocks keep their saved tensors at most in partitions of the node that are faster than the
-        cutoff; infinite where not all devices are resident: then links or the hosts' updates take longer anyway."""
-        n = len(node.residents)
-        if not all(node.residents) and (node.number != n or False in node.residents):
-            return math.inf
-        if self.limits.num_common < COMMON * self.search.problem.num_blocks:
+        cutoff. Infinite, so not known, where blocks are unlike or a device swaps: then other things take longer."""
+        n, stays = len(node.residents), node.residents
+        if self.limits.unlike or False in stays or (None in stays and node.number != n):
             return math.inf
         before, numbers = self.most_kept.computed, range(node.fewest, node.count + 1, node.step or 1)
         largest = node.largest or ANY_LARGEST
@@ -360,10 +359,10 @@ class _Tree:
         """Seconds that one program never takes, but where it is far slower than its work says."""
         return max(GUARD_S, SLOWER * (self.most_s - self.work.seconds))
 
-    def optimize(self, model: Any, nodes: int) -> Any:
+    def optimize(self, model: Any, nodes: int, trials: bool = True) -> Any:
         """Solve an integer program with at most so many nodes, or its relaxation with none."""
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
-        if nodes:
+        if not trials:
             without_trials(model)
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
@@ -471,15 +470,18 @@ class _Tree:
         begin_s, nodes = self.work.seconds, node.nodes
         if node.node_s:
             nodes = max(1, min(nodes, int((self.most_s - begin_s) / node.node_s)))  # as the work left allows
+        if nodes <= node.tried:
+            node.solved = True
+            return node
         cutoff_s = self.cutoff_s(node)
         if self.is_empty(node, cutoff_s):
             return node
         counted = self.counts(node, cutoff_s, integer=True)
         counted.row(cutoff_s, counted.end)
         counted.model.max_mip_gap = CLOSE / 4
-        status = self.optimize(counted.model, nodes)
+        status = self.optimize(counted.model, nodes, trials=False)
         self.counted["integer programs"] += 1
-        node.node_s = (self.work.seconds - begin_s) / nodes
+        node.node_s, node.tried = (self.work.seconds - begin_s) / nodes, 0
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             self.raised(node, cutoff_s)
             return node
@@ -488,6 +490,7 @@ class _Tree:
         bound_s = counted.model.objective_bound
         if bound_s is not None and math.isfinite(bound_s):
             self.raised(node, min(bound_s, cutoff_s))
+        node.tried = nodes if node.bound_s < cutoff_s else 0
         if counted.model.num_solutions and counted.ordered:
             cuts = counted.cuts()
             if all(a < b for a, b in itertools.pairwise(cuts)) and cuts[-1] == self.search.problem.num_blocks:

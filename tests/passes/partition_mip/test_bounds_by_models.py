@@ -21,7 +21,7 @@ from penstock.passes.partition_mip.model import MOST_PLACES, CountModel
 from penstock.passes.partition_mip.most_kept import MostKept
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import _on, contended_s, residents
-from penstock.passes.partition_mip.solve import CLOSE, _Node, _Tree, few_partitions, rotates
+from penstock.passes.partition_mip.solve import CLOSE, _Node, _Tree, few_partitions, rotates, without_trials
 from penstock.passes.partition_mip.totals import TotalsModel
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 
@@ -279,6 +279,19 @@ def test_programs_keep_no_more_blocks_than_they_may() -> None:
     ):
         all_s, fewer_s = (optimum(make(kept).model, relax=True) for kept in (math.inf, 40))
         assert fewer_s > all_s + 7 * 2.0
+
+
+def test_without_trials_a_node_takes_fewer_iterations() -> None:
+    devices = ([1.0] * 4, [0, 1] * 2, [76.0] * 4)
+    p = problem([0] * 24, *devices, micro_batches=8, seconds=(2.0,), weights=(1.0,), shared=1.0, rate=0.05)
+    iterations = []
+    for trials in (True, False):
+        model = CountModel(BlockLimits(p), 14, (True,) * 4, integer=True).model
+        if not trials:
+            without_trials(model)
+        model.optimize(max_nodes=1)
+        iterations.append(model.solver._get_int_info_value("simplex_iteration_count"))
+    assert iterations[1] < 0.5 * iterations[0], iterations
 
 
 def test_one_program_speaks_of_all_choices_of_resident_devices() -> None:
