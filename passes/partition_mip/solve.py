@@ -434,7 +434,8 @@ class _Tree:
                 break
             through = self.intervals.through(counted)
             self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
-            self.raised(node, min(float(through[0].min()), faster_s))
+            through_s = max(float(seconds.min()) for seconds in through)  # equal but for rounding
+            self.raised(node, min(through_s, faster_s))
             node.left, faster_s = [seconds < cutoff_s for seconds in through], cutoff_s
             before = min(before, sum(int(np.isfinite(seconds).sum()) for seconds in through))
             now = sum(int(some.sum()) for some in node.left)
