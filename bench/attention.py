@@ -16,9 +16,9 @@ from torch import nn
 
 from penstock.bench.peers import rows
 from penstock.compiler.capture.trace import trace
+from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
-from penstock.passes.graph.masks.drop_masks import DropMasks
-from penstock.passes.graph.opgraph import OpGraph
+from penstock.passes.rewrite.drop_masks import DropMasks
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 

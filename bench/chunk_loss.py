@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.compiler.loss.rules import captured
+from penstock.compiler.loss import captured
 from penstock.ir.precision import Precision
 from penstock.passes.draft import Draft
-from penstock.passes.graph.loss.chunk_loss import ChunkLoss
+from penstock.passes.rewrite.chunk_loss import ChunkLoss
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 

@@ -17,12 +17,12 @@ from penstock.bench import models, search_time
 from penstock.bench.peers import rows
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.models.named import find_model
+from penstock.graph.opgraph import OpGraph
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.partition_mip.partition_mip import MipFound, PartitionMip
+from penstock.passes.rewrite.coarsen import Coarsen
 
 MICRO_BATCHES = 8
 MACHINES: dict[str, Callable[[], Hardware]] = {

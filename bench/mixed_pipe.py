@@ -28,7 +28,6 @@ from penstock.compiler.models.named import find_model
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
@@ -38,6 +37,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.partition_mixed.graph import NANO, block_graph
 from penstock.passes.partition_mixed.memory import Footprints
 from penstock.passes.partition_mixed.partition_mixed import PartitionMixed
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 

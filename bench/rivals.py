@@ -27,8 +27,8 @@ from penstock.compiler.search.attempts import SearchResult, Trace, Wishes
 from penstock.compiler.search.prediction import make_plan
 from penstock.compiler.search.search import search
 from penstock.compiler.strategies import PASSES
+from penstock.graph.opgraph import OpGraph
 from penstock.passes.draft import Options
-from penstock.passes.graph.opgraph import OpGraph
 
 MODELS = {  # global batch, sequence
     "mobius-3b": (16, 512), "mobius-8b": (16, 512), "mobius-15b": (8, 512), "mobius-51b": (8, 512), "t5-3b": (16, 512),

@@ -30,7 +30,7 @@ from penstock.compiler.check.model_draws import shapes_of_draws
 from penstock.compiler.folder import COUNTS_FILE
 from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.job.counts import BatchCounts, part_of
-from penstock.compiler.loss.rules import captured
+from penstock.compiler.loss import captured
 from penstock.ir.errors import PenstockError
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of

@@ -10,18 +10,18 @@ from typing import Any
 from rich.table import Table
 
 from ..compiler.job.batch import BatchShape, micro_batch_spec
-from ..compiler.loss.rules import captured
+from ..compiler.loss import captured
 from ..compiler.pipeline import parse_pipeline, run_passes
 from ..compiler.profile.profile import make_profiler, parts_here
 from ..compiler.search.candidates import micro_batch_counts
 from ..compiler.strategies import BEFORE_BLOCKS
+from ..graph.blocks import Block
+from ..graph.costs.stage_time import roofline
+from ..graph.profile import distinct
 from ..ir.machine.hardware import Device
 from ..ir.precision import Precision
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft, Options
-from ..passes.graph.blocks import Block
-from ..passes.graph.profile import distinct
-from ..passes.stage_time import roofline
 from .options import JobOptions
 
 COLUMNS = ("block", "times", "weights", "forward", "again", "backward", "by rates", "backward", "measured")

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..ir.tiles import TiledPart, mark_of, with_parts
-from ..runtime.tiles import in_tiles
+from ..runtime.functions.tiles import in_tiles
 from .expressions import IN_PLACE, Expressions, Text, literal
 from .imports import Imports
 from .layout import Line, statement, type_text

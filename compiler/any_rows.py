@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..graph.opgraph import OpGraph
 from ..ir.errors import CaptureError
 from ..ir.program import Sizes
-from ..passes.graph.opgraph import OpGraph
 from .capture.rows.sizes import OtherTrace
 from .dynamic_shapes import GraphAt
 

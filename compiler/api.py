@@ -14,15 +14,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ..graph.follow.coupling import coupled_miss, find_facts, scaled_loss
+from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ..graph.operators.workspace.table import workspace_bytes
+from ..graph.opgraph import OpGraph
 from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.ops import DEVICE, DRAM
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import HookCall, Interface, Sizes, StageSpec
 from ..passes.draft import Draft, Options, StepBytes
-from ..passes.graph.opgraph import OpGraph
-from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
-from ..passes.graph.workspace.table import workspace_bytes
 from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.measure.temporaries import step_bytes
 from ..runtime.model_names import ties_of
@@ -55,7 +56,6 @@ from .arguments import (
 from .batch_sizes import BatchSizes
 from .capture.dynamic import DynamicDims
 from .changed_params import require_lasting
-from .coupling import coupled_miss, find_facts, scaled_loss
 from .dynamic_shapes import GraphAt, any_count, described, largest, read_dynamic_shapes
 from .folder import Folder, Settings, print_counts, print_files, print_smaller
 from .garbage import rare_collections
@@ -63,7 +63,7 @@ from .job.batch import BatchShape, as_dicts, micro_batch_spec
 from .job.job import Job
 from .job.preflight import plain_directories
 from .job.together import planned_once
-from .loss.rules import counted, refuse_item_count, traced
+from .loss import counted, refuse_item_count, traced
 from .own_copy import beside_own_copy
 from .packing.borders import most_documents, require_borders, require_positions, with_unread
 from .plan import Plan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..graph.opgraph import OpGraph, ParamChange
 from ..ir import ops
 from ..ir.errors import PlanError
 from ..ir.program import Interface, ParamSpec, Program, StageHome, homes_of
-from ..passes.graph.opgraph import OpGraph, ParamChange
 
 
 def require_lasting(graph: OpGraph, programs: Sequence[Program]) -> None:

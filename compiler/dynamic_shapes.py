@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _DimHintType
 
+from ..graph.opgraph import OpGraph
+from ..graph.sizes.named import at_sizes
 from ..ir.errors import CaptureError, PlanError
 from ..ir.program import SizeRange, Sizes
-from ..passes.graph.opgraph import OpGraph
-from ..passes.graph.sizes.named import at_sizes
 from .batch_sizes import BatchSizes
 from .capture.dynamic import DynamicDims, SizeBranch
 from .capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from ..codegen.counts_file import write_counts
 from ..codegen.file import Header, write_directory, write_file
+from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ..graph.loss_terms import CountRules, LossRules, LossTerm
 from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
@@ -28,8 +30,6 @@ from ..ir.machine.hardware import Hardware
 from ..ir.program import Interface, Program, first_micro_batches, members_of, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
-from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
-from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants, share_file
 from ..runtime.state.tensor_file import write_tensors
 from .batch_sizes import BatchSizes

@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from ..graph.loss.chunk_head import LossChunk
+from ..graph.masks.forms import MaskForm
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding, TokenSplit, Width
+from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding, TokenSplit, Width
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 from ..compiler.models.named import find_model
+from ..graph.blocks import Block
 from ..ir.machine.hardware import Device, Hardware
 from ..ir.machine.part import Dtype
 from ..ir.machine.rates import RateCurve
-from ..passes.graph.blocks import Block
-from ..passes.graph.coarsen import Coarsen
+from ..passes.rewrite.coarsen import Coarsen
 from .lab import Lab, ModelSource, Workload, num_params
 from .table import FigureTable
 

@@ -17,6 +17,9 @@ from ..compiler.capture.trace import trace_in
 from ..compiler.models.named import find_model
 from ..compiler.pipeline import parse_pipeline, pipeline_text, run_passes
 from ..compiler.search.fit import check_fit
+from ..graph.blocks import Block
+from ..graph.costs.stage_time import block_seconds
+from ..graph.opgraph import OpGraph
 from ..ir import ops
 from ..ir.calls import op_of
 from ..ir.errors import DoesNotFit, VerifyError
@@ -26,9 +29,6 @@ from ..ir.program import Program, StageSpec, shown, work_of
 from ..ir.verify import verify
 from ..passes.base import Pass
 from ..passes.draft import Draft, Options
-from ..passes.graph.blocks import Block
-from ..passes.graph.opgraph import OpGraph
-from ..passes.stage_time import block_seconds
 from ..runtime.simulate import Timeline, simulate
 from ..runtime.simulate.time_ranges import length, overlap, union
 

@@ -161,27 +161,6 @@ class Activations(BaseModel):
         return self.model_copy(update={"classes": [names[name] for name in self.classes]})
 
 
-class KeyWindow(BaseModel):
-    """What the query at place i sees: the keys from place i - `before` to place i + `after`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    before: Annotated[int, Field(ge=0)]
-    after: Annotated[int, Field(ge=0)] = 0
-
-
-class DocumentBorders(BaseModel):
-    """Keys of the query's document alone, by torch's kernel for sequences of any length, with room for `most` documents
-    in a micro-batch. `positions`: the input in which they begin anew."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    most: Annotated[int, Field(ge=1)]
-    positions: str
-
-
-# What an attention mask lets queries see. causal: keys up to their place; documents: those of their document alone.
-MaskForm = Literal["all", "causal", "documents"] | KeyWindow | DocumentBorders
-
-
 # How members of a team meet in attention: each has some heads of all tokens, or keys and values go round; or they do
 # not meet, as each has whole rows.
 By = Literal["heads", "ring", "rows"]
@@ -197,15 +176,6 @@ class TokenSplit(BaseModel):
     by: By = "heads"
     experts: list[str] = []
     keep: bool = False
-
-
-class LossChunk(BaseModel):
-    """How a cross entropy goes without whole logits. `tokens`: the number of tokens whose logits stand at once;
-    `logits`: whether evaluation gives those that the model returns, which then stand whole there."""
-
-    model_config = ConfigDict(extra="forbid")
-    tokens: Annotated[int, Field(ge=1)]
-    logits: bool = True
 
 
 class OnSsd(BaseModel):

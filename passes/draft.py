@@ -12,9 +12,9 @@ from ..ir.program import ParamSpec, Program
 from .decisions import Lanes, OnSsd, Sharding
 
 if TYPE_CHECKING:
-    from .graph.blocks import Block
-    from .graph.opgraph import OpGraph
-    from .graph.stages import PlannedStage
+    from ..graph.blocks import Block
+    from ..graph.opgraph import OpGraph
+    from ..graph.stages import PlannedStage
 
 # Measures blocks on the devices of this machine; returns them with seconds by device name.
 MeasureBlocks = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]

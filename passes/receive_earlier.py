@@ -21,7 +21,7 @@ from ..ir.program import Memory, Order, Program, build_order, find_cycle, join_o
 from ..ir.verify.case import Case
 from ..runtime.simulate import simulate
 from .draft import Draft
-from .work import WorkDone
+from .work_limit import WorkDone
 
 RECEIVE_S = 20.0  # of work
 JOINED_S, BUILT_S = 1e-5, 1e-4  # of work, for an op: of all devices in each round, and of the one that changes

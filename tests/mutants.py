@@ -30,7 +30,7 @@ from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("ir", "runtime", "passes")
+ROOMS = ("ir", "runtime", "graph", "passes")
 OTHER_ROOMS = ("codegen", "compiler", "data", "training", "integrations", "cli", "papers")
 OTHER = {
     "and": "or", "or": "and", "not": "", "True": "False", "False": "True", "0": "1", "1": "0", "<": "<=", "<=": "<",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.tests.compiler.job.fed_by_parts import BATCH, Net, Samples
+from penstock.tests.compiler.job.fed_by_rank import BATCH, Net, Samples
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
 ROWS = re.findall(r"^\| `(input_ids|position_ids|labels)` \|(.*)\|$", PAGE.read_text("utf-8"), flags=re.MULTILINE)

@@ -61,7 +61,7 @@ def test_the_tests_of_a_file_come_first(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for room in ("runtime", "passes", *OTHER_ROOMS):
+    for room in ("runtime", "graph", "passes", *OTHER_ROOMS):
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()
     own = ["tests/ir/a/test_one.py", "tests/ir/a/test_all.py"]

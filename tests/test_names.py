@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("ir", "runtime", "passes", "codegen", "compiler", "data", "training", "integrations", "cli", "papers")
+ROOMS = ("ir", "runtime", "graph", "passes", "codegen", "compiler", "data", "training", "integrations", "cli", "papers")
 # Names that several files may have, each with the reason.
 SHARED: dict[str, str] = {}
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text("utf-8")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("papers", "cli", "integrations", "training", "data", "compiler", "passes", "codegen", "runtime", "ir")
+ROOMS = ("papers", "cli", "integrations", "training", "data", "compiler", "passes", "codegen", "graph", "runtime", "ir")
 
 
 def settings() -> configparser.ConfigParser:

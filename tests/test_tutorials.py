@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import penstock
-from penstock.tests.alike import slow_but
+from penstock.tests.shown_elsewhere import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWS = "runtime/accelerator.py"
 # What measures a machine calls torch's own functions for its GPUs, one by one: the calls are what is measured.
 MEASURES = {f"runtime/measure/{name}.py" for name in ("blocks", "cpu", "cuda", "detect", "links")}
-ROOMS = ("ir", "passes", "codegen", "runtime", "compiler", "data", "training", "integrations", "cli", "papers")
+ROOMS = ("ir", "graph", "passes", "codegen", "runtime", "compiler", "data", "training", "integrations", "cli", "papers")
 
 
 def lines_with_cuda(path: Path) -> list[int]:

@@ -20,9 +20,9 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...graph.opgraph import OpGraph, build_module, missing_buffers
 from ...ir.errors import CaptureError
-from ...passes.graph.opgraph import OpGraph, build_module, missing_buffers
-from ..packing.unread import Unread
+from ..packing.varying_inputs import Unread
 from .guard import Borrowed, TraceOptions, borrowed, replaced
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines

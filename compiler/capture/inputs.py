@@ -20,8 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from ...graph.loss_terms import NUM_ITEMS
 from ...ir.errors import CaptureError
-from ...passes.graph.loss_terms import NUM_ITEMS
 from .dynamic import DynamicDims, TracedSizes
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...graph.opgraph import OpGraph, ParamChange
 from ...ir.errors import CaptureError
 from ...ir.program import HookCall
-from ...passes.graph.opgraph import OpGraph, ParamChange
 from ...runtime.optimizer.hooks import hooked
 from .gradient_hooks import Refused, Tracer
 

@@ -26,9 +26,9 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ...graph.kernels.stand_ins import SHAPE_RULES
+from ...graph.opgraph import CHECKS
 from ...ir.errors import CaptureError
-from ...passes.graph.kernels.stand_ins import SHAPE_RULES
-from ...passes.graph.opgraph import CHECKS
 from ...runtime.forced_eager import forced_eager
 from .calls import (
     SPARSE,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.opgraph import is_mode_switch
 from ...ir.calls import function_name
 from ...ir.errors import CaptureError
-from ...passes.graph.opgraph import is_mode_switch
 from .calls import RecordedCall
 from .python_state import REMEDY, State, changed, in_words, require_kept, state_of
 from .recorder import Recorder

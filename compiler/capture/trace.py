@@ -16,12 +16,12 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...graph.blocks import storage_root
+from ...graph.kernels.cuda_autocast import autocast_as
+from ...graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
-from ...passes.graph.blocks import storage_root
-from ...passes.graph.kernels.cuda_autocast import autocast_as
-from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
-from ..packing.unread import ValueRead
+from ..packing.varying_inputs import ValueRead
 from .calls import take_zeros
 from .dynamic import DynamicDims, LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from ...graph.sizes.nodes import SizeNodes
 from ...ir.errors import CaptureError
 from ...ir.plain_graph import PlainGraph
-from ...passes.graph.sizes.nodes import SizeNodes
-from ..packing.unread import Unread
+from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .rows.sizes import RowTape, Tracked

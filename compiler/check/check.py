@@ -24,7 +24,7 @@ from ...ir.program import whole_params
 from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
-from ...runtime.state.parts import PartJoiner
+from ...runtime.state.part_params import PartJoiner
 from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.batch import flatten

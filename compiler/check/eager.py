@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...graph.follow.coupling import scaled_loss
+from ...graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ...graph.opgraph import OpGraph
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import GradientDtype, Precision
 from ...ir.program import ParamSpec
-from ...passes.graph.opgraph import OpGraph
-from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.hooks import change_params, run_hooks
 from ...runtime.optimizer.rounding import round_into
@@ -24,10 +25,9 @@ from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..capture.guard import LossFn
 from ..capture.inputs import floating_as
-from ..coupling import scaled_loss
 from ..job.batch import flatten, micro_batch_spec
 from ..job.counts import BatchCounts, LossWeight, part_of
-from ..loss.rules import captured
+from ..loss import captured
 from ..plan import Plan
 from .model_draws import ModelDraws, Shapes
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...passes.graph.opgraph import OpGraph
+from ...graph.opgraph import OpGraph
 from ...runtime.stage.draws import Draws
 from ..capture.calls import classify, is_random, is_random_module, leaf_modules
 from ..capture.guard import replaced

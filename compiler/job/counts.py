@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ...graph.loss_terms import WEIGHT, CountRules
 from ...ir.errors import BatchError
 from ...ir.program import Interface, ParamSpec, StageSpec
-from ...passes.graph.loss_terms import WEIGHT, CountRules
 from ...runtime.device.file import StageClass, open_stages
 from ...runtime.source.trust import Trust
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ...graph.sizes.symbolic import StagesAt
 from ...ir.errors import CheckpointError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
-from ...passes.graph.sizes.symbolic import StagesAt
 from ...runtime import scratch
 from ...runtime.device.file import device_file_name
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -39,7 +39,7 @@ from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
 from ..report.lengths import StepsOfAnySize, Throughput
-from ..report.page.facts import ReportInputs, report_facts
+from ..report.page.content import ReportInputs, report_facts
 from ..report.page.write import frame_of, page_of, require_writable, write_page
 from ..search.offer import Offer
 from ..search.what_helps import Help
@@ -48,6 +48,7 @@ from ..steps import simulate_here
 from .any_size import AnySizes
 from .background import BackgroundSave
 from .batch import BatchShape, as_dicts, number_of_rows
+from .changed_model import Taken
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
 from .one_call import OneCall, one_call
@@ -67,7 +68,6 @@ from .state import (
 )
 from .step_inputs import StepInputs, counted_buffers
 from .step_report import StepReport
-from .taken import Taken
 
 REPORTS = 1000  # of ended steps that are kept for `take_reports`
 

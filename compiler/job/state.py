@@ -23,7 +23,7 @@ from ...runtime.stage.store import StagePart, joined, of_members
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity, base_identity, frozen_params
 from ...runtime.state.checkpoint import Checkpoint
-from ...runtime.state.parts import PartJoiner
+from ...runtime.state.part_params import PartJoiner
 from ...runtime.state.plain_json import encode
 from ...runtime.state.rng_state import rng_state
 from ...runtime.state.weights import WeightSource, stage_weights

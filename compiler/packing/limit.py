@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...graph.masks.forms import DocumentBorders
 from ...ir.errors import BatchError
-from ...passes.decisions import DocumentBorders
 from ..plan import Plan
 
 

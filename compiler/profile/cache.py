@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ...graph.profile import checked
+from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import PlanError
-from ...passes.graph.profile import checked
-from ...passes.stage_time import TurnSeconds
 
 FORMAT = 3  # of the entries, and of how they are measured: a new number makes all earlier entries stale
 

@@ -17,16 +17,17 @@ from pathlib import Path
 import torch
 
 from ...codegen.file import Header, write_directory, write_file
+from ...graph.blocks import Block
+from ...graph.costs.stage_time import roofline
+from ...graph.opgraph import OpGraph
+from ...graph.profile import BlockSample, checked, distinct, samples, with_seconds
+from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import HardwareError, PlanError
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.presets import gpu
 from ...ir.program import Interface, Program
 from ...ir.units import format_bytes
 from ...passes.draft import MeasureBlocks
-from ...passes.graph.blocks import Block
-from ...passes.graph.opgraph import OpGraph
-from ...passes.graph.profile import BlockSample, checked, distinct, samples, with_seconds
-from ...passes.stage_time import TurnSeconds, roofline
 from ...runtime import scratch
 from ...runtime.accelerator import num_gpus, properties_of
 from ...runtime.device.file import INTERFACE_FILE

@@ -6,16 +6,16 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ...graph.follow.coupling import fact_lines
+from ...graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ...graph.loss_terms import LossTerm
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Drain, Program, link_turn_of, pooled_bytes
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
-from ...passes.graph.loss_terms import LossTerm
-from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.spec import OptimizerSpec
 from ...runtime.simulate import Timeline
-from ..coupling import fact_lines
 from ..pipeline import PassRecord
 from ..plan import Plan, Prediction
 from ..search.host_memory import host_of

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ...graph.sizes.symbolic import StageExpressions, StagesAt
 from ...ir.errors import PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, Sizes, StageSpec, infer_all
 from ...ir.units import format_seconds
-from ...passes.graph.sizes.symbolic import StageExpressions, StagesAt
 from ...runtime.simulate import Timeline
 from ..batch_sizes import BatchSizes
 from ..steps import simulate_here

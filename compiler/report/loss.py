@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...passes.graph.loss_terms import LossTerm
+from ...graph.loss_terms import LossTerm
 
 _RULES = {
     "mean": "each micro-batch counts alike",

@@ -2,7 +2,7 @@
 
 A candidate is not compiled if its lower bound is no better than the best, or if it comes to the same programs as
 another. Candidates left when time is up, or nothing is left to gain, are listed as such. Time is counted by what was
-done (`passes/work.py`), so that a search ends where it would end on a machine that does nothing else.
+done (`passes/work_limit.py`), so that a search ends where it would end on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ...graph.opgraph import OpGraph
 from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
@@ -21,8 +22,7 @@ from ...ir.precision import Precision
 from ...ir.program import Program
 from ...ir.units import format_bytes, format_seconds
 from ...passes.draft import Options
-from ...passes.graph.opgraph import OpGraph
-from ...passes.work import WorkDone
+from ...passes.work_limit import WorkDone
 from ..plan import Plan, Rival
 from .bounds import machine_bound
 from .candidate import PLAIN, Candidate

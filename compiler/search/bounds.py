@@ -22,12 +22,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...graph.costs.stage_time import stage_seconds
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import Exchange, Interface, StageSpec, TensorSpec, are_alike
 from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
-from ...passes.stage_time import stage_seconds
 from ...passes.staying import staying_stages
 from ...runtime.simulate.collectives import rounds_of
 from .teams import has_experts, has_long_rows

@@ -8,11 +8,6 @@ from typing import TypeVar
 
 from ...ir import ops
 from ...passes.base import Pass
-from ...passes.graph.coarsen import Coarsen
-from ...passes.graph.forwards.interleave_forwards import InterleaveForwards
-from ...passes.graph.graph_pass import GraphPass
-from ...passes.graph.loss.chunk_loss import ChunkLoss
-from ...passes.graph.masks.drop_masks import DropMasks
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
@@ -24,6 +19,11 @@ from ...passes.optimizer.insert_optimizer import InsertOptimizer
 from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.partition import Partition
 from ...passes.partition.partition_balanced import PartitionBalanced
+from ...passes.rewrite.chunk_loss import ChunkLoss
+from ...passes.rewrite.coarsen import Coarsen
+from ...passes.rewrite.drop_masks import DropMasks
+from ...passes.rewrite.graph_pass import GraphPass
+from ...passes.rewrite.interleave_forwards import InterleaveForwards
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
 from ...passes.sharding.insert_shard import InsertShard

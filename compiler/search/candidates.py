@@ -10,7 +10,6 @@ from typing import Any
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...passes.draft import Draft
-from ...passes.graph.experts.split_experts import SplitExperts
 from ...passes.mapping.map_cross import MapCross
 from ...passes.mapping.map_replicas import MapReplicas
 from ...passes.mapping.map_round_robin import MapRoundRobin
@@ -21,6 +20,7 @@ from ...passes.partition.partition_max_stage import PartitionMaxStage
 from ...passes.partition.partition_min_stage import PartitionMinStage
 from ...passes.partition.partition_pipedream import PartitionPipedream
 from ...passes.partition_mip.partition_mip import PartitionMip, candidates
+from ...passes.rewrite.split_experts import SplitExperts
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_1f1b import Schedule1F1B
 from ...passes.schedule.schedule_pipeline import SchedulePipeline

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ...graph.opgraph import OpGraph
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT, Program
@@ -21,11 +22,6 @@ from ...ir.units import format_bytes
 from ...ir.verify import verify
 from ...passes.base import Pass, check_contracts
 from ...passes.draft import Draft, Options
-from ...passes.graph.coarsen import Coarsen
-from ...passes.graph.graph_pass import GraphPass
-from ...passes.graph.opgraph import OpGraph
-from ...passes.graph.team.split_context import SplitContext
-from ...passes.graph.team.split_width import SplitWidth
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
@@ -36,10 +32,14 @@ from ...passes.partition.layer_parts import layer_apart
 from ...passes.partition.partition import Partition
 from ...passes.partition_mip.partition_mip import PartitionMip
 from ...passes.receive_earlier import receive_earlier
+from ...passes.rewrite.coarsen import Coarsen
+from ...passes.rewrite.graph_pass import GraphPass
+from ...passes.rewrite.split_context import SplitContext
+from ...passes.rewrite.split_width import SplitWidth
 from ...passes.schedule.evaluation import evaluation_programs
 from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
-from ...passes.work import WorkDone
+from ...passes.work_limit import WorkDone
 from ...runtime.simulate import Timeline
 from ..pipeline import PassRecord, require_complete, run_passes
 from ..steps import simulate_here, step_seconds_here

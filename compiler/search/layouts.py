@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
 
+from ...graph.blocks import Block, param_spec
+from ...graph.costs.stage_time import block_seconds
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.decisions import Lanes
 from ...passes.draft import Draft
-from ...passes.graph.blocks import Block, param_spec
 from ...passes.sharding.mesh import Mesh
-from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
 
 SHARED_STAGES = 32  # stages of a lane that shares them: enough that each is a small part of a device

@@ -18,8 +18,8 @@ from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
 from ...ir.units import format_bytes, format_seconds, parse_bytes, short_bytes
 from ...passes.draft import Draft
-from ...passes.graph.experts.split_experts import SplitExperts
-from ...passes.graph.tables.split_vocabulary import SplitVocabulary
+from ...passes.rewrite.split_experts import SplitExperts
+from ...passes.rewrite.split_vocabulary import SplitVocabulary
 from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
 from .candidates import micro_batch_counts
 from .compiled import CompiledCandidate

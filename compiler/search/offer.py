@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...graph.blocks import Block
+from ...graph.opgraph import OpGraph
+from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import PenstockError
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.slower import with_slower
 from ...ir.program import Program, StageSpec
 from ...ir.units import format_seconds
 from ...passes.draft import MeasureBlocks
-from ...passes.graph.blocks import Block
-from ...passes.graph.opgraph import OpGraph
-from ...passes.stage_time import TurnSeconds
 from ..plan import Plan
 from ..steps import step_seconds_here
 from .attempts import Attempts, SearchResult, Trace, Wishes

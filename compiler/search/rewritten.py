@@ -12,8 +12,8 @@ from typing import Any
 from ...ir.machine.hardware import Hardware
 from ...passes.base import Pass
 from ...passes.draft import Draft
-from ...passes.graph.coarsen import Coarsen
-from ...passes.graph.graph_pass import GraphPass
+from ...passes.rewrite.coarsen import Coarsen
+from ...passes.rewrite.graph_pass import GraphPass
 
 PLACE = {"name", "host", "root_complex", "memory_bytes", "model_bytes"}  # of a device, and the size of its memory
 

@@ -33,17 +33,17 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
 from ...passes.draft import Draft
-from ...passes.graph.experts.split_experts import SplitExperts
-from ...passes.graph.graph_pass import GraphPass
-from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
-from ...passes.graph.recompute_pointwise import RecomputePointwise
-from ...passes.graph.tables.split_vocabulary import SplitVocabulary
-from ...passes.graph.team.split_context import SplitContext
-from ...passes.graph.team.split_width import SplitWidth
-from ...passes.graph.tokens.tile_sequence import TileSequence
 from ...passes.memory.insert_fetch import InsertFetch, is_queued
 from ...passes.memory.take_turns import sharing
 from ...passes.partition.slices import Slices
+from ...passes.rewrite.chunk_loss import ChunkLoss, worth_a_try
+from ...passes.rewrite.graph_pass import GraphPass
+from ...passes.rewrite.recompute_pointwise import RecomputePointwise
+from ...passes.rewrite.split_context import SplitContext
+from ...passes.rewrite.split_experts import SplitExperts
+from ...passes.rewrite.split_vocabulary import SplitVocabulary
+from ...passes.rewrite.split_width import SplitWidth
+from ...passes.rewrite.tile_sequence import TileSequence
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate

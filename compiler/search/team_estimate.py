@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...graph.experts.layers import ExpertLayer, find_expert_layers, is_of_rows
+from ...graph.experts.token_sums import rows_of_each
+from ...graph.opgraph import value_tensors
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...passes.draft import Draft
-from ...passes.graph.experts.layers import ExpertLayer, find_expert_layers, is_of_rows
-from ...passes.graph.experts.token_sums import rows_of_each
-from ...passes.graph.opgraph import value_tensors
 from ...passes.sharding.mesh import Mesh
 from .bounds import machine_disks
 from .layouts import NOT_UNDER, LayoutEstimator, team_layouts

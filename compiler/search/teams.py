@@ -13,15 +13,15 @@ from typing import get_args
 
 import torch
 
+from ...graph.follow.tokens import sequence_lengths
+from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...passes.decisions import By
 from ...passes.draft import Draft
-from ...passes.graph.opgraph import OpGraph
-from ...passes.graph.team.split_context import SplitContext
-from ...passes.graph.tokens.facts import sequence_lengths
+from ...passes.rewrite.split_context import SplitContext
 from ...passes.sharding.mesh import Mesh
-from ...runtime.experts.parts import part_product
+from ...runtime.experts.split_experts import part_product
 from .candidate import Candidate
 
 LONG_TOKENS = 8192  # of a row

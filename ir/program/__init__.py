@@ -45,7 +45,6 @@ from .memory import (
     takes_place,
 )
 from .order import Memory, Order, Task, build_order, find_cycle, join_orders, memory_change
-from .parts import whole_params, wrong_parts
 from .places import ArenaPlaces
 from .pools import Pools, pooled_bytes
 from .program import (
@@ -63,6 +62,7 @@ from .program import (
     values_of,
     work_of,
 )
+from .row_part import whole_params, wrong_parts
 from .shares import first_micro_batches, share_of
 from .sizes import SIZES, SizeRange, Sizes, found_sizes, sizes_of, value_of, wrong_expression
 from .stage import (

@@ -20,7 +20,7 @@ from ..errors import BatchError
 from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS, TILED_ELEMENTS
 from .flat import Segment
 from .hooks import wrong_calls
-from .parts import wrong_parts
+from .row_part import wrong_parts
 from .sizes import SIZES, SizeRange, wrong_expression
 from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TeamPart, TensorSpec, aligned
 

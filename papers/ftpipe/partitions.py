@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ...graph.costs.stage_time import block_seconds
 from ...ir.machine.hardware import Hardware
 from ...ir.units import format_bytes
-from ...passes.stage_time import block_seconds
 from ..experiments import LAYERS, OPERATORS
 from ..figures import Bars, Curves
 from ..lab import SimulatedStep, Workload

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ...graph.blocks import Block
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...passes.decisions import Activations
-from ...passes.graph.blocks import Block
 from ..lab import SimulatedStep
 from .equations import Rates
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ...ir.machine.presets import MICS_FITTED
 from .experiments import Mics
-from .parts import fig2, fig11c, fig12, fig13, fig14, fig15, gathers, traffic
+from .gains import fig2, fig11c, fig12, fig13, fig14, fig15, gathers, traffic
 from .programs import STEP_FITTED
 from .scale import fig7, fig8, fig9, fig10, huge, scaling
 

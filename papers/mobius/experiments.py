@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...compiler.strategies import STRATEGIES
+from ...graph.blocks import Block
+from ...graph.costs.stage_time import block_seconds
 from ...ir.machine.hardware import Hardware
 from ...ir.units import format_seconds
-from ...passes.graph.blocks import Block
-from ...passes.stage_time import block_seconds
 from ..experiments import Experiments, at_share, said_memory, said_products, said_traffic, sizes_table
 from ..lab import SimulatedStep, Workload
 from ..report import Finding

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from ...ir.machine.hardware import Hardware
 from ..draft import Draft
-from ..work import WorkDone
+from ..work_limit import WorkDone
 from .mapping import Mapping, equal_devices
 
 Complex = tuple[int, int]  # host, root complex
@@ -29,7 +29,7 @@ PLACED_S = 5e-7  # of work, for a device whose distance to one that is placed ch
 
 @dataclass(frozen=True)
 class MapCross(Mapping):
-    """`deadline_s`: seconds of work (`passes/work.py`) after which the best mapping found so far is taken."""
+    """`deadline_s`: seconds of work (`passes/work_limit.py`) after which the best mapping found so far is taken."""
 
     name: ClassVar[str] = "map-cross"
     deadline_s: float = DEADLINE_S

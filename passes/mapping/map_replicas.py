@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...graph.costs.stage_time import stage_seconds
 from ...ir.errors import PassError
 from ..draft import Draft
-from ..stage_time import stage_seconds
 from .mapping import Mapping
 
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ...graph.costs.stage_time import stage_seconds
+from ...graph.turn_seconds import TurnSeconds
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.ops import aligned_class, update_traffic
 from ...ir.program import Interface, Program, StageSpec, operands, persistent_bytes, profile_memory
 from ...runtime.simulate.cpu import update_s as cpu_update_s
-from ..alike import look
 from ..draft import Draft
+from ..equal_programs import look
 from ..phases import fetched_phases, phases
-from ..stage_time import TurnSeconds, stage_seconds
 from .activation_plan import Half, Item, LinkRates, Room
 from .fetch_queue import Fetches, arena_bytes
 from .insert_fetch import swap

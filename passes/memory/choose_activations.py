@@ -18,10 +18,10 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, plan_arena
 from ...ir.units import format_bytes, format_seconds
-from ..alike import once
 from ..base import Pass
 from ..decisions import Activations, MemoryName
 from ..draft import Draft
+from ..equal_programs import once
 from ..run_again import ALIKE
 from .activation_machine import Machine, machine_of
 from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, by_benefit, sweep, table

@@ -22,9 +22,9 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
 from ...runtime.simulate.costs import CostModel
-from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
+from ..equal_programs import look, once
 from ..optimizer.insert_optimizer import stepped_where
 from ..optimizer.timing import Timing, updates_of
 from ..optimizer.updates import write_updates

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from ...graph.costs.stage_time import stage_seconds
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PassError
@@ -32,11 +33,10 @@ from ...ir.program import (
     profile_memory,
     values_of,
 )
-from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
+from ..equal_programs import look, once
 from ..run_again import cheapest_again
-from ..stage_time import stage_seconds
 from .insert_fetch import Early, look_ahead, profile_swapped
 from .insert_fetch import swap as swapped
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from ...graph.blocks import Block
+from ...graph.layers import in_list, list_element
+from ...graph.opgraph import OpGraph
 from ...ir.program import RowPart
 from ..draft import Draft
-from ..graph.blocks import Block
-from ..graph.coarsen import in_list, list_element
-from ..graph.opgraph import OpGraph
 
 
 def goes_on(graph: OpGraph, before: Block, after: Block) -> bool:

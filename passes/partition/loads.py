@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ...graph.boundaries import narrowed, value_bytes
+from ...graph.costs.stage_time import MessageTimes, block_seconds
+from ...graph.opgraph import value_tensors
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..graph.boundaries import narrowed, value_bytes
-from ..graph.opgraph import value_tensors
-from ..stage_time import MessageTimes, block_seconds
 from .partition import StagesDecision
 from .slices import BlockRow, StageNeed, gradient_and_weight_bytes, needs_to_front
 

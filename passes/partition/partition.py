@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...graph.divide.exchanges import cut_at_borders
+from ...graph.stages import build_stages
 from ...ir.errors import PassError
 from ..base import Pass
 from ..draft import Draft
-from ..graph.stages import build_stages
-from ..graph.team.exchanges import cut_at_borders
 
 StagesDecision = dict[str, Any]  # {"stages": list[list[str]], "planned_for": list[int]}
 

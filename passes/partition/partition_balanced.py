@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...graph.blocks import Block
+from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError
 from ..draft import Draft
-from ..graph.blocks import Block
-from ..graph.opgraph import OpGraph
 from .layer_parts import goes_on
 from .partition import Partition, StagesDecision, asked_stages, contiguous, device_order
 from .slices import Slices

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ...graph.blocks import Block, param_spec
+from ...graph.costs.stage import Storages, storages
+from ...graph.costs.stage_time import block_seconds
+from ...graph.divide.exchanges import is_exchange, source_of, to_experts
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..graph.blocks import Block, param_spec
-from ..graph.stage_costs import Storages, storages
-from ..graph.team.exchanges import is_exchange, source_of, to_experts
-from ..stage_time import block_seconds
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..work import WorkDone
+from ..work_limit import WorkDone
 from .least_times import LeastTimes
 from .problem import MipProblem
 from .random_moves import RandomMoves
@@ -93,8 +93,8 @@ class Turns:
 
 
 class Search:
-    """`best`: (seconds, cuts) by number of stages. Stops after `most_s` of work (`passes/work.py`) or when nothing
-    helps."""
+    """`best`: (seconds, cuts) by number of stages. Stops after `most_s` of work (`passes/work_limit.py`) or when
+    nothing helps."""
 
     def __init__(self, problem: MipProblem, objective: Objective, most_s: float = math.inf):
         self.problem, self.objective, self.most_s = problem, objective, most_s

@@ -24,8 +24,8 @@ from ..partition.slices import Slices
 from .bounds import closed_form_s
 from .local_search import Cuts, Search
 from .problem import MipProblem, problem_of
+from .proof.solve import Proof, prove
 from .recurrence import contended_s, literal_s, residents
-from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
 SEARCH_SHARE = 0.35  # the most that the local search may take of the deadline
@@ -44,8 +44,8 @@ class PartitionChoice:
 @dataclass(frozen=True)
 class PartitionMip(Partition):
     """`stages`: the number of stages; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
-    `deadline_s`: seconds of work (`passes/work.py`) for search and proof together. `order`: the devices of the first
-    stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
+    `deadline_s`: seconds of work (`passes/work_limit.py`) for search and proof together. `order`: the devices of the
+    first stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
     `insert-fetch{swap=true}`, weights come from DRAM also where they could stay. `always`: for
     `insert-remat{always=true}`, every stage runs its forward again. `turns`: for `take-turns`, fetches do not share a
     root complex evenly."""

@@ -15,17 +15,18 @@ from itertools import accumulate, groupby
 
 from torch import fx
 
+from ...graph.blocks import Block, gradient_dtype
+from ...graph.boundaries import narrowed, value_bytes
+from ...graph.costs.stage import storages
+from ...graph.costs.stage_time import MessageTimes, block_seconds
+from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import PlanError
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.ops import update_traffic
 from ...ir.precision import Precision
 from ...runtime.simulate.costs import OWN_CALLS
 from ..draft import Draft
-from ..graph.blocks import Block, gradient_dtype
-from ..graph.boundaries import narrowed, value_bytes
-from ..graph.stage_costs import storages
 from ..partition.slices import Slices
-from ..stage_time import MessageTimes, TurnSeconds, block_seconds
 
 CLIPPING_SHOWS = 0.5  # of the time for clipping by several devices, the part that no update hides
 SHORT = 4  # runs of so many blocks are told apart block by block

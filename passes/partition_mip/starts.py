@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .limits import LIKE
 from .problem import MipProblem
+from .proof.limits import LIKE
 
 Cuts = tuple[int, ...]
 RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states

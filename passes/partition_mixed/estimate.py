@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...graph.costs.stage_time import MessageTimes
 from ...ir.machine.hardware import Hardware
-from ..stage_time import MessageTimes
 from .graph import NANO, BlockGraph
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ...graph.blocks import Block
+from ...graph.boundaries import narrowed, value_bytes
+from ...graph.costs.stage_time import block_seconds
+from ...graph.opgraph import OpGraph, value_tensors
 from ...ir.machine.hardware import Hardware
-from ..graph.blocks import Block
-from ..graph.boundaries import narrowed, value_bytes
-from ..graph.opgraph import OpGraph, value_tensors
-from ..stage_time import block_seconds
 
 NANO = 1e9
 

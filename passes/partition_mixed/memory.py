@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...graph.blocks import param_spec
+from ...graph.costs.stage import Storages, storages
 from ...ir.program import aligned
 from ..draft import Draft
-from ..graph.blocks import param_spec
-from ..graph.stage_costs import Storages, storages
 from .graph import BlockGraph
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ...graph.divide.exchanges import MEMBER
 from ...ir import ops
 from ...ir.program import Exchange, Program, StageSpec, TensorSpec, place_frees
-from ..graph.team.exchanges import MEMBER
 from .flow import Action, Flow, Message, Placed, Turn
 
 

@@ -6,8 +6,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from ...graph.costs.stage_time import MessageTimes, stage_seconds
 from ..draft import Draft
-from ..stage_time import MessageTimes, stage_seconds
 from .flow import Flow, Placed, StageAction, Turn
 
 Able = tuple[float, int, int, StageAction]  # when it can begin, rank among those that begin then, micro-batch

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...graph.costs.stage_time import block_seconds
 from ...ir.errors import PassError
 from ..decisions import Lanes
 from ..draft import Draft
-from ..stage_time import block_seconds
 
 
 def by_speed(draft: Draft, equal: Lanes) -> Lanes:

@@ -25,10 +25,10 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of
 from ...runtime.device.exchange import seats_of
-from ..alike import look, once
 from ..base import Pass
 from ..decisions import MemoryName, Sharding
 from ..draft import Draft
+from ..equal_programs import look, once
 from .gathering import gather_weights, peak_bytes
 from .gradient_sums import STEP, TWO_HOP
 

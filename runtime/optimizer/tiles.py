@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.precision import TILED_ELEMENTS
-from ..team import share_among
+from ..threads import share_among
 from .gradients import times_in_full
 from .importable import resolve
 from .probe import FAILURES, tiny

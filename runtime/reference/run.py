@@ -45,7 +45,7 @@ from ..optimizer.stage_optimizer import OptimizerSpec
 from ..stage.kept import Kept
 from ..stage.shards import whole_of
 from ..stage.split_backward import Rest
-from ..state.parts import whole_of_members
+from ..state.part_params import whole_of_members
 from .ops import ReferenceRuntime, Shard, Waiting, Weights, World
 from .stage import FULL, ReferenceStage
 

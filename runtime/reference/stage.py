@@ -15,7 +15,7 @@ from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from ..stage.runner import StageRunner
 from ..stage.shards import piece_of, rounding_of
-from ..state.parts import member_part
+from ..state.part_params import member_part
 
 CPU_DEVICE = torch.device("cpu")
 FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 
-from ..tiles import in_tiles
+from ..functions.tiles import in_tiles
 from . import allowed
 from .names import FileNames, is_autograd_function, refuse, shown
 

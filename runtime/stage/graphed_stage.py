@@ -18,7 +18,7 @@ from torch import Tensor
 from ...ir.errors import PlanError
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, aligned
 from ..accelerator import GpuGraph, capturing, give_back, new_pool, pools_bytes, refusing_waits
-from ..document_borders import trial
+from ..functions.document_borders import trial
 
 if TYPE_CHECKING:
     from .runner import StageRunner

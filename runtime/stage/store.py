@@ -16,7 +16,7 @@ from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
-from ..state.parts import member_part, whole_of_members
+from ..state.part_params import member_part, whole_of_members
 from .arena import allocate, masters_layout, pages, staying_layout, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...ir import ops
 from ...ir.program import Program, StageSpec
 from ..accelerator import give_back
-from ..document_borders import trial
+from ..functions.document_borders import trial
 from ..optimizer.gradients import Grads, clip_factor, speculative_factor, sum_of_squares
 from ..optimizer.spec import OptimizerSpec
 from ..optimizer.stage_optimizer import StageOptimizer

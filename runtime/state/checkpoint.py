@@ -37,7 +37,7 @@ from .manifest import (
     read_manifest,
     tensor_key,
 )
-from .parts import PartIndex, joined_rows
+from .part_params import PartIndex, joined_rows
 from .plain_json import decode, encode
 from .tensor_file import StoredTensor, TensorFile, code_of, file_bytes, write_tensors
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from penstock.codegen.file import Header, write_directory, write_file
 from penstock.compiler.capture.trace import trace
+from penstock.graph.opgraph import OpGraph
+from penstock.graph.stages import PlannedStage, build_stages
 from penstock.ir.program import Interface, Program
-from penstock.passes.graph import coarsen
-from penstock.passes.graph.opgraph import OpGraph
-from penstock.passes.graph.stages import PlannedStage, build_stages
+from penstock.passes.rewrite import coarsen
 from penstock.runtime.device.file import INTERFACE_FILE, DeviceFile, open_directory
 from penstock.runtime.source.trust import Trust
 

@@ -19,7 +19,7 @@ from penstock.compiler.job.state import whole_state
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.stage.draws import micro_batch_seed
-from penstock.runtime.state.parts import PartJoiner
+from penstock.runtime.state.part_params import PartJoiner
 from penstock.tests.zoo import without_cache, zoo
 
 # With this optimizer the momentum buffers after n steps are a weighted sum of the n gradients, so that comparing them

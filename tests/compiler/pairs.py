@@ -25,7 +25,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.slower import with_slower
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.state.parts import PartJoiner
+from penstock.runtime.state.part_params import PartJoiner
 from penstock.tests.compiler.eager_baseline import optimizer_states
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SGD, SSD, TIERS, distance, in_process, with_counts
 from penstock.tests.zoo import gpt2, llama, mixtral, qwen3, qwen3_moe

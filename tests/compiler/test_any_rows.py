@@ -10,8 +10,8 @@ import penstock
 from penstock.compiler import api
 from penstock.compiler.capture import trace as tracing
 from penstock.compiler.search import attempts
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.shown_elsewhere import slow_but
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.program import bind, team_of, work_of
 from penstock.runtime.simulate.collectives import rounds_of
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.pair_ranks import train_on_ranks
 from penstock.tests.compiler.pairs import ROWS, TOLERANCE, WAYS, Difference, Pair, by_reference, pairs
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import SEQUENCE
 
 LEAST = 60  # pairs that must train

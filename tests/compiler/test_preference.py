@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import CaptureError, PlanError
-from penstock.passes.graph.rows.facts import RowFacts
-from penstock.tests.alike import slow_but
+from penstock.graph.follow.rows import RowFacts
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 STEPS = 2

@@ -21,8 +21,8 @@ from penstock.ir.documents import Unreadable
 from penstock.ir.errors import VerifyError
 from penstock.ir.program import Interface
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.fleet_matrix import SGD, in_process, with_counts
+from penstock.tests.shown_elsewhere import slow_but
 
 MICRO_BATCHES, SEED = 4, 3
 # Gradients of a shared layer are added up per stage first: other orders of at most 6 terms in fp64.

@@ -10,14 +10,14 @@ from penstock.compiler.pipeline import parse_pipeline, pipeline_text, run_passes
 from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import PassError
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.experts.split_experts import SplitExperts
-from penstock.passes.graph.recompute_pointwise import RecomputePointwise
-from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
-from penstock.passes.graph.team.split_context import SplitContext
-from penstock.passes.graph.team.split_width import SplitWidth
-from penstock.passes.graph.tokens.tile_sequence import TileSequence
 from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
+from penstock.passes.rewrite.split_context import SplitContext
+from penstock.passes.rewrite.split_experts import SplitExperts
+from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
+from penstock.passes.rewrite.split_width import SplitWidth
+from penstock.passes.rewrite.tile_sequence import TileSequence
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
 

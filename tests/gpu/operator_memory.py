@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.runtime.document_borders import attend_in_borders, side_by_side
+from penstock.runtime.functions.document_borders import attend_in_borders, side_by_side
 
 HOST_CODE_ONLY = {"FAKECUDA_TORCH": "", "FAKECUDA_STRICT": "0", "FAKECUDA_POISON": "0", "FAKECUDA_DELAY_US": "0"}
 aten = torch.ops.aten

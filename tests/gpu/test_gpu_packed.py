@@ -14,11 +14,11 @@ from torch import Tensor
 
 import penstock
 from penstock.bench.peers import parity
+from penstock.graph.masks.forms import DocumentBorders
 from penstock.ir.errors import BatchError
-from penstock.passes.decisions import DocumentBorders
 from penstock.runtime import functions
-from penstock.runtime.document_borders import attend_in_borders
 from penstock.runtime.functions import document_borders, packed_attention
+from penstock.runtime.functions.document_borders import attend_in_borders
 from penstock.tests.compiler.job.test_packed_job import flattened
 from penstock.tests.gpu.rehearsal import DEVICE, compiled, exact, on_gpu, only_on_gpu
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo

@@ -13,7 +13,7 @@ from penstock.compiler.profile.cache import ProfileCache
 from penstock.compiler.profile.profile import Profiler, parts_here
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
-from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.gpu.rehearsal import on_gpu
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.zoo import token_batch, zoo

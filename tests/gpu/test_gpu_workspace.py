@@ -1,4 +1,4 @@
-"""The rules of `passes/graph/workspace` against what torch's own code takes from the caching allocator.
+"""The rules of `graph/operators/workspace` against what torch's own code takes from the caching allocator.
 
 Within these bounds: the allocator hands out blocks of up to 1 MiB more than was asked for, two of them for a call; a
 rule is at most a quarter too large where the call holds more than some MiB.
@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.passes.graph.workspace import attention
-from penstock.passes.graph.workspace.call import GpuSize, rounded
-from penstock.passes.graph.workspace.table import workspace_bytes
+from penstock.graph.operators.workspace import attention
+from penstock.graph.operators.workspace.call import GpuSize, rounded
+from penstock.graph.operators.workspace.table import workspace_bytes
 from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS, PACKED
 from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
 

@@ -22,8 +22,8 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.ir import ops
 from penstock.ir.program import work_of
 from penstock.tests.gpu.rehearsal import DEVICE, batches, model_of
-from penstock.tests.passes.graph.team.mixtures import TOP, WIDTH, LowExperts, LowExpertsApart, Mixture
-from penstock.tests.passes.graph.team.sequences import batches_of
+from penstock.tests.graph.divide.mixtures import TOP, WIDTH, LowExperts, LowExpertsApart, Mixture
+from penstock.tests.graph.divide.sequences import batches_of
 from penstock.tests.passes.running import joined
 
 RESIDENT, SWAPPED = "1GB", "1050kB"

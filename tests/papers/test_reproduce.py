@@ -31,7 +31,7 @@ from penstock.papers.report import (
 )
 from penstock.papers.table import AGREES, AT_LEAST_ONE, DIFFERS, FigureRow, FigureTable
 from penstock.papers.tally import Tally, marked, tally, without_finding
-from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.simulate import Span, Timeline
 
 GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from penstock.codegen.file import Header, write_directory, write_file
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.check.eager import Seeded
+from penstock.graph.blocks import Block
+from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, parse_program, print_program
 from penstock.ir.verify import verify
 from penstock.passes.base import Pass
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.blocks import Block
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.device.file import INTERFACE_FILE, open_directory
 from penstock.runtime.modules import Stage as StageModule

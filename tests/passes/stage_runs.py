@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from penstock.graph.stages import PlannedStage
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
-from penstock.passes.graph.stages import PlannedStage
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import all_passes, apply, draft_of, generated
 

@@ -10,12 +10,12 @@ from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.base import Pass, check_contracts
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of
 

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.strategies import PASSES
+from penstock.graph.blocks import Block
+from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.blocks import Block
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.mapping.mapping import Mapping
 from penstock.passes.memory.insert_fetch import InsertFetch
@@ -31,6 +30,7 @@ from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition import Partition
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule import Schedule
 from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.tests.passes.running import assert_trains_like_eager

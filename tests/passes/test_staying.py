@@ -19,9 +19,9 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.staying import kept_bytes, staying_stages
-from penstock.tests.alike import slow_but
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import Chain, apply, draft_of, text_of, to_schedule
+from penstock.tests.shown_elsewhere import slow_but
 
 
 def frozen_but(what: str, memory: str = "8MB", **options: object) -> Draft:

@@ -16,9 +16,8 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.evaluation import evaluation_programs
-from penstock.tests.alike import ALIKE, slow_but
 from penstock.tests.passes.running import (
     Chain,
     all_passes,
@@ -31,6 +30,7 @@ from penstock.tests.passes.running import (
     traced,
     traced_model,
 )
+from penstock.tests.shown_elsewhere import ALIKE, slow_but
 from penstock.tests.zoo import handwritten_zoo, token_batch, transformers_zoo, zoo
 
 # A tied weight's gradients are added per stage first, a value with several readers gets its gradients added in another

@@ -20,8 +20,8 @@ from typing import Any
 
 from ...compiler.report.page.write import shared_script
 from ..listener import Listener, OfferRecord, RunFacts, StepRecord
-from .facts import facts
 from .place import listen
+from .plain import facts
 from .state import RunState
 
 PAGE = Path(__file__).with_name("page.html")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
+from penstock.graph.opgraph import is_check
 from penstock.ir.errors import CaptureError, WorkerError
-from penstock.passes.graph.opgraph import is_check
 
 
 class Checked(nn.Module):

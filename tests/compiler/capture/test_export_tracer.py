@@ -13,8 +13,8 @@ from zoo import zoo
 
 import penstock
 from penstock.compiler.capture.trace import trace
+from penstock.graph.opgraph import is_mode_switch
 from penstock.ir.errors import CaptureError
-from penstock.passes.graph.opgraph import is_mode_switch
 
 FAST = {"gpt2", "in_place", "lstm"}
 NAMES = sorted(set(zoo()) - {"custom_function", "mixtral"})  # mixtral's default experts hold a custom function too

@@ -12,7 +12,7 @@ from zoo import token_batch, zoo
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
-from penstock.tests.alike import KINDS, slow_but
+from penstock.tests.shown_elsewhere import KINDS, slow_but
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ScaledGradient, zoo
 
 from penstock.compiler.capture.trace import trace
-from penstock.passes.graph.opgraph import is_mode_switch
+from penstock.graph.opgraph import is_mode_switch
 
 
 class Model(nn.Module):

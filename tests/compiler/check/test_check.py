@@ -13,9 +13,9 @@ from torch import nn
 import penstock
 from penstock.compiler.check.check import CheckReport, check
 from penstock.compiler.job.job import Job
-from penstock.compiler.loss.rules import captured
-from penstock.passes.graph.opgraph import OpGraph
-from penstock.tests.alike import slow_but
+from penstock.compiler.loss import captured
+from penstock.graph.opgraph import OpGraph
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")

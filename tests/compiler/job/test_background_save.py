@@ -20,13 +20,13 @@ from penstock.ir.errors import CheckpointError, NoRoomForCopy, WorkerError
 from penstock.runtime.processes.local import LocalWorkers
 from penstock.runtime.state import checkpoint
 from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job import ssd_jobs
 from penstock.tests.compiler.job.agents import agents
 from penstock.tests.compiler.job.held_writer import HeldWriter, saved
 from penstock.tests.compiler.job.test_job_state import FOUR, TWO, batches, job_of
 from penstock.tests.runtime.ssd.on_disk import directories
+from penstock.tests.shown_elsewhere import slow_but
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import penstock
 from penstock.compiler.check.check import check
 from penstock.errors import CaptureError, PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
-from penstock.tests.alike import slow_but
+from penstock.tests.shown_elsewhere import slow_but
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
 TOLERANCE = 1e-6  # fp32: sums of micro-batches in another order, three steps of size 0.5 on weights of size 1

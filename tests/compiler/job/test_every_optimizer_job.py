@@ -14,7 +14,6 @@ from penstock.ir import ops
 from penstock.ir.program import Program, work_of
 from penstock.runtime.measure.temporaries import step_bytes
 from penstock.runtime.optimizer.spec import OptimizerSpec
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job.every_optimizer_job import (
     STRATEGIES,
@@ -27,6 +26,7 @@ from penstock.tests.compiler.job.every_optimizer_job import (
 )
 from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER
 from penstock.tests.runtime.ssd.on_disk import directories
+from penstock.tests.shown_elsewhere import slow_but
 
 MUON = partial(torch.optim.Muon, lr=0.02, weight_decay=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, foreach=True)

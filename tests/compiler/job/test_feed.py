@@ -16,8 +16,8 @@ from penstock.compiler.job.feed import PART, WHOLE, Feed
 from penstock.ir.errors import BatchError, CheckpointError, PlanError
 from penstock.ir.program import Interface
 from penstock.runtime.processes.local import worker_environment
-from penstock.tests.compiler.job import fed_by_parts
-from penstock.tests.compiler.job.fed_by_parts import BATCH, Net, Samples, compiled, train
+from penstock.tests.compiler.job import fed_by_rank as fed_by_parts
+from penstock.tests.compiler.job.fed_by_rank import BATCH, Net, Samples, compiled, train
 
 
 def torchrun(ranks: int, folder: Path, steps: int, *words: str) -> list[dict[str, Any]]:

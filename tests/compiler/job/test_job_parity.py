@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.shown_elsewhere import slow_but
 
 # Stages in a chain add up in eager's order: bit for bit. Where a tensor or a tied weight feeds several stages, its
 # gradient is a sum of the same few terms in another order: each addition rounds by at most 2^-24 of the running sum,

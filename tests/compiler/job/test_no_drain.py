@@ -15,7 +15,6 @@ from penstock.compiler.steps import drain_here
 from penstock.ir.errors import WorkerError
 from penstock.ir.program import Drain
 from penstock.runtime.stage.store import StageStore
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import (
     MICRO_BATCHES,
     SGD,
@@ -25,6 +24,7 @@ from penstock.tests.compiler.eager_baseline import (
     zoo_case,
 )
 from penstock.tests.compiler.job.ssd_jobs import in_dram, job_of, on_ssd, trained
+from penstock.tests.shown_elsewhere import slow_but
 
 REORDERED = 5e-6  # see test_job_parity.py: gpt2 ties its table
 

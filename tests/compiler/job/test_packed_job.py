@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.job.batch import flatten
 from penstock.compiler.job.job import Job
+from penstock.graph.masks.forms import DocumentBorders
 from penstock.ir.errors import BatchError, CaptureError, PlanError
-from penstock.passes.decisions import DocumentBorders
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler
 
 import penstock
 from penstock.errors import PlanError
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
+from penstock.tests.shown_elsewhere import slow_but
 
 MICRO_BATCHES = 4
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from penstock.compiler.job.sampler import LASTS, RankSampler, SampleOrder, lane_rows
 from penstock.ir.errors import CheckpointError, PlanError
 from penstock.ir.program import Interface
-from penstock.tests.alike import slow_but
+from penstock.tests.shown_elsewhere import slow_but
 
 
 def ranks_of(num_samples: int, batch: int, lanes: int, last: str, **more: int) -> list[RankSampler]:

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.runtime.state import durable
 from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job.killed_runs import KilledRuns
 from penstock.tests.compiler.job.test_job_state import job_of
+from penstock.tests.shown_elsewhere import slow_but
 
 # Writing goes in small pieces, so that a kill finds it at work; each write says where it is.
 SCRIPT = """

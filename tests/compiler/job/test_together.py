@@ -20,7 +20,7 @@ from penstock.ir.errors import DoesNotFit, HardwareError, PassError, PlanError, 
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.joint_hardware import combine
 from penstock.runtime.processes.rows import Member
-from penstock.tests.compiler.job.fed_by_parts import Net
+from penstock.tests.compiler.job.fed_by_rank import Net
 
 MEMBERS = [
     Member(rank, str(rank), str(rank // 2), f"host{rank // 2}", 100 + rank, 0.0, "10.0.0.1") for rank in range(4)

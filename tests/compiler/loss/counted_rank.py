@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.tests.compiler.job.fed_by_parts import STRATEGIES
+from penstock.tests.compiler.job.fed_by_rank import STRATEGIES
 from penstock.tests.compiler.loss.rules import Loss, class_weights, rows
 from penstock.tests.compiler.loss.whole_batch import PLAIN
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.compiler.profile.cache import EntryKey, ProfileCache, default_directory
+from penstock.graph.turn_seconds import TurnSeconds
 from penstock.ir.errors import PlanError
-from penstock.passes.stage_time import TurnSeconds
 
 KEY = EntryKey("0123456789abcdef", "a CPU, 1 threads", "fp32", "2.13.0")
 SECONDS = TurnSeconds(0.001, 0.002, 0.003)

@@ -17,13 +17,13 @@ from penstock.cli.main import main
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.profile import profile
 from penstock.compiler.profile.cache import ProfileCache
+from penstock.graph.blocks import Block
+from penstock.graph.opgraph import OpGraph
+from penstock.graph.profile import BlockSample, distinct
+from penstock.graph.turn_seconds import TurnSeconds
 from penstock.ir.errors import DoesNotFit, HardwareError, PlanError
 from penstock.ir.machine.hardware import Hardware
-from penstock.passes.graph.blocks import Block
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.opgraph import OpGraph
-from penstock.passes.graph.profile import BlockSample, distinct
-from penstock.passes.stage_time import TurnSeconds
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.passes.running import apply, draft_of, traced
 

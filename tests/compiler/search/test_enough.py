@@ -12,7 +12,7 @@ import penstock
 from penstock.compiler.search import attempts
 from penstock.compiler.search.trial import Skipped
 from penstock.ir.errors import PlanError
-from penstock.passes.work import WorkDone
+from penstock.passes.work_limit import WorkDone
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 
 

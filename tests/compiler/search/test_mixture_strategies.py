@@ -16,7 +16,7 @@ from penstock.compiler.search.candidate import Candidate
 from penstock.compiler.search.search import search
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
-from penstock.tests.passes.graph.team.mixtures import Mixture
+from penstock.tests.graph.divide.mixtures import Mixture
 
 SHAPES = {"qwen3-30b-a3b": {}, "mixtral-8x7b": {}, "deepseek-v3": {"ssd": "8x4TB"}}
 MACHINES = {"rtx3090x8": {"dram": "1TB"}, "a100-80gbx8": {}, "h100x8": {}}

@@ -9,10 +9,10 @@ from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.candidates import has_few_blocks, numbers_near
 from penstock.compiler.search.search import Sweep
 from penstock.ir.machine.hardware import Hardware
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.partition.partition_min_stage import PartitionMinStage
 from penstock.passes.partition_mip.partition_mip import PartitionMip
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, chain, draft_of
 
 EXCHANGED = ["computed_again", "other_tiles", "other_losses", "other_numbers"]

@@ -11,12 +11,13 @@ from torch import nn
 import penstock
 from penstock.compiler.search.candidate import PLAIN
 from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.graph.layers import find_blocks
+from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.coarsen import Coarsen, find_blocks
-from penstock.passes.graph.loss.chunk_loss import ChunkLoss
-from penstock.passes.graph.opgraph import OpGraph
-from penstock.passes.graph.recompute_pointwise import RecomputePointwise
+from penstock.passes.rewrite.chunk_loss import ChunkLoss
+from penstock.passes.rewrite.coarsen import Coarsen
+from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.tests.passes.running import traced_model
 
 

@@ -29,8 +29,8 @@ from penstock.compiler.search.trial import why_not
 from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.passes.sharding.insert_shard import InsertShard
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case

@@ -16,7 +16,7 @@ from penstock.compiler.search.team_estimate import TeamEstimator, every_layout
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Options
 from penstock.passes.sharding.mesh import Mesh
-from penstock.tests.passes.graph.team.mixtures import WIDTH, Mixture
+from penstock.tests.graph.divide.mixtures import WIDTH, Mixture
 from penstock.tests.passes.running import traced_model
 
 ROWS, TOKENS = 4, 16

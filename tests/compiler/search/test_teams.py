@@ -14,8 +14,8 @@ import penstock
 from penstock.compiler.search.teams import LONG_TOKENS, team_meshes
 from penstock.passes.decisions import TokenSplit
 from penstock.passes.sharding.mesh import Mesh
-from penstock.tests.passes.graph.team.mixtures import Mixture
-from penstock.tests.passes.graph.team.sequences import WIDTH, WORDS, Layer
+from penstock.tests.graph.divide.mixtures import Mixture
+from penstock.tests.graph.divide.sequences import WIDTH, WORDS, Layer
 
 
 class Long(nn.Module):

@@ -11,7 +11,6 @@ from transformers import BertForSequenceClassification, EarlyStoppingCallback, S
 
 from penstock.integrations.transformers import PenstockSeq2SeqTrainer, PenstockTrainer
 from penstock.integrations.transformers.batches import longest_rows
-from penstock.tests.alike import slow_but
 from penstock.tests.integrations.transformers.runs import (
     TOLERANCE,
     both,
@@ -24,6 +23,7 @@ from penstock.tests.integrations.transformers.runs import (
     told,
     trained,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
 

@@ -12,7 +12,6 @@ from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockDPOTrainer
 from penstock.integrations.trl.pair_loss import PAIR_LOSSES, PreferenceLoss
 from penstock.integrations.trl.pairs import as_pairs
-from penstock.tests.alike import slow_but
 from penstock.tests.integrations.trl.case import (
     TOLERANCE,
     chat_preferences,
@@ -23,6 +22,7 @@ from penstock.tests.integrations.trl.case import (
     run_of,
     told,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
 LOGGED = [*REWARDS, "logps/chosen", "logps/rejected"]

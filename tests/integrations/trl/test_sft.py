@@ -17,7 +17,6 @@ import penstock.integrations.trl
 from penstock.errors import BatchError, PlanError
 from penstock.integrations.trl import PenstockSFTTrainer
 from penstock.integrations.trl.packed import NUM_TOKENS, PackedCollator
-from penstock.tests.alike import slow_but
 from penstock.tests.integrations.trl.case import (
     TOLERANCE,
     chats,
@@ -30,6 +29,7 @@ from penstock.tests.integrations.trl.case import (
     texts,
     told,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 COMPLETION = (completions, {})
 DATA = {

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.pipeline import parse_pipeline
+from penstock.graph.opgraph import OpGraph
 from penstock.ir import ops
 from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.machine.hardware import Hardware
@@ -18,7 +19,6 @@ from penstock.ir.machine.slower import with_slower
 from penstock.ir.program import Program
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.runtime.simulate import simulate

@@ -18,7 +18,6 @@ from penstock.ir.program import profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.decisions import Activations
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.choose_activations import ChooseActivations
 from penstock.passes.memory.insert_fetch import InsertFetch
@@ -26,6 +25,7 @@ from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.partition.partition_min_stage import PartitionMinStage
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, text_of, to_schedule, traced

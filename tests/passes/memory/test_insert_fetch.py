@@ -12,7 +12,6 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, plan_arena, profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepened, live_bytes
 from penstock.passes.memory.insert_fetch import InsertFetch, fetch_weights, fetches_of, look_ahead, profile_swapped
@@ -20,6 +19,7 @@ from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.partition_min_stage import PartitionMinStage
 from penstock.passes.phases import fetched_phases, phases
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden

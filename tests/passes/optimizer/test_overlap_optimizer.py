@@ -19,7 +19,6 @@ from penstock.ir.verify import verify
 from penstock.passes.base import Pass
 from penstock.passes.decisions import OnSsd
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
@@ -36,6 +35,7 @@ from penstock.passes.optimizer.overlap_optimizer import (
 from penstock.passes.optimizer.timing import UNCLIPPED, Timing, updates_of
 from penstock.passes.optimizer.updates import slots, write_updates
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_1f1b import Schedule1F1B
 from penstock.passes.sharding.mesh import Mesh
 from penstock.runtime.simulate import simulate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.ir.machine.hardware import Hardware
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.slices import Slices
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, chain, draft_of, traced
 
 

@@ -9,11 +9,11 @@ from torch import nn
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition_acyclic import PartitionAcyclic, _Greedy, _start
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.partition.slices import Slices
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.partition.test_partition_max_stage import draft_on
 from penstock.tests.passes.running import apply, chain, draft_of, traced, traced_model
 

@@ -14,13 +14,13 @@ from penstock.ir.errors import DoesNotFit, PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.ops import DEVICE
 from penstock.ir.program import profile_memory
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.experts.split_experts import SplitExperts
-from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.partition.layer_parts import layer_apart
 from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
 from penstock.passes.partition.slices import Slices
+from penstock.passes.rewrite.coarsen import Coarsen
+from penstock.passes.rewrite.split_experts import SplitExperts
+from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, traced
 

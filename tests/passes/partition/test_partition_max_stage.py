@@ -7,9 +7,9 @@ import pytest
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition_max_stage import PartitionMaxStage
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, chain, draft_of
 
 

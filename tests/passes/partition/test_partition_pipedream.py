@@ -9,10 +9,10 @@ import pytest
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition_pipedream import PartitionPipedream
 from penstock.passes.partition.slices import Slices
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, chain, draft_of, traced
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.passes.partition_mip.bounds import closed_form_s
 from penstock.passes.partition_mip.local_search import Objective, Search
-from penstock.passes.partition_mip.model import MOST_RUNS
 from penstock.passes.partition_mip.problem import MipProblem
+from penstock.passes.partition_mip.proof.model import MOST_RUNS
+from penstock.passes.partition_mip.proof.solve import prove
 from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s
-from penstock.passes.partition_mip.solve import prove
 from penstock.passes.partition_mip.starts import Cuts, starts
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
 

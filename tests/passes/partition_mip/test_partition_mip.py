@@ -14,20 +14,20 @@ import torch
 
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.models.named import find_model
+from penstock.graph.blocks import Block
+from penstock.graph.opgraph import OpGraph
+from penstock.graph.turn_seconds import TurnSeconds
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.blocks import Block
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
-from penstock.passes.partition_mip import model as mip_model
 from penstock.passes.partition_mip.partition_mip import PartitionMip, candidates
+from penstock.passes.partition_mip.proof import model as mip_model
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
-from penstock.passes.stage_time import TurnSeconds
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, traced
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.limits import BlockLimits
-from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
+from penstock.passes.partition_mip.proof.limits import BlockLimits
+from penstock.passes.partition_mip.proof.model import CountModel
 from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s, residents
 from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
 

@@ -16,7 +16,6 @@ from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.passes.schedule.schedule_1f1b import Schedule1F1B
 from penstock.runtime.simulate import simulate
-from penstock.tests.alike import slow_but
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import (
     apply,
@@ -28,6 +27,7 @@ from penstock.tests.passes.running import (
     to_schedule,
     traced,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 
 def one_forward_one_backward(stages: int = 0) -> list:

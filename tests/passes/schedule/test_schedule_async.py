@@ -18,9 +18,9 @@ from penstock.ir.program import Program, homes_of, profile_memory
 from penstock.ir.verify.asynchronous import readings
 from penstock.passes.decisions import Lanes
 from penstock.passes.draft import Draft
-from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.passes.sharding.mesh import Mesh
 from penstock.runtime.reference.run import Reference

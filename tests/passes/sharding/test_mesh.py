@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.compiler.pipeline import parse_pipeline
+from penstock.graph.opgraph import OpGraph
 from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
@@ -14,7 +15,6 @@ from penstock.ir.program import persistent_bytes, profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.decisions import Lanes
 from penstock.passes.draft import Draft
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.passes.sharding.insert_shard import InsertShard
 from penstock.passes.sharding.mesh import Mesh

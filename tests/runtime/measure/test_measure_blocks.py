@@ -13,9 +13,9 @@ import torch
 
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.profile.profile import write_samples
+from penstock.graph.profile import distinct, samples
 from penstock.ir.program import Interface
-from penstock.passes.graph.coarsen import Coarsen
-from penstock.passes.graph.profile import distinct, samples
+from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.device.file import open_device_file
 from penstock.runtime.measure import blocks as measure_blocks
 from penstock.runtime.source.trust import OWN

@@ -16,9 +16,9 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import PlanError
 from penstock.runtime.state.pretrained import save_pretrained
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import SGD
 from penstock.tests.runtime.state.test_pretrained import assert_loads, bert, gpt2, llama, on_meta, stages_of
+from penstock.tests.shown_elsewhere import slow_but
 
 IDS = torch.arange(16).view(4, 4)
 

@@ -15,9 +15,9 @@ from zoo import zoo
 from penstock.compiler.any_rows import any_rows
 from penstock.compiler.capture.rows.sizes import OtherTrace
 from penstock.compiler.capture.trace import trace
+from penstock.graph.opgraph import OpGraph
 from penstock.ir.errors import CaptureError
-from penstock.passes.graph.opgraph import OpGraph
-from penstock.tests.alike import slow_but
+from penstock.tests.shown_elsewhere import slow_but
 
 FAMILIES = ["gpt2", "llama", "mixtral", "bert", "vit", "wide_resnet", "in_place", "lstm", "encoder"]
 META = ("val", "alias_of", "mutates", "source", "module_path", "module_call", "random", "draw", "no_grad", "autocast")

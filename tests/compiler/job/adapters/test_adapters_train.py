@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import penstock
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import Eager, assert_close, assert_same_states
 from penstock.tests.compiler.job.adapters.adapted_models import (
     BATCH,
@@ -20,6 +19,7 @@ from penstock.tests.compiler.job.adapters.adapted_models import (
     llama,
     lora,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 # Gradients of micro-batches are added up in eager's order, but a stage's compiled text may add the two paths of a
 # layer, its base and its adapter, in the other order: each addition rounds by at most 2^-24 of the running sum.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.errors import PlanError
 from penstock.runtime.state import durable, merged
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.job.adapters.adapted_models import (
     BATCH,
     IDS,
@@ -25,6 +24,7 @@ from penstock.tests.compiler.job.adapters.adapted_models import (
     lora,
 )
 from penstock.tests.runtime.state.test_pretrained import on_meta
+from penstock.tests.shown_elsewhere import slow_but
 
 # W x + B (A x) and (W + B A) x differ by the rounding of fp32 in the sum and in the product B A: 2^-24 of the largest
 # term each, over 2 layers with rows of 64.

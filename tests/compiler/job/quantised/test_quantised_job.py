@@ -17,7 +17,6 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.errors import CheckpointError, PlanError
 from penstock.runtime.quantised import libraries
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.job.quantised.models import (
     LAYERS,
     QUANTISATIONS,
@@ -31,6 +30,7 @@ from penstock.tests.compiler.job.quantised.models import (
     trained_params,
     write_whole,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
 import penstock
 from penstock.errors import CheckpointError, PlanError
-from penstock.tests.alike import slow_but
 from penstock.tests.compiler.job.quantised.models import (
     SGD,
     STEPS,
@@ -34,6 +33,7 @@ from penstock.tests.compiler.job.quantised.models import (
     trained_params,
     write_whole,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 CONFIGS = {
     "float8": Float8WeightOnlyConfig(),

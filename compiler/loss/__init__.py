@@ -1,1 +1,0 @@
-"""The loss of a step: its terms, and what the whole batch counts for each of them."""

@@ -1,0 +1,242 @@
+"""Basic blocks: runs of consecutive op-graph nodes that are planned, measured and printed as one.
+
+A block holds nodes in recorded order. Nodes that depend on nothing but the batch and constants (masks, position ids,
+rotary tables) belong to no block: every stage that uses them computes them anew instead of receiving them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..ir.machine.call_mix import NO_CALLS, CallMix
+from ..ir.program import ParamSpec
+from ..ir.tiles import mark_of
+from .opgraph import OpGraph, is_mode_switch, value_tensors
+from .sizes.named import shown
+from .turn_seconds import TurnSeconds
+
+
+@dataclass(frozen=True)
+class CostlyCall:
+    """One costly call in a block's forward, as a class of saved tensors; see `saved_classes`."""
+
+    node: int  # index of the block's node that makes the call
+    bytes: int  # bytes of the call's output
+    flops: float
+    is_saved: bool  # its output is part of the block's `kept_bytes`
+    can_be_kept: bool  # the output is not changed in place, and a forward without gradients makes the same call
+
+
+@dataclass(frozen=True)
+class AgainCost:
+    """What it costs to run forward again without what only the first one needs (`first_only`), or without results of
+    parts in tiles, which backward computes itself."""
+
+    flops: float
+    traffic_bytes: float
+    mix: CallMix
+    launches: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What one forward and one backward of a block on one micro-batch cost, as `costs.measure` finds it."""
+
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    forward_traffic_bytes: float = 0.0
+    backward_traffic_bytes: float = 0.0
+    forward_mix: CallMix = NO_CALLS  # the calls behind these sums
+    backward_mix: CallMix = NO_CALLS
+    kept_bytes: int = 0  # saved for backward, without parameters and without inputs
+    saved_inputs: tuple[bool, ...] = ()  # per input of the block: does backward need it?
+    saved_outputs: tuple[bool, ...] = ()  # per output: is it part of kept_bytes?
+    forward_peak_bytes: int = 0  # the most that lives at once in forward, saved tensors and outputs included
+    light_peak_bytes: int = 0  # the same without gradients
+    backward_peak_bytes: int = 0  # the most that backward adds to what forward left, less what it has freed of that
+    launches: int = 0  # aten calls in forward
+    calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
+    again: AgainCost | None = None  # where running forward again can be less than forward
+    unread: AgainCost | None = None  # of it, where nothing reads the results of its parts in tiles that end it
+    uncounted: tuple[str, ...] = ()  # operators whose workspace on a GPU is not known, and not in the peaks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of nodes. `inputs` and `outputs` are nodes of other blocks, shared nodes or placeholders."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    hash: str = ""
+    inputs: tuple[fx.Node, ...] = ()
+    outputs: tuple[fx.Node, ...] = ()
+    param_bytes: int = 0  # in the dtype of the computation, each parameter once
+    cost: BlockCost = field(default_factory=BlockCost)
+    seconds: Mapping[str, TurnSeconds] = field(default_factory=dict)  # by device name, where it was measured
+    layer: str = ""  # the layer that an operator belongs to
+
+    def with_cost(self, cost: BlockCost) -> Block:
+        return replace(self, cost=cost)
+
+
+def compute_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which the step computes with a parameter."""
+    if graph.param_dtype is not None and parameter.is_floating_point():
+        return graph.param_dtype
+    return parameter.dtype
+
+
+def gradient_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradients are added up."""
+    dtype = compute_dtype(graph, parameter)
+    return graph.sum_dtype if graph.sum_dtype is not None and dtype == graph.param_dtype else dtype
+
+
+def param_spec(graph: OpGraph, name: str, parameter: torch.Tensor) -> ParamSpec:
+    """A parameter as programs know it, without hooks and owners."""
+    kinds = (compute_dtype(graph, parameter), gradient_dtype(graph, parameter))
+    kind, sums = (str(dtype).removeprefix("torch.") for dtype in kinds)
+    part = graph.parts[name].part if name in graph.parts else None
+    return ParamSpec(name, tuple(parameter.shape), kind, parameter.requires_grad, part=part, sum_dtype=sums)
+
+
+def shared_nodes(graph: OpGraph) -> set[fx.Node]:
+    """Nodes that depend only on the batch and constants: no parameter, no gradient, no randomness, no written buffer.
+
+    A node that shares storage with something written by an unshared node is unshared too.
+    """
+    written = {name for node in graph.nodes for name in node.meta.get("updates_buffers", ())}
+    parameters = graph.parameters()
+    shared: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output" or is_mode_switch(node):
+            continue
+        if node.op == "placeholder":
+            shared.add(node)
+        elif node.op == "get_attr":
+            if node.target not in parameters and node.target not in written:
+                shared.add(node)
+        elif all(arg in shared for arg in node.all_input_nodes) and not (
+            node.meta.get("random") or node.meta.get("updates_buffers") or graph.node_parameters(node)
+        ):
+            shared.add(node)
+    return _without_written(graph, shared)
+
+
+def _without_written(graph: OpGraph, shared: set[fx.Node]) -> set[fx.Node]:
+    """Drop shared nodes whose storage an unshared node writes, and what depends on them, until no such node is left."""
+    while True:
+        dirty = {
+            storage_root(target)
+            for node in graph.nodes
+            if node not in shared
+            for target in node.meta.get("mutates", ())
+        }
+        bad = {n for n in shared if n.op != "placeholder" and storage_root(n) in dirty}
+        for node in graph.nodes:
+            if node in shared and any(arg in bad for arg in node.all_input_nodes):
+                bad.add(node)
+        if not bad:
+            return shared
+        shared = shared - bad
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The first node of the chain of views and in-place results that `node` is one of."""
+    while node.meta.get("alias_of") is not None:
+        node = node.meta["alias_of"]
+    return node
+
+
+def node_inputs(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes outside `nodes` that `nodes` read, in order of first use."""
+    inside = set(nodes)
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            if arg not in inside:
+                found.setdefault(arg)
+    return list(found)
+
+
+def node_outputs(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool] = lambda user: True) -> list[fx.Node]:
+    """The nodes of `nodes` that a `wanted` user outside reads, in order."""
+    inside = set(nodes)
+    return [n for n in nodes if any(user not in inside and wanted(user) for user in n.users)]
+
+
+def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], inputs: list[fx.Node]) -> str:
+    """A hash that is equal for blocks that do the same computation on the same shapes under the same local names."""
+    name = name.partition("#")[0]
+    number: dict[fx.Node, str] = {n: f"in{i}" for i, n in enumerate(inputs)}
+    text = [f"{number[n]} {_signature(n.meta.get('val'))}" for n in inputs]
+    for i, node in enumerate(nodes):
+        number[node] = f"v{i}"
+        target = _target(graph, name, node)
+        args = shown(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
+        in_evaluation = (node.meta.get("eval_args"), node.meta.get("eval_kwargs"))
+        evaluation = shown(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
+        flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"), *_tile(node))
+        path = _local(name, node.meta.get("module_path", ""))
+        text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
+    outside = [number[n] for n in node_outputs(nodes)]
+    text.append(f"out {outside}")
+    if graph.sum_dtype is not None:
+        text.append(f"sums {graph.sum_dtype}")
+    if graph.pointwise_again:
+        text.append("pointwise again")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _tile(node: fx.Node) -> tuple[Any, ...]:
+    mark = mark_of(node)
+    return () if mark is None else (mark.part.rpartition("/")[2], mark.tokens, mark.dims, mark.result)
+
+
+class _Name(str):
+    """A string that prints without quotes inside argument tuples."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _local(block: str, path: str) -> str:
+    return path[len(block) + 1 :] if block and (path == block or path.startswith(block + ".")) else path
+
+
+def _target(graph: OpGraph, block: str, node: fx.Node) -> str:
+    if node.op == "call_module":
+        leaf = graph.module.get_submodule(str(node.target))
+        held = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
+        tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held]
+        return f"{_local(block, str(node.target))} {leaf!r} {_settings(leaf)} {tensors}"
+    if node.op == "get_attr":
+        trained = [(p.requires_grad,) for p in graph.node_parameters(node).values()]
+        return f"{_local(block, str(node.target))} {trained}"
+    if isinstance(node.target, str):
+        return node.target
+    owner = getattr(node.target, "__self__", None)  # the class of a custom autograd function
+    name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', node.target)}"
+    return f"{name} of {owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else name
+
+
+def _settings(leaf: nn.Module) -> list[tuple[str, Any]]:
+    """A module's plain attributes, some of which its `repr` may leave out (the heads of `nn.MultiheadAttention`)."""
+    plain = (bool, int, float, str, tuple, type(None))
+    own = [(path, key, value) for path, m in leaf.named_modules() for key, value in vars(m).items()]
+    return sorted((f"{path}.{key}", value) for path, key, value in own if isinstance(value, plain))
+
+
+def _signature(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return str([(tuple(t.shape), str(t.dtype), t.requires_grad) for t in value_tensors(value)])

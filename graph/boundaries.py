@@ -1,0 +1,67 @@
+"""What type values have between stages: on links, in DRAM, on SSD, and while they wait for a backward.
+
+Autocast leaves some activations in fp32 only because of the call that made them: a layer norm on CUDA, a sum with an
+fp32 buffer. Between stages these are cast to the low type, and back where they arrive, and so are their gradients. What
+the model itself computes in fp32 (`.float()`, `softmax(dtype=torch.float32)`, a region without autocast) stays as it
+is, and so do losses, what a head in parts leaves for one, and values without a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from ..runtime.functions.part_loss import part_statistics
+from ..runtime.functions.ring_attention import with_gradients
+from .opgraph import OpGraph
+
+CASTS = ("to", "type", "type_as", "float")  # methods by which a model asks for a type
+WIDE = (part_statistics, with_gradients)  # calls whose results are in fp32 because they add up
+
+
+def narrowed(graph: OpGraph) -> frozenset[fx.Node]:
+    """The nodes whose values have the type `graph.boundary_dtype` between stages, instead of their own."""
+    if graph.boundary_dtype is None:
+        return frozenset()
+    asked: set[fx.Node] = set()  # activations that are in fp32 because the model says so
+    found = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not (isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.requires_grad):
+            continue
+        if _asks(node) or any(arg in asked for arg in node.all_input_nodes):
+            asked.add(node)
+        elif value.dim() > 1 and node.op != "get_attr":
+            found.append(node)
+    return frozenset(found).difference(graph.outputs.values())
+
+
+def _asks(node: fx.Node) -> bool:
+    """Whether the call itself says fp32."""
+    setting = node.meta.get("autocast")
+    if setting is not None and not setting[2]:
+        return True
+    if node.target in WIDE or (node.op == "call_method" and node.target in CASTS):
+        return True
+    return any(leaf is torch.float32 for leaf in tree_leaves((node.args, node.kwargs)))
+
+
+def value_bytes(graph: OpGraph, node: fx.Node, narrow: frozenset[fx.Node]) -> int:
+    """Bytes of a node's value between stages; `narrow` has the nodes that are cast."""
+    tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+    if node in narrow and graph.boundary_dtype is not None:
+        return sum(t.numel() for t in tensors) * graph.boundary_dtype.itemsize
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def cast(graph: fx.Graph, copy: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Add to a stage's graph the cast of `copy`, which has the value of `node` in the step."""
+    made = graph.call_method("to", (copy, dtype))
+    meta: dict[str, Any] = {**node.meta, "val": node.meta["val"].to(dtype), "mutates": (), "alias_of": None}
+    for key in ("eval_args", "eval_kwargs", "updates_buffers", "draw"):
+        meta.pop(key, None)
+    made.meta = {**meta, "random": False, "autocast": None, "no_grad": False, "block": "", "block_hash": ""}
+    return made

@@ -1,0 +1,114 @@
+"""The vocabulary shared out among the members of a team: each has as many rows of a table, and of its heads' biases.
+
+In: a table of an op graph (`tables/tables.py`), and a graph in which all members have the same tokens. Out: what one
+member computes. A lookup gives the member's own rows and zeros, which the team adds up; a cross entropy with its head
+takes from each member's classes three numbers a token, which all members gather, so that no logits travel (Megatron-LM
+3, the parallel cross entropy). A table that a head ties to an embedding is one part of each member for both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+from torch import fx
+
+from ...runtime.functions import (
+    chunked_cross_entropy,
+    cross_entropy_of_parts,
+    evaluation_logits,
+    joined_members,
+    member_lookup,
+    part_statistics,
+)
+from ..blocks import compute_dtype
+from ..edit import GraphEdit
+from ..loss.chunk_head import LossChunk, chunk_head, is_large, tokens_of_chunk
+from ..opgraph import OpGraph
+from ..tables.split_table import drop_outputs
+from ..tables.tables import Head, Lookup, TokenTable, find_tables
+from .exchanges import apart, gather_alike, is_exchange, share, sum_parts
+from .member_experts import add_team_part
+
+_LOSS = ("class_weight", "ignore_index", "label_smoothing")  # what members and their sum both know of a loss
+
+
+def dividable_tables(graph: OpGraph, team: int) -> dict[str, TokenTable]:
+    """The tables by name whose rows so many members can have apart: all that reads them is lookups, and heads whose
+    logits are for a cross entropy alone, without weights of its classes."""
+    tables = find_tables(graph)
+    return {name: table for name, table in tables.items() if not refusal(table, team)}
+
+
+def refusal(table: TokenTable, team: int) -> str:
+    """Why a table stays whole; empty where it can be divided."""
+    if table.refusal:
+        return table.refusal
+    if table.rows % team:
+        return f"it has {table.rows} rows, which {team} members cannot share evenly"
+    for head in table.heads:
+        weight = head.loss.class_weight if head.loss is not None else _given(head).get("class_weight")
+        if weight is not None:
+            return "the loss has weights of its classes"
+        if head.loss is None and head.node.target not in (chunked_cross_entropy, evaluation_logits):
+            return f"{head.node.meta.get('source') or head.node.name} needs whole logits"
+    return ""
+
+
+def divide_table(graph: OpGraph, name: str, member: fx.Node, team: int, room_bytes: int) -> None:
+    """Let a member compute its rows' share of a table. `member`: the input with its number; `room_bytes`: of a device,
+    for logits in chunks."""
+    for head in find_tables(graph)[name].heads:
+        if head.loss is not None:
+            chunk = head.loss.num_tokens
+            if is_large(head.loss, team * room_bytes):
+                chunk = min(chunk, team * tokens_of_chunk(head.loss, room_bytes))
+            chunk_head(graph, head.loss, LossChunk(tokens=chunk, logits=False))
+    table = find_tables(graph)[name]
+    parameters = graph.parameters()
+    parts = {whole: add_team_part(graph, whole, parameters[whole], 0, team) for whole in (name, *table.biases)}
+    for lookup in table.lookups:
+        _look_up(graph, lookup, parts[name], member, team)
+    for head in table.heads:
+        if head.node.target is evaluation_logits:
+            drop_outputs(graph, head.node)
+        else:
+            _lose(graph, head, table, parts, member, team)
+
+
+def _given(head: Head) -> dict[str, Any]:
+    if head.node.target is not chunked_cross_entropy:
+        return {}
+    return dict(inspect.signature(chunked_cross_entropy).bind(*head.node.args, **head.node.kwargs).arguments)
+
+
+def _read(edit: GraphEdit, part: str) -> fx.Node:
+    tensor = edit.graph.parts[part].tensor
+    return edit.parameter(part, tensor, compute_dtype(edit.graph, tensor))
+
+
+def _look_up(graph: OpGraph, lookup: Lookup, part: str, member: fx.Node, team: int) -> None:
+    edit = GraphEdit(graph, lookup.node)
+    padding = () if lookup.padding_idx is None else (lookup.padding_idx,)
+    found = edit.call(member_lookup, lookup.ids, _read(edit, part), member, team, *padding)
+    whole = edit.call(sum_parts, found, team)
+    is_exchanged = any(map(is_exchange, lookup.node.users))
+    edit.replace(lookup.node, apart(edit, whole) if is_exchanged else whole)
+
+
+def _lose(graph: OpGraph, head: Head, table: TokenTable, parts: dict[str, str], member: fx.Node, team: int) -> None:
+    edit, given = GraphEdit(graph, head.node), _given(head)
+    hidden = head.hidden
+    if hidden.meta["val"].requires_grad:  # else it has no gradient to add up
+        hidden = edit.call(share, apart(edit, hidden), team)
+    weight, bias = _read(edit, parts[table.name]), _read(edit, parts[head.bias]) if head.bias else None
+    begin = edit.call(operator.mul, member, table.rows // team)
+    options = {name: value for name, value in given.items() if name in (*_LOSS, "scale", "cap")}
+    own = edit.call(part_statistics, hidden, weight, bias, given["labels"], begin, given["tokens"], **options)
+    joined = edit.call(joined_members, edit.call(gather_alike, own, team, 0))
+    kept = {name: value for name, value in given.items() if name in (*_LOSS, "reduction")}
+    name = head.node.name
+    loss = edit.call(cross_entropy_of_parts, joined, given["labels"], table.rows, **kept)
+    edit.replace(head.node, loss)
+    loss.name = name  # the loss keeps its name in programs

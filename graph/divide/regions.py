@@ -1,0 +1,222 @@
+"""Regions of an op graph whose width the members of a team can divide among themselves (Megatron-LM 3): products by
+columns, what is computed of each column alone, and products by rows, found by what calls do and not by a model's name.
+
+A member has some columns of each first product's weight, makes its own part of all values between, such as some heads
+of attention, and has the rows of the last products' weights that meet these. What it gives is a summand of what the
+last products gave, so that only sums go between members.
+
+In: the op graph and the number of members. Out: `WidthRegion`s, no product in two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ..follow.engine import Follower
+from ..loss.head_loss import product_of
+from ..operators.states import ByRow
+from ..opgraph import OpGraph, is_mode_switch, value_tensors
+
+MOST_BLOCKS = 4  # that one weight holds side by side, such as a block for queries, keys and values each
+
+
+@dataclass(frozen=True)
+class WideProduct:
+    """A linear layer: `node` multiplies `hidden` [..., in] with a weight of the model. `out_dim` and `in_dim`: the
+    weight's dimensions. `adds_first`: the call is `addmm`."""
+
+    node: fx.Node
+    hidden: fx.Node
+    weight: str  # by its first name
+    bias: str = ""
+    out_dim: int = 0
+    in_dim: int = 1
+    adds_first: bool = False
+
+
+@dataclass(frozen=True)
+class WidthRegion:
+    """`columns`: products of which members have columns, each with its number of blocks; `rows`: those of which they
+    have rows; `inside`: what is computed between, with the dimension of each result that members divide and the number
+    of places along it that are next to each other."""
+
+    columns: dict[WideProduct, int]
+    rows: dict[WideProduct, int]
+    inside: dict[fx.Node, tuple[tuple[int, int], ...]]
+
+    @property
+    def name(self) -> str:
+        """The weight of its first product by rows."""
+        return next(iter(self.rows)).weight
+
+
+def find_regions(graph: OpGraph, team: int) -> list[WidthRegion]:
+    """The regions that `team` members can divide, in order."""
+    products = {product.node: product for product in _products(graph)}
+    readers = _readers(graph)
+    found: list[WidthRegion] = []
+    used: set[WideProduct] = set()
+    for product in products.values():
+        if product in used:
+            continue
+        region = _region(graph, products, product, team)
+        if region is None:
+            continue
+        own = {*region.columns, *region.rows}
+        names = {name for p in own for name in (p.weight, p.bias) if name}
+        if used & own or any(readers[name] - {p.node for p in own} for name in names):
+            continue
+        found.append(region)
+        used |= own
+    return found
+
+
+def _products(graph: OpGraph) -> Iterable[WideProduct]:
+    """All linear layers with a weight that is a whole parameter of the model."""
+    ties, changes = graph.ties(), graph.changes
+
+    def first_name(operand: Any) -> str:
+        if isinstance(operand, fx.Node):
+            operand = str(operand.target) if operand.op == "get_attr" else ""
+        name = ties.get(operand, operand)
+        return name if name in parameters and name not in graph.parts and name not in changes else ""
+
+    parameters = graph.parameters()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.addmm and len(node.args) == 3 and not node.kwargs:
+            bias, hidden, weight = node.args
+            if isinstance(hidden, fx.Node) and first_name(weight) and first_name(bias):
+                yield WideProduct(node, hidden, first_name(weight), first_name(bias), 1, 0, adds_first=True)
+            continue
+        operands = product_of(graph, node) if node.op in ("call_module", "call_function") else None
+        if operands is None or not first_name(operands[1]) or parameters[first_name(operands[1])].dim() != 2:
+            continue
+        hidden, weight, bias = operands
+        if bias is None or first_name(bias):
+            yield WideProduct(node, hidden, first_name(weight), first_name(bias) if bias is not None else "")
+
+
+def _readers(graph: OpGraph) -> dict[str, set[fx.Node]]:
+    """What reads each parameter, by its first name."""
+    ties, found = graph.ties(), dict[str, set[fx.Node]]()
+    for node in graph.nodes:
+        for name in graph.node_parameters(node):
+            users = {node} if node.op == "call_module" else set(node.users)
+            found.setdefault(ties.get(name, name), set()).update(users)
+    return found
+
+
+def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProduct, team: int) -> WidthRegion | None:
+    """The region that ends with a product, and with others that read the same values; None where there is none."""
+    rows = {last}
+    while True:
+        above, columns = _above(products, rows)
+        inside = [node for node in graph.nodes if node in above and _depends(node, above, {c.node for c in columns})]
+        own = {*inside, *(column.node for column in columns)}
+        outside = {user for node in own for user in node.users if user not in own} - {row.node for row in rows}
+        more = {products[node] for node in outside if node in products and products[node].hidden in own}
+        if not columns or not outside <= {product.node for product in more}:
+            return None
+        if not more:
+            break
+        rows |= more
+    if own & {*graph.outputs.values()} or any(n.meta.get("random") or is_mode_switch(n) for n in inside):
+        return None
+    if any(row.hidden not in own for row in rows):
+        return None
+    if not _can_share(graph, inside, own, columns):
+        return None
+    ordered = {node: i for i, node in enumerate(graph.nodes)}
+    first = sorted(columns, key=lambda c: ordered[c.node])
+    for blocks in range(1, MOST_BLOCKS + 1) if len(columns) == 1 else (1,):
+        found = _proven(graph, dict.fromkeys(first, blocks), sorted(rows, key=lambda r: ordered[r.node]), inside, team)
+        if found is not None:
+            return found
+    return None
+
+
+def _can_share(graph: OpGraph, inside: list[fx.Node], own: set[fx.Node], columns: Collection[WideProduct]) -> bool:
+    """Whether what is trained and read whole, of which members each have a part of the gradient, are weights alone,
+    such as that of a norm over each head: these are shared before the region begins (`share_weight`)."""
+    read = {value for node in inside for value in node.all_input_nodes if value not in own}
+    trained = [value for value in read if any(tensor.requires_grad for tensor in value_tensors(value.meta["val"]))]
+    modules = [node for node in inside if any(p.requires_grad for p in graph.node_parameters(node).values())]
+    modules = [node for node in modules if node.op != "get_attr"]
+    if not trained and not modules:
+        return True
+    before = [product.hidden for product in columns]
+    return (
+        all(value.op == "get_attr" for value in trained)
+        and all(node.op == "call_module" and as_function(graph, node) is not None for node in modules)
+        and all(hidden.op in ("call_function", "call_method", "call_module") for hidden in before)
+    )
+
+
+def as_function(graph: OpGraph, node: fx.Node) -> tuple[Any, tuple[Any, ...], float | None] | None:
+    """A norm's function, the shape that it norms and its epsilon, where a node calls a module that is one."""
+    leaf = graph.module.get_submodule(str(node.target))
+    if type(leaf) is nn.LayerNorm:
+        return F.layer_norm, leaf.normalized_shape, leaf.eps
+    return (F.rms_norm, leaf.normalized_shape, leaf.eps) if type(leaf) is nn.RMSNorm else None
+
+
+def _above(products: dict[fx.Node, WideProduct], rows: set[WideProduct]) -> tuple[set[fx.Node], set[WideProduct]]:
+    """What the operands of products are made of, up to the products before; and these."""
+    found, columns = set[fx.Node](), set[WideProduct]()
+    waiting = [row.hidden for row in rows]
+    while waiting:
+        node = waiting.pop()
+        if node in products:
+            columns.add(products[node])
+        elif node not in found and node.op not in ("placeholder", "get_attr"):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found, columns - rows
+
+
+def _depends(node: fx.Node, above: set[fx.Node], columns: set[fx.Node]) -> bool:
+    """Whether a node is made of what products of columns give."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        for arg in waiting.pop().all_input_nodes:
+            if arg in columns:
+                return True
+            if arg in above and arg not in seen:
+                seen.add(arg)
+                waiting.append(arg)
+    return False
+
+
+def _proven(
+    graph: OpGraph, columns: dict[WideProduct, int], rows: list[WideProduct], inside: list[fx.Node], team: int
+) -> WidthRegion | None:
+    """The region, if each place of what the last products read follows from the same member's columns alone."""
+    follower = Follower(graph, team, None)
+    for product, blocks in columns.items():
+        tensor = product.node.meta["val"]
+        if tensor.shape[-1] % (team * blocks):
+            return None
+        inner = tensor.shape[-1] // (team * blocks)
+        follower.states[id(tensor)] = ByRow(dim=tensor.dim() - 1, inner=inner)
+    places: dict[fx.Node, tuple[tuple[int, int], ...]] = {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for i, node in enumerate(inside):
+            follower.node(i, node)
+            states = [follower.state(tensor) for tensor in value_tensors(node.meta["val"])]
+            if node in follower.found or not all(isinstance(s, ByRow) and s.order is None for s in states):
+                return None
+            places[node] = tuple((s.dim, s.inner) for s in states if isinstance(s, ByRow))
+    found = {}
+    for product in rows:
+        tensor = product.hidden.meta["val"]
+        state = follower.state(tensor)
+        if not isinstance(state, ByRow) or state.dim != tensor.dim() - 1:
+            return None
+        found[product] = tensor.shape[-1] // (team * state.inner)
+    return WidthRegion(columns, found, places)

@@ -1,0 +1,336 @@
+"""Follows rows through an op graph: each node is run on fake tensors, and every operator of torch that it calls has a
+rule for what it does to rows. Equal calls are run once.
+
+In: an op graph, the number of rows of its micro-batch. Out: the state of the loss, and where rows met on the way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Hashable, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...runtime.stage.saved_classes import written
+from ..blocks import compute_dtype
+from ..kernels.call_node import call_key, call_node
+from ..kernels.cuda_autocast import autocast_as
+from ..operators import contractions, indexing, layers, pointwise, reductions, views
+from ..operators.record import RULES, OperatorCall, nonlinear, operator_name, plain
+from ..operators.states import ByRow, Free, Kind, Mixed, RowState, Scale, whole
+from ..opgraph import OpGraph, is_mode_switch, value_tensors
+
+RULE_FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its rules
+Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
+
+
+@dataclass
+class Trail:
+    """What following found. `met` has the ways in which rows met at each node, `reaching` the nodes of these that the
+    loss depends on, `numbers` the plain numbers that each node multiplied by.
+    `is_clear`: False where one row was too few to tell what happens."""
+
+    loss: RowState = field(default_factory=Free)
+    met: dict[fx.Node, list[Met]] = field(default_factory=dict)
+    reaching: frozenset[fx.Node] = frozenset()
+    numbers: list[list[float]] = field(default_factory=list)
+    is_clear: bool = True
+
+
+Powers = Sequence[Sequence[float | None]]  # per node and number: its growth with the number of rows, None if irregular
+
+
+def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind: str = "cpu") -> Trail:
+    """Follow `rows` rows through the graph. Without `powers` the scale of what was multiplied by a number is unsure."""
+    follower = Follower(graph, rows, powers)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
+        for i, node in enumerate(graph.nodes):
+            if node.op != "output":
+                follower.node(i, node)
+    return follower.trail(graph.outputs["loss"])
+
+
+def keeps_rows(graph: OpGraph, nodes: Sequence[fx.Node], given: Set[fx.Node], rows: int) -> fx.Node | None:
+    """The first of `nodes` of which a row does not follow from the same row of what they read: `given` have a row for
+    each of `rows` along dimension 0, all other values that enter are the same for all rows. None where all do."""
+    follower = Follower(graph, rows, None)
+    for node in given:
+        for tensor in value_tensors(node.meta["val"]):
+            follower.states[id(tensor)] = ByRow(dim=0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for i, node in enumerate(nodes):
+            follower.node(i, node)
+            states = (follower.state(tensor) for tensor in value_tensors(node.meta["val"]))
+            if node in follower.found or not all(map(_is_in_place, states)):
+                return node
+    return None
+
+
+def _is_in_place(state: RowState) -> bool:
+    return isinstance(state, ByRow) and (state.dim, state.inner, state.order) == (0, 1, None)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a node does: the states of its tensors, how rows met in it, and the numbers that it multiplied by."""
+
+    states: tuple[RowState, ...]
+    met: tuple[Met, ...]
+    numbers: tuple[float, ...]
+
+
+class Follower(TorchDispatchMode):
+    """Follows what lies along one dimension of the inputs, here their rows, node by node (`node`)."""
+
+    def __init__(self, graph: OpGraph, rows: int, powers: Powers | None):
+        super().__init__()
+        self.graph, self.rows, self.powers, self.is_clear = graph, rows, powers, True
+        self.states: dict[int, RowState] = {}  # tensor's id -> state
+        self.origins: dict[int, frozenset[fx.Node]] = {}  # tensor's id -> nodes where the rows in it met
+        self.alive: list[torch.Tensor] = []  # ids stay those of one tensor
+        self.sharing: dict[int, list[torch.Tensor]] = {}  # storage -> its tensors of nodes
+        self.known: dict[Hashable, Effect] = {}
+        self.found: dict[fx.Node, list[Met]] = {}
+        self.numbers: list[list[float]] = []
+        self.now: tuple[list[Met], list[float]] = ([], [])
+        self.own_powers: Sequence[float | None] | None = None
+        self.counted = {divisor.input: divisor.spread for divisor in graph.loss.rules.divisors}
+        self.orders = itertools.count()
+        self.fakes: dict[int, torch.Tensor] = {}
+
+    # --- what rules ask and tell (`Watcher`)
+
+    def state(self, tensor: torch.Tensor) -> RowState:
+        return self.states.get(id(tensor)) or Free(varies=whole(d for d, n in enumerate(tensor.shape) if n != 1))
+
+    def met(self, kind: Kind) -> None:
+        self.now[0].append((kind, self.operator))
+
+    def new_order(self) -> int:
+        return next(self.orders)
+
+    def scale(self, number: float) -> Scale:
+        numbers = self.now[1]
+        numbers.append(float(number))
+        if self.own_powers is None:
+            return Scale(unsure=abs(number) != 1 or self.rows == 1)
+        power = self.own_powers[len(numbers) - 1] if len(numbers) <= len(self.own_powers) else None
+        if power is None or power != int(power):
+            return Scale(unsure=True)
+        return Scale(int(power))
+
+    # --- nodes
+
+    def node(self, index: int, node: fx.Node) -> None:
+        """Find the states of a node's tensors."""
+        tensors = list(value_tensors(node.meta["val"]))
+        self.now, self.own_powers = ([], []), self.powers[index] if self.powers is not None else None
+        if node.op == "placeholder":
+            effect = Effect(tuple(self.entering(str(node.target), t) for t in tensors), (), ())
+        elif node.op == "get_attr" or is_mode_switch(node):
+            effect = Effect(tuple(self.state(t) for t in tensors), (), ())
+        else:
+            effect = self._called(node, tensors)
+        self.numbers.append(list(effect.numbers))
+        if effect.met:
+            self.found[node] = list(effect.met)
+        self._note(node, tensors, self.settled(node, tensors, effect))
+
+    def settled(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
+        """The effect with which later nodes go on."""
+        return effect
+
+    def entering(self, name: str, tensor: torch.Tensor) -> RowState:
+        """The state of an input: rows, or a number counted over the whole batch."""
+        if name in self.counted:
+            return Free(scale=Scale(int(self.counted[name])))  # a share of the whole batch's count grows with the rows
+        return ByRow(dim=0) if tensor.dim() else Free()
+
+    def _called(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
+        if node.target in (torch.tensor, torch.as_tensor) and isinstance(node.args[0], (int, float)):
+            state = Free(scale=self.scale(node.args[0]))  # no operator of torch shows the number
+            return Effect((state,) * len(tensors), (), tuple(self.now[1]))
+        key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
+        if key is not None and key in self.known:
+            return self.known[key]
+        before = next(self.orders)
+        states = self._run(node, tensors)
+        effect = Effect(states, tuple(dict.fromkeys(self.now[0])), tuple(self.now[1]))
+        if key is not None and next(self.orders) == before + 1:  # no permutation of its own
+            self.known[key] = effect
+        return effect
+
+    def _key(self, node: fx.Node) -> Hashable | None:
+        """Equal for nodes with the same effect; None for a node that has a value which cannot be compared."""
+        key = call_key(self.graph, node, node.args, node.kwargs, self._seen)
+        return None if key is None else (key, node.meta["no_grad"])
+
+    def _seen(self, tensor: torch.Tensor) -> Hashable:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, self.state(tensor)
+
+    def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> tuple[RowState, ...]:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        mode = next((t.fake_mode for t in self._fake_tensors(node)), None)
+        try:
+            with mode or nullcontext(), _Unsmoothed(), self:
+                out = call_node(self.graph, node, args, kwargs, self._fake)
+        except Exception as error:  # a call that works only while it is traced
+            self.operator = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            self.met(Kind.UNKNOWN)
+            return (Mixed(),) * len(tensors)
+        made = list(value_tensors(out))
+        if len(made) != len(tensors):
+            self.met(Kind.UNKNOWN)
+            return (Mixed(),) * len(tensors)
+        return tuple(self.state(tensor) for tensor in made)
+
+    def _fake_tensors(self, node: fx.Node) -> list[Any]:
+        values = [node.meta["val"], *(n.meta["val"] for n in node.all_input_nodes)]
+        return [t for value in values for t in value_tensors(value) if hasattr(t, "fake_mode")]
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.fakes:
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+            self.states.pop(id(made), None)  # it was made under this mode
+            self.fakes[id(tensor)] = made
+        return self.fakes[id(tensor)]
+
+    def _note(self, node: fx.Node, tensors: list[torch.Tensor], effect: Effect) -> None:
+        origins: frozenset[fx.Node] = frozenset({node} if effect.met else ())
+        for arg in node.all_input_nodes:
+            for tensor in value_tensors(arg.meta["val"]):
+                origins |= self.origins.get(id(tensor), frozenset())
+        for tensor, state in zip(tensors, effect.states, strict=True):
+            self._set(tensor, state, origins)
+        for target in node.meta["mutates"]:
+            for tensor in value_tensors(target.meta["val"]):
+                for other in self.sharing.get(tensor.untyped_storage()._cdata, ()):
+                    self._set(other, self.state(other), origins | self.origins.get(id(other), frozenset()))
+
+    def _set(self, tensor: torch.Tensor, state: RowState, origins: frozenset[fx.Node]) -> None:
+        self.states[id(tensor)] = state
+        self.origins[id(tensor)] = frozenset() if isinstance(state, Free) else origins
+        self.alive.append(tensor)
+        group = self.sharing.setdefault(tensor.untyped_storage()._cdata, [])
+        if all(tensor is not other for other in group):
+            group.append(tensor)
+
+    def _written(self, tensor: torch.Tensor) -> None:
+        """Bring the state of a tensor that was written in place to the nodes' values that share its storage."""
+        for other in self.sharing.get(tensor.untyped_storage()._cdata, ()):
+            self.states[id(other)] = self._seen_through(self.state(tensor), tensor, other)
+
+    def _seen_through(self, state: RowState, written: torch.Tensor, other: torch.Tensor) -> RowState:
+        """The state of a value after another one that shares its storage got `state`."""
+        old = self.state(other)
+        if written is other or (written.shape == other.shape and written.stride() == other.stride()):
+            return state
+        if isinstance(state, Free):
+            return _partly(old, state, written, other) if isinstance(old, Free) else old
+        if not isinstance(state, ByRow):
+            return state
+        step = written.stride(state.dim) * state.inner
+        for dim in range(other.dim()):
+            inner, left = divmod(step, max(1, other.stride(dim)))
+            if (
+                inner
+                and not left
+                and other.shape[dim] % (inner * self.rows) == 0
+                and other.shape[dim] >= inner * self.rows
+            ):
+                new = ByRow(scale=state.scale, dim=dim, inner=inner, order=state.order)
+                agrees = isinstance(old, Free) or (isinstance(old, ByRow) and (old.dim, old.inner) == (dim, inner))
+                if agrees and (self.rows > 1 or other.shape[dim] == inner):
+                    return new
+        self.met(Kind.UNKNOWN)
+        return Mixed()
+
+    # --- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = list(value_tensors(out))
+        if not made and not func._schema.is_mutable:
+            return out
+        self.operator = operator_name(func)
+        call = OperatorCall(self, func, args, kwargs, out)
+        found = self._effect_of(call)
+        states = found if isinstance(found, list) else [found] * len(made)
+        assert len(states) >= len(made), f"the rule of {call.name} lacks results"
+        for tensor, state in zip(made, states):
+            self.states[id(tensor)] = state
+            self.alive.append(tensor)
+        for tensor in written(func, args, kwargs):
+            if all(tensor is not other for other in made):  # a written result beside those returned
+                self.states[id(tensor)] = plain(states[0]) if states else Mixed()
+            self._written(tensor)
+        return out
+
+    def _effect_of(self, call: OperatorCall) -> RowState | list[RowState]:
+        known = RULES.get(call.name)
+        if known is not None:
+            return known(call)
+        states = [self.state(tensor) for tensor in call.tensors()]
+        if torch.Tag.pointwise in call.func.tags:
+            return pointwise.elementwise(call)
+        if all(isinstance(state, Free) for state in states):
+            return [Free(varies=whole(range(t.dim()))) for t in call.results()]
+        return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
+
+    def trail(self, loss: fx.Node) -> Trail:
+        """The result, once all nodes were seen."""
+        (tensor,) = value_tensors(loss.meta["val"])
+        state = self.state(tensor)
+        is_clear = self.is_clear and not (isinstance(state, ByRow) and self.rows == 1)
+        state = Mixed() if isinstance(state, ByRow) else state
+        return Trail(state, self.found, self.origins.get(id(tensor), frozenset()), self.numbers, is_clear)
+
+
+def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> list[list[float | None]] | None:
+    """How each number that nodes multiplied by grows with the number of rows, from two graphs of the same model; None
+    if these are of different calls."""
+    if [len(row) for row in first.numbers] != [len(row) for row in second.numbers]:
+        return None
+    ratio = math.log(other_rows / rows)
+    return [[_power(a, b, ratio) for a, b in zip(*rows)] for rows in zip(first.numbers, second.numbers)]
+
+
+def _power(first: float, second: float, ratio: float) -> float | None:
+    if first == second:
+        return 0.0
+    if first * second <= 0 or not math.isfinite(first * second):
+        return None
+    power = math.log(second / first) / ratio
+    return float(round(power)) if abs(power - round(power)) < 1e-9 else None
+
+
+def _partly(old: Free, new: Free, written: torch.Tensor, other: torch.Tensor) -> Free:
+    """The state of a constant after a part of it was written."""
+    if written.dim() != other.dim():
+        return Free(varies=whole(range(other.dim())))
+    cut = whole(d for d in range(other.dim()) if written.shape[d] != other.shape[d])
+    return Free(varies=old.varies | new.varies | cut)
+
+
+class _Unsmoothed(TorchFunctionMode):
+    """Label smoothing averages over what counts in several steps, which would hide that it is an average."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            given = inspect.signature(func).bind(*args, **kwargs).arguments
+            if given.get("label_smoothing") and given.get("reduction", "mean") == "mean":
+                return func(**{**given, "reduction": "none"}).mean()
+        return func(*args, **kwargs)

@@ -1,0 +1,109 @@
+"""What the rows of a batch have to do with each other in a model's loss, found from its op graphs.
+
+In: a function that traces the model at a number of micro-batches. Out: `RowFacts`: where rows meet, and whether the
+loss is a mean or a sum over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic import BaseModel, ConfigDict
+from torch import fx
+
+from ...ir.calls import function_name
+from ...ir.errors import CaptureError
+from ..operators.states import Kind, Mixed
+from ..opgraph import OpGraph
+from .engine import Powers, Trail, follow, powers_of
+
+GraphOf = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
+
+
+class Coupling(BaseModel):
+    """A place where rows of a batch meet, so that the loss of a batch is not made of the losses of its parts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Kind
+    operator: str = ""
+    module: str = ""  # dotted path and class
+    source: str = ""  # the user's line
+
+
+class RowFacts(BaseModel):
+    """`couplings`: where rows meet on the way to the loss, and every BatchNorm. `power`: the loss of the whole batch is
+    the mean of the losses of M micro-batches times M ** power: 0 for a mean over rows, 1 for a sum."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    couplings: tuple[Coupling, ...] = ()
+    power: int = 0
+
+    def factor(self, num_micro_batches: int) -> float:
+        """What the loss of each micro-batch is multiplied by before the mean over them is taken."""
+        return float(num_micro_batches) ** self.power
+
+
+MEAN_OVER_ROWS = RowFacts()
+
+
+def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "cpu") -> RowFacts:
+    """The facts of a model whose global batch has `batch_size` rows; `count` is a number of micro-batches whose graph
+    is needed in any case. Another graph is traced only where that one leaves something open."""
+    if batch_size == 1:
+        return RowFacts()
+    graph, rows = trace(count), batch_size // count
+    trail = follow(graph, rows, device_kind=device_kind)
+    if _says_all(trail, rows):
+        return _facts(graph, trail)
+    other_count = _other(count, batch_size)
+    try:
+        other, other_rows = trace(other_count), batch_size // other_count
+    except CaptureError:
+        return _facts(graph, trail)
+    other_trail = follow(other, other_rows, device_kind=device_kind)
+    powers: Powers | None = powers_of(trail, rows, other_trail, other_rows)
+    if rows == 1:  # more rows show more
+        graph, rows, trail = other, other_rows, other_trail
+    if powers is not None:
+        trail = follow(graph, rows, powers, device_kind)
+    return _facts(graph, trail)
+
+
+def _says_all(trail: Trail, rows: int) -> bool:
+    """Whether a trace with other numbers of rows could not tell more."""
+    if trail.loss.scale.unsure or any(kind is Kind.UNEVEN for met in trail.met.values() for kind, _ in met):
+        return False
+    return rows > 1 or (trail.is_clear and not trail.met and trail.loss.scale.power == 0)
+
+
+def _other(count: int, batch_size: int) -> int:
+    """Another number of micro-batches, the nearest of those whose micro-batches have more than one row."""
+    others = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and m != count]
+    return min(others, key=lambda m: (m == batch_size, abs(m - count)))
+
+
+def _facts(graph: OpGraph, trail: Trail) -> RowFacts:
+    found = []
+    for node, met in trail.met.items():
+        for kind, operator in met:
+            if kind is Kind.BATCH_NORM or node in trail.reaching:
+                found.append(_coupling(node, kind, operator))
+    scale = trail.loss.scale
+    if scale.unsure or (isinstance(trail.loss, Mixed) and not found):
+        source = str(graph.outputs["loss"].meta["source"])
+        found.append(Coupling(kind=Kind.ROW_COUNT if scale.unsure else Kind.UNKNOWN, operator="loss", source=source))
+    known = {coupling.source for coupling in found}
+    for term in graph.loss.terms:
+        if term.kind == "uncounted" and term.source not in known:
+            found.append(Coupling(kind=Kind.COUNT, operator=term.counts, source=term.source))
+    is_scaled = not scale.unsure and not graph.loss.rules.by_user  # the user's own rule weighs what there is
+    return RowFacts(couplings=tuple(dict.fromkeys(found)), power=scale.power if is_scaled else 0)
+
+
+def _coupling(node: fx.Node, kind: Kind, operator: str) -> Coupling:
+    path, cls = node.meta["module_path"], node.meta["module_type"]
+    if kind is not Kind.UNKNOWN:  # as the user calls it
+        operator = cls if node.op == "call_module" else function_name(node.target, str(node.target))
+    return Coupling(
+        kind=kind, operator=operator, module=f"{path} ({cls})" if path else cls, source=str(node.meta["source"])
+    )

@@ -1,0 +1,268 @@
+"""Heads followed by a cross entropy: where a step makes logits only to compare them with labels.
+
+In: an op graph. Out: for each cross entropy of the graph a `HeadLoss` with all that computes it, from the head's
+operands to the call, or `WholeLogits` with the reason why its logits must stand whole. Passes that compute the same
+without whole logits replace `HeadLoss.loss`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ...ir.calls import call_name
+from ..blocks import storage_root
+from ..opgraph import OpGraph
+from .class_loss import ClassLoss, class_loss
+
+NodeOrName = fx.Node | str  # a tensor: its node, or its dotted name where a leaf module holds it
+_CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as"}
+_SAME = {"contiguous", "clone"}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"}
+_FACTORS = {"mul", "multiply", "imul"}
+_QUOTIENTS = {"div", "truediv", "divide", "true_divide", "itruediv"}
+_TRANSPOSES = {"transpose", "swapaxes", "swapdims", "t"}
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """One head, and the cross entropy of its logits.
+
+    The logits are `cap * tanh(scale * product)`, or without a cap `scale * product`. `moves` are the calls between
+    product and loss that choose or reshape rows: they may act on `hidden` instead, as they leave the classes alone.
+    """
+
+    hidden: fx.Node
+    weight: NodeOrName  # classes x width
+    bias: NodeOrName | None
+    product: fx.Node
+    between: tuple[fx.Node, ...]  # the logits' other nodes, in order
+    moves: tuple[fx.Node, ...]
+    loss: fx.Node
+    labels: fx.Node
+    class_weight: NodeOrName | None
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+    scale: float = 1.0
+    cap: float | None = None
+    outputs: tuple[str, ...] = ()  # the model's outputs that are logits
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.product.meta["val"].shape[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.labels.meta["val"].shape)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype in which the head multiplies."""
+        dtype: torch.dtype = self.product.meta["val"].dtype
+        return dtype
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.loss.meta["val"].dtype
+        return dtype
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of all logits together, in the dtype of the product."""
+        return self.num_tokens * self.num_classes * self.logits_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WholeLogits:
+    """A cross entropy whose logits stand whole, and why."""
+
+    loss: fx.Node
+    reason: str
+
+
+class _Whole(Exception):
+    """The reason why logits stand whole."""
+
+
+def head_losses(graph: OpGraph) -> list[HeadLoss | WholeLogits]:
+    """All cross entropies that gradients come from, or that the loss reads without one, as those of a reference in
+    preference training, in order."""
+    found: list[HeadLoss | WholeLogits] = []
+    read = _read_by_loss(graph)
+    for node in graph.nodes:
+        call = class_loss(graph, node)
+        if call is not None and (node.meta["val"].requires_grad or node in read):
+            try:
+                found.append(_Finder(graph, node, call).find())
+            except _Whole as why:
+                found.append(WholeLogits(node, str(why)))
+    return found
+
+
+def _read_by_loss(graph: OpGraph) -> set[fx.Node]:
+    """The nodes that the loss is computed from."""
+    found, stack = set[fx.Node](), [graph.outputs["loss"]]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+@dataclass
+class _Finder:
+    graph: OpGraph
+    loss: fx.Node
+    call: ClassLoss
+    between: list[fx.Node] = field(default_factory=list)  # from the loss back to the product
+    moves: list[fx.Node] = field(default_factory=list)
+    factors: list[float] = field(default_factory=lambda: [1.0])  # behind each tanh, from the loss back
+
+    def find(self) -> HeadLoss:
+        given = self.call.arguments
+        labels, logits = given["target"], given["input"]
+        self._check_call(labels)
+        value = self._classes_last(logits)
+        while (operands := product_of(self.graph, value)) is None:
+            value = self._before(value)
+        hidden, weight, bias = operands
+        between, moves = tuple(reversed(self.between)), tuple(reversed(self.moves))
+        if len(self.factors) > 2:
+            raise _Whole("several tanh stand between the head and the loss")
+        scale, cap = self.factors[-1], self.factors[0] if len(self.factors) == 2 else None
+        outputs = self._outputs((value, *between))
+        self._check_writes(value, (hidden, weight, bias, labels))
+        return HeadLoss(
+            hidden, weight, bias, value, between, moves, self.loss, labels, self.call.weight or given["weight"],
+            int(given["ignore_index"]), float(given["label_smoothing"]), self.call.reduction, scale, cap, outputs,
+        )  # fmt: skip
+
+    def _check_call(self, labels: Any) -> None:
+        if self.call.function is not F.cross_entropy:
+            raise _Whole("it is a negative log-likelihood of probabilities that the model makes")
+        if "eval_args" in self.loss.meta:
+            raise _Whole("its arguments differ in evaluation")
+        if not isinstance(labels, fx.Node) or labels.meta["val"].dtype != torch.int64:
+            raise _Whole("its targets are not numbers of classes")
+
+    def _classes_last(self, logits: fx.Node) -> fx.Node:
+        """The logits with classes in their last dimension: without the transposition that the loss asked for."""
+        rank = logits.meta["val"].dim()
+        if rank <= 2:
+            return logits
+        axes = [0, rank - 1, *range(1, rank - 1)]
+        if _axes(logits) != axes or "eval_args" in logits.meta:
+            raise _Whole("its classes are not the last dimension of a product")
+        self.between.append(logits)
+        before: fx.Node = logits.args[0]  # type: ignore[assignment]
+        return before
+
+    def _before(self, node: fx.Node) -> fx.Node:
+        """Note what a node between the head and the loss does, and go to what it reads."""
+        name, args = call_name(node), node.args
+        before = args[0] if args else None
+        if not isinstance(before, fx.Node) or "eval_args" in node.meta:
+            raise _Whole(f"its logits come from {name or node.name}, which is no head")
+        old, new = before.meta.get("val"), node.meta["val"]
+        if name in _FACTORS | _QUOTIENTS and len(args) == 2 and not node.kwargs:
+            before, factor = _factor(name, args)
+            self.factors[-1] *= factor
+        elif name == "tanh":
+            self.factors.append(1.0)
+        elif name in _RESHAPES | {"getitem"} and isinstance(old, torch.Tensor) and _keeps_classes(name, node, old, new):
+            self.moves.append(node)
+        elif not (name in _CASTS | _SAME and isinstance(old, torch.Tensor) and new.is_floating_point()):
+            raise _Whole(f"{name or node.name} stands between the head and the loss")
+        self.between.append(node)
+        return before
+
+    def _outputs(self, logits: Sequence[fx.Node]) -> tuple[str, ...]:
+        """The model's outputs among the logits' nodes. Raises `_Whole` where anything else reads one of these."""
+        inside = {*logits, self.loss}
+        for node in logits:
+            for reader in node.users:
+                if reader not in inside and reader.op != "output":
+                    source = str(reader.meta.get("source", ""))
+                    raise _Whole(f"its logits are also read by {call_name(reader) or reader.name} ({source})")
+        return tuple(name for name, node in self.graph.outputs.items() if node in logits)
+
+    def _check_writes(self, product: fx.Node, operands: Sequence[NodeOrName | None]) -> None:
+        """Raise `_Whole` where an operand is written between the head and the loss."""
+        roots = {storage_root(node) for node in operands if isinstance(node, fx.Node)}
+        nodes = self.graph.nodes
+        for node in nodes[nodes.index(product) : nodes.index(self.loss)]:
+            if any(storage_root(written) in roots for written in node.meta.get("mutates", ())):
+                raise _Whole(f"{call_name(node)} writes one of its operands after the head")
+
+
+def product_of(graph: OpGraph, node: fx.Node) -> tuple[fx.Node, NodeOrName, NodeOrName | None] | None:
+    """Input, weight (rows x width) and bias of a linear layer, called as a module, as a function or as a product with a
+    transposed weight; None for another node."""
+    if "eval_args" in node.meta:
+        return None
+    name, given = call_name(node), dict[str, Any](zip(("input", "weight", "bias"), node.args)) | dict(node.kwargs)
+    if node.op == "call_module":
+        leaf = graph.module.get_submodule(str(node.target))
+        bias = f"{node.target}.bias" if isinstance(leaf, nn.Linear) and leaf.bias is not None else None
+        return (given["input"], f"{node.target}.weight", bias) if type(leaf) is nn.Linear else None
+    if name == "linear":
+        is_matrix = given["weight"].meta["val"].dim() == 2
+        return (given["input"], given["weight"], given.get("bias")) if is_matrix else None
+    if name in ("matmul", "mm") and len(node.args) == 2:
+        hidden, turned = node.args
+        if isinstance(turned, fx.Node) and isinstance(hidden, fx.Node) and _axes(turned) == [1, 0]:
+            (weight,) = turned.all_input_nodes
+            return hidden, weight, None
+    return None
+
+
+def _axes(node: fx.Node) -> list[int] | None:
+    """The order of dimensions that a transposition makes; None for another node."""
+    value, name = node.meta.get("val"), call_name(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    axes = list(range(value.dim()))
+    if name == "permute":
+        given = node.args[1:] if isinstance(node.args[1:][0], int) else node.args[1]
+        return [int(axis) % value.dim() for axis in given]  # type: ignore[union-attr,arg-type]
+    if name == "getattr" and node.args[1] in ("T", "mT"):
+        pair: Sequence[Any] = (-2, -1) if len(axes) == 2 or node.args[1] == "mT" else ()
+    elif name in _TRANSPOSES and not node.kwargs:
+        pair = node.args[1:] if name != "t" else (0, 1)
+    else:
+        return None
+    if len(pair) != 2 or len(axes) < 2:
+        return None
+    one, other = (int(axis) % len(axes) for axis in pair)
+    axes[one], axes[other] = axes[other], axes[one]
+    return axes
+
+
+def _factor(name: str, args: Sequence[Any]) -> tuple[fx.Node, float]:
+    """The value that a product or a quotient scales, and by what."""
+    value, by = args if isinstance(args[0], fx.Node) else reversed(args)
+    if isinstance(by, fx.Node) or (name in _QUOTIENTS and not isinstance(args[0], fx.Node)):
+        raise _Whole(f"{name} by a value stands between the head and the loss")
+    return value, 1.0 / by if name in _QUOTIENTS else float(by)
+
+
+def _keeps_classes(name: str, node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether a reshape or an index leaves each row of classes whole."""
+    if old.shape[-1] != new.shape[-1]:
+        return False
+    if name != "getitem":
+        return old.numel() == new.numel()
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    taken = [i for i in index if i is not None and i is not Ellipsis]
+    if any(not isinstance(i, int | slice) or isinstance(i, bool) for i in taken):
+        return False
+    reaches_last = len(taken) == old.dim() or (Ellipsis in index and index[-1] is not Ellipsis)
+    return not reaches_last or index[-1] == slice(None)

@@ -1,0 +1,93 @@
+"""What the queries of a call of attention see: by their places, by documents, and by the keys themselves.
+
+In: a call, and its mask if it has one. Out: a window of places, and what of the mask these do not say. A mask that
+transformers makes of a padded batch is a conjunction: of what follows from places (causal, a window), and of what shows
+some keys to all queries (padding); neither needs a number for each pair of a query and a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...runtime.functions import packed_attention, window_attention
+from ..opgraph import OpGraph
+from .calls import form_of
+from .documents import documents_of, parts_of, shows_all
+from .intervals import Intervals
+from .visible import visible_keys
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The query at place i sees the keys from place i - before to i + after, all where that is None; of these, those
+    that each of `masks` shows, and those of its own document."""
+
+    before: int | None = None
+    after: int | None = None
+    masks: tuple[fx.Node, ...] = ()
+    documents: fx.Node | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a triangle: the later a query, the more keys it sees."""
+        return self.before is None and self.after == 0
+
+
+def sight_of(graph: OpGraph, node: fx.Node, given: Mapping[str, Any]) -> Sight:
+    """What a call of attention with these arguments lets its queries see."""
+    if node.target is window_attention:
+        return Sight(given["before"], given["after"])
+    if node.target is packed_attention:
+        return Sight(after=0, documents=given["documents"])
+    mask = given.get("attn_mask")
+    if not isinstance(mask, fx.Node):
+        return Sight(after=0) if given.get("is_causal") else Sight()
+    return _of_mask(graph, mask)
+
+
+def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
+    length = mask.meta["val"].shape[-1]
+
+    def form(part: fx.Node) -> Any:
+        seen = visible_keys(graph, part)
+        return None if seen is None else form_of(seen, length, length)
+
+    documents = documents_of(graph, mask, form)
+    if documents is not None:
+        return Sight(after=0, documents=documents)
+    ends: tuple[list[int], list[int]] = [], []
+    masks = []
+    for part in parts_of(mask):
+        value = part.meta["val"]
+        seen = visible_keys(graph, part) if value.dim() > 1 and value.shape[-2] == length else None
+        window = None if seen is None else _window(seen, length)
+        if window is not None:
+            for found, end in zip(ends, window):
+                found += [] if end is None else [end]
+        elif not shows_all(graph, part):
+            masks.append(part)
+    before, after = (min(found, default=None) for found in ends)
+    return Sight(before, after, tuple(masks))
+
+
+def _window(seen: Intervals, length: int) -> tuple[int | None, int | None] | None:
+    """How many keys before and after its own place each query sees, None for all; None where that differs from query
+    to query, row to row or head to head, or a query does not see its own place."""
+    begin, end, place = seen.begin.reshape(-1, length), seen.end.reshape(-1, length), torch.arange(length)
+    if seen.num_keys != length or not bool((begin == begin[0]).all() and (end == end[0]).all()):
+        return None
+    begin, end = begin[0], end[0]
+    before = (place - begin)[begin > 0][:1].tolist()
+    after = (end - 1 - place)[end < length][:1].tolist()
+    if min(*before, *after, 0) < 0:
+        return None
+    first = (place - before[0]).clamp(min=0) if before else torch.zeros_like(place)
+    last = (place + after[0] + 1).clamp(max=length) if after else torch.full_like(place, length)
+    if not (torch.equal(begin, first) and torch.equal(end, last)):
+        return None
+    return before[0] if before else None, after[0] if after else None

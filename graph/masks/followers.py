@@ -1,0 +1,56 @@
+"""Which attention calls have a mask that follows from inputs of the batch, such as the positions of tokens.
+
+In: the op graph and names of inputs. Out: the places of the calls that see the same keys whatever these inputs say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import fx
+
+from ...ir.calls import call_name
+from ..opgraph import OpGraph
+from .calls import ATTENTION, PRODUCTS, given_arguments, is_scored, weighs
+from .visible import operands
+
+
+def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
+    """The places of attention calls whose masks do not depend on these inputs."""
+    found = []
+    reached = _reached(graph, names)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in ATTENTION:
+            mask = given_arguments(node.args, node.kwargs).get("attn_mask")
+            is_masked = isinstance(mask, fx.Node) and mask in reached
+        elif call_name(node) == "softmax" and weighs(node) and is_scored(node):
+            is_masked = any(mask in reached for mask in _added(node))
+        else:
+            continue
+        if not is_masked:
+            found.append(str(node.meta.get("module_path", "")) or node.name)
+    return found
+
+
+def _reached(graph: OpGraph, names: Collection[str]) -> set[fx.Node]:
+    """The inputs and all nodes whose values depend on them."""
+    reached: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_input = node.op == "placeholder" and node.name in names
+        if is_input or not reached.isdisjoint(operands(node)):
+            reached.add(node)
+            reached.update(node.meta.get("mutates", ()))
+    return reached
+
+
+def _added(node: fx.Node) -> Iterator[fx.Node]:
+    """What meets the scores of a written-out attention on their way from the product to the softmax."""
+    shape = node.meta["val"].shape
+    for operand in node.all_input_nodes:
+        is_product = call_name(operand) in PRODUCTS
+        if is_product and call_name(operand) == "baddbmm":
+            yield operand.all_input_nodes[0]
+        elif not is_product and getattr(operand.meta.get("val"), "shape", None) == shape and is_scored(operand):
+            yield from _added(operand)
+        elif not is_product:
+            yield operand

@@ -1,0 +1,297 @@
+"""Rules for operators that pick elements by number, or write them to numbered places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .pointwise import Operand, combined, together
+from .record import OperatorCall, nonlinear, plain, rule
+from .reductions import PER_ROW
+from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
+from .views import moved
+
+
+@rule("gather")
+def gathered(call: OperatorCall) -> RowState:
+    """Elements at numbers along one dimension; the others are aligned."""
+    value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
+    state, numbers = call.state("self"), call.state("index")
+    mixed = nonlinear(call, numbers) if not isinstance(numbers, Permutation) else None
+    if mixed is not None or isinstance(state, Mixed):
+        return mixed or Mixed()
+    if isinstance(state, ByRow) and state.dim == dim:
+        return call.mix(Kind.REORDERED)
+    shape = call["index"].shape
+    if isinstance(state, OverRows):
+        return state if isinstance(numbers, Free) else call.mix(Kind.REUSED)
+    inside = moved(state, range(value.dim())) if not isinstance(state, Free) else _without(state, dim)
+    found = together(call, [(inside, _cut(value, shape, dim)), (numbers, shape)], shape)
+    return replace(found, scale=state.scale) if isinstance(found, ByRow) else plain(found)
+
+
+def _without(state: Free, dim: int) -> Free:
+    return Free(varies=frozenset(span for span in state.varies if span[0] != dim))
+
+
+def _cut(value: torch.Tensor, shape: Sequence[int], dim: int) -> list[int]:
+    """The part of a value's shape that aligns with numbers of this shape."""
+    return [*shape[: value.dim()]]
+
+
+@rule("index_select")
+def picked(call: OperatorCall) -> RowState:
+    numbers = [None] * call["self"].dim()
+    numbers[call["dim"] % max(1, call["self"].dim())] = call["index"]
+    return at_numbers(call, call["self"], numbers)
+
+
+@rule("index", "_unsafe_index", "index_copy_view")
+def indexed(call: OperatorCall) -> RowState:
+    value = call["self"]
+    return at_numbers(call, value, [*call["indices"], *[None] * (value.dim() - len(call["indices"]))])
+
+
+def at_numbers(call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None]) -> RowState:
+    """The state of `value[numbers]`; None takes a whole dimension."""
+    used = [(d, n) for d, n in enumerate(numbers) if n is not None]
+    state, states = call.of(value), [call.of(n) for _, n in used]
+    if isinstance(state, Mixed) or any(isinstance(s, Mixed) for s in states):
+        return Mixed()
+    if any(isinstance(s, OverRows) for s in states):
+        return call.mix(Kind.NONLINEAR)
+    shape = torch.broadcast_shapes(*(n.shape for _, n in used))
+    at = used[0][0] if [d for d, _ in used] == list(range(used[0][0], used[0][0] + len(used))) else 0
+    left = [d for d, n in enumerate(numbers) if n is None]
+    new = {d: i if i < at else i + len(shape) for i, d in enumerate(left)}
+    if isinstance(state, OverRows):
+        return state if all(isinstance(s, Free) for s in states) else call.mix(Kind.REUSED)
+    parts: list[Operand] = [(s, n.shape) for s, (_, n) in zip(states, used)]
+    if isinstance(state, ByRow) and state.dim not in new:
+        return _rows_by_number(call, state, value, numbers, parts, shape, at)
+    if any(isinstance(s, Permutation) for s in states):
+        return call.mix(Kind.REORDERED)
+    if isinstance(state, Free):  # numbers make no difference along dimensions where all is the same
+        differing = {d for d, _, _ in state.varies}
+        parts = [part for part, (d, _) in zip(parts, used) if d in differing or not isinstance(part[0], Free)]
+    picked = together(call, parts, shape)
+    if isinstance(picked, Mixed):
+        return picked
+    picked = moved(plain(picked), [d + at for d in range(len(shape))])
+    rest = moved(state, [new.get(d) for d in range(value.dim())])
+    if isinstance(rest, ByRow) and isinstance(picked, ByRow):
+        return call.mix(Kind.PAIRS)
+    if isinstance(rest, ByRow) or isinstance(picked, ByRow):
+        return rest if isinstance(rest, ByRow) else picked
+    if not isinstance(rest, Free) or not isinstance(picked, Free):
+        return call.mix(Kind.REORDERED)
+    return Free(varies=rest.varies | picked.varies)
+
+
+def _rows_by_number(
+    call: OperatorCall,
+    state: ByRow,
+    value: torch.Tensor,
+    numbers: Sequence[torch.Tensor | None],
+    parts: Sequence[Operand],
+    shape: Sequence[int],
+    at: int,
+) -> RowState:
+    """Rows picked by numbers: their own, in order, or a permutation of them."""
+    own = numbers[state.dim]
+    assert own is not None
+    which = call.of(own)
+    others = [part for part, n in zip(parts, [n for n in numbers if n is not None]) if n is not own]
+    if isinstance(which, Permutation) and not others and own.dim() == 1:
+        return _permuted(call, state, which, at)
+    before = len(shape) - own.dim()
+    counts = which.counts if isinstance(which, Free) else None
+    counts_all = counts is not None and counts[1] == 1 and own.shape[counts[0]] == value.shape[state.dim]
+    if state.order is None and counts is not None and counts_all:  # every place, in order
+        dim = counts[0] + before
+        rows = [(s, p) for s, p in others if isinstance(s, ByRow)]
+        if any((s.dim + len(shape) - len(p), s.inner, s.order) != (dim, state.inner, None) for s, p in rows):
+            return call.mix(Kind.PAIRS)
+        return ByRow(scale=state.scale, dim=dim + at, inner=state.inner)
+    is_own = isinstance(which, Free) and which.counts is not None and which.counts[1] == state.inner
+    if state.order is None and is_own and isinstance(which, Free) and which.counts is not None:
+        dim, inner = which.counts[0] + before, 1
+        if own.shape[which.counts[0]] != call.rows:
+            return call.mix(Kind.REORDERED)
+        rows = [(s, p) for s, p in others if isinstance(s, ByRow)]
+        if any((s.dim + len(shape) - len(p), s.inner, s.order) != (dim, 1, None) for s, p in rows):
+            return call.mix(Kind.PAIRS)
+        return ByRow(scale=state.scale, dim=dim + at, inner=inner)
+    if state.order is None and isinstance(which, ByRow) and which.step == state.inner and which.step:
+        return ByRow(scale=state.scale, dim=which.dim + before + at, inner=which.inner)
+    return call.mix(Kind.REORDERED)
+
+
+def _permuted(call: OperatorCall, state: ByRow, which: Permutation, at: int) -> RowState:
+    if state.order is None and not which.is_inverse and which.inner == state.inner * which.share:
+        return replace(state, dim=at, inner=which.inner, order=which.order)
+    if state.order == which.order and which.is_inverse and which.share == 1:
+        return replace(state, dim=at, inner=which.inner, order=None)
+    return call.mix(Kind.REORDERED)
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def put(call: OperatorCall) -> RowState:
+    """Elements written to numbered places."""
+    value = call["self"]
+    numbers = [*call["indices"], *[None] * (value.dim() - len(call["indices"]))]
+    return written(call, value, numbers, call["values"], bool(call["accumulate"]))
+
+
+@rule("index_add", "index_copy", "index_fill")
+def put_along(call: OperatorCall) -> RowState:
+    value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
+    numbers = [None] * value.dim()
+    numbers[dim] = call["index"]
+    source = call.given.get("source")
+    if call.name == "index_fill" or source is None:
+        source = call["value"] if isinstance(call["value"], torch.Tensor) else torch.empty(())
+    return written(call, value, numbers, source, call.name == "index_add")
+
+
+def written(
+    call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None], source: torch.Tensor, adds: bool
+) -> RowState:
+    """The state of `value` after `value[numbers] = source`, or `+=` where it `adds`."""
+    state, new = call.of(value), call.of(source)
+    used = [(d, n) for d, n in enumerate(numbers) if n is not None]
+    states = [call.of(n) for _, n in used]
+    if any(isinstance(s, Mixed) for s in (state, new, *states)):
+        return Mixed()
+    if any(isinstance(s, OverRows) for s in (state, new, *states)):
+        return call.mix(Kind.REUSED)
+    shape = torch.broadcast_shapes(*(n.shape for _, n in used))
+    at = used[0][0] if [d for d, _ in used] == list(range(used[0][0], used[0][0] + len(used))) else 0
+    if all(isinstance(s, Free) for s in (new, *states)) and not _by_row(states, call, used):
+        touched = state.dim if isinstance(state, ByRow) else None
+        if touched is not None and numbers[touched] is not None:
+            return call.mix(Kind.ROW_NUMBER)
+        return state if not isinstance(state, Free) else Free(varies=whole(range(value.dim())))
+    if len(used) == 1 and used[0][1].dim() == 1:
+        return _written_along(call, value, used[0][0], used[0][1], source, adds)
+    if _by_row(states, call, used):
+        dim = next(d for (d, n), s in zip(used, states) if isinstance(s, Free) and s.counts)
+        return _agreeing(call, state, ByRow(dim=dim))
+    left = [d for d, n in enumerate(numbers) if n is None]
+    if isinstance(new, ByRow) and all(isinstance(s, Free) for s in states):
+        from_end = source.dim() - new.dim  # a source has the picked places, then or around them the whole dimensions
+        out: list[int | None] = [*left[:at], *[None] * len(shape), *left[at:]]
+        found = out[-from_end] if from_end <= len(out) else None
+        if found is not None:
+            return _agreeing(call, state, replace(new, dim=found))
+    return call.mix(Kind.REORDERED)
+
+
+def _by_row(states: Sequence[RowState], call: OperatorCall, used: Sequence[tuple[int, torch.Tensor]]) -> bool:
+    """Whether the places written are each row's own."""
+    return any(
+        isinstance(s, Free) and s.counts is not None and s.counts[1] == 1 and n.shape[s.counts[0]] == call.rows
+        for s, (_, n) in zip(states, used)
+    ) and any(isinstance(s, ByRow) for s in states)
+
+
+def _written_along(
+    call: OperatorCall, value: torch.Tensor, dim: int, numbers: torch.Tensor, source: torch.Tensor, adds: bool
+) -> RowState:
+    """Places along one dimension; the source is aligned with the value along the others."""
+    state, which, new = call.of(value), call.of(numbers), call.of(source)
+    if isinstance(which, Permutation) and isinstance(new, Free) and new.counts == (0, 1) and value.dim() == 1:
+        return replace(which, is_inverse=not which.is_inverse)  # inverse[order] = arange(n)
+    if isinstance(which, Permutation) and isinstance(new, ByRow) and new.order == which.order and not which.is_inverse:
+        return _agreeing(call, state, ByRow(scale=new.scale, dim=dim, inner=which.inner // which.share))
+    if isinstance(which, Free) and isinstance(new, ByRow) and new.dim != dim:
+        return _agreeing(call, state, new)
+    if isinstance(which, Free) and isinstance(new, ByRow) and which.counts == (0, new.inner):
+        return _agreeing(call, state, replace(new, dim=dim))
+    if (
+        adds
+        and isinstance(state, Free)
+        and state.is_zero
+        and isinstance(which, ByRow)
+        and isinstance(new, ByRow | Free)
+    ):
+        return OverRows(scale=new.scale.times(PER_ROW))
+    return call.mix(Kind.REORDERED)
+
+
+def _agreeing(call: OperatorCall, state: RowState, new: ByRow) -> RowState:
+    """The state of a value of which a part is now `new`."""
+    if isinstance(state, ByRow) and (state.dim, state.inner, state.order) != (new.dim, new.inner, new.order):
+        return call.mix(Kind.PAIRS)
+    return new
+
+
+@rule("scatter", "scatter_add", "scatter_reduce")
+def scattered(call: OperatorCall) -> RowState:
+    """Places along one dimension by aligned numbers."""
+    value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
+    parts: list[Operand] = [(call.state("self"), value.shape), (call.state("index"), call["index"].shape)]
+    source = call.given.get("src")
+    if isinstance(source, torch.Tensor):
+        parts.append((call.of(source), call["index"].shape))
+    along = [s for s, _ in parts[1:] if isinstance(s, ByRow) and s.dim == dim]
+    if along:
+        base, new = parts[0][0], parts[-1][0]
+        sums = call.name == "scatter_add" and isinstance(base, Free) and base.is_zero
+        mixed = nonlinear(call, *(state for state, _ in parts))
+        return mixed or (OverRows(scale=new.scale.times(PER_ROW)) if sums else call.mix(Kind.REORDERED))
+    if isinstance(parts[0][0], ByRow) and parts[0][0].dim == dim:
+        return nonlinear(call, *(s for s, _ in parts)) or call.mix(Kind.REORDERED)
+    wide = [(_open(state, dim), call["index"].shape) for state, _ in parts]
+    return _full(combined(call, wide, call["index"].shape), parts)
+
+
+def _open(state: RowState, dim: int) -> RowState:
+    return _without(state, dim) if isinstance(state, Free) else state
+
+
+def _full(found: RowState, parts: Sequence[Operand]) -> RowState:
+    return Free(varies=whole(range(len(parts[0][1])))) if isinstance(found, Free) else found
+
+
+@rule("masked_scatter", "masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim")
+def compacted(call: OperatorCall) -> RowState:
+    """What is picked depends on how many elements earlier rows have."""
+    states = [call.of(tensor) for tensor in call.tensors()]
+    return nonlinear(call, *states) or (
+        Free(varies=whole(range(8))) if all(isinstance(s, Free) for s in states) else call.mix(Kind.REORDERED)
+    )
+
+
+@rule("slice_scatter", "select_scatter")
+def part_written(call: OperatorCall) -> RowState:
+    source, state = call.state("src"), call.state("self")
+    value, dim = call["self"], call["dim"] % call["self"].dim()
+    if call.name == "select_scatter":
+        source = moved(source, [d + (d >= dim) for d in range(call["src"].dim())])
+    if any(isinstance(s, Mixed) for s in (source, state)):
+        return Mixed()
+    if not isinstance(source, ByRow | Free) or not isinstance(state, ByRow | Free):
+        return call.mix(Kind.REUSED)
+    for rows, other in ((state, source), (source, state)):
+        if not isinstance(rows, ByRow):
+            continue
+        part = call.name == "select_scatter" or call["src"].shape[dim] != value.shape[dim]
+        if rows.dim == dim and part:
+            return call.mix(Kind.ROW_NUMBER)
+        if isinstance(other, Free) and differs(other, rows.dim, rows.inner, call.rows):
+            call.watcher.met(Kind.ROW_NUMBER)
+    if isinstance(source, ByRow):
+        return _agreeing(call, state, source)
+    return state if isinstance(state, ByRow) else Free(varies=whole(range(value.dim())))
+
+
+@rule("triu", "tril")
+def triangle(call: OperatorCall) -> RowState:
+    value, state = call["self"], call.state("self")
+    last = {value.dim() - 1, value.dim() - 2}
+    if isinstance(state, ByRow) and state.dim in last:
+        call.watcher.met(Kind.ROW_NUMBER)
+    return Free(varies=state.varies | whole(last)) if isinstance(state, Free) else state

@@ -1,0 +1,293 @@
+"""Rules for operators that give the same elements another shape, or a part of them, or several values as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .pointwise import spread
+from .record import OperatorCall, rule
+from .states import (
+    ByRow,
+    Free,
+    Kind,
+    Mixed,
+    OverRows,
+    Permutation,
+    RowState,
+    Stretch,
+    differs,
+    flat_inner,
+    place,
+    whole,
+)
+
+
+def moved(state: RowState, dims: Sequence[int | None]) -> RowState:
+    """The state of a value whose dimension d is a view's dimension `dims[d]`; None where that dimension is gone."""
+    if isinstance(state, ByRow | Permutation):
+        dim = dims[state.dim]
+        assert dim is not None
+        return replace(state, dim=dim)
+    if isinstance(state, Free):
+        new = {old: dim for old, dim in enumerate(dims) if dim is not None}
+        counts = (new[state.counts[0]], state.counts[1]) if state.counts and state.counts[0] in new else None
+        return replace(
+            state, varies=frozenset((new[d], low, high) for d, low, high in state.varies if d in new), counts=counts
+        )
+    return state
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "_reshape_copy", "view_copy")
+def reshaped(call: OperatorCall) -> RowState:
+    old, new, state = call["self"].shape, call.results()[0].shape, call.state("self")
+    if isinstance(state, ByRow | Permutation):
+        found = place(new, flat_inner(old, state.dim, state.inner), call.rows)
+        if found is None:
+            return call.mix(Kind.REORDERED) if call.rows > 1 else call.unclear()
+        if isinstance(state, Permutation) or state.order is not None:
+            whole = new[found[0]] == old[state.dim]  # a permutation is one of whole dimensions
+            return replace(state, dim=found[0], inner=found[1]) if whole else call.mix(Kind.REORDERED)
+        return replace(state, dim=found[0], inner=found[1])
+    return _reshaped_free(state, old, new) if isinstance(state, Free) else state
+
+
+def _reshaped_free(state: Free, old: Sequence[int], new: Sequence[int]) -> Free:
+    """Values differ along the new dimensions, or parts of them, where the old ones end up."""
+    spans = [_flat(old, span) for span in state.varies]
+    found: set[Stretch] = set()
+    counts = None
+    for dim, size in enumerate(new):
+        low, high = math.prod(new[dim + 1 :]), math.prod(new[dim:])
+        for bottom, top in spans:
+            if size != 1 and low < top and bottom < high:
+                found.add((dim, max(1, bottom // low), min(size, -(-top // low))))
+        if state.counts and old[state.counts[0]] == size and low == math.prod(old[state.counts[0] + 1 :]):
+            counts = (dim, state.counts[1])
+    return replace(state, varies=frozenset(found), counts=counts)
+
+
+def _flat(shape: Sequence[int], span: Stretch) -> tuple[int, int]:
+    """Where a span of a contiguous value begins and ends, counted in elements."""
+    dim, low, high = span
+    each = math.prod(shape[dim + 1 :])
+    return each * low, each * min(high, shape[dim])
+
+
+@rule("permute", "transpose", "t", "numpy_T", "movedim", "swapaxes")
+def permuted(call: OperatorCall) -> RowState:
+    value = call["self"]
+    count = value.dim()
+    order = list(range(count))
+    if call.name == "permute":
+        order = [d % count for d in call["dims"]]
+    elif call.name == "transpose" and count:
+        a, b = call["dim0"] % count, call["dim1"] % count
+        order[a], order[b] = b, a
+    else:
+        order = order[::-1]
+    return moved(call.of(value), [order.index(d) for d in range(count)])
+
+
+@rule("unsqueeze")
+def unsqueezed(call: OperatorCall) -> RowState:
+    value = call["self"]
+    at = call["dim"] % (value.dim() + 1)
+    return moved(call.of(value), [d + (d >= at) for d in range(value.dim())])
+
+
+@rule("squeeze")
+def squeezed(call: OperatorCall) -> RowState:
+    value, given = call["self"], call.given.get("dim")
+    asked = range(value.dim()) if given is None else [given] if isinstance(given, int) else given
+    gone = {d % value.dim() for d in asked if value.dim() and value.shape[d % value.dim()] == 1}
+    state = call.of(value)
+    if isinstance(state, ByRow | Permutation) and state.dim in gone:
+        return call.unclear()
+    left = [d for d in range(value.dim()) if d not in gone]
+    return moved(state, [left.index(d) if d in left else None for d in range(value.dim())])
+
+
+@rule("expand", "broadcast_to", "expand_copy")
+def expanded(call: OperatorCall) -> RowState:
+    return spread(call, call.state("self"), call["self"].shape, call.results()[0].shape)
+
+
+@rule("repeat")
+def repeated(call: OperatorCall) -> RowState:
+    value, times, state = call["self"], call["repeats"], call.state("self")
+    before = len(times) - value.dim()
+    if isinstance(state, Free):
+        found = moved(state, [d + before for d in range(value.dim())])
+        assert isinstance(found, Free)
+        again = [d for d, n in enumerate(times) if n != 1 and d >= before and value.shape[d - before] != 1]
+        return replace(found, varies=found.varies | whole(again) if found.varies else found.varies, counts=None)
+    if isinstance(state, Permutation) or (isinstance(state, ByRow) and state.order is not None):
+        return call.mix(Kind.REORDERED) if times[state.dim + before] != 1 else moved(state, _shifted(value, before))
+    if isinstance(state, ByRow) and value.shape[state.dim] == 1 and times[state.dim + before] != 1:
+        return call.unclear()
+    return moved(state, _shifted(value, before))
+
+
+def _shifted(value: torch.Tensor, before: int) -> list[int | None]:
+    return [d + before for d in range(value.dim())]
+
+
+@rule("slice", "slice_copy", "narrow")
+def sliced(call: OperatorCall) -> RowState:
+    value = call["self"]
+    if call.name == "narrow":
+        dim, start, step = call["dim"] % value.dim(), call["start"], 1
+    else:
+        dim, start, step = call["dim"] % value.dim(), call["start"] or 0, call["step"] or 1
+    return part(call, call.of(value), value, dim, start % max(1, value.shape[dim]), call.results()[0].shape[dim], step)
+
+
+def part(
+    call: OperatorCall, state: RowState, value: torch.Tensor, dim: int, start: int, size: int, step: int = 1
+) -> RowState:
+    """The state of `size` elements of a value along a dimension, `step` apart. Whole runs of rows stay rows."""
+    if isinstance(state, Free):
+        return replace(state, counts=None) if state.counts and state.counts[0] == dim and start else state
+    if not isinstance(state, ByRow | Permutation) or state.dim != dim or (size == value.shape[dim] and step == 1):
+        return state
+    if call.rows == 1:
+        return call.unclear()
+    each = call.rows * state.inner
+    if step == 1 and start % each == 0 and size % each == 0 and isinstance(state, ByRow) and state.order is None:
+        return state
+    return call.mix(Kind.REORDERED)
+
+
+@rule("select", "select_copy", "unbind")
+def selected(call: OperatorCall) -> RowState:
+    value, state = call["self"], call.state("self")
+    dim = call["dim"] % value.dim()
+    if isinstance(state, ByRow | Permutation) and state.dim == dim:
+        return call.mix(Kind.ROW_NUMBER) if call.rows > 1 else call.unclear()
+    return moved(state, [d - (d > dim) if d != dim else None for d in range(value.dim())])
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "tensor_split", "unsafe_chunk")
+def split(call: OperatorCall) -> list[RowState]:
+    value = call["self"]
+    dim, start, found = call["dim"] % value.dim(), 0, []
+    for piece in call.results():
+        found.append(part(call, call.of(value), value, dim, start, piece.shape[dim]))
+        start += piece.shape[dim]
+    return found
+
+
+@rule("cat", "concat")
+def concatenated(call: OperatorCall) -> RowState:
+    values = [value for value in call["tensors"] if value.shape != (0,)]
+    out = call.results()[0]
+    return joined(call, values, call["dim"] % max(1, out.dim()), [call.of(value) for value in values])
+
+
+@rule("stack")
+def stacked(call: OperatorCall) -> RowState:
+    out = call.results()[0]
+    at = call["dim"] % out.dim()
+    states = [moved(call.of(v), [d + (d >= at) for d in range(v.dim())]) for v in call["tensors"]]
+    return joined(call, call["tensors"], at, states)
+
+
+def joined(call: OperatorCall, values: Sequence[torch.Tensor], dim: int, states: Sequence[RowState]) -> RowState:
+    """The state of values put one after another along a dimension."""
+    if any(isinstance(state, Mixed) for state in states):
+        return Mixed()
+    if any(isinstance(state, Permutation) for state in states):
+        return call.mix(Kind.REORDERED)
+    rows = [state for state in states if isinstance(state, ByRow)]
+    totals = [state for state in states if isinstance(state, OverRows)]
+    if totals:
+        return totals[0] if len(set(states)) == 1 else call.mix(Kind.REUSED)
+    if not rows:
+        return _joined_constants(states, dim)
+    first = replace(rows[0], step=0)
+    if any((row.dim, row.inner, row.order) != (first.dim, first.inner, first.order) for row in rows):
+        return call.mix(Kind.PAIRS)
+    if first.dim == dim and (len(rows) < len(states) or first.order is not None):
+        return call.mix(Kind.ROW_NUMBER)
+    if any(isinstance(state, Free) and differs(state, first.dim, first.inner, call.rows) for state in states):
+        call.watcher.met(Kind.ROW_NUMBER)
+    return first
+
+
+def _joined_constants(states: Sequence[RowState], dim: int) -> Free:
+    varies = frozenset().union(*(state.varies for state in states if isinstance(state, Free)))
+    return Free(varies=varies | whole({dim}) if len(states) > 1 else varies)
+
+
+@rule("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+      "replication_pad2d", "replication_pad3d", "_pad_circular", "_pad_enum")  # fmt: skip
+def padded(call: OperatorCall) -> RowState:
+    """The last dimensions grow, or shrink where a number is negative; they may move and keep their size."""
+    numbers = call.given["padding"] if "padding" in call.given else call["pad"]
+    last = call["self"].dim() - 1
+    return _but_dims(call, {last - i // 2 for i, number in enumerate(numbers) if number})
+
+
+def _but_dims(call: OperatorCall, changed: set[int]) -> RowState:
+    state = call.state("self")
+    if isinstance(state, ByRow | Permutation) and state.dim in changed:
+        return call.mix(Kind.ROW_NUMBER)
+    return Free(varies=state.varies | whole(changed)) if isinstance(state, Free) else state
+
+
+@rule("flip", "roll")
+def turned(call: OperatorCall) -> RowState:
+    value, state = call["self"], call.state("self")
+    dims = {d % value.dim() for d in call["dims"]} or set(range(value.dim()))
+    if isinstance(state, ByRow | Permutation) and state.dim in dims:
+        return call.mix(Kind.REORDERED)
+    return replace(state, counts=None) if isinstance(state, Free) else state
+
+
+@rule("unfold")
+def unfolded(call: OperatorCall) -> RowState:
+    """Windows along a dimension; their elements become the last one."""
+    value = call["self"]
+    dim, state = call["dimension"] % max(1, value.dim()), call.state("self")
+    if isinstance(state, ByRow | Permutation) and state.dim == dim:
+        return call.mix(Kind.REORDERED)
+    return Free(varies=state.varies | whole({dim, value.dim()})) if isinstance(state, Free) else state
+
+
+@rule("diagonal", "diagonal_copy")
+def on_diagonal(call: OperatorCall) -> RowState:
+    value, state = call["self"], call.state("self")
+    taken = {call["dim1"] % value.dim(), call["dim2"] % value.dim()}
+    if isinstance(state, ByRow | Permutation) and state.dim in taken:
+        return call.mix(Kind.REORDERED)
+    left = [d for d in range(value.dim()) if d not in taken]
+    found = moved(state, [left.index(d) if d in left else None for d in range(value.dim())])
+    return Free(varies=found.varies | whole({len(left)})) if isinstance(found, Free) else found
+
+
+@rule("trace")
+def traced(call: OperatorCall) -> RowState:
+    state = call.state("self")
+    if isinstance(state, ByRow | Permutation):
+        return call.mix(Kind.REORDERED)
+    return Free() if isinstance(state, Free) else state
+
+
+@rule("as_strided", "as_strided_copy")
+def restrided(call: OperatorCall) -> RowState:
+    value, out, state = call["self"], call.results()[0], call.state("self")
+    if isinstance(state, Free):
+        return Free(varies=whole(range(out.dim())) if state.varies else frozenset())
+    if value.shape == out.shape and value.stride() == out.stride():
+        return state
+    if isinstance(state, ByRow) and state.order is None and value.is_contiguous():
+        step = flat_inner(value.shape, state.dim, state.inner)
+        dims = [d for d in range(out.dim()) if out.stride(d) == step and out.shape[d] == call.rows]
+        reach = sum((n - 1) * s for d, (n, s) in enumerate(zip(out.shape, out.stride())) if d not in dims)
+        if len(dims) == 1 and reach < step:  # the others stay within a row
+            return replace(state, dim=dims[0], inner=1)
+    return state if isinstance(state, OverRows | Mixed) else call.mix(Kind.REORDERED)

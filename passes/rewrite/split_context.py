@@ -1,0 +1,537 @@
+"""`split-context`: the tokens of every sequence are divided among the members of a team (context parallelism).
+
+In: the op graph. Out: the same step as one member of a team runs it. What works token by token works on the member's
+own tokens (`graph/follow/tokens.py` proves it), with all weights. Attention is the place where tokens meet:
+
+- `by=heads` (DeepSpeed-Ulysses, 3): an all-to-all gives each member all tokens of its part of the heads; attention is
+  the call that it was, with the mask that it had, and another all-to-all brings the results back to tokens. A member
+  sends (N-1)/N of the queries, keys, values and results of its own tokens.
+- `by=rows`: each member has whole rows of a micro-batch, and none meet. This is as replicas divide a batch, but inside
+  a micro-batch, whose tokens then go to experts that members share out.
+- `by=ring` (`ring.py`): queries stay, and keys and values go round the members. A member sends N-1 times its keys and
+  values. Heads need not divide. If a call is causal, each member has a run of tokens from the front and one from the
+  end, so that all have the same work, and blocks that no query sees are left out; with windows alone each has one run,
+  and keys and values go only as far as queries see. Of a mask that is a conjunction, what says which keys all queries
+  see (padding) stays a number for each key (`graph/masks/allowed_keys.py`).
+
+Layers of experts sort tokens by expert, and give them back in order: each member does so with its own tokens. With
+`experts`, members share out the experts, too, and each token goes to the members that have its experts
+(`routed_experts.py`); without, each member has them all.
+
+What follows from the batch alone (positions, masks, shifted labels) is computed on whole rows and then cut, by the
+device's number in its team, which is an input of the stages that need it. Sums over tokens, as the loss is one, are
+summands on each member: the loss of the step is their sum, and the gradient of a weight is the sum over members, as
+over lanes. A sum over tokens that more than the loss's last, linear calls read is added up by the team first.
+
+Whatever else lets tokens meet is refused, with the user's line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import fx
+
+from ...graph.blocks import shared_nodes
+from ...graph.divide.attention import TOKENS, SharedAttention, attention_call
+from ...graph.divide.exchanges import add_up, all_to_all, member_input, sum_parts
+from ...graph.divide.local import LocalValues, with_local_sizes
+from ...graph.divide.ring import AttentionRings
+from ...graph.divide.routed_experts import refusal, route_experts
+from ...graph.edit import GraphEdit
+from ...graph.experts.layers import ExpertLayer, find_expert_layers
+from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
+from ...graph.loss.class_loss import class_loss
+from ...graph.masks.grouped_heads import unrepeated
+from ...graph.opgraph import OpGraph, is_check, is_mode_switch, value_tensors
+from ...ir.calls import call_name
+from ...ir.errors import PassError
+from ...runtime.functions import among_zeros, chunked_cross_entropy, evaluation_logits, own_tokens
+from ..decisions import By, TokenSplit
+from ..draft import Draft
+from .graph_pass import GraphPass
+from .row_part_limits import refused_by_optimizer
+
+HEADS = 1  # dimension of the operands of attention
+# Calls that are linear in their first operand, whatever the others are.
+LINEAR = frozenset((
+    "clone", "contiguous", "double", "flatten", "float", "mean", "neg", "permute", "reshape", "squeeze", "sum", "to",
+    "transpose", "type", "type_as", "unsqueeze", "view",
+))  # fmt: skip
+SUMS = frozenset(("mean", "sum"))
+ADDS = frozenset(("add", "sub", "iadd", "isub"))
+FACTORS = frozenset(("mul", "imul", "multiply"))
+QUOTIENTS = frozenset(("div", "divide", "itruediv", "true_divide", "truediv"))
+
+
+@dataclass(frozen=True)
+class SplitContext(GraphPass):
+    """`by`: how members meet in attention; `team`: their number; `experts`: whether they share out experts, where a
+    layer has any; `keep`: whether keys and values that came round a ring lie there until backward.
+
+    Raises `PassError` where tokens meet otherwise, where they or heads cannot be shared out equally, where random
+    numbers are drawn for single tokens, and for batches whose sizes are not fixed."""
+
+    name: ClassVar[str] = "split-context"
+    decides: ClassVar[str] = "context"
+    by: By = "heads"
+    team: int = 2
+    experts: bool = True
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.by not in get_args(By):
+            raise PassError(f"pass {self.name!r}: option by={self.by!r} is none of {', '.join(get_args(By))}")
+        if self.team < 2:
+            raise PassError(f"pass {self.name!r}: option team={self.team}; a team has at least 2 members")
+        if self.keep and self.by != "ring":
+            raise PassError(f"pass {self.name!r}: option keep=true; with by={self.by} nothing goes round, use by=ring")
+
+    def plan(self, draft: Draft) -> TokenSplit:
+        layers = find_expert_layers(draft.graph) if self.experts else {}
+        shared_out = [name for name, layer in layers.items() if not _refused(draft, layer, self.team)]
+        return TokenSplit(team=self.team, by=self.by, experts=shared_out, keep=self.keep)
+
+    def rewrite(self, draft: Draft, decision: TokenSplit) -> None:
+        if draft.graph.team > 1:
+            raise PassError(f"{self.name}: the work inside layers is divided already, among {draft.graph.team} members")
+        graph = draft.graph.copy()
+        splitter = _Splitter(graph, decision)
+        calls = splitter.run()
+        layers = find_expert_layers(graph)
+        for name in decision.experts:
+            if name not in layers:
+                known = ", ".join(layers) or "none"
+                raise PassError(f"{self.name}: {name!r} is no layer of experts of this model; it has {known}")
+            refused = _refused(draft, layers[name], decision.team)
+            if refused:
+                raise PassError(f"{self.name}: the experts of {name} cannot be shared out: {refused}")
+            route_experts(graph, layers[name], splitter.member, decision.team, splitter.values, splitter.facts)
+        draft.graph = graph.copy()  # over what its nodes read now
+        each = f"the {splitter.length} rows" if decision.by == "rows" else f"each sequence of {splitter.length} tokens"
+        how = f"; {calls} attention calls by {decision.by}" if calls else ""
+        draft.notes[self.name] = f"{graph.team} devices share {each}{how}{_told(draft, layers, decision)}"
+
+
+def _refused(draft: Draft, layer: ExpertLayer, team: int) -> str:
+    """Why members cannot share out a layer's experts; empty where they can."""
+    why = (refused_by_optimizer(draft, name, weight) for name, weight in layer.weights.items())
+    return refusal(layer, team) or next(filter(None, why), "")
+
+
+def _told(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit) -> str:
+    """Where experts are, for people."""
+    if not layers:
+        return ""
+    routed = [layers[name] for name in decision.experts]
+    told = f"; each has {routed[0].experts // decision.team} of {routed[0].experts} experts" if routed else ""
+    told += f", to which tokens go by count, in {len(routed)} layers" if routed else ""
+    whole = [name for name in layers if name not in decision.experts]
+    if not whole:
+        return told
+    why = _refused(draft, layers[whole[0]], decision.team) or "experts=false"
+    return f"{told}; each has all experts in {len(whole)} layers ({why})"
+
+
+class MemberPart(Enum):
+    """What a member has of a value that depends on parameters."""
+
+    WHOLE = "whole"  # the same on all members
+    LOCAL = "local"  # its own tokens
+    SUMMAND = "summand"  # the sum over members is the value
+
+
+def _length(graph: OpGraph) -> int:
+    lengths = sequence_lengths(graph)
+    if not lengths:
+        raise PassError("split-context: no input of the batch is (rows, tokens) or (rows, tokens, features)")
+    return lengths[0]
+
+
+def _rows(graph: OpGraph) -> int:
+    """The number of rows of a micro-batch."""
+    _length(graph)
+    return next(int(value.shape[0]) for value in graph.inputs.values() if value.dim() > 1)
+
+
+class _Splitter:
+    """Rewrites a graph, node by node in order."""
+
+    def __init__(self, graph: OpGraph, decision: TokenSplit):
+        self.graph, self.team, self.by = graph, decision.team, decision.by
+        if graph.sizes:
+            raise PassError(
+                f"split-context: the sizes {', '.join(graph.sizes)} differ from batch to batch; pad sequences to one "
+                "length, or train without a team"
+            )
+        self.divided = "rows" if self.by == "rows" else "tokens"
+        self.along = ROW_DIM if self.by == "rows" else TOKEN_DIM
+        self.length = _rows(graph) if self.by == "rows" else _length(graph)
+        self.rings = AttentionRings(graph, self.team, decision.keep) if self.by == "ring" else None
+        self.is_zigzag = self.rings is not None and self.rings.is_zigzag
+        if self.length % self.pieces:
+            near = max(self.pieces, round(self.length / self.pieces) * self.pieces)
+            what, near_what = ("rows of a micro-batch", "number") if self.by == "rows" else ("tokens", "length")
+            raise PassError(
+                f"split-context: {self.length} {what} cannot be shared out equally as {self.pieces} pieces; the "
+                f"nearest {near_what} that can is {near}"
+            )
+        self.facts: TokenFacts = token_facts(graph, self.length, along=self.along)
+        self.shared = shared_nodes(graph)
+        self.values = LocalValues(graph)
+        self.parts: dict[fx.Node, MemberPart] = {}
+        self.cuts: dict[tuple[fx.Node, TokenPlace], fx.Node] = {}
+        self.calls = 0
+        self.used = {node for node in graph.nodes if node.users}
+
+    @property
+    def pieces(self) -> int:
+        """The number of equal runs of tokens."""
+        return 2 * self.team if self.is_zigzag else self.team
+
+    def run(self) -> int:
+        """The number of attention calls."""
+        self.member = self._member()
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "output") or node in self.shared or is_mode_switch(node):
+                continue
+            if node.op == "get_attr":
+                self.parts[node] = MemberPart.WHOLE
+            elif node not in self.parts:
+                self._take(node)
+        self._outputs()
+        self._remove_unused()
+        self.graph.team, self.graph.apart = self.team, True
+        self.graph.graph.lint()
+        return self.calls
+
+    def _member(self) -> fx.Node:
+        """The input that has the device's number in its team."""
+        node = member_input(self.graph)
+        self.shared.add(node)
+        return node
+
+    # --- one node
+
+    def _take(self, node: fx.Node) -> None:
+        has_tokens = any(place is not None for place in self.facts.places.get(node, ()))
+        parts = {self.parts[arg] for arg in node.all_input_nodes if arg in self.parts}
+        labelled = any(arg in self.shared and self._place(arg) is not None for arg in node.all_input_nodes)
+        if MemberPart.LOCAL in parts and node.meta.get("random"):
+            self._refuse(node, "draws random numbers for each token, others than for whole rows; set dropout to 0")
+        call = attention_call(node) if self.by != "rows" else None
+        if call is not None and (MemberPart.LOCAL in parts):
+            self._attention(node, call)
+        elif MemberPart.SUMMAND in parts:
+            self._of_summands(node)
+        elif MemberPart.LOCAL not in parts and not (labelled and has_tokens):
+            self.parts[node] = MemberPart.WHOLE
+        elif is_check(node):
+            self.parts[node] = MemberPart.LOCAL
+        elif self.facts.work.get(node) is TokenWork.SORTED:
+            self._sorted(node)
+        elif self.facts.is_token_wise(node) and self._all_placed(node):
+            self._local(node)
+        elif node.target is evaluation_logits:
+            self._evaluation_logits(node)
+        elif (reduction := self._reduction_of_loss(node)) is not None:
+            self._class_loss(node, reduction)
+        elif call_name(node) in SUMS and self._sums_tokens(node):
+            self._sum(node)
+        else:
+            self._refuse(node, f"lets {self.divided} meet")
+
+    def _refuse(self, node: fx.Node, what: str) -> None:
+        name, source = call_name(node) or node.target, node.meta.get("source", "")
+        if self.divided == "rows":
+            may = "Rows may meet in sums such as the loss alone; train without a team, in one micro-batch"
+        else:
+            may = "Tokens may meet in attention by scaled_dot_product_attention, and in sums such as the loss; "
+            if name in ("matmul", "bmm", "softmax", "__matmul__", "baddbmm", "einsum"):
+                may += 'use attn_implementation="sdpa", whose attention members can share'
+            else:
+                may += "train without a team: with tiers and tiles of tokens one device takes longer sequences, too"
+        raise PassError(f"split-context: {name} ({source}) {what}. {may}")
+
+    def _place(self, node: fx.Node) -> TokenPlace | None:
+        return self.facts.place(node)
+
+    def _all_placed(self, node: fx.Node) -> bool:
+        return all(place is not None for place in self.facts.places[node])
+
+    def _local(self, node: fx.Node) -> None:
+        """A node that works token by token, on the member's tokens."""
+        self._cut_operands(node)
+        with_local_sizes(node, self._place(node), self.team)
+        self._set_local(node, self.facts.places[node])
+
+    def _set_local(self, node: fx.Node, places: Sequence[TokenPlace | None]) -> None:
+        """Give a node the value that it has on the member's tokens."""
+        before = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
+        self.values.set(node)
+        now = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
+        for old, new, place in zip(before, now, places, strict=True):
+            along = None if place is None else place.dim
+            want = [size // self.team if dim == along else size for dim, size in enumerate(old)]
+            if list(new) != want:
+                self._refuse(node, f"makes {list(new)} of a part of the tokens, where {want} is a part of its result")
+        self.parts[node] = MemberPart.LOCAL
+
+    def _sorted(self, node: fx.Node) -> None:
+        """A node that works on tokens in the order of a permutation, on the member's tokens in theirs."""
+        places = [a or b for a, b in zip(self.facts.places[node], self.facts.sorted_places[node], strict=True)]
+        sizes = {
+            t.shape[place.dim]
+            for arg in node.all_input_nodes
+            for t, place in zip(value_tensors(arg.meta["val"]), self._places_of(arg))
+            if place is not None
+        }
+        for arg in node.all_input_nodes:  # those of a member are counted from 0
+            size = arg.meta["val"].shape[0] if arg.target is torch.arange and len(arg.args) == 1 else None
+            if size is not None and size // self.team in sizes and size not in sizes:
+                options: dict[str, Any] = dict(arg.kwargs)
+                own = GraphEdit(self.graph, arg).call(torch.arange, size // self.team, **options)
+                self.shared.add(own)
+                self._read_instead(node, arg, own)
+        self._cut_operands(node)
+        with_local_sizes(node, places[0] if len(places) == 1 else None, self.team)
+        self._set_local(node, places)
+
+    def _places_of(self, node: fx.Node) -> tuple[TokenPlace | None, ...]:
+        """Where tokens lie in each tensor of a value, in order or permuted."""
+        own = self.facts.places.get(node, ())
+        return tuple(a or b for a, b in zip(own, self.facts.sorted_places.get(node, own), strict=True))
+
+    def _cut_operands(self, node: fx.Node) -> None:
+        """Let a node read the member's tokens of what follows from the batch alone."""
+        for arg in node.all_input_nodes:
+            place = self._place(arg) if arg in self.shared else None
+            if place is None or arg is self.member:
+                continue
+            if (arg, place) not in self.cuts:
+                edit = GraphEdit(self.graph, node)
+                cut = edit.call(own_tokens, arg, self.member, self.team, place.dim, self.length, *self._how(place))
+                self.cuts[arg, place] = cut
+                self.shared.add(cut)
+            self._read_instead(node, arg, self.cuts[arg, place])
+
+    def _how(self, place: TokenPlace) -> tuple[Any, ...]:
+        if self.is_zigzag:
+            return place.inner, True
+        return (place.inner,) if place.inner != 1 else ()
+
+    def _read_instead(self, node: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        node.replace_input_with(old, new)
+        for key in ("eval_args", "eval_kwargs"):
+            if key in node.meta:
+                node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
+
+    # --- sums over tokens
+
+    def _evaluation_logits(self, node: fx.Node) -> None:
+        """Logits that evaluation alone makes, token by token; in training they have no rows."""
+        hidden = node.args[0]
+        assert isinstance(hidden, fx.Node)
+        if self._place(hidden) is None or self.parts.get(hidden) is not MemberPart.LOCAL:
+            self._refuse(node, "has tokens in no place that is known")
+        self.values.set(node)
+        self.parts[node], self.facts.places[node] = MemberPart.LOCAL, self.facts.places[hidden]
+
+    def _reduction_of_loss(self, node: fx.Node) -> str | None:
+        """How a loss of classes puts its tokens together; None for another call."""
+        if node.target is chunked_cross_entropy:
+            bound = inspect.signature(chunked_cross_entropy).bind(*node.args, **node.kwargs)
+            bound.apply_defaults()
+            return str(bound.arguments["reduction"])
+        call = class_loss(self.graph, node)
+        return None if call is None else call.reduction
+
+    def _class_loss(self, node: fx.Node, reduction: str) -> None:
+        if reduction == "none":
+            self._refuse(node, "gives a loss for each token in another place than its own")
+        if reduction == "mean":
+            self._refuse(node, "takes the mean over what the tokens at hand count; sum it, and divide by a count")
+        self._cut_operands(node)
+        self.values.set(node)
+        self.parts[node] = MemberPart.SUMMAND
+
+    def _sums_tokens(self, node: fx.Node) -> bool:
+        """Whether a sum or a mean goes over the tokens of its operand, and nothing else lets them meet."""
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node) or self.parts.get(first) is not MemberPart.LOCAL:
+            return False
+        place, value = self._place(first), first.meta["val"]
+        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        given = [dims] if isinstance(dims, int) else dims
+        if place is None or not (given is None or isinstance(given, (list, tuple))):
+            return False
+        over = range(value.dim()) if given is None else [dim % value.dim() for dim in given]
+        return place.dim in over
+
+    def _sum(self, node: fx.Node) -> None:
+        self.values.set(node)
+        self.parts[node] = MemberPart.SUMMAND
+        if call_name(node) == "mean":
+            self._scaled(node)
+
+    def _scaled(self, node: fx.Node) -> fx.Node:
+        """Let the readers of a value read its N-th part."""
+        after = GraphEdit(self.graph, node, after=True)
+        made = after.call(operator.truediv, node, self.team)
+        self._take_over(node, made)
+        self.parts[made] = MemberPart.SUMMAND
+        return made
+
+    def _of_summands(self, node: fx.Node) -> None:
+        """A node that reads summands: linear in them, it gives one; else the team adds them up first."""
+        if any(self.parts.get(arg) is MemberPart.LOCAL for arg in node.all_input_nodes):
+            self._refuse(node, f"lets {self.divided} meet")
+        summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is MemberPart.SUMMAND]
+        if self._is_linear(node, summands):
+            self._share_addends(node, summands)
+            self.parts[node] = MemberPart.SUMMAND
+            return
+        for arg in summands:
+            whole = GraphEdit(self.graph, node).call(add_up, arg, self.team)
+            self.parts[whole] = MemberPart.WHOLE
+            self._read_instead(node, arg, whole)
+        self.parts[node] = MemberPart.WHOLE
+
+    def _is_linear(self, node: fx.Node, summands: Sequence[fx.Node]) -> bool:
+        """Whether a node's result is linear in these operands together."""
+        name, operands = call_name(node), list(node.args[:2])
+        if name in LINEAR or name in QUOTIENTS:
+            return list(summands) == operands[:1] and operands[1:] != operands[:1]
+        if name in FACTORS:
+            return len(summands) == 1 and operands.count(summands[0]) == 1
+        return name in ADDS and len(node.args) == 2 and not node.kwargs
+
+    def _share_addends(self, node: fx.Node, summands: Sequence[fx.Node]) -> None:
+        """Let each member add its N-th part of what all have to a summand."""
+        if call_name(node) not in ADDS:
+            return
+        for at, arg in enumerate(node.args):
+            if isinstance(arg, fx.Node) and arg not in summands:
+                node.update_arg(at, GraphEdit(self.graph, node).call(operator.truediv, arg, self.team))
+            elif isinstance(arg, (int, float)):
+                node.update_arg(at, arg / self.team)
+
+    # --- attention
+
+    def _attention(self, node: fx.Node, call: SharedAttention) -> None:
+        self.calls += 1
+        operands = [call.query, call.key, call.value]
+        for operand in operands:
+            place = self._place(operand)
+            if self.parts.get(operand) is not MemberPart.LOCAL or operand.meta["val"].dim() != 4:
+                self._refuse(node, "has operands that are not (rows, heads, tokens, width) with a member's own tokens")
+            if place != TokenPlace(TOKENS):
+                self._refuse(node, f"has its tokens in another dimension of {operand.name} than {TOKENS}")
+        for mask in call.masks:
+            if self.parts.get(mask, MemberPart.WHOLE) is not MemberPart.WHOLE:
+                self._refuse(node, "has a mask that the model computes of its tokens")
+        if self.by == "ring":
+            self._by_ring(node, call)
+        else:
+            self._by_heads(node, call)
+
+    def _by_heads(self, node: fx.Node, call: SharedAttention) -> None:
+        heads = call.query.meta["val"].shape[HEADS]
+        if heads % self.team:
+            near = [n for n in range(2, heads + 1) if heads % n == 0]
+            self._refuse(node, f"has {heads} heads, which {self.team} members cannot share; teams that can: {near}")
+        edit = GraphEdit(self.graph, node)
+        for operand in dict.fromkeys([call.query, call.key, call.value]):
+            self._read_instead(node, operand, self._to_heads(node, edit, operand, heads))
+        for mask in call.masks:
+            shape = mask.meta["val"].shape
+            if len(shape) > 2 and shape[-3] not in (1, heads):
+                self._refuse(node, f"has a mask {list(shape)} for {heads} heads")
+            if len(shape) > 2 and shape[-3] == heads > 1:
+                own = edit.call(own_tokens, mask, self.member, self.team, len(shape) - 3, heads)
+                self.parts[own] = MemberPart.WHOLE
+                self._read_instead(node, mask, own)
+        self.values.set(node)
+        self.parts[node] = MemberPart.LOCAL
+        after = GraphEdit(self.graph, node, after=True)
+        back = after.call(all_to_all, node, self.team, TOKENS, HEADS)
+        self._take_over(node, back)
+        self.parts[back], self.facts.places[back] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
+
+    def _to_heads(self, node: fx.Node, edit: GraphEdit, operand: fx.Node, heads: int) -> fx.Node:
+        """All tokens of the member's part of the heads of a query, key or value. Of keys and values that are repeated
+        for several heads each, those before that move."""
+        given, repeats = unrepeated(operand)
+        if given not in self.parts or given.meta["val"].shape[HEADS] % self.team:
+            given, repeats = operand, 1
+        own = int(given.meta["val"].shape[HEADS])
+        before = self.team // math.gcd(own, self.team)  # as often as the members can share them
+        if heads % (own * before):
+            self._refuse(node, f"has {own} heads of keys and values, which {self.team} members cannot share")
+        if before > 1:
+            given = edit.call(torch.repeat_interleave, given, before, HEADS)
+            self.parts[given] = MemberPart.LOCAL
+        moved = edit.call(all_to_all, given, self.team, HEADS, TOKENS)
+        self.parts[moved] = MemberPart.LOCAL
+        if repeats == 1:
+            return moved
+        repeated = edit.call(torch.repeat_interleave, moved, repeats, HEADS)
+        self.parts[repeated] = MemberPart.LOCAL
+        return repeated
+
+    def _by_ring(self, node: fx.Node, call: SharedAttention) -> None:
+        assert self.rings is not None
+        refusal = self.rings.refusal(node)
+        if refusal:
+            self._refuse(node, refusal)
+        made, masks = self.rings.write(node, call, self.member, self.parts.keys())
+        self.shared.update(masks)
+        self._take_over(node, made)
+        self.parts[made], self.facts.places[made] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
+        self.graph.graph.erase_node(node)
+
+    def _take_over(self, old: fx.Node, new: fx.Node) -> None:
+        """Let all that reads a value read another one."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        for node in self.graph.nodes:
+            for key in ("eval_args", "eval_kwargs", "alias_of"):
+                if key in node.meta and node is not new:
+                    node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
+        self.graph.outputs = {name: new if node is old else node for name, node in self.graph.outputs.items()}
+
+    # --- the graph
+
+    def _outputs(self) -> None:
+        """The step's results: the loss, and other outputs whole."""
+        for name, node in list(self.graph.outputs.items()):
+            part = self.parts.get(node)
+            if part is None or (part is MemberPart.WHOLE and name != "loss"):
+                continue  # of the batch alone, or the same on all members
+            made = node
+            if part is MemberPart.WHOLE:
+                made = GraphEdit(self.graph, made, after=True).call(operator.truediv, made, self.team)
+            elif part is MemberPart.LOCAL:
+                place = self._place(node)
+                if place is None:
+                    raise PassError(f"split-context: the output {name!r} has tokens in no place that is known")
+                args = (self.member, self.team, place.dim, self.length, *self._how(place))
+                made = GraphEdit(self.graph, made, after=True).call(among_zeros, made, *args)
+            made = GraphEdit(self.graph, made, after=True).call(sum_parts, made, self.team)
+            self.parts[made] = MemberPart.WHOLE
+            self.graph.outputs[name] = made
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        output.args = (dict(self.graph.outputs),)
+
+    def _remove_unused(self) -> None:
+        """Take out what is read by nothing any more."""
+        for node in reversed(self.graph.nodes):
+            is_pure = node.op in ("call_function", "call_method") and not node.meta.get("mutates")
+            if is_pure and not node.users and not is_check(node) and not is_mode_switch(node) and node in self.used:
+                self.graph.graph.erase_node(node)

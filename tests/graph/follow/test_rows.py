@@ -1,0 +1,274 @@
+"""Where rows meet and whether a loss is a mean or a sum: against names, and against numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from penstock.compiler.job.batch import micro_batch_spec
+from penstock.compiler.loss import captured
+from penstock.graph.follow.rows import RowFacts, row_facts
+from penstock.graph.operators.states import Kind
+from penstock.graph.opgraph import OpGraph
+from penstock.ir.errors import CaptureError
+from penstock.tests.graph.follow.losses import COUPLED, MEANS, SUMS, WithHead, batch_of, loss_of, model_of
+from penstock.tests.shown_elsewhere import slow_but
+from penstock.tests.zoo import zoo
+
+ROWS = 4
+
+
+def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: list[int] | None = None) -> RowFacts:
+    """The facts, from a graph of `count` micro-batches and what else it takes (noted in `traced`)."""
+    size = next(value for value in batch.values() if isinstance(value, Tensor)).shape[0]
+
+    @functools.cache
+    def graph(num_micro_batches: int) -> OpGraph:
+        if traced is not None:
+            traced.append(num_micro_batches)
+        return captured(model, micro_batch_spec(batch, num_micro_batches))
+
+    return row_facts(graph, count, size)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_rows(name: str, count: int) -> None:
+    assert facts_of(model_of(MEANS[name]), batch_of(ROWS), count) == RowFacts()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_rows(name: str, count: int) -> None:
+    assert facts_of(model_of(SUMS[name]), batch_of(ROWS), count) == RowFacts(power=1)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("name", COUPLED)
+def test_rows_that_meet(name: str, count: int) -> None:
+    try:
+        found = facts_of(model_of(COUPLED[name]), batch_of(ROWS), count)
+    except CaptureError:  # a norm, two hardest rows or two halves of one row
+        assert count == ROWS
+        return
+    assert found.couplings
+    assert all("losses.py:" in coupling.source for coupling in found.couplings)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("in-batch negatives", Kind.PAIRS),
+        ("triplets of rows", Kind.REORDERED),
+        ("halves", Kind.REORDERED),
+        ("dino", Kind.REUSED),
+        ("variance", Kind.ACROSS),
+        ("root of a mean", Kind.NONLINEAR),
+        ("balanced experts", Kind.NONLINEAR),
+        ("dice", Kind.RATIO),
+        ("sum and decay", Kind.UNEVEN),
+        ("number of a row", Kind.ROW_NUMBER),
+        ("batch norm", Kind.BATCH_NORM),
+    ],
+)
+def test_how_rows_meet(name: str, kind: Kind) -> None:
+    (coupling,) = facts_of(model_of(COUPLED[name]), batch_of(ROWS)).couplings
+    assert coupling.kind is kind
+
+
+def test_a_mean_over_what_the_whole_batch_counts_is_one_over_rows() -> None:
+    def masked(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        mask = (y > 3).float()
+        return (F.cross_entropy(h, y, reduction="none") * mask).sum() / mask.sum()
+
+    def ignoring(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, y, ignore_index=3)
+
+    for loss in (masked, ignoring):
+        for count in (1, 2):
+            assert facts_of(model_of(loss), batch_of(ROWS), count) == RowFacts()
+
+
+def test_a_mean_over_what_only_the_forward_knows_couples_rows() -> None:
+    def by_own_classes(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, h.detach().argmax(-1), ignore_index=3)
+
+    (coupling,) = facts_of(model_of(by_own_classes), batch_of(ROWS)).couplings
+    assert coupling.kind is Kind.COUNT
+
+
+NORMS = 13  # of the wide ResNet
+LOOSE = sorted(set(zoo()) - {"wide_resnet", "in_place"})
+
+
+@pytest.mark.parametrize("name", slow_but(("gpt2", "t5", "mixtral", "lstm", "custom_function"), LOOSE))
+def test_models_whose_rows_never_meet(name: str) -> None:
+    """Also from one micro-batch of one row, without another trace for most."""
+    model, batch = zoo()[name]()
+    assert facts_of(model, batch) == RowFacts()
+    assert facts_of(model, batch, 2) == RowFacts()
+
+
+def test_models_whose_rows_meet() -> None:
+    model, batch = zoo()["wide_resnet"]()
+    found = facts_of(model, batch).couplings
+    assert [coupling.kind for coupling in found] == [Kind.BATCH_NORM] * NORMS
+    assert found[0].module == "body.blocks.0.bn1 (BatchNorm2d)"
+    model, batch = zoo()["in_place"]()  # it subtracts a running mean that it has just updated
+    (found_in_place,) = facts_of(model, batch).couplings
+    assert found_in_place.kind is Kind.REUSED
+    assert found_in_place.source.endswith("return self.second(h - self.mean)")
+
+
+def test_a_batch_norm_that_is_frozen_mixes_nothing() -> None:
+    """Once the capture keeps a module's own mode; here the functional form with the statistics that it has."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            norm = self.norm
+            h = F.batch_norm(self.layer(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, training=False)
+            return F.cross_entropy(h, y)
+
+    assert facts_of(Frozen(), batch_of(ROWS)) == RowFacts()
+
+
+def test_what_does_not_reach_the_loss_does_not_count() -> None:
+    def loss(model: WithHead, h: Tensor, y: Tensor) -> Any:
+        return {"loss": F.cross_entropy(h, y), "similar": h @ h.t(), "share": (h.argmax(-1) == y).float().mean().sqrt()}
+
+    assert facts_of(model_of(loss), batch_of(ROWS)) == RowFacts()
+
+
+def test_a_batch_of_one_row_has_nothing_to_couple() -> None:
+    traced: list[int] = []
+    assert facts_of(model_of(COUPLED["dino"]), batch_of(1), traced=traced) == RowFacts()
+    assert not traced
+
+
+def test_another_graph_is_traced_only_where_one_leaves_something_open() -> None:
+    for name, count, expected in (
+        ("mean", 1, [1]),
+        ("mean", 4, [4]),
+        ("sum", 1, [1]),
+        ("sum by a constant", 2, [2, 1]),
+    ):
+        traced: list[int] = []
+        facts_of(model_of({**MEANS, **SUMS}[name]), batch_of(ROWS), count, traced)
+        assert traced == expected, name
+
+
+# --- numbers
+
+Step = Callable[[Tensor, Tensor], Tensor]
+STEPS: dict[str, Step] = {
+    "tanh": lambda h, w: torch.tanh(h),
+    "product": lambda h, w: h @ w,
+    "turned": lambda h, w: (w.t() @ h.t()).t(),
+    "softmax": lambda h, w: h.softmax(-1),
+    "layer norm": lambda h, w: F.layer_norm(h, (8,)),
+    "group norm": lambda h, w: F.group_norm(h, 2),
+    "split": lambda h, w: torch.cat([p * q for p, q in [h.view(-1, 2, 4).unbind(1)]] * 2, dim=1),
+    "flat": lambda h, w: h.flatten().view(-1, 4).sin().view(-1, 8),
+    "sequence first": lambda h, w: (
+        h.view(-1, 4, 2).transpose(0, 1).reshape(-1, 2).cos().view(4, -1, 2).mT.mT.transpose(0, 1).flatten(1)
+    ),
+    "attention": lambda h, w: F.scaled_dot_product_attention(*[h.view(-1, 4, 2) @ w[:2, :2]] * 3).flatten(1),
+    "sorted": lambda h, w: h.sort(-1).values,
+    "row sum": lambda h, w: h * h.sum(-1, keepdim=True),
+    "repeat": lambda h, w: h.repeat(1, 2)[:, 4:12],
+    "einsum": lambda h, w: torch.einsum("bi,ij->bj", h, w),
+    "clamped": lambda h, w: h.clamp(min=0.1),
+    "doubled rows": lambda h, w: torch.cat([h, h.exp()]).tanh().chunk(2)[1],
+    # what mixes
+    "softmax over rows": lambda h, w: h.softmax(0),
+    "centred": lambda h, w: h - h.mean(0, keepdim=True),
+    "shifted": lambda h, w: h.roll(1, 0),
+    "similar": lambda h, w: (h @ h.t()) @ h,
+    "summed so far": lambda h, w: h.cumsum(0),
+    "flat softmax": lambda h, w: h.flatten().softmax(0).view(-1, 8),
+    "wrong flat": lambda h, w: h.t().reshape(-1, 8),
+    "attention over rows": lambda h, w: F.scaled_dot_product_attention(*[h[None]] * 3)[0],
+    "largest": lambda h, w: h / h.amax(),
+    "second batch norm": lambda h, w: F.batch_norm(h, None, None, training=True),
+}
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h.square().mean(),
+    "sum": lambda h: h.square().sum(),
+    "mean of sums": lambda h: h.sin().sum(-1).mean(),
+    "sum by rows": lambda h: h.cos().sum() / len(h),
+    "logsumexp": lambda h: h.logsumexp(-1).mean(),
+    "root": lambda h: h.square().mean().sqrt(),
+}
+
+
+class Chain(nn.Module):
+    """Steps one after another."""
+
+    def __init__(self, steps: list[str], end: str):
+        super().__init__()
+        self.steps, self.end = steps, end
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + 0.0 * self.weight.sum()
+        for step in self.steps:
+            h = STEPS[step](h, self.weight)
+        return ENDS[self.end](h)
+
+
+def agrees(model: nn.Module, batch: dict[str, Any], power: int, parts: int = 2) -> bool:
+    """Whether the losses of parts of a batch average to that of the whole, times parts ** power; gradients too."""
+
+    def run(some: dict[str, Any]) -> list[Tensor]:
+        copied = copy.deepcopy(model).double()
+        some = {k: v.double() if v.is_floating_point() else v for k, v in some.items()}
+        loss = loss_of(copied, some)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in copied.parameters() if p.grad is not None)]
+
+    whole = run(batch)
+    cut = {name: value.chunk(parts) for name, value in batch.items()}
+    split = [run({name: pieces[i] for name, pieces in cut.items()}) for i in range(parts)]
+    together = [torch.stack(found).mean(0) * parts**power for found in zip(*split, strict=True)]
+    return all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(whole, together, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), st.sampled_from(sorted(ENDS)), st.sampled_from([1, 2]))
+@example(["sequence first", "attention"], "mean", 1)
+@example(["wrong flat", "flat"], "sum", 2)
+def test_the_verdict_is_that_of_numbers(steps: list[str], end: str, count: int) -> None:
+    """What is said not to mix has parts whose losses and gradients make those of the whole. What is said to mix may do
+    so in a way that cancels, as a shift of rows does before a mean."""
+    model = Chain(steps, end)
+    batch = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(2)).abs() + 0.1}
+    found = facts_of(model, batch, count)
+    if not found.couplings:
+        assert agrees(model, batch, found.power)
+    first = list(STEPS)[: list(STEPS).index("softmax over rows")]
+    if all(step in first for step in steps) and end != "root":
+        assert not found.couplings
+
+
+@pytest.mark.parametrize("name", [*MEANS, *SUMS])
+def test_named_losses_are_what_numbers_say(name: str) -> None:
+    power = int(name in SUMS)
+    assert agrees(model_of({**MEANS, **SUMS}[name]), batch_of(ROWS), power)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_named_losses_that_couple_differ_in_numbers(name: str) -> None:
+    assert not agrees(model_of(COUPLED[name]), batch_of(ROWS), 0)

@@ -1,0 +1,41 @@
+"""int8 weights on CUDA: quantised inputs, sums in int32 and columns with outliers are counted."""
+
+from __future__ import annotations
+
+import bitsandbytes
+import torch
+from torch import Tensor, nn
+
+from penstock.compiler.capture.trace import trace
+from penstock.graph.costs.block import measure
+from penstock.graph.kernels.outliers import OUTLIERS
+from penstock.graph.layers import find_blocks
+from penstock.runtime.quantised.model import with_bytes
+
+ROWS, WIDTH, OUT = 512, 64, 512
+
+
+class Small(nn.Module):
+    def __init__(self, threshold: float):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = bitsandbytes.nn.Linear8bitLt(WIDTH, OUT, False, has_fp16_weights=False, threshold=threshold)
+        self.head.requires_grad_(False).to("cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale).sum()
+
+
+def peak_bytes(threshold: float, device_kind: str) -> int:
+    """Of the product's own block, on fp32 inputs."""
+    graph = trace(with_bytes(nn.Sequential(Small(threshold))), {"input": torch.randn(ROWS, WIDTH)})
+    block = next(b for b in find_blocks(graph, "operator") if "head" in b.name)
+    return measure(graph, block, device_kind).forward_peak_bytes
+
+
+def test_buffers_are_counted_on_cuda() -> None:
+    product = ROWS * OUT * (4 + 2 + 4)  # int32, as the kernel unpacks it, and in the input's type
+    columns = round(OUTLIERS * WIDTH) * 4
+    assert peak_bytes(0.0, "cuda") == ROWS * WIDTH + product
+    assert peak_bytes(6.0, "cuda") == ROWS * WIDTH + product + columns * (ROWS + OUT)
+    assert peak_bytes(6.0, "cpu") == ROWS * OUT * 4 + WIDTH * OUT * 4  # the result, and the unpacked weight
