@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from penstock.codegen.file import Header, write_directory, write_file
 from penstock.compiler.capture.trace import trace
+from penstock.graph.layers import layer_runs, make_blocks
 from penstock.graph.opgraph import OpGraph
 from penstock.graph.stages import PlannedStage, build_stages
 from penstock.ir.program import Interface, Program
-from penstock.passes.rewrite import coarsen
 from penstock.runtime.device.file import INTERFACE_FILE, DeviceFile, open_directory
 from penstock.runtime.source.trust import Trust
 
@@ -40,7 +40,7 @@ class Generated:
 def generate(model: nn.Module, batch: Any, num_stages: int = 1) -> Generated:
     """Trace, cut the blocks evenly, print."""
     graph = trace(model, batch)
-    blocks = coarsen.make_blocks(graph, coarsen.layer_runs(graph))
+    blocks = make_blocks(graph, layer_runs(graph))
     names = [block.name for block in blocks]
     cuts = [len(names) * i // num_stages for i in range(num_stages + 1)]
     stages = build_stages(graph, blocks, [names[a:b] for a, b in pairwise(cuts)])

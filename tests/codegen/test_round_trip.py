@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from alike import slow_but
 from torch.overrides import TorchFunctionMode
 from zoo import without_cache, zoo
 
 from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
+from penstock.tests.shown_elsewhere import slow_but
 
 MODELS = sorted(zoo())
 STAGES = {"gpt2": 3, "t5": 4, "bert": 2, "llama": 2, "wide_resnet": 3}

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from alike import KINDS, slow_but, with_alike_slow
 from torch import nn
 from usual_dims import usual_dims
 from zoo import SEQUENCE, handwritten_zoo, token_batch, transformers_zoo, without_cache, zoo
 
 from penstock.compiler.capture.trace import trace
+from penstock.tests.shown_elsewhere import KINDS, slow_but, with_alike_slow
 
 ALL = sorted({**transformers_zoo(), **handwritten_zoo()})
 
