@@ -29,6 +29,7 @@ PAGES = [
     "docs/optimizers.md",
     "docs/security.md",
     "docs/glossary.md",
+    "docs/style.md",
     "docs/live.md",
     "docs/logs.md",
     "docs/precision.md",
