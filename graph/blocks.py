@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from ..ir.machine.call_mix import NO_CALLS, CallMix
-from ..ir.program import ParamSpec
 from ..ir.tiles import mark_of
-from .opgraph import OpGraph, is_mode_switch, value_tensors
+from .opgraph import OpGraph, value_tensors
 from .sizes.named import shown
 from .turn_seconds import TurnSeconds
 
@@ -84,75 +82,6 @@ class Block:
 
     def with_cost(self, cost: BlockCost) -> Block:
         return replace(self, cost=cost)
-
-
-def compute_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
-    """The dtype in which the step computes with a parameter."""
-    if graph.param_dtype is not None and parameter.is_floating_point():
-        return graph.param_dtype
-    return parameter.dtype
-
-
-def gradient_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
-    """The dtype in which a parameter's gradients are added up."""
-    dtype = compute_dtype(graph, parameter)
-    return graph.sum_dtype if graph.sum_dtype is not None and dtype == graph.param_dtype else dtype
-
-
-def param_spec(graph: OpGraph, name: str, parameter: torch.Tensor) -> ParamSpec:
-    """A parameter as programs know it, without hooks and owners."""
-    kinds = (compute_dtype(graph, parameter), gradient_dtype(graph, parameter))
-    kind, sums = (str(dtype).removeprefix("torch.") for dtype in kinds)
-    part = graph.parts[name].part if name in graph.parts else None
-    return ParamSpec(name, tuple(parameter.shape), kind, parameter.requires_grad, part=part, sum_dtype=sums)
-
-
-def shared_nodes(graph: OpGraph) -> set[fx.Node]:
-    """Nodes that depend only on the batch and constants: no parameter, no gradient, no randomness, no written buffer.
-
-    A node that shares storage with something written by an unshared node is unshared too.
-    """
-    written = {name for node in graph.nodes for name in node.meta.get("updates_buffers", ())}
-    parameters = graph.parameters()
-    shared: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output" or is_mode_switch(node):
-            continue
-        if node.op == "placeholder":
-            shared.add(node)
-        elif node.op == "get_attr":
-            if node.target not in parameters and node.target not in written:
-                shared.add(node)
-        elif all(arg in shared for arg in node.all_input_nodes) and not (
-            node.meta.get("random") or node.meta.get("updates_buffers") or graph.node_parameters(node)
-        ):
-            shared.add(node)
-    return _without_written(graph, shared)
-
-
-def _without_written(graph: OpGraph, shared: set[fx.Node]) -> set[fx.Node]:
-    """Drop shared nodes whose storage an unshared node writes, and what depends on them, until no such node is left."""
-    while True:
-        dirty = {
-            storage_root(target)
-            for node in graph.nodes
-            if node not in shared
-            for target in node.meta.get("mutates", ())
-        }
-        bad = {n for n in shared if n.op != "placeholder" and storage_root(n) in dirty}
-        for node in graph.nodes:
-            if node in shared and any(arg in bad for arg in node.all_input_nodes):
-                bad.add(node)
-        if not bad:
-            return shared
-        shared = shared - bad
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The first node of the chain of views and in-place results that `node` is one of."""
-    while node.meta.get("alias_of") is not None:
-        node = node.meta["alias_of"]
-    return node
 
 
 def node_inputs(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -1,8 +1,13 @@
-"""Edits of an op graph's copy: new nodes with the meta that `opgraph.py` promises, in place of old ones."""
+"""The editor of op graphs: new nodes with the meta that `opgraph.py` promises, other operands, fewer nodes.
+
+Edges between nodes are operands and `META_EDGES`. No other file writes these keys, replaces what a node reads, or
+erases a node, so that no edit forgets a key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,8 +15,14 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ir.edges import META_EDGES, edges
+from ..ir.plain_graph import PlainGraph
+from .dataflow import Dataflow, closure
 from .kernels.stand_ins import SHAPE_RULES
-from .opgraph import OpGraph, plain_meta, value_tensors
+from .opgraph import OpGraph, build_module, value_tensors
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_OWN = (*META_EDGES, "updates_buffers", "draw", "dims")  # meta of one node, which no neighbour takes over
 
 
 class GraphEdit:
@@ -30,20 +41,20 @@ class GraphEdit:
         with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self.autocast():
             return self._annotate(node, SHAPE_RULES.get(target, target)(*given, **named), view_of)
 
-    def parameter(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> fx.Node:
+    def parameter(self, name: str, value: torch.Tensor) -> fx.Node:
         """A read of a parameter in the dtype of the computation."""
         with self.place(self.at):
             node = self.graph.graph.create_node("get_attr", name)
         with self.fake_mode:
+            dtype = self.graph.compute_dtype(value)
             fake = torch.empty(value.shape, dtype=dtype, requires_grad=value.requires_grad)
         return self._annotate(node, fake, None)
 
     def _annotate(self, node: fx.Node, value: Any, view_of: fx.Node | None) -> fx.Node:
-        node.meta = {**plain_meta(self.at), "val": value, "module_path": self.path, "alias_of": view_of}
         at = self.at.meta
-        if "dims" in at and getattr(value, "shape", None) == getattr(at["val"], "shape", ()):
-            node.meta["dims"] = at["dims"]
-        return node
+        is_alike = "dims" in at and getattr(value, "shape", None) == getattr(at["val"], "shape", ())
+        more = {"dims": at["dims"]} if is_alike else {}
+        return describe(node, self.at, value, alias_of=view_of, module_path=self.path, **more)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The modes of the model's own `torch.autocast` in which `at` was recorded."""
@@ -58,14 +69,140 @@ class GraphEdit:
         replace_all(self.graph, {old: new})
 
 
+# --- meta
+
+
+def describe(node: fx.Node, like: fx.Node | Mapping[str, Any], value: Any, **more: Any) -> fx.Node:
+    """Give a node the meta of a neighbour, or this meta, with a value of its own and without edges.
+
+    `more`: further meta, such as `mutates` and `alias_of`. Returns the node."""
+    meta = like.meta if isinstance(like, fx.Node) else like
+    kept = {key: item for key, item in meta.items() if key not in _OWN}
+    node.meta = {**kept, "random": False, "mutates": (), "alias_of": None, "val": value, **more}
+    return node
+
+
+def set_edges(node: fx.Node, **edges: Any) -> None:
+    """Write `mutates` or `alias_of` of a node."""
+    assert edges.keys() <= {"mutates", "alias_of"}
+    node.meta.update(edges)
+
+
+def set_evaluation(node: fx.Node, arguments: Arguments | None) -> None:
+    """Write the arguments that a node has in evaluation; None where they are those of training."""
+    if arguments is None:
+        node.meta.pop("eval_args", None)
+        node.meta.pop("eval_kwargs", None)
+    else:
+        node.meta["eval_args"], node.meta["eval_kwargs"] = arguments
+
+
+def evaluation_of(node: fx.Node) -> Arguments | None:
+    """The arguments that a node has in evaluation; None where they are those of training."""
+    return (node.meta["eval_args"], node.meta["eval_kwargs"]) if "eval_args" in node.meta else None
+
+
+# --- operands
+
+
+def change_arguments(node: fx.Node, change: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
+    """Change a node's arguments, and in the same way those that it has in evaluation."""
+    node.args, node.kwargs = change(node.args, dict(node.kwargs))
+    evaluation = evaluation_of(node)
+    if evaluation is not None:
+        set_evaluation(node, change(evaluation[0], dict(evaluation[1])))
+
+
+def read_instead(node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> None:
+    """Let a node read, write and be a view of other nodes: those of `new` in place of its keys."""
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
+    copy_edges(node, node, lambda n: new.get(n, n))
+
+
+def copy_edges(node: fx.Node, copy: fx.Node, new: Callable[[fx.Node], Any]) -> None:
+    """Give a copy the edges of a node, each to the node that `new` says."""
+    for key in META_EDGES:
+        if key in node.meta:
+            copy.meta[key] = fx.map_arg(node.meta[key], new)
+
+
+# --- readers
+
+
+def replace_uses(graph: OpGraph, new: Mapping[fx.Node, fx.Node], readers: Collection[fx.Node] | None = None) -> None:
+    """Let what reads a node of `new`, and outputs, have the node that stands for it. What that one is made of keeps the
+    old node. `readers`: these alone, and outputs."""
+    if not new:
+        return
+    first = min(new)
+    made_of = closure(new.values(), lambda n: () if n in new else (arg for arg in n.all_input_nodes if not arg < first))
+    for node in graph.nodes:
+        is_reader = node.op != "output" and node not in made_of and (readers is None or node in readers)
+        if is_reader and any(n in new for n in edges(node)):
+            read_instead(node, new)
+    set_outputs(graph, {name: new.get(node, node) for name, node in graph.outputs.items()})
+
+
 def replace_all(graph: OpGraph, new: Mapping[fx.Node, fx.Node]) -> None:
     """Let every reader of a node of `new` read the one that stands for it, and remove it."""
-    for old, other in new.items():
-        old.replace_all_uses_with(other)
+    replace_uses(graph, new)
+    erase(graph, new)
+
+
+def set_outputs(graph: OpGraph, outputs: dict[str, fx.Node]) -> None:
+    """Let the step return these values."""
+    graph.outputs = outputs
+    graph.graph.output_node().args = (dict(outputs),)
+
+
+# --- fewer nodes
+
+
+def erase(graph: OpGraph | fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Remove nodes that no other node reads. The first node left that shares the storage of one becomes its owner."""
+    own, gone = graph.graph if isinstance(graph, OpGraph) else graph, set(nodes)
+    if not gone:
+        return
+    owners: dict[fx.Node, fx.Node] = {}  # a removed owner of a storage -> the first node left that shares it
+    for node in own.nodes:
+        base = node.meta.get("alias_of")
+        while node not in gone and base in gone:
+            above = base.meta["alias_of"]
+            base = above if above is not None else owners.setdefault(base, node)
+            node.meta["alias_of"] = base if base is not node else None
+    for node in reversed(own.nodes):
+        if node in gone:
+            own.erase_node(node)
+
+
+def erase_dead(graph: OpGraph, kept: Iterable[fx.Node] = (), among: Collection[fx.Node] | None = None) -> None:
+    """Remove what neither a result nor an effect needs. `kept`: nodes that stay although nothing reads them; `among`:
+    these nodes at most."""
+    dead = Dataflow(graph.nodes).dead(kept)
+    erase(graph, dead if among is None else dead.intersection(among))
+
+
+# --- copies
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy that reads copies, where there are some; edges in meta are those of the node (`copy_edges`)."""
+    return graph.node_copy(node, lambda n: copies.get(n, n))
+
+
+def copy_graph(graph: OpGraph) -> OpGraph:
+    """The same step with nodes of its own, in the same order, over the same model."""
+    made = PlainGraph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-            if node.meta.get(key):
-                node.meta[key] = fx.map_arg(node.meta[key], lambda n: new.get(n, n))
-    graph.outputs = {name: new.get(node, node) for name, node in graph.outputs.items()}
-    for old in new:
-        graph.graph.erase_node(old)
+        copies[node] = made.node_copy(node, copies.__getitem__)
+    for node, copy in copies.items():
+        copy_edges(node, copy, copies.__getitem__)
+    return dataclasses.replace(
+        graph,
+        module=build_module(graph.model, made, graph.unregistered),
+        outputs={name: copies[node] for name, node in graph.outputs.items()},
+        parts=dict(graph.parts),
+        hooks=dict(graph.hooks),
+        looked={},
+    )

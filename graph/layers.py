@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from ..ir.edges import storage_root
 from ..ir.errors import PassError
 from ..ir.tiles import mark_of
-from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
+from .blocks import Block, node_inputs, node_outputs, structural_hash
+from .dataflow import shared_nodes
 from .divide.exchanges import borders, is_exchange
 from .operator_blocks import main_node, operator_groups, operator_name
 from .opgraph import OpGraph, is_mode_switch
@@ -53,7 +55,7 @@ def make_blocks(graph: OpGraph, runs: list[NamedNodes], layers: Sequence[str] = 
                 structural_hash(graph, layer or name, nodes, inputs),
                 tuple(inputs),
                 tuple(node_outputs(nodes)),
-                sum(p.numel() * compute_dtype(graph, p).itemsize for p in parameters.values()),
+                sum(p.numel() * graph.compute_dtype(p).itemsize for p in parameters.values()),
                 layer=layer,
             )
         )

@@ -15,7 +15,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from ..ir.calls import function_name
-from .blocks import storage_root
+from ..ir.edges import storage_root
 from .opgraph import OpGraph
 
 Pair = tuple[fx.Node, fx.Node]

@@ -28,7 +28,6 @@ step; a pass that moves nodes drops them (`is_mode_switch`) and prints blocks fr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,7 +38,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..ir.plain_graph import PlainGraph
-from ..ir.program import HookCall, RowPart, SizeRange, TeamPart
+from ..ir.program import HookCall, ParamSpec, RowPart, SizeRange, TeamPart
 from .loss_terms import LossRules
 
 Looked = TypeVar("Looked")
@@ -170,20 +169,23 @@ class OpGraph:
             return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
         return {}
 
-    def copy(self) -> OpGraph:
-        """The same step with nodes of its own, in the same order, over the same model."""
-        graph = PlainGraph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        for copy in graph.nodes:
-            for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-                if key in copy.meta:
-                    copy.meta[key] = fx.map_arg(copy.meta[key], copies.__getitem__)
-        module = build_module(self.model, graph, self.unregistered)
-        outputs = {name: copies[node] for name, node in self.outputs.items()}
-        parts, hooks = dict(self.parts), dict(self.hooks)
-        return dataclasses.replace(self, module=module, outputs=outputs, parts=parts, hooks=hooks, looked={})
+    def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which the step computes with a parameter."""
+        if self.param_dtype is not None and parameter.is_floating_point():
+            return self.param_dtype
+        return parameter.dtype
+
+    def gradient_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a parameter's gradients are added up."""
+        dtype = self.compute_dtype(parameter)
+        return self.sum_dtype if self.sum_dtype is not None and dtype == self.param_dtype else dtype
+
+    def param_spec(self, name: str, parameter: torch.Tensor) -> ParamSpec:
+        """A parameter as programs know it, without hooks and owners."""
+        kinds = (self.compute_dtype(parameter), self.gradient_dtype(parameter))
+        kind, sums = (str(dtype).removeprefix("torch.") for dtype in kinds)
+        part = self.parts[name].part if name in self.parts else None
+        return ParamSpec(name, tuple(parameter.shape), kind, parameter.requires_grad, part=part, sum_dtype=sums)
 
     def once(self, find: Callable[[OpGraph], Looked]) -> Looked:
         """What `find` finds in the graph, which is looked for once: of a graph that nothing edits any more."""

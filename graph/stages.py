@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.edges import storage_root
 from ..ir.errors import PassError, PlanError
 from ..ir.plain_graph import PlainGraph
 from ..ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ..runtime.functions.document_borders import document_borders
-from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
+from .blocks import Block
 from .boundaries import cast, narrowed
 from .costs.saved_classes import saved_classes
 from .costs.split_backward import split_costs
 from .costs.stage import cast_bytes, stage_costs
+from .dataflow import shared_nodes
 from .divide.exchanges import exchange, exchanges_of, handed, hands_back, is_exchange, routes_of, source_of
 from .experts.joins import passes_through
 from .forwards.first_only import left_out, unread_in
@@ -412,13 +414,13 @@ class _Builder:
                 elif canonical not in found:
                     uses = self.cut.uses[canonical]
                     owner, shared = min(uses) == self.index, len(uses) > 1  # the first stage counts and saves it
-                    dtype = _name(compute_dtype(self.graph, tensor))
+                    dtype = _name(self.graph.compute_dtype(tensor))
                     hook = self.graph.hooks.get(canonical, ())
                     change = self.graph.changes.get(canonical)
                     calls = change.calls if change is not None else ()
                     row = self.graph.parts.get(name)
                     part = row.part if row is not None else None
-                    sums = _name(gradient_dtype(self.graph, tensor)) if tensor.requires_grad else dtype
+                    sums = _name(self.graph.gradient_dtype(tensor)) if tensor.requires_grad else dtype
                     found[canonical] = ParamSpec(
                         name, shape, dtype, tensor.requires_grad, owner, hook, calls, part,
                         "" if sums == dtype else sums, shared, "" if canonical == name else canonical,
@@ -428,7 +430,7 @@ class _Builder:
     def _trained(self, block: Block) -> dict[int, int]:
         """Parameters of a block that get gradients: identity to bytes."""
         found = [p for n in block.nodes for p in self.graph.node_parameters(n).values() if p.requires_grad]
-        return {id(p): p.numel() * compute_dtype(self.graph, p).itemsize for p in found}
+        return {id(p): p.numel() * self.graph.compute_dtype(p).itemsize for p in found}
 
     def _tensors_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, bool]]:
         """(dotted name, tensor, whether it is a parameter) of all that a node holds."""

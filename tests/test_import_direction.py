@@ -26,8 +26,8 @@ MAY_IMPORT = {
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
     "ir": (
-        "errors", "documents", "units", "precision", "machine", "ops", "calls", "plain_graph", "tiles", "program",
-        "verify",
+        "errors", "documents", "units", "precision", "machine", "ops", "calls", "edges", "plain_graph", "tiles",
+        "program", "verify",
     ),
     "runtime": (
         "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names", "scratch",
@@ -35,9 +35,9 @@ ORDER = {
         "emulate", "measure", "processes",
     ),
     "graph": (
-        "loss_terms", "opgraph", "boundaries", "row_parts", "turn_seconds", "operators", "kernels", "edit", "sizes",
-        "blocks", "operator_blocks", "follow", "experts", "forwards", "costs", "loss", "masks", "tables", "divide",
-        "layers", "tiles", "stages", "profile",
+        "loss_terms", "opgraph", "boundaries", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit",
+        "sizes", "blocks", "operator_blocks", "follow", "experts", "forwards", "costs", "loss", "masks", "tables",
+        "divide", "layers", "tiles", "stages", "profile",
     ),
     "passes": (
         "work_limit", "run_again", "decisions", "draft", "base", "equal_programs", "phases", "receive_earlier",

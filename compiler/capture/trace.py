@@ -16,9 +16,9 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...graph.blocks import storage_root
 from ...graph.kernels.cuda_autocast import autocast_as
 from ...graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
+from ...ir.edges import storage_root
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
 from ..packing.varying_inputs import ValueRead

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
 
-from ...graph.blocks import Block, param_spec
+from ...graph.blocks import Block
 from ...graph.costs.stage_time import block_seconds
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
@@ -97,7 +97,7 @@ class LayoutEstimator:
     def __init__(self, draft: Draft):
         self.draft, self.hardware = draft, draft.machine
         options, graph = draft.options, draft.graph
-        params = list({id(p): param_spec(graph, name, p) for name, p in graph.parameters().items()}.values())
+        params = list({id(p): graph.param_spec(name, p) for name, p in graph.parameters().items()}.values())
         self.weight_bytes = sum(p.bytes for p in params)
         self.grad_bytes = sum(p.grad_bytes for p in params if p.requires_grad)
         self.lasting_bytes = self.weight_bytes + self.grad_bytes + options.optimizer_bytes(params)

@@ -33,7 +33,7 @@ from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
-from ..blocks import AgainCost, Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
+from ..blocks import AgainCost, Block, BlockCost, CostlyCall
 from ..forwards.first_only import unread_by_gradients
 from ..kernels.attention import cuda_attention
 from ..kernels.call_rows import KernelCalls, MixRows
@@ -144,13 +144,13 @@ class FakeBlockRun:
     def fake(self, tensor: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
         if id(tensor) not in self.tensors:
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
+            dtype = self.graph.compute_dtype(tensor) if is_parameter else tensor.dtype
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
             wants = tensor.requires_grad if requires_grad is None else requires_grad
             if wants and made.is_floating_point():
                 made.requires_grad_()
                 if is_parameter:
-                    made.grad_dtype = gradient_dtype(self.graph, tensor)
+                    made.grad_dtype = self.graph.gradient_dtype(tensor)
                     made.grad = torch.empty_like(made, dtype=made.grad_dtype)  # as from the second micro-batch on
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from ..blocks import Block, compute_dtype
+from ..blocks import Block
 from ..opgraph import OpGraph, value_tensors
 
 
@@ -53,7 +53,7 @@ def _waiting_bytes(
             after.add(node)
             stack += (arg for arg in node.all_input_nodes if arg in own)
     whole = {id(p): p for node in after for p in graph.node_parameters(node).values() if p.requires_grad}
-    return waiting + sum(p.numel() * compute_dtype(graph, p).itemsize for p in whole.values())
+    return waiting + sum(p.numel() * graph.compute_dtype(p).itemsize for p in whole.values())
 
 
 def readers_of_parameters(graph: OpGraph, block: Block) -> dict[int, fx.Node]:

@@ -9,7 +9,6 @@ from torch import Tensor, fx
 
 from ...ir.calls import call_name
 from ...ir.errors import PassError
-from ..blocks import compute_dtype
 from ..follow.tokens import TokenPlace
 from ..kernels.call_node import call_node
 from ..opgraph import OpGraph, value_tensors
@@ -105,7 +104,7 @@ class LocalValues:
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self.fakes:
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
+            dtype = self.graph.compute_dtype(tensor) if is_parameter else tensor.dtype
             made = torch.empty(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
             self.fakes[id(tensor)] = made
         return self.fakes[id(tensor)]

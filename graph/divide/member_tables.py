@@ -22,7 +22,6 @@ from ...runtime.functions import (
     member_lookup,
     part_statistics,
 )
-from ..blocks import compute_dtype
 from ..edit import GraphEdit
 from ..loss.chunk_head import LossChunk, chunk_head, is_large, tokens_of_chunk
 from ..opgraph import OpGraph
@@ -85,7 +84,7 @@ def _given(head: Head) -> dict[str, Any]:
 
 def _read(edit: GraphEdit, part: str) -> fx.Node:
     tensor = edit.graph.parts[part].tensor
-    return edit.parameter(part, tensor, compute_dtype(edit.graph, tensor))
+    return edit.parameter(part, tensor)
 
 
 def _look_up(graph: OpGraph, lookup: Lookup, part: str, member: fx.Node, team: int) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from ..blocks import compute_dtype, gradient_dtype
 from ..follow.engine import keeps_rows
 from ..opgraph import OpGraph, value_tensors
 
@@ -118,7 +117,7 @@ def _layer(look: _Look, offsets: fx.Node, products: list[fx.Node]) -> ExpertLaye
         inside=tuple(inside),
         entering=tuple(entering),
         leaving=leaving,
-        bytes=sum(weight.numel() * compute_dtype(look.graph, weight).itemsize for weight in weights.values()),
+        bytes=sum(weight.numel() * look.graph.compute_dtype(weight).itemsize for weight in weights.values()),
         held_bytes=_held_bytes(look.graph, weights.values()),
         refusal=_refusal(look, weights, reads, products, inside, entering, leaving, offsets),
     )
@@ -126,8 +125,8 @@ def _layer(look: _Look, offsets: fx.Node, products: list[fx.Node]) -> ExpertLaye
 
 def _bytes(graph: OpGraph, weight: nn.Parameter) -> tuple[int, int]:
     """Bytes of a weight, and of the sum of its gradients, if it is trained."""
-    sums = gradient_dtype(graph, weight).itemsize if weight.requires_grad else 0
-    return weight.numel() * compute_dtype(graph, weight).itemsize, weight.numel() * sums
+    sums = graph.gradient_dtype(weight).itemsize if weight.requires_grad else 0
+    return weight.numel() * graph.compute_dtype(weight).itemsize, weight.numel() * sums
 
 
 def _held_bytes(graph: OpGraph, weights: Iterable[nn.Parameter]) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from ...runtime.experts.split_experts import part_product
-from ..blocks import compute_dtype
 from ..edit import GraphEdit, replace_all
 from ..opgraph import OpGraph
 from .layers import ExpertLayer, is_of_rows, weight_of
@@ -82,7 +81,7 @@ class ExpertShare:
         name, chain = found
         part = self.parameter(name)
         value = self.graph.parts[part].tensor
-        read = self.edit.parameter(part, value, compute_dtype(self.graph, value))
+        read = self.edit.parameter(part, value)
         for node in chain[1:]:
             with self.graph.graph.inserting_before(self.layer.inside[-1]):
                 view = self.graph.graph.call_method(str(node.target), (read, *node.args[1:]), dict(node.kwargs))

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.stage.saved_classes import written
-from ..blocks import compute_dtype
 from ..kernels.call_node import call_key, call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators import contractions, indexing, layers, pointwise, reductions, views
@@ -200,7 +199,7 @@ class Follower(TorchDispatchMode):
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.fakes:
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
+            dtype = self.graph.compute_dtype(tensor) if is_parameter else tensor.dtype
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
             self.states.pop(id(made), None)  # it was made under this mode
             self.fakes[id(tensor)] = made

@@ -12,9 +12,10 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from ...ir.edges import storage_root
 from ...ir.tiles import unread_parts
 from ...runtime.functions import with_gradients
-from ..blocks import Block, storage_root
+from ..blocks import Block
 
 
 def unread_by_gradients(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:

@@ -11,7 +11,6 @@ from torch import fx
 
 from ...ir.calls import call_name
 from ...runtime.functions import chunked_cross_entropy, evaluation_logits
-from ..blocks import compute_dtype
 from ..edit import GraphEdit
 from ..opgraph import OpGraph
 from .head_loss import HeadLoss, NodeOrName, WholeLogits
@@ -134,7 +133,7 @@ def _tensor(edit: GraphEdit, held: NodeOrName | None) -> fx.Node | None:
         return held
     owner, _, name = held.rpartition(".")
     value = getattr(edit.graph.module.get_submodule(owner), name)
-    return edit.parameter(held, value, compute_dtype(edit.graph, value))
+    return edit.parameter(held, value)
 
 
 def _moved(edit: GraphEdit, move: fx.Node, hidden: fx.Node) -> fx.Node:

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from ...ir.calls import call_name
-from ..blocks import shared_nodes, storage_root
+from ...ir.edges import storage_root
+from ..dataflow import shared_nodes
 from ..follow.linear import is_scalar, reduction_of
 from ..loss_terms import NUM_ITEMS
 from ..opgraph import OpGraph, plain_meta

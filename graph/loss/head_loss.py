@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...ir.calls import call_name
-from ..blocks import storage_root
+from ...ir.edges import storage_root
 from ..opgraph import OpGraph
 from .class_loss import ClassLoss, class_loss
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ir.calls import function_name
-from ..blocks import storage_root
+from ...ir.edges import storage_root
 from ..opgraph import OpGraph, value_tensors
 from .intervals import (
     Followed,

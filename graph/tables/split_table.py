@@ -25,7 +25,6 @@ from ...runtime.functions import (
     joined_statistics,
     part_statistics,
 )
-from ..blocks import compute_dtype
 from ..edit import GraphEdit
 from ..opgraph import OpGraph
 from ..row_parts import add_part
@@ -91,7 +90,7 @@ class _Reader:
 
     def read(self, name: str) -> fx.Node:
         tensor = self.graph.parts[name].tensor
-        return self.edit.parameter(name, tensor, compute_dtype(self.graph, tensor))
+        return self.edit.parameter(name, tensor)
 
     def look_up(self, lookup: Lookup) -> None:
         """One lookup per part, each of the tokens of its rows; what other parts have found passes through."""

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...runtime.functions import chunked_cross_entropy, evaluation_logits
-from ..blocks import compute_dtype
 from ..loss.chunk_head import refusal as whole_logits_refusal
 from ..loss.head_loss import HeadLoss, head_losses, product_of
 from ..opgraph import OpGraph
@@ -107,7 +106,7 @@ class _Finder:
         refusals += [f"{node.meta.get('source') or node.name} reads all of it" for node in others]
         refusals += ["it is a part already"] if name in self.graph.parts else []
         refusals += ["forward changes it in place"] if name in self.graph.changes else []
-        dtype = compute_dtype(self.graph, value)
+        dtype = self.graph.compute_dtype(value)
         table = TokenTable(name, value, dtype, tuple(lookups.values()), tuple(heads.values()), "".join(refusals[:1]))
         return table
 

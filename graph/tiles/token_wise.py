@@ -16,7 +16,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...ir.calls import call_name
-from ..blocks import Block, storage_root
+from ...ir.edges import storage_root
+from ..blocks import Block
 from ..costs.block import FakeBlockRun
 from ..follow.tokens import TokenFacts, sequence_lengths, token_facts
 from ..kernels.call_node import call_key

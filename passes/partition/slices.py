@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ...graph.blocks import Block, param_spec
+from ...graph.blocks import Block
 from ...graph.costs.stage import Storages, storages
 from ...graph.costs.stage_time import block_seconds
 from ...graph.divide.exchanges import is_exchange, source_of, to_experts
@@ -160,7 +160,7 @@ def _shared(draft: Draft, blocks: Sequence[Block]) -> list[tuple[int, list[int]]
     """Of each trained parameter that several blocks have, the bytes of its gradient, and these blocks."""
     found: dict[int, tuple[int, list[int]]] = {}
     for i, block in enumerate(blocks):
-        rows = {id(p): param_spec(draft.graph, name, p) for node in block.nodes
+        rows = {id(p): draft.graph.param_spec(name, p) for node in block.nodes
                 for name, p in draft.graph.node_parameters(node).items() if p.requires_grad}  # fmt: skip
         for key, spec in rows.items():
             found.setdefault(key, (spec.grad_bytes, []))[1].append(i)
@@ -177,7 +177,7 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
     master, too."""
     graph, key = draft.graph, ("parameters", block.nodes)
     if key not in graph.known:  # every partitioner asks, for each machine
-        graph.known[key] = {id(p): param_spec(graph, name, p) for node in block.nodes
+        graph.known[key] = {id(p): graph.param_spec(name, p) for node in block.nodes
                             for name, p in graph.node_parameters(node).items()}  # fmt: skip
     return {
         key: p.bytes + p.grad_bytes * p.requires_grad + (draft.options.optimizer_bytes([p]) if states else 0)

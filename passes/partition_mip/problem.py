@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 
 from torch import fx
 
-from ...graph.blocks import Block, gradient_dtype
+from ...graph.blocks import Block
 from ...graph.boundaries import narrowed, value_bytes
 from ...graph.costs.stage import storages
 from ...graph.costs.stage_time import MessageTimes, block_seconds
@@ -194,7 +194,7 @@ def _trained(draft: Draft, block: Block) -> tuple[float, float, float]:
     graph = draft.graph
     held = {id(p): p for node in block.nodes for p in graph.node_parameters(node).values()}
     trained = [p for p in held.values() if p.requires_grad]
-    size = sum(p.numel() * gradient_dtype(graph, p).itemsize for p in trained)
+    size = sum(p.numel() * graph.gradient_dtype(p).itemsize for p in trained)
     return float(sum(p.numel() for p in trained)), float(size), float(len(held))
 
 
@@ -205,7 +205,7 @@ def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
             for p in draft.graph.node_parameters(node).values():
                 if p.requires_grad:
                     first = users.get(id(p), (i, i, 0.0))[0]
-                    users[id(p)] = (first, i, float(p.numel() * gradient_dtype(draft.graph, p).itemsize))
+                    users[id(p)] = (first, i, float(p.numel() * draft.graph.gradient_dtype(p).itemsize))
     return tuple(row for row in users.values() if row[0] != row[1])
 
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...graph.blocks import param_spec
 from ...graph.costs.stage import Storages, storages
 from ...ir.program import aligned
 from ..draft import Draft
@@ -57,7 +56,7 @@ class Footprints:
         self.value_storages: list[Storages] = [{} for _ in graph.values]
         for i, block in enumerate(self.blocks):
             cost = block.cost
-            found = {id(p): param_spec(draft.graph, name, p) for node in block.nodes
+            found = {id(p): draft.graph.param_spec(name, p) for node in block.nodes
                      for name, p in draft.graph.node_parameters(node).items()}  # fmt: skip
             self.parameters.append({
                 key: (aligned(p.bytes) + aligned(p.grad_bytes) * p.requires_grad, draft.options.optimizer_bytes([p]))
@@ -198,5 +197,5 @@ def _gradients(draft: Draft) -> dict[int, int]:
     found: dict[int, int] = {}
     for node in (node for block in draft.blocks for node in block.nodes):
         rows = draft.graph.node_parameters(node).items()
-        found |= {id(p): param_spec(draft.graph, name, p).grad_bytes for name, p in rows if p.requires_grad}
+        found |= {id(p): draft.graph.param_spec(name, p).grad_bytes for name, p in rows if p.requires_grad}
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...graph.edit import copy_graph
 from ...graph.loss.chunk_head import (
     CHUNK_SHARE,
     LossChunk,
@@ -57,7 +58,7 @@ class ChunkLoss(GraphPass):
     def rewrite(self, draft: Draft, decision: Chunks) -> None:
         if not decision:
             return
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         heads = {row.loss.name: row for row in head_losses(graph)}
         notes = []
         for name, chunk in decision.items():

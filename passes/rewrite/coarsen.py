@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from ...graph.blocks import Block, compute_dtype, node_outputs
+from ...graph.blocks import Block, node_outputs
 from ...graph.costs.measured import measure_blocks
 from ...graph.costs.stage import storages
 from ...graph.layers import find_blocks
@@ -82,7 +82,7 @@ def _compiled(graph: OpGraph, blocks: list[Block]) -> list[Block]:
 
     def held_bytes(layer: str) -> int:
         trained = {id(p): p for n in nodes[layer] for p in graph.node_parameters(n).values() if p.requires_grad}
-        own = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained.values())
+        own = sum(p.numel() * graph.compute_dtype(p).itemsize for p in trained.values())
         return own + sum(storages(node_outputs(tuple(nodes[layer])), with_gradient=True).values())
 
     def with_held(block: Block) -> Block:

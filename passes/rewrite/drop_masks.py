@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ...graph.edit import GraphEdit
+from ...graph.edit import GraphEdit, copy_graph
 from ...graph.masks.calls import ATTENTION, form_of, given_arguments, is_scored, weighs
 from ...graph.masks.documents import counted_input, documents_of
 from ...graph.masks.forms import DocumentBorders, KeyWindow, MaskForm
@@ -67,7 +67,7 @@ class DropMasks(GraphPass):
             draft.notes[self.name] = "; ".join(told)
         if not decision:
             return
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         calls = masked_calls(graph)
         for place in decision:
             if place not in calls:

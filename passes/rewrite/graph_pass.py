@@ -1,7 +1,7 @@
 """Passes over the op graph, which come before `coarsen` finds blocks in it.
 
 In: `draft.graph`, which other candidates share. Out: another graph in its place that computes the same step; a rewrite
-changes a copy (`OpGraph.copy`) and gives each new node the meta that `opgraph.py` promises (`plain_meta`).
+changes a copy (`copy_graph`), with the functions of `graph/edit.py` alone, which keep all edges between nodes.
 """
 
 from __future__ import annotations

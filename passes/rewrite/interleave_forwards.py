@@ -21,9 +21,10 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...graph.blocks import storage_root
+from ...graph.edit import copy_graph
 from ...graph.layers import buffers_of, in_list, is_inside, split_runs
 from ...graph.opgraph import OpGraph, is_mode_switch, plain_meta
+from ...ir.edges import storage_root
 from ...ir.errors import PassError
 from ..draft import Draft
 from .graph_pass import GraphPass
@@ -45,7 +46,7 @@ class InterleaveForwards(GraphPass):
     def rewrite(self, draft: Draft, decision: bool) -> None:
         if not decision:
             return
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         places = _places(graph)
         if not places:
             raise PassError("interleaved is true, but this model has no part that independent forwards call in turn")

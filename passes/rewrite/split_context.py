@@ -39,13 +39,13 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import fx
 
-from ...graph.blocks import shared_nodes
+from ...graph.dataflow import shared_nodes
 from ...graph.divide.attention import TOKENS, SharedAttention, attention_call
 from ...graph.divide.exchanges import add_up, all_to_all, member_input, sum_parts
 from ...graph.divide.local import LocalValues, with_local_sizes
 from ...graph.divide.ring import AttentionRings
 from ...graph.divide.routed_experts import refusal, route_experts
-from ...graph.edit import GraphEdit
+from ...graph.edit import GraphEdit, copy_graph
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from ...graph.loss.class_loss import class_loss
@@ -102,7 +102,7 @@ class SplitContext(GraphPass):
     def rewrite(self, draft: Draft, decision: TokenSplit) -> None:
         if draft.graph.team > 1:
             raise PassError(f"{self.name}: the work inside layers is divided already, among {draft.graph.team} members")
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         splitter = _Splitter(graph, decision)
         calls = splitter.run()
         layers = find_expert_layers(graph)
@@ -114,7 +114,7 @@ class SplitContext(GraphPass):
             if refused:
                 raise PassError(f"{self.name}: the experts of {name} cannot be shared out: {refused}")
             route_experts(graph, layers[name], splitter.member, decision.team, splitter.values, splitter.facts)
-        draft.graph = graph.copy()  # over what its nodes read now
+        draft.graph = copy_graph(graph)  # over what its nodes read now
         each = f"the {splitter.length} rows" if decision.by == "rows" else f"each sequence of {splitter.length} tokens"
         how = f"; {calls} attention calls by {decision.by}" if calls else ""
         draft.notes[self.name] = f"{graph.team} devices share {each}{how}{_told(draft, layers, decision)}"

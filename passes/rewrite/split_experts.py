@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from ...graph.blocks import param_spec
+from ...graph.edit import copy_graph
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.experts.share import ExpertShare, replace_layers
 from ...graph.opgraph import OpGraph
@@ -105,10 +105,10 @@ class SplitExperts(GraphPass):
         layers = draft.graph.once(find_expert_layers)
         for name, experts in decision.items():
             _check(draft, layers, name, experts)
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         layers = find_expert_layers(graph)
         split_layers(graph, [(layers[name], experts) for name, experts in decision.items()])
-        draft.graph = graph.copy()  # over what its nodes read now
+        draft.graph = copy_graph(graph)  # over what its nodes read now
         told = [f"the experts of {name} are {len(experts) - 1} parts" for name, experts in decision.items()]
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
 
@@ -130,7 +130,7 @@ def _equal_parts(layer: ExpertLayer, least: float) -> int:
 def _all_bytes(draft: Draft, weights: Mapping[str, nn.Parameter]) -> int:
     """Bytes of weights with their gradients, masters and states, each once."""
     distinct = {id(weight): (name, weight) for name, weight in weights.items()}.values()
-    specs = [param_spec(draft.graph, name, weight) for name, weight in distinct]
+    specs = [draft.graph.param_spec(name, weight) for name, weight in distinct]
     sums = sum(spec.grad_bytes for spec in specs if spec.requires_grad)
     return sums + sum(spec.bytes for spec in specs) + draft.options.optimizer_bytes(specs)
 

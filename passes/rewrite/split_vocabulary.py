@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...graph.edit import copy_graph
 from ...graph.loss.chunk_head import LossChunk, chunk_head, workspace_bytes
 from ...graph.opgraph import OpGraph, value_tensors
 from ...graph.row_parts import even_boundaries, wrong_boundaries
@@ -63,7 +64,7 @@ class SplitVocabulary(GraphPass):
         tables = draft.graph.once(find_tables)
         for name, rows in decision.items():
             _check(draft, tables, name, rows)
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         lost = set(draft.graph.outputs)
         tables = find_tables(graph)
         if _chunk_heads(graph, [tables[name] for name in decision]):

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...graph.blocks import compute_dtype
 from ...graph.divide.exchanges import apart, is_exchange, member_input, share, share_weight, source_of, sum_parts
 from ...graph.divide.member_experts import add_team_part, divide_experts
 from ...graph.divide.member_tables import dividable_tables, divide_table
 from ...graph.divide.regions import WideProduct, WidthRegion, as_function, find_regions
-from ...graph.edit import GraphEdit
+from ...graph.edit import GraphEdit, copy_graph
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.kernels.call_node import call_node
 from ...graph.layers import find_blocks
@@ -123,7 +122,7 @@ def _in_parts_before(graph: OpGraph) -> str:
 
 def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
     """A copy of the graph in which members divide these parts, and the exchanges of each."""
-    graph = draft.graph.copy()
+    graph = copy_graph(draft.graph)
     regions = _parts_of_model(graph, team)
     member: fx.Node | None = None
     now: dict[fx.Node, fx.Node] = {}  # what stands in the place of products that are divided
@@ -237,7 +236,7 @@ class _Divided:
         function, shape, eps = found
         edit = GraphEdit(self.graph, node)
         weights = {
-            key: edit.parameter(name, self.parameters[name], compute_dtype(self.graph, self.parameters[name]))
+            key: edit.parameter(name, self.parameters[name])
             for key, name in names.items()
         }
         hidden = node.args[0] if node.args else node.kwargs["input"]
@@ -253,7 +252,7 @@ class _Divided:
             hidden = next(iter(self.region.columns)).hidden
             edit = GraphEdit(self.graph, self.now.get(hidden, hidden))
             value = self.parameters[name]
-            read = edit.parameter(name, value, compute_dtype(self.graph, value))
+            read = edit.parameter(name, value)
             self.weights[name] = edit.call(share_weight, edit.call(torch.clone, read), self.team)
         return self.weights[name]
 
@@ -264,7 +263,7 @@ class _Divided:
         found = edit.call(sum_parts, found, self.team)
         if product.bias:
             value = self.parameters[product.bias]
-            found = edit.call(torch.add, found, edit.parameter(product.bias, value, compute_dtype(self.graph, value)))
+            found = edit.call(torch.add, found, edit.parameter(product.bias, value))
         self.put(product.node, found)
 
     def product(
@@ -282,7 +281,7 @@ class _Divided:
         """A read of a member's part of a parameter."""
         whole = self.parameters[name]
         part = add_team_part(self.graph, name, whole, dim, self.team, blocks)
-        return edit.parameter(part, self.graph.parts[part].tensor, compute_dtype(self.graph, whole))
+        return edit.parameter(part, self.graph.parts[part].tensor)
 
     def inside(self, node: fx.Node, places: Sequence[tuple[int, int]]) -> None:
         """Give a node the shapes of one member."""

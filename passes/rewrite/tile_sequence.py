@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from ...graph.edit import copy_graph
 from ...graph.follow.tokens import sequence_lengths
 from ...graph.opgraph import OpGraph
 from ...graph.tiles.token_wise import TokenPart, token_parts
@@ -62,7 +63,7 @@ class TileSequence(GraphPass):
         if not decision:
             return
         parts = {part.name: part for part in token_parts(draft.graph, draft.machine.devices[0].kind)}
-        graph = draft.graph.copy()
+        graph = copy_graph(draft.graph)
         for name, tokens in decision.items():
             if name not in parts:
                 known = ", ".join(parts) or "none"

@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 from penstock.compiler.search.candidate import PLAIN
 from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.graph.edit import copy_graph
 from penstock.graph.layers import find_blocks
 from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
@@ -67,7 +68,7 @@ def test_what_is_found_in_a_graph_is_looked_for_once(graph: OpGraph) -> None:
     find = lambda of: (looked.append(of), len(of.nodes))[1]  # noqa: E731
     again = dataclasses.replace(graph, pointwise_again=True)  # of the same nodes
     assert graph.once(find) == again.once(find) == len(graph.nodes) and looked == [graph]
-    copy = graph.copy()
+    copy = copy_graph(graph)
     assert copy.once(find) == len(graph.nodes) and looked == [graph, copy]
     copy.rebuild()
     copy.once(find)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.compiler.capture.trace import trace
 from penstock.graph.costs import measured
 from penstock.graph.costs.block import FakeBlockRun
+from penstock.graph.edit import copy_graph
 from penstock.ir import ops
 from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError
@@ -154,7 +155,7 @@ def test_a_few_tiles_of_a_block_say_what_all_cost(monkeypatch: pytest.MonkeyPatc
     for some in (FakeBlockRun.some_of, lambda run, rows: iter(rows)):
         monkeypatch.setattr(FakeBlockRun, "some_of", some)
         monkeypatch.setattr(measured, "_KNOWN", {})
-        specs = [stage.spec for stage in drafted(graph.copy(), lines("ring", 2), 2).stages]
+        specs = [stage.spec for stage in drafted(copy_graph(graph), lines("ring", 2), 2).stages]
         found.append([
             (s.forward_flops, s.backward_flops, s.launches, s.kept_bytes, s.forward_workspace_bytes,
              s.light_workspace_bytes, s.backward_workspace_bytes)

@@ -18,6 +18,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
 from penstock.graph.costs.measured import measure_blocks
+from penstock.graph.edit import copy_graph
 from penstock.graph.experts.layers import find_expert_layers
 from penstock.graph.layers import find_blocks
 from penstock.ir import ops
@@ -170,9 +171,9 @@ def test_parts_cost_together_what_the_layer_does() -> None:
     graph = trace(model, batch)
     whole = measure_blocks(graph, find_blocks(graph), "cpu", None)
     name = "model.layers.0.mlp.experts"
-    found = graph.copy()
+    found = copy_graph(graph)
     split_layers(found, [(find_expert_layers(found)[name], [0, 1, 3, 4])])
-    found = found.copy()
+    found = copy_graph(found)
     blocks = measure_blocks(found, find_blocks(found), "cpu", None)
     own = [block for block in blocks if block.name.startswith("model.layers.0")]
     ends = ["", ".mlp.experts[0:1]", ".mlp.experts[1:3]", ".mlp.experts[3:4]", "#2"]
