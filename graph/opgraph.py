@@ -89,8 +89,6 @@ class OpGraph:
     outputs: dict[str, fx.Node]  # "loss" first; the output node's args[0] is this dict
     model: nn.Module  # the user's model
     eval_error: str | None = None  # why evaluation mode cannot reuse this graph; None if it can
-    tracer: str = "recorder"  # which tracer made it
-    fallback_reason: str | None = None  # why the recorder gave up, if the export tracer took over
     missing_buffers: tuple[str, ...] = ()  # non-persistent buffers on meta: neither here nor in any checkpoint
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own

@@ -1,4 +1,4 @@
-"""What a call seen by the tracer becomes in the graph, and what is known about it without running it.
+"""What a call seen by the recorder becomes in the graph, and what is known about it without running it.
 
 In: the function object that torch hands to a `TorchFunctionMode`. Out: a `RecordedCall` (node kind and target), whether
 it draws random numbers, and whether a module is a leaf.
@@ -45,7 +45,7 @@ _OWN_DERIVATIVE = (
     ", for which the graph of the whole model would have to be there: write the derivative as tensor operations, or "
     "put the computation and its derivative into a torch.autograd.Function, which is one call to a program"
 )
-# Python operators reach the tracer under the method's name; two plain arguments read better as the operator.
+# Python operators reach the recorder under the method's name; two plain arguments read better as the operator.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _OPERATORS |= {"true_divide": operator.truediv, "matmul": operator.matmul}
 _NOT_OPERATORS = {"__index__", "__contains__", "__call__"}
@@ -145,14 +145,10 @@ def densely(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tu
     return bound.args, bound.kwargs, True
 
 
-aten = torch.ops.aten
 ZEROS: dict[Any, Any] = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
     "new_empty": "new_zeros",
-    aten.empty.memory_format: aten.zeros.default,
-    aten.empty_like.default: aten.zeros_like.default,
-    aten.new_empty.default: aten.new_zeros.default,
 }
 
 

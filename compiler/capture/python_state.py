@@ -35,12 +35,11 @@ REMEDY = (
 State = dict[tuple[str, str], Any]  # (module path, attribute) -> its plain values
 
 
-def state_of(modules: Mapping[str, nn.Module], depth: int = _DEPTH) -> State:
-    """The plain values that the attributes of these modules (by path) hold, in containers and objects, too, down to
-    this depth."""
+def state_of(modules: Mapping[str, nn.Module]) -> State:
+    """The plain values that the attributes of these modules (by path) hold, in containers and objects, too."""
     walk = _Walk()
     return {
-        (path, name): walk.plain(value, depth)
+        (path, name): walk.plain(value, _DEPTH)
         for path, module in modules.items()
         for name, value in vars(module).items()
         if name not in _OWN

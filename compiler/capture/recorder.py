@@ -1,4 +1,4 @@
-"""The main tracer: run the model's own forward on fake tensors and write down the torch-level calls it makes.
+"""The recorder: run the model's own forward on fake tensors and write down the torch-level calls it makes.
 
 In: a borrowed model (fake parameters) and fake inputs. Out: an fx graph with full node meta. Three hooks
 see everything: a `TorchFunctionMode` (functions, methods, operators), a patched `Module._call_impl` (leaf modules,

@@ -22,8 +22,8 @@ _WAYS_OUT = {
         "the model has, each of booleans [rows, 1, queries, keys], True where a query sees a key"
     ),
     os.path.join(_ROOT, "_functorch", ""): (
-        "this function transform (torch.func, torch.autograd.functional) cannot be captured here: write it as "
-        "operations on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
+        "this function transform (torch.func, torch.vmap, torch.autograd.functional) cannot be captured here: write it "
+        "as operations on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Capture: an `nn.Module` and a batch to an `OpGraph`. It calls the tracers.
+"""Capture: an `nn.Module` and a batch to an `OpGraph`. It runs the recorder.
 
 In: any model, also on the meta device, and example inputs. Out: the whole training step, loss included, as a graph at
 the level of torch functions and leaf modules, traced on fake tensors: no weight is read, made or changed.
@@ -29,7 +29,7 @@ from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines
 from .param_changes import changes_of, take_out
-from .python_state import REMEDY, state_of
+from .python_state import state_of
 from .recorder import Recorder
 from .refusals import refused
 from .repeat import require_repeatable
@@ -37,7 +37,7 @@ from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.replay import lent_again
 from .rows.sizes import RowTape
-from .writer import Unrecordable, number_draws
+from .writer import number_draws
 
 _DENSE = (
     "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of "
@@ -54,7 +54,6 @@ def trace(
     example_inputs: Any,
     *,
     loss_fn: LossFn | None = None,
-    tracer: str = "auto",
     dynamic: DynamicDims | None = None,
     autocast: torch.dtype | None = None,
     device_kind: str = "cpu",
@@ -69,7 +68,6 @@ def trace(
 
     example_inputs: dict, tuple or tensor; each leaf a tensor (real, fake or meta) or {"shape": [...], "dtype": "..."}.
     loss_fn: `loss_fn(output, batch) -> scalar`; default: output.loss, output["loss"], or the output itself if scalar.
-    tracer: "recorder", "export", or "auto": the recorder, then torch.export if the recorder cannot represent a call.
     dynamic: which sizes of the batch stay symbolic, so that the graph runs at others.
     autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
         without autocast may run under it, too, but a dtype that the model reads and casts back to stays as traced.
@@ -87,8 +85,6 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
-    if tracer not in ("auto", "recorder", "export"):
-        raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
     hooks = hooks_of(model)
     options = TraceOptions(
         loss_fn,
@@ -111,7 +107,10 @@ def trace(
         take_zeros(found.module)
         return found
 
-    found = _captured(model, example_inputs, options, tracer)
+    try:
+        found = _record(model, example_inputs, options)
+    except CaptureError as error:
+        raise refused(error) from error.__cause__
     at_inputs = found.at_inputs
     if at_inputs is not None:
         found.at_inputs = lambda inputs: finished(at_inputs(inputs))
@@ -130,33 +129,6 @@ def trace_in(precision: Precision, model: nn.Module, example_inputs: Any, **opti
     )
 
 
-def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, tracer: str) -> OpGraph:
-    if tracer == "export":
-        return _export(model, example_inputs, options)
-    try:
-        return _record(model, example_inputs, options)
-    except CaptureError as error:
-        if tracer == "recorder":
-            raise
-        if not isinstance(error, Unrecordable) or options.dynamic is not None or options.any_rows:
-            raise refused(error) from error.__cause__
-        reason = error
-    try:
-        found = _export(model, example_inputs, options)
-        again = _export(model, example_inputs, options)
-    except CaptureError as error:
-        told = refused(reason)
-        if told is not reason:
-            raise told from reason.__cause__
-        same = str(reason.__cause__) == str(error.__cause__)  # an error of the user's own code
-        also = "" if same else f"\nand torch.export could not capture the model either: {error}"
-        raise CaptureError(f"{reason}{also}") from reason.__cause__
-    if again.module.code != found.module.code:
-        raise CaptureError(f"{reason}\nand torch.export finds that forward does not do the same twice: {REMEDY}")
-    found.fallback_reason = str(reason)
-    return found
-
-
 def _refuse_written_constants(graph: OpGraph) -> None:
     for node in graph.nodes:
         for target in node.meta.get("mutates", ()):
@@ -166,16 +138,6 @@ def _refuse_written_constants(graph: OpGraph) -> None:
                     f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not "
                     "register, so that the change would be lost: make it a buffer (register_buffer) or change a clone"
                 )
-
-
-def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
-    if options.autocast is not None:
-        raise CaptureError("torch.export bakes the dtypes of autocast into its graph: trace without autocast")
-    if options.dynamic is not None:
-        raise CaptureError("what torch.export captures here has fixed sizes: leave dynamic_shapes out")
-    from .export_tracer import export_trace  # torch.export takes a second to import and is rarely needed
-
-    return export_trace(model, example_inputs, options)
 
 
 def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
@@ -273,7 +235,7 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
         except Exception as error:
             line = SourceLines().of_traceback(error.__traceback__)
             reason = f"{type(model).__name__}.forward failed: {type(error).__name__}: {error}"
-            raise Unrecordable(f"{line}\n  {reason}") from error
+            raise CaptureError(f"{line}\n  {reason}") from error
 
 
 def _align(
@@ -370,4 +332,3 @@ def _store_reassigned_buffers(recorder: Recorder) -> None:
                 f"{new.dtype}; keep its shape and dtype, or use a plain local variable"
             )
         recorder.write_back(name, fake, new)
-

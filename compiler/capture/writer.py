@@ -31,10 +31,6 @@ ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
 _PLAIN = {int, float, bool, str, type(None), complex, torch.dtype, torch.memory_format, torch.layout, EllipsisType}
 
 
-class Unrecordable(CaptureError):
-    """The recorder cannot represent a call, though another tracer might."""
-
-
 class GraphWriter:
     """An fx graph under construction, and which node holds which tensor."""
 
@@ -130,7 +126,7 @@ class GraphWriter:
                 f"{self.lines.where()}\n  draws from a torch.Generator of its own, whose state no program has: leave "
                 "it out, and the numbers follow from the seed of compile"
             )
-        raise Unrecordable(
+        raise CaptureError(
             f"{self.lines.where()}\n  passes a {kind.__module__}.{kind.__name__} to a torch function; a program can "
             "hold tensors, numbers, strings, dtypes, devices, slices and nests of them"
         )
@@ -139,7 +135,7 @@ class GraphWriter:
         try:
             return self.sizes.node(value.node.expr)
         except NotImplementedError as error:
-            raise Unrecordable(f"{self.lines.where()}\n  {error}") from error
+            raise CaptureError(f"{self.lines.where()}\n  {error}") from error
 
     def tensor_node(self, tensor: torch.Tensor) -> fx.Node:
         """The node that holds a tensor; parameters, buffers and foreign tensors get a get_attr node."""
@@ -163,7 +159,7 @@ class GraphWriter:
     def _constant(self, tensor: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
         """A tensor that is no input, parameter or buffer: kept with the graph under a name of its own."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_wrapped(tensor):
-            raise Unrecordable(f"{self.lines.where()}\n  uses a tensor that was made where the recorder cannot see")
+            raise CaptureError(f"{self.lines.where()}\n  uses a tensor that was made where the recorder cannot see")
         if id(tensor) not in self.constant_of:
             if tensor.requires_grad:
                 raise CaptureError(

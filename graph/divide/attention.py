@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx
 
 from ...runtime.functions import packed_attention, window_attention
-from ..masks.calls import ATTENTION, given_arguments
+from ..masks.calls import given_arguments
 
 TOKENS = 2  # dimension of the operands of attention: (rows, heads, tokens, width)
 IN_BLOCKS = (window_attention, packed_attention)
@@ -35,7 +36,7 @@ def attention_call(node: fx.Node) -> SharedAttention | None:
     """The attention that a node computes; None for another node."""
     if node.op != "call_function":
         return None
-    if node.target in ATTENTION:
+    if node.target is F.scaled_dot_product_attention:
         given = given_arguments(node.args, dict(node.kwargs))
         masks = [given.get("attn_mask")]
     elif node.target in IN_BLOCKS:

@@ -141,7 +141,6 @@ STAND_INS: dict[Any, Any] = {
 CUDA_STAND_INS: dict[Any, Any] = {
     **STAND_INS,
     torch.nn.functional.scaled_dot_product_attention: cuda_attention,
-    torch.ops.aten.scaled_dot_product_attention.default: cuda_attention,
     window_attention: cuda_window_attention,
     packed_attention: cuda_packed_attention,
     torch.nn.functional.dropout: cuda_dropout,

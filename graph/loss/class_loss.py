@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn import _reduction
@@ -19,8 +18,6 @@ from ...ir.calls import call_name
 from ..opgraph import OpGraph
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
-_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
-_REDUCTIONS = ("none", "mean", "sum")  # ATen's numbers
 
 
 @dataclass(frozen=True)
@@ -37,18 +34,10 @@ class ClassLoss:
 
 
 def class_loss(graph: OpGraph, node: fx.Node) -> ClassLoss | None:
-    """The loss of classes that a node computes, as a function, a module or an ATen overload; None for another node."""
+    """The loss of classes that a node computes, as a function or a module; None for another node."""
     if node.op == "call_module":
         return _of_module(node, graph.module.get_submodule(str(node.target)))
     name = call_name(node)
-    aten = _ATEN.get(name, "") if isinstance(node.target, torch._ops.OpOverload) else ""
-    if aten:
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-        defaults = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
-        given = {**defaults, **dict(zip(names, node.args)), **node.kwargs}
-        given["input"] = given.pop("self")
-        given["reduction"] = _REDUCTIONS[given["reduction"]]
-        return ClassLoss(_FUNCTIONS[aten], given)
     if node.op != "call_function" or _FUNCTIONS.get(name) is not node.target:
         return None
     bound = inspect.signature(_FUNCTIONS[name]).bind(*node.args, **node.kwargs)

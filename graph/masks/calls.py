@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from ...ir.calls import call_name
@@ -15,7 +14,6 @@ from .intervals import Intervals
 
 PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "__matmul__"))
 _KEEP = frozenset(("dropout", "to", "type", "float", "type_as", "half", "bfloat16"))
-ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 

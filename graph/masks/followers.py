@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import torch.nn.functional as F
 from torch import fx
 
 from ...ir.calls import call_name
 from ..opgraph import OpGraph
-from .calls import ATTENTION, PRODUCTS, given_arguments, is_scored, weighs
+from .calls import PRODUCTS, given_arguments, is_scored, weighs
 from .visible import operands
 
 
@@ -20,7 +21,7 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
     found = []
     reached = _reached(graph, names)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in ATTENTION:
+        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             mask = given_arguments(node.args, node.kwargs).get("attn_mask")
             is_masked = isinstance(mask, fx.Node) and mask in reached
         elif call_name(node) == "softmax" and weighs(node) and is_scored(node):

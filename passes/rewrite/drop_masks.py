@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from ...graph.edit import GraphEdit, copy_graph
-from ...graph.masks.calls import ATTENTION, form_of, given_arguments, is_scored, weighs
+from ...graph.masks.calls import form_of, given_arguments, is_scored, weighs
 from ...graph.masks.documents import counted_input, documents_of
 from ...graph.masks.forms import DocumentBorders, KeyWindow, MaskForm
 from ...graph.masks.grouped_heads import without_repeats
@@ -100,7 +101,7 @@ def masked_calls(graph: OpGraph) -> dict[str, fx.Node]:
     found: dict[str, fx.Node] = {}
     uses: dict[str, int] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in ATTENTION:
+        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             path = str(node.meta.get("module_path", "")) or node.name
             uses[path] = uses.get(path, 0) + 1
             if isinstance(given_arguments(node.args, node.kwargs).get("attn_mask"), fx.Node):

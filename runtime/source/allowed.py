@@ -54,8 +54,8 @@ _MORE_METHODS = {
 _ARITHMETIC = {f"__{prefix}{name}__" for prefix in ("", "r") for name in (
     "add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor",
 )}  # fmt: skip
-# ATen ops, which a graph traced by torch.export holds, are allowed by their schema: they take tensors and plain data.
-# Those with these names are not, and of the private ones only those that such a graph may hold.
+# ATen ops, which a model may call as torch.ops.aten.<name>, are allowed by their schema: they take tensors and plain
+# data. Ops with these names are refused, and so are private ops other than these, which only compute.
 _DENIED_OPS = ("from_file", "*nested*", "*pack*", "sparse*", "cudnn_*", "*_backward")
 _PRIVATE_OPS = (
     "_adaptive_avg_pool*", "_assert_async", "_assert_tensor_metadata", "_cdist_forward", "_conj*", "_convolution",

@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 def traced(run: Callable[[Tensor], Tensor], least: int = 2, most: int = 64) -> None:
     ranges = {"rows": SizeRange(2, 8), "length": SizeRange(least, most)}
-    trace(Model(run), {"x": torch.zeros(4, 32, 4)}, dynamic=DynamicDims(ranges, DIMS), tracer="recorder")
+    trace(Model(run), {"x": torch.zeros(4, 32, 4)}, dynamic=DynamicDims(ranges, DIMS))
 
 
 def long_only(h: Tensor) -> Tensor:

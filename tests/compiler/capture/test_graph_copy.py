@@ -15,7 +15,7 @@ from penstock.compiler.capture.trace import trace
 @pytest.mark.parametrize("name", ["gpt2", "in_place", "wide_resnet"])
 def test_a_copy_computes_the_same_and_refers_to_its_own_nodes(name: str) -> None:
     model, batch = zoo()[name](dropout=0.0)
-    first = trace(model, batch, tracer="recorder")
+    first = trace(model, batch)
     copied, before = first.copy(), copy.deepcopy(model.state_dict())
     found = copied.module(**batch)["loss"]
     model.load_state_dict(before)  # a forward writes buffers

@@ -48,14 +48,14 @@ def both(name, **options):
 @pytest.mark.parametrize("name", with_alike_slow(ALL))
 def test_step_equals_eager(name, dropout):
     model, twin, batch = both(name, dropout=dropout)
-    opgraph = trace(model, batch, tracer="recorder")
+    opgraph = trace(model, batch)
     assert_same(step(opgraph.module, model, batch), step(twin, twin, batch))
 
 
 @pytest.mark.parametrize("name", with_alike_slow(ALL))
 def test_outputs_and_evaluation_equal_eager(name):
     model, twin, batch = both(name)
-    opgraph = trace(model, batch, tracer="recorder")
+    opgraph = trace(model, batch)
     assert opgraph.eval_error is None
     assert next(iter(opgraph.outputs)) == "loss"
     assert opgraph.graph.output_node().args[0] == opgraph.outputs
@@ -74,7 +74,7 @@ FAST_DYNAMIC = {"gpt2", "in_place", "lstm"}
 )  # fmt: skip
 def test_another_batch_and_sequence(name):
     model, twin, batch = both(name)
-    opgraph = trace(model, batch, tracer="recorder", dynamic=usual_dims(batch))
+    opgraph = trace(model, batch, dynamic=usual_dims(batch))
     assert "b" in opgraph.symbols
     other = {key: _grow(value, "s" in opgraph.symbols) for key, value in batch.items()}
     assert_same(step(opgraph.module, model, other), step(twin, twin, other))
@@ -90,7 +90,7 @@ def _grow(value, longer):
 @pytest.mark.parametrize("name", slow_but(KINDS, ALL))
 def test_bf16_autocast(name):
     model, twin, batch = both(name)
-    opgraph = trace(model, batch, tracer="recorder", autocast=torch.bfloat16)
+    opgraph = trace(model, batch, autocast=torch.bfloat16)
 
     def under_autocast(run):
         def inner(**inputs):
@@ -112,7 +112,7 @@ def test_bf16_autocast(name):
 def test_traced_without_autocast_it_still_runs_under_it(name):
     """Also where the model has a full-precision region of its own (Llama's rotary embedding)."""
     model, twin, batch = both(name, dropout=0.0)
-    opgraph = trace(model, batch, tracer="recorder")
+    opgraph = trace(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(opgraph.module(**batch)["loss"], twin(**batch)["loss"])
 
@@ -120,11 +120,11 @@ def test_traced_without_autocast_it_still_runs_under_it(name):
 @pytest.mark.parametrize("name", slow_but(KINDS, ALL))
 def test_meta_model_gives_the_same_graph(name):
     model, batch = zoo()[name]()
-    real = trace(model, batch, tracer="recorder")
+    real = trace(model, batch)
     with torch.device("meta"):
         config = getattr(model, "config", None)
         twin = type(model)(config).train() if config is not None else copy.deepcopy(model).to("meta")
-    meta = trace(twin, batch, tracer="recorder")
+    meta = trace(twin, batch)
     assert _text(meta) == _text(real)
     assert meta.inputs.keys() == real.inputs.keys() and meta.ties() == real.ties()
     assert all(parameter.is_meta for parameter in meta.parameters().values())
@@ -140,20 +140,20 @@ def _text(opgraph):
 
 def test_missing_buffers_of_a_meta_model():
     model, batch = zoo()["llama"]()
-    assert trace(model, batch, tracer="recorder").missing_buffers == ()
-    meta = trace(model.to("meta"), batch, tracer="recorder")
+    assert trace(model, batch).missing_buffers == ()
+    meta = trace(model.to("meta"), batch)
     assert meta.missing_buffers == ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
 
 
 def test_shapes_are_enough_for_a_batch():
     model, batch = zoo()["gpt2"]()
     shapes = {key: {"shape": list(value.shape), "dtype": "int64"} for key, value in batch.items()}
-    assert _text(trace(model, shapes, tracer="recorder")) == _text(trace(model, batch, tracer="recorder"))
+    assert _text(trace(model, shapes)) == _text(trace(model, batch))
 
 
 def test_parameters_in_another_dtype():
     model, batch = zoo()["mlp"](dropout=0.0)
-    opgraph = trace(model, {**batch, "x": batch["x"].bfloat16()}, tracer="recorder", param_dtype=torch.bfloat16)
+    opgraph = trace(model, {**batch, "x": batch["x"].bfloat16()}, param_dtype=torch.bfloat16)
     assert opgraph.param_dtype == torch.bfloat16
     assert opgraph.outputs["logits"].meta["val"].dtype == torch.bfloat16
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -190,12 +190,12 @@ def test_what_the_model_compiled_for_itself_is_traced_through():
         def forward(self, x):
             return self.body(x).sum()
 
-    opgraph = trace(Compiled(), torch.randn(3, 4), tracer="recorder")
+    opgraph = trace(Compiled(), torch.randn(3, 4))
     assert [n.target for n in opgraph.nodes if n.op == "call_module"] == ["body._orig_mod"]
     inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     for module in (inside, inside[0]):
         module.compile()
-    opgraph = trace(inside, torch.randn(3, 4), tracer="recorder", loss_fn=lambda output, batch: output.sum())
+    opgraph = trace(inside, torch.randn(3, 4), loss_fn=lambda output, batch: output.sum())
     assert [n.target for n in opgraph.nodes if n.op == "call_module"] == ["0", "1"]
     assert inside._compiled_call_impl is not None and inside[0]._compiled_call_impl is not None
 
@@ -222,7 +222,7 @@ def test_a_custom_operator_is_one_call():
             return {"loss": torch.ops.penstock_tests.scale(self.linear(x), 3.0).sum()}
 
     model, batch = Scaled(), {"x": torch.randn(3, 4)}
-    opgraph = trace(model, batch, tracer="recorder")
+    opgraph = trace(model, batch)
     assert torch.ops.penstock_tests.scale in {n.target for n in opgraph.nodes}
     assert_same(step(opgraph.module, model, batch), step(model, model, batch))
 
@@ -230,7 +230,7 @@ def test_a_custom_operator_is_one_call():
 def test_gradient_checkpointing_in_the_model_is_traced_through():
     model, twin, batch = both("gpt2")
     model.gradient_checkpointing_enable()
-    opgraph = trace(model, batch, tracer="recorder")
+    opgraph = trace(model, batch)
     assert_same(step(opgraph.module, model, batch), step(twin, twin, batch))
 
 
@@ -248,7 +248,7 @@ def test_a_gpt3_of_96_layers_is_traced_in_seconds():
     started = time.process_time()
     opgraph = trace(model, batch)
     assert time.process_time() - started < 8
-    assert opgraph.tracer == "recorder" and opgraph.eval_error is None
+    assert opgraph.eval_error is None
     assert sum(parameter.numel() for parameter in set(opgraph.parameters().values())) > 174e9
 
 

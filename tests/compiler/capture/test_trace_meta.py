@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def record(function, x=None, **attributes):
-    return trace(Model(function, **attributes), torch.randn(3, 4) if x is None else x, tracer="recorder")
+    return trace(Model(function, **attributes), torch.randn(3, 4) if x is None else x)
 
 
 def find(opgraph, target):
@@ -40,7 +40,7 @@ def find(opgraph, target):
 
 
 def test_every_node_knows_where_it_comes_from():
-    opgraph = trace(*zoo()["gpt2"](), tracer="recorder")
+    opgraph = trace(*zoo()["gpt2"]())
     required = {"val", "module_path", "module_type", "module_call", "source", "no_grad", "autocast", "mutates"}
     for node in opgraph.nodes[:-1]:
         assert required | {"alias_of", "random"} <= node.meta.keys(), node
@@ -56,7 +56,7 @@ def test_every_node_knows_where_it_comes_from():
 
 def test_leaves_parameters_and_ties_are_the_users_own():
     model, batch = zoo()["gpt2"]()
-    opgraph = trace(model, batch, tracer="recorder")
+    opgraph = trace(model, batch)
     assert opgraph.module.get_submodule("transformer.h.1.ln_2") is model.transformer.h[1].ln_2
     traced_through = [n for n in opgraph.nodes if n.op == "get_attr"]
     assert "transformer.h.0.attn.c_attn.weight" in {n.target for n in traced_through}  # transformers' own Conv1D
@@ -84,14 +84,14 @@ def test_a_tied_parameter_is_named_by_the_module_that_uses_it():
         def forward(self, x):
             return self.second(self.first(x)).sum()
 
-    opgraph = trace(Tied(), torch.randn(2, 4), tracer="recorder")
+    opgraph = trace(Tied(), torch.randn(2, 4))
     first, second = (n for n in opgraph.nodes if n.op == "get_attr")
     assert (first.target, second.target) == ("first.weight", "second.weight")
     assert second.meta["alias_of"] is first
 
 
 def test_in_place_writes():
-    opgraph = trace(*zoo()["in_place"](), tracer="recorder")
+    opgraph = trace(*zoo()["in_place"]())
     writers = {}
     for node in opgraph.nodes[:-1]:
         if node.meta["mutates"]:
@@ -128,7 +128,7 @@ def test_an_op_that_hands_back_its_argument_does_not_take_its_place():
 
 
 def test_batch_norm_updates_its_statistics():
-    opgraph = trace(*zoo()["wide_resnet"](), tracer="recorder")
+    opgraph = trace(*zoo()["wide_resnet"]())
     norm = find(opgraph, "body.norm")
     assert norm.meta["updates_buffers"] == tuple(
         f"body.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
@@ -142,16 +142,16 @@ def test_functional_batch_norm_mutates_its_statistics():
 
     model = Model(forward)
     model.register_buffer("other", torch.ones(4))
-    norm = find(trace(model, torch.randn(3, 4), tracer="recorder"), F.batch_norm)
+    norm = find(trace(model, torch.randn(3, 4)), F.batch_norm)
     assert norm.meta["updates_buffers"] == ("state", "other")
 
 
 def test_random_ops_and_their_evaluation_arguments():
-    opgraph = trace(*zoo()["llama"](dropout=0.1), tracer="recorder")
+    opgraph = trace(*zoo()["llama"](dropout=0.1))
     attention = [n for n in opgraph.nodes if n.target is F.scaled_dot_product_attention]
     assert all(n.meta["random"] for n in attention)
     assert attention[0].kwargs["dropout_p"] == 0.1 and attention[0].meta["eval_kwargs"]["dropout_p"] == 0.0
-    without = trace(*zoo()["llama"](dropout=0.0), tracer="recorder")
+    without = trace(*zoo()["llama"](dropout=0.0))
     assert not any(n.meta["random"] or "eval_kwargs" in n.meta for n in without.nodes[:-1])
     drops = record(lambda m, x: F.dropout(m.linear(x), 0.5, m.training).sum() + m.drop(x).sum(), drop=nn.Dropout(0.3))
     assert [n.name for n in drops.nodes if n.meta.get("random")] == ["dropout", "drop"]
@@ -170,7 +170,7 @@ def test_what_only_training_does_is_named():
 
 
 def test_custom_function_is_one_call_that_names_its_class():
-    opgraph = trace(*zoo()["custom_function"](), tracer="recorder")
+    opgraph = trace(*zoo()["custom_function"]())
     call = next(n for n in opgraph.nodes if getattr(n.target, "__self__", None) is ScaledGradient)
     assert call.target.__name__ == "apply" and call.args[1] == 0.25 and not call.meta["random"]
 
@@ -213,7 +213,7 @@ def test_a_reassigned_buffer_is_written_back():
 
     model = Model(forward)
     state = model.state
-    opgraph = trace(model, torch.randn(3, 4), tracer="recorder")
+    opgraph = trace(model, torch.randn(3, 4))
     assert model.state is state and torch.equal(state, torch.ones(4))
     opgraph.module(torch.randn(3, 4))
     assert torch.equal(state, torch.full((4,), 0.5))
@@ -244,7 +244,7 @@ def test_names_of_inputs_and_outputs():
             return {"hidden": (h, h + 1), "nothing": None, "loss": h.sum()}
 
     x = torch.randn(3, 4)
-    opgraph = trace(Nested(), (x, {"a.b": x, "c": [x]}), tracer="recorder")
+    opgraph = trace(Nested(), (x, {"a.b": x, "c": [x]}))
     assert list(opgraph.inputs) == ["input_", "pair_a_b", "pair_c_0"]
     assert list(opgraph.outputs) == ["loss", "hidden_0", "hidden_1"]
     assert [n.target for n in opgraph.nodes if n.op == "placeholder"] == list(opgraph.inputs)
@@ -254,7 +254,7 @@ def test_names_of_inputs_and_outputs():
 def test_loss_function_of_output_and_batch():
     body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(3, 4)
-    opgraph = trace(body, x, loss_fn=lambda output, batch: F.mse_loss(output, batch), tracer="recorder")
+    opgraph = trace(body, x, loss_fn=lambda output, batch: F.mse_loss(output, batch))
     assert list(opgraph.inputs) == ["input_"] and list(opgraph.outputs) == ["loss", "output"]
     assert torch.equal(opgraph.module(x)["loss"], F.mse_loss(body(x), x))
 
@@ -270,5 +270,5 @@ def test_modules_whose_repr_hides_something_are_traced_through():
 def test_a_module_with_a_forward_hook_is_traced_through_with_it():
     model = Model(lambda m, x: m.linear(x).sum())
     model.linear.register_forward_hook(lambda module, args, output: output * 2)
-    opgraph = trace(model, torch.randn(3, 4), tracer="recorder")
+    opgraph = trace(model, torch.randn(3, 4))
     assert [n.target for n in opgraph.nodes if n.op == "call_function"] == [F.linear, operator.mul]

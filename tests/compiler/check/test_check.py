@@ -13,8 +13,6 @@ from torch import nn
 import penstock
 from penstock.compiler.check.check import CheckReport, check
 from penstock.compiler.job.job import Job
-from penstock.compiler.loss import captured
-from penstock.graph.opgraph import OpGraph
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
@@ -65,17 +63,6 @@ def test_activation_checkpointing_in_the_model_draws_no_other_numbers() -> None:
     model.gradient_checkpointing_enable()
     report = check(job_for(model, batch), model, [batch])
     assert report.passed and max(d.largest for d in report.differences) < 1e-6
-
-
-def test_what_torch_export_splits_is_compared_with_the_captured_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_by_export(*args: Any, **options: Any) -> OpGraph:
-        graph = captured(*args, **options)
-        graph.tracer = "export"
-        return graph
-
-    monkeypatch.setattr("penstock.compiler.check.eager.captured", as_by_export)
-    report = checked("mlp", dropout=0.5)
-    assert report.passed and report.skipped is not None and "torch.export" in report.skipped
 
 
 def test_an_optimizer_without_states_is_probed_all_the_same() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.compiler.capture.trace import trace
 from penstock.runtime.source import allowed
 from penstock.runtime.source.file import run_verified
 from penstock.runtime.source.trust import ONLY_VERIFIED
@@ -22,16 +21,6 @@ def test_files_of_random_models_pass(number: int) -> None:
     model, batches, _ = random_model(number)
     text = generated.generate(model, batches[0], 2).text
     assert "Stage1" in run_verified(Path("device0.py"), text, ONLY_VERIFIED)
-
-
-@pytest.mark.parametrize(
-    "name", ["lstm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "t5", "vit", "mlp", "in_place"))]
-)
-def test_files_of_exported_models_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated, "trace", lambda model, batch: trace(model, batch, tracer="export"))
-    text = generated.generate(*zoo()[name]()).text
-    assert "torch.ops.aten." in text
-    assert "Stage0" in run_verified(Path("device0.py"), text, ONLY_VERIFIED)
 
 
 @pytest.mark.parametrize(
