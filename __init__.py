@@ -61,12 +61,26 @@ _HOMES = {
 }
 
 
+def _detect(measure: bool = False) -> "Hardware":
+    """Describe this machine; with `measure`, time its links, disks, matrix products and optimizer (20 s).
+
+    Under a torchrun over several hosts all ranks must call it: the hosts describe the machine that they form, with one
+    device per rank, and time the network between them where their devices are CPUs.
+    """
+    from .runtime.processes.joint_hardware import detect
+
+    return detect(measure)
+
+
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module(".errors", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    if name == "Hardware":
+        value.detect = staticmethod(_detect)  # the class itself imports no runtime
+    return value
 
 
 def __dir__() -> list[str]:

@@ -408,6 +408,7 @@ def with_ssds(hardware: Hardware, text: str) -> Hardware:
 def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
     """The hardware of `--hardware` with every `--set key=value` applied."""
     from ..ir.machine.hardware import Hardware
+    from ..runtime.processes.joint_hardware import detect
 
     values: dict[str, Any] = {}
     for change in changes or ():
@@ -419,8 +420,8 @@ def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hard
         if wrong:
             raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
         return Hardware.cpu(**values)
-    found = Hardware.detect(measure=measure) if name in ("auto", "detect") else Hardware.from_any(name)
-    return found.with_(**values) if values else found
+    hardware = detect(measure) if name in ("auto", "detect") else Hardware.from_any(name)
+    return hardware.with_(**values) if values else hardware
 
 
 def _key_and_value(option: str, given: str, example: str) -> tuple[str, str]:

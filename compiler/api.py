@@ -31,6 +31,7 @@ from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
 from ..runtime.optimizer.tiles import steps_in_tiles
+from ..runtime.processes.joint_hardware import detect
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
@@ -180,7 +181,7 @@ def compile(
     require_positions(example_inputs)
     example_inputs, packed = with_unread(example_inputs), most_documents(example_inputs)
     directories = plain_directories(ssd_dirs)
-    machine = Hardware.from_any(hardware)
+    machine = detect() if hardware == "auto" else Hardware.from_any(hardware)
     check_cuda_graphs(cuda_graphs, compile_stages, machine)
     if not TorchrunDriver.is_present():  # where the ranks' copies are counted together
         machine = beside_own_copy(machine, model)

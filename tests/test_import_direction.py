@@ -1,4 +1,4 @@
-"""Imports run downwards only: from floor to floor, and inside a room from folder to folder."""
+"""Imports, also those for types alone, run downwards only: from floor to floor, and in a room from folder to folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAY_IMPORT = {
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
     "ir": (
-        "errors", "documents", "units", "precision", "machine", "ops", "calls", "edges", "plain_graph", "tiles",
-        "program", "verify",
+        "errors", "documents", "units", "precision", "names", "machine", "stages", "ops", "calls", "edges",
+        "plain_graph", "tiles", "program", "verify",
     ),
     "runtime": (
         "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names", "scratch",
@@ -53,11 +53,6 @@ ORDER = {
     "integrations": ("transformers", "trl"),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder
-# `Hardware.detect` is where a user looks for it; it imports the measuring, on one host or several, when it is called.
-ALLOWED_UPWARDS = {
-    ("ir/machine/hardware.py", "runtime/measure"),
-    ("ir/machine/hardware.py", "runtime/processes"),
-}
 # The package's own file may say what it exports and import it at first use; everything else comes from the rooms.
 PACKAGE_MAY_IMPORT = {"__future__", "importlib", "typing"}
 
@@ -69,13 +64,6 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
         inside = getattr(node, name, None)
         for child in inside if isinstance(inside, list) else ():
             yield from statements(child)
-
-
-def type_checking_only(tree: ast.AST) -> set[ast.AST]:
-    """The statements below `if TYPE_CHECKING`: they import nothing when the program runs."""
-    tests = ((n, n.test) for n in statements(tree) if isinstance(n, ast.If))
-    blocks = [n for n, test in tests if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"]
-    return {node for block in blocks for node in statements(block)}
 
 
 def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:
@@ -93,7 +81,7 @@ def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tuple[str
         yield (*base, *module, alias.name)
 
 
-def complaint(target: tuple[str, ...], path: Path, typing_only: bool = False) -> str:
+def complaint(target: tuple[str, ...], path: Path) -> str:
     """Why the file at `path` (relative to the root) may not import `target`; empty when it may."""
     room = path.parts[0] if len(path.parts) > 1 else ""
     if target[0] == "":
@@ -104,12 +92,10 @@ def complaint(target: tuple[str, ...], path: Path, typing_only: bool = False) ->
         return ""
     if room == "":
         return "" if target[0] in MAY_IMPORT and len(target) > 1 else "the package imports from the rooms only"
-    if (path.as_posix(), "/".join(target[:2])) in ALLOWED_UPWARDS:
-        return ""
     if target[0] != room:
         allowed = MAY_IMPORT[room]
         return "" if target[0] in allowed else f"{room} may import {', '.join(allowed) or 'itself'} only"
-    return "" if typing_only else inside_a_room(target, path)
+    return inside_a_room(target, path)
 
 
 def inside_a_room(target: tuple[str, ...], path: Path) -> str:
@@ -125,11 +111,10 @@ def inside_a_room(target: tuple[str, ...], path: Path) -> str:
 
 def violations(source: str, path: Path) -> list[str]:
     """One line per import in `source` that breaks the rules for the file at `path`, relative to the repository root."""
-    found, tree = [], ast.parse(source)
-    typing_only = type_checking_only(tree)
-    for node in statements(tree):
+    found = []
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            why = sorted({complaint(target, path, node in typing_only) for target in targets(node, path)} - {""})
+            why = sorted({complaint(target, path) for target in targets(node, path)} - {""})
             found += [f"{path}:{node.lineno}: {ast.unparse(node)}: {reason}" for reason in why]
     return found
 
@@ -158,6 +143,8 @@ def test_the_order_names_what_is_there() -> None:
     [
         ("ir/program/order.py", "from ...runtime.simulate import simulate", "ir may import itself only"),
         ("ir/ops/record.py", "from ..program import Program", "ir/program stands above ir/ops"),
+        ("ir/ops/record.py", "if TYPE_CHECKING:\n    from ..program import Program", "above ir/ops"),
+        ("ir/machine/hardware.py", "def detect():\n    from ...runtime.measure import detect", "ir may import itself"),
         ("ir/units.py", "from .ops.table import ALL", "ir/ops stands above ir/units"),
         ("runtime/device/runtime.py", "from ...passes.rewrite.coarsen import Coarsen", "runtime may import ir only"),
         ("runtime/device/runtime.py", "from ... import compiler", "runtime may import ir only"),
@@ -195,8 +182,6 @@ def test_an_upward_import_is_found(path: str, source: str, reason: str) -> None:
         ("compiler/api.py", "from ..passes.base import Pass\nfrom ..codegen import names\nfrom .plan import Plan"),
         ("passes/rewrite/coarsen.py", "import torch\nfrom ...ir.ops import ALL\nfrom ..base import Pass"),
         ("runtime/device/runtime.py", "from ...ir.ops import ALL\nfrom ..stage import runner\nfrom .peers import x"),
-        ("ir/ops/record.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..program import Program"),
-        ("ir/machine/hardware.py", "def detect():\n    from ...runtime.measure.detect import detect_hardware"),
         ("papers/report.py", "from ..cli.tables import table"),
         ("__init__.py", "from __future__ import annotations\nfrom .compiler.api import compile"),
     ],

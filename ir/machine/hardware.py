@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import yaml
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -159,9 +159,16 @@ class Device(MachinePart):
         return ConstantRates(flops, self.memory_bandwidth, _arithmetic(dtype))
 
 
+class Detect(Protocol):
+    """Describes this machine. Only the runtime can measure, so the package sets `Hardware.detect`."""
+
+    def __call__(self, measure: bool = False) -> Hardware: ...
+
+
 class Hardware(MachinePart):
     """One or more hosts with their devices. Unequal devices are simply different entries."""
 
+    detect: ClassVar[Detect]
     name: str
     source: str  # where the figures come from
     hosts: Annotated[list[Host], Field(min_length=1)]
@@ -351,18 +358,6 @@ class Hardware(MachinePart):
         document = preset_document(preset_of(name))
         hardware = cls.model_validate(document)
         return hardware.with_(**overrides) if overrides else hardware
-
-    @classmethod
-    def detect(cls, measure: bool = False) -> Hardware:
-        """Describe this machine; with `measure`, time its links, disks, matrix products and optimizer (20 s).
-
-        Under a torchrun over several hosts all ranks must call it: the hosts describe the machine that they form, with
-        one device per rank, and time the network between them where their devices are CPUs.
-        """
-        from ...runtime.measure.detect import detect_hardware, over_hosts
-        from ...runtime.processes.joint_hardware import detected_together
-
-        return detected_together(measure) if over_hosts() else detect_hardware(measure=measure)
 
     @classmethod
     def cpu(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..names import *
 from .compute import *
 from .devices import *
-from .names import *
 from .record import Context, Op, Value, Work
 from .split import *
 from .table import ALL

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..machine.call_mix import both
-from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, EVALUATE, EVALUATION, FORWARD, TRAINING
+from ..names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, EVALUATE, EVALUATION, FORWARD, TRAINING
+from ..stages.stage import SavedSpec, StageSpec
 from .record import Context, Op, Value, Work, match, tensor, want
 from .transfers import check_micro_batch
-
-if TYPE_CHECKING:
-    from ..program import SavedSpec, StageSpec
 
 __all__ = ["add", "aligned_class", "backward", "counts_in_graph", "evaluate", "forward"]
 

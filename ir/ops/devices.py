@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .names import COMM, DEVICE, GROUP, PEER, RECV, SEND, TEAM, TRAINING
+from ..names import COMM, DEVICE, GROUP, PEER, RECV, SEND, TEAM, TRAINING
 from .record import Context, Op, Value, Work, tensor, want
 
 __all__ = ["all_gather", "all_reduce", "recv", "reduce_scatter", "send"]

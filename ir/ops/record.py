@@ -11,13 +11,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..machine.call_mix import NO_CALLS, CallMix
-from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, EVERYWHERE, LANE_GROUPS
-
-if TYPE_CHECKING:
-    from ..program import Interface, StageSpec, TensorSpec
+from ..names import BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, EVERYWHERE, LANE_GROUPS
+from ..stages.interface import Interface
+from ..stages.stage import StageSpec, TensorSpec
 
 
 @dataclass(frozen=True)

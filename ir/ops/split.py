@@ -5,15 +5,13 @@ The first op makes what the stage before waits for; the second fills the time in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, TRAINING
+from ..stages.stage import StageSpec
 from .compute import backward
-from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, TRAINING
 from .record import Context, Op, Value, Work, want
 from .transfers import check_micro_batch
-
-if TYPE_CHECKING:
-    from ..program import StageSpec
 
 __all__ = ["backward_input", "backward_weight", "rest_bytes"]
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from .names import COMM, COMPUTE, DEVICE, GROUP, PAIRS, RING_STEP
+from ..names import COMM, COMPUTE, DEVICE, GROUP, PAIRS, RING_STEP
 from .record import Context, Op, Value, Work, want
 
 __all__ = [

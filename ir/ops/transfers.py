@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .names import D2H, DEVICE, DRAM, H2D, HOST, READ, SSD, WRITE
+from ..names import D2H, DEVICE, DRAM, H2D, HOST, READ, SSD, WRITE
 from .record import Context, Op, Value, Work, tensor, want
 
 __all__ = ["fetch", "free", "load", "offload", "read", "resident", "write"]

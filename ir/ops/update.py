@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .names import COMPUTE, CPU, DEVICE, DRAM, TRAINING
+from ..names import COMPUTE, CPU, DEVICE, DRAM, TRAINING
 from .record import Context, Op, Value, Work, want
 
 __all__ = ["clip", "hook", "norm", "redo", "step", "update_traffic"]

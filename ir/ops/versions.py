@@ -9,13 +9,11 @@ future one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from .names import ASYNCHRONOUS, COMPUTE, DEVICE
+from ..names import ASYNCHRONOUS, COMPUTE, DEVICE
+from ..stages.interface import Interface
 from .record import Context, Op, Value, Work, want
-
-if TYPE_CHECKING:
-    from ..program import Interface
 
 __all__ = ["apart", "predict", "shared_params", "split", "stash"]
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from ..stages.flat import Segment
+from ..stages.hooks import Earlier, HookCall, elementwise
+from ..stages.interface import Interface, shard_key, sizes_spec
+from ..stages.row_part import whole_params, wrong_parts
+from ..stages.sizes import SIZES, SizeRange, Sizes, found_sizes, sizes_of, value_of, wrong_expression
+from ..stages.stage import (
+    HOOK_PORTION_ELEMENTS,
+    PAGE,
+    AgainSpec,
+    Exchange,
+    ParamSpec,
+    RowPart,
+    SavedSpec,
+    StageSpec,
+    TeamPart,
+    TensorSpec,
+    aligned,
+    dtype_bytes,
+)
 from .drain import Drain, computed_again, drain_of
-from .flat import Segment
 from .graphs import StageGraphs, graph_bytes, graphed, none_graphed, ungraphed
-from .hooks import Earlier, HookCall, elementwise
 from .host_order import add_host_waits
-from .interface import Interface, shard_key, sizes_spec
 from .lanes import (
     WORLD,
     WRITTEN_OUT,
@@ -62,23 +78,7 @@ from .program import (
     values_of,
     work_of,
 )
-from .row_part import whole_params, wrong_parts
 from .shares import first_micro_batches, share_of
-from .sizes import SIZES, SizeRange, Sizes, found_sizes, sizes_of, value_of, wrong_expression
-from .stage import (
-    HOOK_PORTION_ELEMENTS,
-    PAGE,
-    AgainSpec,
-    Exchange,
-    ParamSpec,
-    RowPart,
-    SavedSpec,
-    StageSpec,
-    TeamPart,
-    TensorSpec,
-    aligned,
-    dtype_bytes,
-)
 from .text import SHORT_DTYPES, describe, excerpt, line_numbers, parse_program, print_node, print_program, program_lines
 
 __all__ = [

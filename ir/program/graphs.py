@@ -14,8 +14,8 @@ from torch import fx
 
 from .. import ops
 from ..calls import op_of
+from ..stages.stage import StageSpec, TensorSpec, aligned
 from .program import Program, donated, values_of, work_of
-from .stage import StageSpec, TensorSpec, aligned
 
 # What torch's allocator may take beside the bytes that are asked for, of memory that only one slot uses: a segment of
 # small tensors, and one for large ones that is not full.

@@ -22,7 +22,7 @@ from torch import fx
 from .. import ops
 from ..machine.hardware import Hardware
 from ..machine.racks import racks_of_lane
-from .interface import Interface
+from ..stages.interface import Interface
 from .program import Program, infer_all
 from .shares import first_micro_batches
 

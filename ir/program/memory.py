@@ -20,12 +20,12 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from ..errors import BudgetExceeded
+from ..stages.interface import Interface
+from ..stages.stage import PAGE, aligned
 from ..units import format_bytes
 from .graphs import graph_bytes
-from .interface import Interface
 from .places import ArenaPlaces
 from .program import Program, donated, producer_of, values_of, work_of
-from .stage import PAGE, aligned
 
 ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, beside gradients of a shard
 

@@ -20,7 +20,7 @@ from ..calls import op_of
 from ..errors import VerifyError
 from ..ops import Op
 from ..plain_graph import PlainGraph
-from .interface import Interface
+from ..stages.interface import Interface
 
 
 class Program:

@@ -14,8 +14,8 @@ from torch import fx
 
 from .. import ops
 from ..errors import VerifyError
+from ..stages.interface import Interface
 from ..units import format_bytes
-from .interface import Interface
 from .program import Program, values_of, work_of
 
 SHORT_DTYPES = {

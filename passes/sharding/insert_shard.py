@@ -9,7 +9,7 @@ and which stay whole from their first use to their last, is decided here once, b
 members of a group are on several hosts, several on each, they gather in a hierarchy (MiCS 3.3).
 
 `insert-two-hop`, or else the pass that updates, scatters the sum of each stage's gradients, and every device steps its
-shard where that lies. A shard is a slice of the stage as it lies in memory (`ir/program/flat.py`), so gathers and
+shard where that lies. A shard is a slice of the stage as it lies in memory (`ir/stages/flat.py`), so gathers and
 scatters need no copies in between.
 """
 

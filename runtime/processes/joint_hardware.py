@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
-from ..measure.detect import detect_hardware
+from ..measure.detect import detect_hardware, over_hosts
 from ..measure.links import CPU
 from ..measure.network import network_rates
 from .ranks import Ranks
@@ -27,7 +27,12 @@ ARRIVAL_S, PATIENCE_S = 60.0, 300.0
 NETWORK_PATIENCE_S = 200.0  # less than the other ranks' patience
 
 
-def detected_together(measure: bool = False) -> Hardware:
+def detect(measure: bool = False) -> Hardware:
+    """Describe this machine, or the one that the hosts of this torchrun form: the package's `Hardware.detect`."""
+    return _detect_together(measure) if over_hosts() else detect_hardware(measure)
+
+
+def _detect_together(measure: bool) -> Hardware:
     """`joint_hardware` of the ranks of this torchrun, before anything else joins them."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     node = os.environ.get("GROUP_RANK", "")

@@ -15,7 +15,7 @@ from penstock.ir import ops
 from penstock.ir.errors import PlanError
 from penstock.ir.program import graph_bytes, graphed, persistent_bytes, profile_memory, ungraphed
 from penstock.ir.program.graphs import PRODUCTS_BYTES, SEGMENTS_BYTES
-from penstock.ir.program.stage import aligned
+from penstock.ir.stages.stage import aligned
 
 ROWS, MICRO_BATCHES = 8, 4
 

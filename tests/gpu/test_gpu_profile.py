@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock import Hardware
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.profile.cache import ProfileCache
 from penstock.compiler.profile.profile import Profiler, parts_here
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.hardware import Hardware
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.gpu.rehearsal import on_gpu
 from penstock.tests.passes.running import apply, draft_of

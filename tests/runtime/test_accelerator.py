@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock import Hardware
 from penstock.errors import HardwareError
-from penstock.ir.machine.hardware import Hardware
 from penstock.runtime import accelerator
 from penstock.runtime.processes.local import worker_environment
 

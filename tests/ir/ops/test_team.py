@@ -34,6 +34,10 @@ def lane() -> Program:
     return with_team_ops(interface_of(*models()), TEAM)
 
 
+def test_the_interface_knows_every_op_of_a_team() -> None:
+    assert set(ops.TEAM_OPS) == {op.name for op in vars(ops.team).values() if isinstance(op, ops.Op)}
+
+
 def test_every_member_gets_its_part_of_what_all_have() -> None:
     """The reference runs a lane's program for each member; their inputs are the same micro-batch."""
     first, second = models()

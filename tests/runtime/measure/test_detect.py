@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
+from penstock import Hardware
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.presets import PARTS
 from penstock.runtime.measure import cpu as measure
 from penstock.runtime.measure import detect

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock import Hardware
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.measure import disks
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock import Hardware
 from penstock.ir import units
-from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.rates import RateTable, curve_reader
 from penstock.runtime.measure import detect, table
 from penstock.runtime.measure.detect import _four_digits

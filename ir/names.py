@@ -1,4 +1,4 @@
-"""Names that ops share: streams, memories, groups of devices, and the values of their traits."""
+"""Names that ops and stages share: streams, memories, groups of devices, and the values of their traits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final
 __all__ = [
     "ASYNCHRONOUS", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "COMM", "COMPUTE", "CPU", "D2H", "DEVICE", "DRAM", "EVALUATE",
     "EVALUATION", "EVERYWHERE", "FORWARD", "GROUP", "H2D", "HOST", "LANE_GROUPS", "MEMORIES", "MESH_GROUPS", "PAIRS",
-    "PEER", "READ", "RECV", "REPLICAS", "RING_STEP", "SEND", "SHARDS", "SSD", "STEP", "STREAMS", "TEAM", "TRAINING",
-    "WRITE",
+    "PEER", "READ", "RECV", "REPLICAS", "RING_STEP", "SEND", "SHARDS", "SSD", "STEP", "STREAMS", "TEAM", "TEAM_OPS",
+    "TRAINING", "WRITE",
 ]  # fmt: skip
 
 HOST, COMPUTE, H2D, D2H, SEND, RECV, COMM, CPU = "host", "compute", "h2d", "d2h", "send", "recv", "comm", "cpu"
@@ -24,6 +24,10 @@ SHARDS, REPLICAS = "shards", "replicas"
 MESH_GROUPS = (SHARDS, REPLICAS)
 TEAM = "team"  # the devices that run the same micro-batches together, each a part of the work inside a layer
 LANE_GROUPS = (*MESH_GROUPS, TEAM)
+TEAM_OPS = (  # by which the members of a team exchange values inside a layer: the ops of `ops/team.py`
+    "all_to_all", "from_experts", "gather_parts", "member", "own_part", "pass_on", "scatter_sum", "sum_parts",
+    "to_experts",
+)  # fmt: skip
 # Who sends to whom in a collective that goes round no ring: each member to each other one, or to the next one alone.
 PAIRS, RING_STEP = "pairs", "ring step"
 # The functions of a file; an asynchronous step may hold more ops than another step.

@@ -14,7 +14,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import names
 from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
 from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS, TILED_ELEMENTS
@@ -146,15 +146,15 @@ class Interface:
 
     def number_in_team(self, device: int) -> int:
         """A device's number among the members of its team, once groups have members; 0 without a team."""
-        teams = (self.members(name) for name in self.groups if name.startswith(f"{ops.TEAM}."))
+        teams = (self.members(name) for name in self.groups if name.startswith(f"{names.TEAM}."))
         return next((members.index(device) for members in teams if device in members), 0)
 
     def size(self, group: str) -> int:
         """The number of devices in a group."""
-        if self.lanes and group == ops.TEAM:
+        if self.lanes and group == names.TEAM:
             return self.team
-        if self.lanes and group in ops.MESH_GROUPS:
-            return self.shards if group == ops.SHARDS else self.replicas
+        if self.lanes and group in names.MESH_GROUPS:
+            return self.shards if group == names.SHARDS else self.replicas
         return len(self.members(group))
 
     def state_bytes(self, spec: StageSpec) -> int:
@@ -180,7 +180,7 @@ class Interface:
         """Bytes that an update of a share of a stage takes in a memory while it runs: fp32 gradients where they are
         `converted`, and fp32 weights where the result is rounded; of tiles, where it is made in these."""
         elements = round(share * spec.trained_params)
-        if self.tiles and memory == ops.DRAM:
+        if self.tiles and memory == names.DRAM:
             elements = min(elements, TILED_ELEMENTS)
         elif self.rounds:
             largest = max((p.numel for p in spec.params if p.requires_grad), default=0)
@@ -352,8 +352,8 @@ def _wrong_stage(interface: Interface, name: str, spec: StageSpec) -> Iterator[s
         yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
     rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
     rows += [*spec.params, *spec.buffers, *(exchange.result for exchange in spec.exchanges)]
-    known_ops = ("", *ops.team.__all__)
-    odd = next((e for e in spec.exchanges if e.op not in known_ops or e.back not in known_ops), None)
+    known = ("", *names.TEAM_OPS)
+    odd = next((e for e in spec.exchanges if e.op not in known or e.back not in known), None)
     if odd is not None:
         yield f"stage {name} exchanges {odd.source!r:.60} by {odd.op!r:.60} and {odd.back!r:.60}"
     yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
@@ -402,7 +402,7 @@ def _wrong_bytes(interface: Interface) -> Iterator[str]:
     if min(interface.states.values(), default=0) < 0 or not 0 <= interface.state_bytes_per_param < math.inf:
         yield "it counts optimizer states that no stage has"
     for memory, found in interface.temporaries.items():
-        if memory not in (ops.DEVICE, ops.DRAM) or found.keys() - known or interface.stages.keys() - found.keys():
+        if memory not in (names.DEVICE, names.DRAM) or found.keys() - known or interface.stages.keys() - found.keys():
             yield f"it counts what steps take in {memory!r:.60}, or of other stages than it has"
         if min(found.values(), default=0) < 0:
             yield "it counts less than nothing that a step takes"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.ir.documents import Unreadable
 from penstock.ir.program import Interface, SizeRange, StageSpec, TensorSpec, found_sizes, sizes_spec, value_of
-from penstock.ir.program.sizes import SIZES, wrong_expression
+from penstock.ir.stages.sizes import SIZES, wrong_expression
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
