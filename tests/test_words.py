@@ -21,7 +21,7 @@ HABITS = ("participle", "preposition", "relative clause", "behind", "as many", "
 CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit, in the order above
     "ir": (32, 15, 65, 4, 20, 1, 46, 0),
     "runtime": (118, 43, 134, 17, 21, 1, 111, 0),
-    "graph": (112, 28, 79, 5, 11, 1, 58, 0),
+    "graph": (110, 28, 79, 5, 11, 1, 58, 0),
     "passes": (52, 59, 92, 32, 63, 0, 81, 0),
     "codegen": (5, 2, 12, 0, 0, 0, 22, 0),
     "compiler": (76, 40, 88, 2, 15, 0, 25, 0),

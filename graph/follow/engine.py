@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,20 @@ def keeps_rows(graph: OpGraph, nodes: Sequence[fx.Node], given: Set[fx.Node], ro
             if node in follower.found or not all(map(_is_in_place, states)):
                 return node
     return None
+
+
+def keeps_rows_apart(graph: OpGraph, nodes: Sequence[fx.Node], value: fx.Node, rows: int) -> bool:
+    """Whether each element of a value that `nodes` compute, the last of them, depends on one row at most, so that a sum
+    over all of them is the sum of the parts' sums. The nodes depend on nothing but the batch and constants."""
+    follower = _ConstantsByRow(graph, rows, None)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for i, node in enumerate(nodes):
+            entering = value_tensors(node.meta["val"]) if node.op == "placeholder" else ()
+            if "eval_args" in node.meta or any(not t.dim() or t.shape[0] != rows for t in entering):
+                return False
+            follower.node(i, node)
+    tensors = list(value_tensors(value.meta["val"]))
+    return all(isinstance(follower.state(t), ByRow) and not follower.origins.get(id(t)) for t in tensors)
 
 
 def _is_in_place(state: RowState) -> bool:
@@ -142,9 +156,9 @@ class Follower(TorchDispatchMode):
         self.numbers.append(list(effect.numbers))
         if effect.met:
             self.found[node] = list(effect.met)
-        self._note(node, tensors, self.settled(node, tensors, effect))
+        self._note(node, tensors, self.settle(node, tensors, effect))
 
-    def settled(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
+    def settle(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
         """The effect with which later nodes go on."""
         return effect
 
@@ -295,6 +309,22 @@ class Follower(TorchDispatchMode):
         is_clear = self.is_clear and not (isinstance(state, ByRow) and self.rows == 1)
         state = Mixed() if isinstance(state, ByRow) else state
         return Trail(state, self.found, self.origins.get(id(tensor), frozenset()), self.numbers, is_clear)
+
+
+class _ConstantsByRow(Follower):
+    """Takes constants with the shape of rows, such as `torch.ones_like(mask)`, for values of these rows."""
+
+    def settle(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
+        operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta["val"])]
+        states = tuple(self._operand_place(t, s, operands) for t, s in zip(tensors, effect.states, strict=True))
+        return replace(effect, states=states)
+
+    def _operand_place(self, tensor: torch.Tensor, state: RowState, operands: Sequence[torch.Tensor]) -> RowState:
+        for operand in operands if isinstance(state, Free) else ():
+            of = self.state(operand)
+            if isinstance(of, ByRow) and of.dim < tensor.dim() and tensor.shape[of.dim] == operand.shape[of.dim]:
+                return replace(of, scale=state.scale, step=0)
+        return state
 
 
 def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> list[list[float | None]] | None:

@@ -115,7 +115,7 @@ class _TokenFollower(Follower):
             return ByRow(dim=self.along)
         return Free(varies=whole(range(tensor.dim())))
 
-    def settled(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
+    def settle(self, node: fx.Node, tensors: Sequence[torch.Tensor], effect: Effect) -> Effect:
         operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta["val"]) if self._has_tokens(t)]
         made_of = node.all_input_nodes
         is_parameter = node.op == "get_attr" and str(node.target) in self.parameters

@@ -81,7 +81,7 @@ class _Rewrite:
     def _is_countable(self, target: fx.Node) -> bool:
         """Whether targets are classes that depend on the batch alone, row by row."""
         known = self.view.depends(target) and self.view.is_known(target)
-        return known and not target.meta["val"].is_floating_point() and self.view.rows.holds(target)
+        return known and not target.meta["val"].is_floating_point() and self.view.keeps_rows_apart(target)
 
     def _weight(self, node: fx.Node, found: ClassLoss) -> fx.Node | None:
         if not found.weight:

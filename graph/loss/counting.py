@@ -17,10 +17,10 @@ from torch import fx
 from ...ir.calls import call_name
 from ...ir.edges import storage_root
 from ..dataflow import shared_nodes
+from ..follow.engine import keeps_rows_apart
 from ..follow.linear import is_scalar, reduction_of
 from ..loss_terms import NUM_ITEMS
 from ..opgraph import OpGraph, plain_meta
-from .row_wise import RowWise
 
 _CASTS = {"to", "float", "double", "contiguous", "clone", "detach"}
 _KEEP = (torch.int64, torch.float32, torch.float64)  # dtypes that hold a count as it is
@@ -48,23 +48,21 @@ class BatchView:
     """What of a graph depends on the batch, and on nothing that training changes."""
 
     graph: OpGraph
+    rows: int  # of a micro-batch
     shared: set[fx.Node] = field(default_factory=set)
     dependent: set[fx.Node] = field(default_factory=set)
     written_by: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: OpGraph, rows: int) -> BatchView:
-        view = BatchView(graph, shared_nodes(graph))
+        view = BatchView(graph, rows, shared_nodes(graph))
         for node in graph.nodes:
             if node.op == "placeholder" or any(n in view.dependent for n in node.all_input_nodes):
                 view.dependent.add(node)
             for target in node.meta.get("mutates", ()):
                 view.written_by.setdefault(storage_root(target), []).append(node)
         view.dependent |= {n for root, writers in view.written_by.items() for n in (root, *writers)}
-        view.rows = RowWise(rows, view.depends, view.writers)
         return view
-
-    rows: RowWise = field(init=False)
 
     def depends(self, node: Any) -> bool:
         """Whether a value depends on the batch; numbers, parameters and constants do not."""
@@ -76,6 +74,10 @@ class BatchView:
     def is_known(self, node: Any) -> bool:
         """Whether a value can be computed from the batch alone, before the step."""
         return not isinstance(node, fx.Node) or node in self.shared
+
+    def keeps_rows_apart(self, node: fx.Node) -> bool:
+        """Whether a value has nothing in which rows of the batch meet: a sum over it is then the sum of its parts'."""
+        return not self.depends(node) or keeps_rows_apart(self.graph, self.closure([node]), node, self.rows)
 
     def closure(self, nodes: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> list[fx.Node]:
         """The nodes that `nodes` are computed from, and those that write into them, in order."""
@@ -100,7 +102,7 @@ class BatchView:
             if not self.depends(node) or is_item_count(node):
                 found.update({node: None} if is_item_count(node) else {})
             elif reduction_of(node) and not is_scalar(node.args[0]):
-                if not all(map(self.rows.holds, node.all_input_nodes)):
+                if not all(map(self.keeps_rows_apart, node.all_input_nodes)):
                     return None
                 found[node] = None
             elif not is_scalar(node) or not node.all_input_nodes or self.writers(node):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from .pointwise import Operand, combined, together
+from .pointwise import Operand, combined, fill_state, operands, together
 from .record import OperatorCall, nonlinear, plain, rule
 from .reductions import PER_ROW
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
@@ -141,8 +141,17 @@ def _permuted(call: OperatorCall, state: ByRow, which: Permutation, at: int) -> 
 def put(call: OperatorCall) -> RowState:
     """Elements written to numbered places."""
     value = call["self"]
+    chosen, *others = [index for index in call["indices"] if index is not None]
+    if chosen.dtype == torch.bool and not others and call["values"].numel() == 1:
+        return _masked_write(call, value, chosen, call["indices"].index(chosen))
     numbers = [*call["indices"], *[None] * (value.dim() - len(call["indices"]))]
     return written(call, value, numbers, call["values"], bool(call["accumulate"]))
+
+
+def _masked_write(call: OperatorCall, value: torch.Tensor, mask: torch.Tensor, first: int) -> RowState:
+    """The state of a value after one number is written where a mask of its dimensions from `first` on holds."""
+    aligned = [*mask.shape, *[1] * (value.dim() - first - mask.dim())]
+    return fill_state(call, (call.of(value), value.shape), (call.of(mask), aligned), operands(call, "values"))
 
 
 @rule("index_add", "index_copy", "index_fill")

@@ -214,8 +214,14 @@ def _linear_choice(call: OperatorCall, states: Sequence[RowState]) -> RowState:
 
 @rule("masked_fill")
 def filled(call: OperatorCall) -> RowState:
-    state, mask, value = call.state("self"), call.state("mask"), call["value"]
-    if isinstance(state, OverRows) and isinstance(mask, Free) and value == 0:
+    state, mask = call.state("self"), call.state("mask")
+    if isinstance(state, OverRows) and isinstance(mask, Free) and call["value"] == 0:
         return state
-    found = combined(call, operands(call), call["self"].shape)
-    return replace(found, scale=state.scale) if isinstance(found, ByRow) else found
+    value, chosen = operands(call, "self", "mask")
+    return fill_state(call, value, chosen, operands(call, "value"))
+
+
+def fill_state(call: OperatorCall, value: Operand, mask: Operand, number: Sequence[Operand]) -> RowState:
+    """The state of a value with one number in the places where a mask of its shape holds."""
+    found = combined(call, [value, mask, *number], value[1])
+    return replace(found, scale=value[0].scale) if isinstance(found, ByRow) else found

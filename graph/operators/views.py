@@ -18,6 +18,7 @@ from .states import (
     OverRows,
     Permutation,
     RowState,
+    Scale,
     Stretch,
     differs,
     flat_inner,
@@ -205,7 +206,9 @@ def joined(call: OperatorCall, values: Sequence[torch.Tensor], dim: int, states:
     rows = [state for state in states if isinstance(state, ByRow)]
     totals = [state for state in states if isinstance(state, OverRows)]
     if totals:
-        return totals[0] if len(set(states)) == 1 else call.mix(Kind.REUSED)
+        powers, unsure = {total.scale.power for total in totals}, any(total.scale.unsure for total in totals)
+        is_even = len(totals) == len(states) and len(powers) == 1
+        return OverRows(scale=Scale(powers.pop(), unsure)) if is_even else call.mix(Kind.REUSED)
     if not rows:
         return _joined_constants(states, dim)
     first = replace(rows[0], step=0)

@@ -87,6 +87,13 @@ def _masked_columns(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return (h.square() * mask).sum() / mask.sum()
 
 
+def _written_by_mask(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    hidden = h.clone()
+    hidden[h > 0.5] = 0.0
+    hidden[y == 2] = 0.0
+    return F.cross_entropy(hidden, y)
+
+
 MEANS: dict[str, Loss] = {
     "mean": lambda model, h, y: F.cross_entropy(h, y),
     "smoothed": lambda model, h, y: F.cross_entropy(h, y, label_smoothing=0.1),
@@ -96,6 +103,8 @@ MEANS: dict[str, Loss] = {
     "sum of shares": lambda model, h, y: (F.cross_entropy(h, y, reduction="none") / len(y)).sum(),
     "batchmean": lambda model, h, y: F.kl_div(h.log_softmax(-1), h.detach().softmax(0 + 1), reduction="batchmean"),
     "picked": _picked,
+    "written by a mask": _written_by_mask,
+    "stacked terms": lambda model, h, y: torch.stack([h.square().mean(), (2.5 * h).mean()]).mean(),
     "gathered": lambda model, h, y: -h.log_softmax(-1).gather(1, y[:, None]).mean(),
     "of both views": _doubled,
     "pairs": _pairs,
