@@ -60,9 +60,7 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, where the hardware has none")] = None,
     mtbf: Annotated[
         str | None,
-        typer.Option(
-            help="mean time between failures of a device, such as 50000h: how often to save, what is lost"
-        ),
+        typer.Option(help="mean time between failures of a device, such as 50000h: how often to save, what is lost"),
     ] = None,
     storage: Annotated[
         str | None, typer.Option(help="at which all hosts together write checkpoints, such as 100GB/s; default: SSDs")

@@ -34,7 +34,8 @@ def short_tier(tier: str) -> str:
 
 def console() -> Console:
     """A console for tables on stdout, as wide as the terminal, or wide enough for a table in a file."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Iterator[Table]:

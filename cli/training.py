@@ -67,7 +67,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     """
     is_main = own_device() == 0
     if not is_main:
-        screen = Console(quiet=True)
+        screen = Console(markup=False, emoji=False, quiet=True)
     _require_writable(options.out)
     last = find_latest(options.out / "checkpoint")
     if options.elastic:
@@ -115,9 +115,7 @@ def _listeners(options: TrainOptions, screen: Console, pages: ExitStack) -> list
 class _Run:
     """A run of a compiled job: its steps, evaluations and checkpoints."""
 
-    def __init__(
-        self, options: TrainOptions, task: TrainingTask, job: Job, screen: Console, listeners: list[Listener]
-    ):
+    def __init__(self, options: TrainOptions, task: TrainingTask, job: Job, screen: Console, listeners: list[Listener]):
         self.options, self.task, self.job, self.screen = options, task, job, screen
         self.checkpoint = options.out / "checkpoint"
         self.broadcast = Broadcast(job, listeners)

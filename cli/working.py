@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.text import Text
 
 SEARCH = "penstock.compiler.search"  # the logger that tells of every plan that was tried
 
@@ -24,20 +25,20 @@ class _Line(logging.Handler):
 def working() -> Iterator[Callable[[str], None]]:
     """While the body plans, what it tells, and then what the search says, stands on the terminal; elsewhere nothing
     does."""
-    screen = Console(stderr=True)
+    screen = Console(markup=False, emoji=False, stderr=True)
     if not screen.is_terminal:
         yield lambda text: None
         return
     logger, told = logging.getLogger(SEARCH), "planning"
     level = logger.level
-    with screen.status(told) as status:
+    with screen.status(Text(told)) as status:
 
         def tell(text: str) -> None:
             nonlocal told
             told = f"planning {text}"
-            status.update(told)
+            status.update(Text(told))
 
-        line = _Line(lambda text: status.update(f"{told}: {text}"))
+        line = _Line(lambda text: status.update(Text(f"{told}: {text}")))
         logger.addHandler(line)
         logger.setLevel(logging.INFO)
         try:

@@ -26,7 +26,7 @@ class LossTerm(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["mean", "counted", "weighted", "uncounted"]
     source: str = ""  # the user's line
-    counts: str = ""  # what is counted, in words
+    counts: str = ""  # the divisor, a noun phrase such as "the number of targets other than -100"
     input: str = ""  # the input of the graph that holds the divisor
 
 

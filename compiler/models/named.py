@@ -274,6 +274,8 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     if alias_of(base) in known:
         model_type, dimensions = known[alias_of(base)]
         return {"model_type": model_type, **dimensions}, None
+    if Path(base).is_dir():
+        raise PlanError(f"{base} has no config.json; name a directory with one, as save_pretrained writes it")
     if download:
         return _downloaded(base)
     raise PlanError(
@@ -305,11 +307,10 @@ def _configuration(fields: dict[str, Any], name: str) -> Any:
 
 
 def _place(base: str) -> Path | None:
-    """The config.json of a path or an installed package; None for another name."""
+    """The config.json of a path or an installed package; None for another name. A directory without one, such as the
+    folder of a plan that has the model's name, is no path of a model."""
     path = Path(base)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise PlanError(f"{path} has no config.json; name a directory with one, as save_pretrained writes it")
+    if (path / "config.json").is_file():
         return path / "config.json"
     if path.suffix == ".json" or path.is_file():
         if not path.is_file():

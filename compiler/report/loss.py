@@ -8,12 +8,11 @@ from ...graph.loss_terms import LossTerm
 
 _RULES = {
     "mean": "each micro-batch counts alike",
+    "counted": "a sum over the global batch, divided by {counts} in it, whatever micro_batches is",
     "weighted": "each micro-batch counts as loss_weight says",
     "uncounted": "divided by {counts} of each micro-batch alone: what the whole batch counts is not known before the "
     "forward, so that the loss is that of the whole batch with micro_batches=1 only",
 }
-_COUNTED = "a sum over the global batch, divided by the number of {counts} in it, whatever micro_batches is"
-_WEIGHTS = "a sum over the global batch, divided by the {counts} in it, whatever micro_batches is"
 
 
 def loss_lines(terms: Sequence[LossTerm], mini_batch: int = 0) -> list[str]:
@@ -25,8 +24,7 @@ def loss_lines(terms: Sequence[LossTerm], mini_batch: int = 0) -> list[str]:
 def _rule(term: LossTerm, mini_batch: int) -> str:
     if mini_batch == 1:
         return "each micro-batch is a mini-batch of its own, with its own mean"
-    rule = _RULES.get(term.kind) or (_COUNTED if term.counts.startswith("targets") else _WEIGHTS)
-    text = rule.format(counts=term.counts)
+    text = _RULES[term.kind].format(counts=term.counts)
     if not mini_batch:
         return text
     return text.replace("global batch", "mini-batch").replace("whole batch", "mini-batch") + (

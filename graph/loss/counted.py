@@ -69,8 +69,8 @@ class _Rewrite:
         if target.meta["val"].is_floating_point() or not self.view.depends(target):
             return LossTerm(kind="mean", source=source)  # of probabilities, or of targets that never change
         targets = Targets(target, found.arguments["ignore_index"], self._weight(node, found))
-        words = f"targets other than {targets.ignored}"
-        words = f"class weights of {words}" if targets.weight is not None else words
+        of = "the number of" if targets.weight is None else "the sum of the class weights of"
+        words = f"{of} targets other than {targets.ignored}"
         if not (self._is_countable(target) and self.view.is_known(targets.weight)):
             return LossTerm(kind="uncounted", source=source, counts=words)
         item = self._item(("targets", target, targets.ignored, targets.weight), node, True, lambda: self._of(targets))
@@ -122,7 +122,7 @@ class _Rewrite:
         kind = self._kind(above)
         reductions = self.view.totals(below) if isinstance(below, fx.Node) else None
         counts_items = any(map(is_item_count, reductions or ()))
-        words = f"targets ({NUM_ITEMS})" if counts_items else "what the denominator adds up"
+        words = f"the number of targets ({NUM_ITEMS})" if counts_items else "the total of the denominator"
         if not kind or not reductions or not isinstance(above, fx.Node):
             return LossTerm(kind="uncounted", source=source, counts=words)
         key = ("divisor", below, kind)

@@ -234,7 +234,7 @@ class StepsByJob(Host):
             logger.warning("live page: %s", page.address)
             found.append(page)
         if not self.args.disable_tqdm:
-            view = view_on(Console())
+            view = view_on(Console(markup=False, emoji=False))
             if isinstance(view, TerminalView):
                 self.remove_callback(ProgressCallback)
                 found.append(view)

@@ -14,7 +14,7 @@ from penstock.cli.working import SEARCH, working
 @pytest.fixture(params=[True, False], ids=["terminal", "file"])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
     found = Console(file=io.StringIO(), force_terminal=request.param, width=80)
-    monkeypatch.setattr("penstock.cli.working.Console", lambda stderr: found)
+    monkeypatch.setattr("penstock.cli.working.Console", lambda **options: found)
     return found
 
 

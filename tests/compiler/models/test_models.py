@@ -181,3 +181,23 @@ def test_values_get_the_type_that_the_configuration_has() -> None:
     assert found == {
         "attn_pdrop": 0.0, "scale_attn_weights": False, "activation_function": "relu", "bos_token_id": 0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", TINY, "t5-11b"])
+def test_a_folder_that_a_plan_was_written_to_is_no_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`penstock plan --model gpt2 --out gpt2`, and then once more."""
+    monkeypatch.chdir(tmp_path)
+    wanted = find_model(name)
+    written = Path(name.partition(":")[0])
+    written.mkdir()
+    (written / "plan.json").write_text("{}")
+    again = find_model(name)
+    assert again.directory is None and again.config.to_dict() == wanted.config.to_dict()
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    for download in (False, True):
+        with pytest.raises(PlanError, match=r"has no config\.json; name a directory with one"):
+            find_model(str(tmp_path), download=download)

@@ -123,9 +123,7 @@ def test_a_price_is_told_where_the_hardware_has_none(job: penstock.Job, tmp_path
     assert facts["verdict"]["price_per_hour"] == 1.5
 
 
-@pytest.mark.parametrize(
-    ("used", "shown"), [("ssd0", ["ssd0"]), ("ssd0.1", ["ssd0.0", "ssd0.1"]), (None, ["ssd0"])]
-)
+@pytest.mark.parametrize(("used", "shown"), [("ssd0", ["ssd0"]), ("ssd0.1", ["ssd0.0", "ssd0.1"]), (None, ["ssd0"])])
 def test_disks_stand_in_the_picture_once(used: str | None, shown: list[str]) -> None:
     hardware = penstock.Hardware.preset("rtx4090x2").with_(ssds=2)
     moved = {} if used is None else {f"{used}.read": 5}
@@ -152,9 +150,7 @@ def test_a_link_leads_to_the_page(job: penstock.Job, tmp_path: Path) -> None:
     assert (tmp_path / "link.html").is_symlink() and facts_in(tmp_path / "page.html")
 
 
-def test_a_full_disk_leaves_the_old_page(
-    job: penstock.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_page(job: penstock.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
 
