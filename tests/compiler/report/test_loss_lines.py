@@ -1,4 +1,4 @@
-"""What `explain` says of the loss is a sentence, whatever a term is divided by."""
+"""`explain` describes each term of the loss in a sentence, for every kind of divisor."""
 
 from __future__ import annotations
 
