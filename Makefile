@@ -140,7 +140,7 @@ gpu-emulated-kernels: install $(EMULATED)/built $(EMULATED)/triton
 	  tests/fakecuda/fakecuda-run $(BIN)/python tests/fakecuda/inductor_kernels.py
 
 bench: install
-	set -e; for script in $(filter-out bench/gpu_first.py bench/cards.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
+	set -e; for script in $(filter-out bench/gpu_first.py bench/card.py bench/cards.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
 
 lint: install
 	$(BIN)/ruff check

@@ -26,7 +26,7 @@ MOST_S = 150  # of one test
 SHARE = 0.95  # of the part's time, behind which no test begins
 TWICE = 2
 MOST_LETTERS = 1000  # of what a failed test found
-PROCESSES = 8
+PROCESSES = 12
 LEFT_OUT = "PENSTOCK_LEFT_OUT"  # a file with the tests to leave out, a line each: pytest's processes read it
 
 

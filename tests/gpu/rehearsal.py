@@ -19,11 +19,13 @@ import penstock
 from penstock.bench.gpu.machine import is_emulated
 from penstock.bench.peers import gpu_sections, parity
 from penstock.bench.peers.gpt import MEDIUM, GptSize, batch_of, gpt
+from penstock.tests.gpu.operator_memory import HAS_DOCUMENTS
 
 REHEARSED = os.environ.get("PENSTOCK_REHEARSE_GPU") == "1"
 DEVICE = "cpu" if REHEARSED else "cuda"
 on_gpu = [] if REHEARSED else [pytest.mark.gpu]  # for `pytestmark`
 only_on_gpu = pytest.mark.skipif(REHEARSED, reason="there is nothing to rehearse")
+needs_documents = pytest.mark.skipif(not HAS_DOCUMENTS, reason="this torch has no attention within documents")
 
 SIZE = GptSize(layers=4, width=64, heads=4, vocabulary=256, length=32)
 # Large enough that torch's allocator rounds little; for emulated GPUs, small where CPUs multiply bf16 one by one.

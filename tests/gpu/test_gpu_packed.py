@@ -20,11 +20,11 @@ from penstock.runtime import functions
 from penstock.runtime.functions import document_borders, packed_attention
 from penstock.runtime.functions.document_borders import attend_in_borders
 from penstock.tests.compiler.job.test_packed_job import flattened
-from penstock.tests.gpu.rehearsal import DEVICE, compiled, exact, on_gpu, only_on_gpu
+from penstock.tests.gpu.rehearsal import DEVICE, compiled, exact, needs_documents, on_gpu, only_on_gpu
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
 __all__ = ["exact"]  # a fixture
-pytestmark = on_gpu
+pytestmark = [*on_gpu, needs_documents]
 LENGTH = 1024  # the shortest rows without a mask
 AGAIN = (
     "drop-masks, coarsen, partition-balanced{stages=2}, map-round-robin, schedule-pipeline, "

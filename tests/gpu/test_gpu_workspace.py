@@ -21,7 +21,7 @@ from penstock.graph.operators.workspace import attention
 from penstock.graph.operators.workspace.call import GpuSize, rounded
 from penstock.graph.operators.workspace.table import workspace_bytes
 from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS, PACKED
-from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
+from penstock.tests.gpu.rehearsal import needs_documents, on_gpu, only_on_gpu
 
 pytestmark = [*on_gpu, only_on_gpu]
 MIB = 2**20
@@ -79,6 +79,7 @@ def test_attention(name: str) -> None:
         check(backward_bytes, attention.efficient_backward(*sizes), is_least)
 
 
+@needs_documents
 @pytest.mark.emulated_core
 @pytest.mark.parametrize("name", PACKED)
 def test_attention_of_documents(name: str) -> None:

@@ -153,12 +153,13 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
     )
     host = torch.randn(1 << 20).pin_memory()
     place = torch.zeros(1 << 20, device=device)
+    place.sum()  # its kernel is loaded at the first call, which may wait for all streams
     torch.cuda.synchronize()
     for stream in (copy, compute):
         stream.begin()
     found: list[torch.Tensor] = []
     with torch.cuda.stream(copy.stream):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(200_000_000)  # about 0.1 s, in which a slow host issues what follows
     with torch.cuda.stream(torch.cuda.current_stream()):  # each op sets its own
         arrived = copy.issue(lambda: place.copy_(host, non_blocking=True), [], Label(2))
         total = compute.issue(lambda: found.append(place.sum()), [arrived], Label(3))
