@@ -20,8 +20,8 @@ import torch
 import penstock
 from penstock.bench.models import WideResNet
 from penstock.bench.peers import rows
+from penstock.compiler.batches.shape import BatchShape, micro_batch_spec
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.job.batch import BatchShape, micro_batch_spec
 from penstock.compiler.models.named import find_model
 from penstock.compiler.search.attempts import SearchResult, Trace, Wishes
 from penstock.compiler.search.prediction import make_plan

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.bench.peers import rows
+from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.check.eager import module_runner
 from penstock.compiler.check.model_draws import shapes_of_draws
 from penstock.compiler.folder import COUNTS_FILE
-from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.job.counts import BatchCounts, part_of
 from penstock.compiler.loss import captured
 from penstock.ir.errors import PenstockError

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ..compiler.check.check import CheckReport, check
-from ..compiler.garbage import rare_collections
 from ..compiler.models.named import NamedModel
 from ..compiler.packing.documents import pack_documents
+from ..compiler.planning import rare_collections
 from ..ir.errors import PlanError
 from .options import JobOptions
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from ..compiler.garbage import rare_collections
+from ..compiler.planning import rare_collections
 from ..ir.errors import PlanError
 
 if TYPE_CHECKING:

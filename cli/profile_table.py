@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..compiler.job.batch import BatchShape, micro_batch_spec
+from ..compiler.batches.shape import BatchShape, micro_batch_spec
 from ..compiler.loss import captured
 from ..compiler.pipeline import parse_pipeline, run_passes
 from ..compiler.profile.profile import make_profiler, parts_here

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..compiler.garbage import rare_collections
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel, find_model
 from ..compiler.models.table import alias_of
+from ..compiler.planning import rare_collections
 from ..compiler.preference import DPO
 from ..data.codec import Codec
 from ..data.files import SPLITS

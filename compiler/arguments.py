@@ -14,7 +14,7 @@ from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program, graphed, none_graphed, ungraphed
-from .job.batch import BatchShape
+from .batches.shape import BatchShape
 from .pipeline import parse_pipeline
 from .plan import Decisions, Plan
 from .strategies import PASSES
@@ -64,7 +64,7 @@ def warn_of_mode(model: nn.Module) -> None:
             f"{type(model).__name__} is in evaluation mode as a whole, as from_pretrained returns it, and trains in "
             "it, as in eager PyTorch: dropout drops nothing, and BatchNorm neither uses nor updates the batch's "
             "statistics. Call model.train() before compile if they should.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -32,7 +32,7 @@ from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants, share_file
 from ..runtime.state.tensor_file import write_tensors
-from .batch_sizes import BatchSizes
+from .batches.sizes import BatchSizes
 from .plan import Plan, PrecisionName
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.compiler.garbage import RARE
+from penstock.compiler.planning import RARE
 
 COLLECT_THEMSELVES = ("integrations", "compiler/profile")  # `Trainer` does, and the timing of blocks
 

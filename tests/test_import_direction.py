@@ -45,9 +45,9 @@ ORDER = {
         "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",
-        "packing", "capture", "changed_params", "loss", "profile", "search", "report", "job",
-        "dynamic_shapes", "any_rows", "preference", "arguments", "load", "check", "api",
+        "planning", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "models", "packing", "capture",
+        "batches", "folder", "changed_params", "loss", "profile", "search", "report", "replanner", "job", "preference",
+        "arguments", "request", "graphs", "load", "check", "api",
     ),
     "training": ("listener", "plain", "records", "watch", "broadcast", "logs", "live"),
     "integrations": ("transformers", "trl"),

@@ -25,9 +25,9 @@ from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
 from ...runtime.state.part_params import PartJoiner
+from ..batches.shape import flatten
 from ..capture.guard import LossFn
 from ..folder import Folder
-from ..job.batch import flatten
 from ..job.job import Job
 from ..stale import unmark
 from .eager import Eager, graph_runner, module_runner

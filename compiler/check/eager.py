@@ -23,9 +23,9 @@ from ...runtime.optimizer.hooks import change_params, run_hooks
 from ...runtime.optimizer.rounding import round_into
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.draws import Draws, micro_batch_seed
+from ..batches.shape import flatten, micro_batch_spec
 from ..capture.guard import LossFn
 from ..capture.inputs import floating_as
-from ..job.batch import flatten, micro_batch_spec
 from ..job.counts import BatchCounts, LossWeight, part_of
 from ..loss import captured
 from ..plan import Plan

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...ir.errors import BatchError
-from ..batch_sizes import BatchSizes
-from .batch import BatchShape
+from ..batches.shape import BatchShape
+from ..batches.sizes import BatchSizes
 from .counts import rows_of
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
+from ..batches.shape import BatchShape
 from .any_size import AnySizes, MicroBatch, is_listed, joined
-from .batch import BatchShape
 from .sampler import RankSampler, lane_rows
 
 WHOLE, PART = "the whole batch", "a part of the batch"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ...graph.sizes.symbolic import StagesAt
 from ...ir.errors import CheckpointError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
 from ...runtime import scratch
@@ -33,8 +32,10 @@ from ...runtime.state.base_identity import BaseIdentity
 from ...runtime.state.checkpoint import open_checkpoint
 from ...runtime.state.rng_state import restore_rng_state
 from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
+from ..batches.shape import BatchShape, as_dicts, number_of_rows
 from ..folder import COUNTS_FILE, Folder
 from ..pipeline import PassRecord
+from ..replanner import Replanner
 from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
@@ -47,7 +48,6 @@ from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
 from .any_size import AnySizes
 from .background import BackgroundSave
-from .batch import BatchShape, as_dicts, number_of_rows
 from .changed_model import Taken
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
@@ -87,12 +87,10 @@ class Job:
         *,
         ties: Mapping[str, str],
         records: Sequence[PassRecord] = (),
-        help_finder: Callable[[], list[Help]] | None = None,
-        offer_finder: Callable[[Mapping[int, float]], Offer | None] | None = None,
         directory: str | Path | None = None,
         trust: Trust = ONLY_VERIFIED,
         loss_weight: LossWeight | None = None,
-        stages_at: StagesAt | None = None,
+        replanner: Replanner | None = None,
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
         self.plan, self.hardware = folder.plan, folder.hardware
@@ -101,7 +99,7 @@ class Job:
         self._unfinished: float | None = None  # the loss of a step whose report is not there yet
         self._ended: deque[StepReport] = deque(maxlen=REPORTS)  # that `take_reports` has not handed out
         self._ties, self._records, self.trust = dict(ties), records, trust
-        self._help_finder, self._offer_finder = help_finder, offer_finder
+        self.replanner = replanner  # None for a job that was loaded, which has no graph to plan again
         self._helps: list[Help] | None = None
         self._directory = Path(directory) if directory is not None else None
         self._scratch: scratch.Scratch | None = None
@@ -124,7 +122,8 @@ class Job:
         self.loss_weight = loss_weight
         self._any_size: StepsOfAnySize | None = None
         if (sizes := folder.settings.sizes) is not None:
-            self._any_size = StepsOfAnySize(self.programs, self.hardware, self.plan.precision, sizes, stages_at)
+            at = None if replanner is None else replanner.stages_at
+            self._any_size = StepsOfAnySize(self.programs, self.hardware, self.plan.precision, sizes, at)
 
     # --- what it is
 
@@ -133,8 +132,8 @@ class Job:
 
         The first call plans what would help, for up to half a minute.
         """
-        if self._helps is None and self._help_finder is not None:
-            self._helps = self._help_finder()
+        if self._helps is None and self.replanner is not None:
+            self._helps = self.replanner.helps()
         known = self.folder.settings
         spec = OptimizerSpec.from_json(known.optimizer)
         page = explain(
@@ -162,8 +161,8 @@ class Job:
         is_main = self._feed.device in (None, 0)
         if is_main:
             require_writable(path)
-        if what_if and self._helps is None and self._help_finder is not None:
-            self._helps = self._help_finder()
+        if what_if and self._helps is None and self.replanner is not None:
+            self._helps = self.replanner.helps()
         page = self._page(machines, price_per_hour)
         return write_page(path, page) if is_main else Path(path)
 
@@ -418,9 +417,9 @@ class Job:
         times = slow_devices(steps, self.programs, self.hardware, precision=self.plan.precision)
         if not times:
             return None
-        if self._offer_finder is None:
+        if self.replanner is None:
             raise PlanError("a job that was loaded cannot be planned again: make it with compile, then ask it")
-        found = self._offer_finder(times) if self._feed.device in (None, 0) else None
+        found = self.replanner.offer(times) if self._feed.device in (None, 0) else None
         first = self.of_all_ranks(None if found is None else found.to_data())[0]
         return None if first is None else Offer.from_data(first)
 

@@ -21,7 +21,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, Sizes, StageSpec, infer_all
 from ...ir.units import format_seconds
 from ...runtime.simulate import Timeline
-from ..batch_sizes import BatchSizes
+from ..batches.sizes import BatchSizes
 from ..steps import simulate_here
 
 

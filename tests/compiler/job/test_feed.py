@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.compiler.job.batch import BatchShape
+from penstock.compiler.batches.shape import BatchShape
 from penstock.compiler.job.feed import PART, WHOLE, Feed
 from penstock.ir.errors import BatchError, CheckpointError, PlanError
 from penstock.ir.program import Interface

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.compiler.job.batch import flatten
+from penstock.compiler.batches.shape import flatten
 from penstock.compiler.job.job import Job
 from penstock.graph.masks.forms import DocumentBorders
 from penstock.ir.errors import BatchError, CaptureError, PlanError

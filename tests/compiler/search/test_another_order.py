@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import penstock
+from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.models.named import find_model
 from penstock.compiler.pipeline import parse_pipeline
 from penstock.compiler.search import compiled

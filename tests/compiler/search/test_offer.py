@@ -39,8 +39,8 @@ def compiled(**options: object) -> penstock.Job:
 
 def test_an_offer_says_what_it_gains_and_how_to_take_it(tmp_path: Path) -> None:
     job = compiled()
-    assert job._offer_finder is not None
-    offer = job._offer_finder({1: 3.0})
+    assert job.replanner is not None
+    offer = job.replanner.offer({1: 3.0})
     assert offer is not None and offer.plan.decisions.mesh is not None
     assert offer.plan.decisions.mesh.micro_batches == [6, 2]
     assert 0.3 < offer.gain < 0.6  # at best 6 in place of 12 units of the fast device's seconds
@@ -60,15 +60,15 @@ def test_no_offer_where_none_gains() -> None:
     """On a machine that is known to be unequal, and planned so, the same slowness is no news."""
     hardware = with_slower(penstock.Hardware.cpu(num_devices=2), {1: 3.0})
     job = compiled(hardware=hardware, strategy=LINE.replace("mesh", "mesh{by_speed=true}"))
-    assert job._offer_finder is not None
-    assert job._offer_finder({1: 1.02}) is None
+    assert job.replanner is not None
+    assert job.replanner.offer({1: 1.02}) is None
 
 
 @pytest.mark.slow
 def test_a_pipeline_is_offered_other_stages() -> None:
     job = compiled(strategy=LINE.replace("mesh, ", ""))
-    assert job._offer_finder is not None
-    offer = job._offer_finder({1: 3.0})
+    assert job.replanner is not None
+    offer = job.replanner.offer({1: 3.0})
     assert offer is not None and offer.plan.decisions.mesh is None
     decisions = offer.plan.decisions
     blocks = [sum(len(s) for s, at in zip(decisions.stages, decisions.devices) if at == device) for device in (0, 1)]
@@ -80,8 +80,8 @@ def test_an_asynchronous_pipeline_is_offered_others_of_its_kind_only() -> None:
     schedule = "schedule-async{accumulate=4}"
     line = f"coarsen, mesh{{depth=2}}, partition-balanced{{stages=2, asynchronous=true}}, map-round-robin, {schedule}"
     job = compiled(strategy=line, hardware=penstock.Hardware.cpu(num_devices=4))
-    assert job._offer_finder is not None
-    offer = job._offer_finder({1: 3.0})
+    assert job.replanner is not None
+    offer = job.replanner.offer({1: 3.0})
     assert offer is not None and schedule in offer.plan.passes
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import penstock
+from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.candidate import LEAVING, PLAIN, Candidate
 from penstock.compiler.search.candidates import balanced, partitions

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import penstock
+from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.search.attempts import Attempts, Wishes
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidate import PLAIN, RESERVOIR, Candidate

@@ -27,8 +27,8 @@ def test_other_plans_for_the_machine_at_hand_come_first_where_they_gain(swap: bo
     line = f"coarsen, partition-balanced{{stages=1}}, map-round-robin, schedule-pipeline, {tiers}"
     machine = penstock.Hardware.cpu(1, memory="64MB", dram="1GB")
     job = penstock.compile(Net(), machine, example_inputs=batch, strategy=line, micro_batches=2)
-    assert job._help_finder is not None and job.plan.predicted is not None
-    helps = job._help_finder()
+    assert job.replanner is not None and job.plan.predicted is not None
+    helps = job.replanner.helps()
     assert (helps[0].change == SAME) == swap
     if swap:
         assert helps[0].step_s is not None and helps[0].step_s < 0.99 * job.plan.predicted.step_s

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.compiler.job.batch import micro_batch_spec
+from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.loss import captured
 from penstock.graph.follow.rows import RowFacts, row_facts
 from penstock.graph.operators.states import Kind

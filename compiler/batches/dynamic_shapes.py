@@ -1,30 +1,26 @@
 """`dynamic_shapes=`: which sizes of a batch differ from step to step, and how large each may be.
 
 In: what the user says, in torch.export's own form or its shorthand, and an example batch. Out: `BatchSizes`, the batch
-with the most of each size, for which memory is planned, and one trace for all sizes.
+with the most of each size, for which memory is planned, and what is symbolic in a trace for all sizes.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _DimHintType
 
-from ..graph.opgraph import OpGraph
-from ..graph.sizes.named import at_sizes
-from ..ir.errors import CaptureError, PlanError
-from ..ir.program import SizeRange, Sizes
-from .batch_sizes import BatchSizes
-from .capture.dynamic import DynamicDims, SizeBranch
-from .capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
-from .job.batch import BatchShape, flatten
+from ...ir.errors import PlanError
+from ...ir.program import SizeRange
+from ..capture.dynamic import DynamicDims
+from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
+from .shape import BatchShape, flatten
+from .sizes import BatchSizes
 
-GraphAt = Callable[[int, Sizes | None], OpGraph]  # number of micro-batches, sizes -> op graph of one micro-batch
 ROWS = "_rows"  # of a micro-batch, where the user gives its size no name
 _FORMS = (
     'allowed are torch.export\'s form, such as {"input_ids": {1: torch.export.Dim("sequence", max=2048)}}, and its '
@@ -62,7 +58,7 @@ def described(model: nn.Module, example_inputs: Any, shape: BatchShape) -> Any:
     return _described(example_inputs, lambda: next(leaves))
 
 
-def _traced(sizes: BatchSizes, shape: BatchShape) -> DynamicDims:
+def dynamic_dims(sizes: BatchSizes, shape: BatchShape) -> DynamicDims:
     """What is symbolic in a trace of the largest batch: also its number of rows, of which micro-batches have less."""
     rows, ranges = sizes.rows or ROWS, {name: of for name, of in sizes.ranges.items() if name != sizes.rows}
     ranges[rows] = SizeRange(1, max(shape.size, 1))
@@ -73,44 +69,7 @@ def _traced(sizes: BatchSizes, shape: BatchShape) -> DynamicDims:
     return DynamicDims(ranges, dims)
 
 
-def any_count(
-    trace: Callable[[int, DynamicDims | None], OpGraph], sizes: BatchSizes, shape: BatchShape
-) -> GraphAt:
-    """A function from a number of micro-batches to the graph of the largest, or of one with other sizes, of one trace
-    for all of them. A model that does something else for other numbers of rows is traced for each."""
-
-    @functools.cache
-    def whole() -> OpGraph | None:
-        try:
-            return trace(1, _traced(sizes, shape))
-        except SizeBranch as branch:
-            if branch.size != ROWS or sizes.rows:
-                raise
-            return None
-        except CaptureError as error:
-            left = _left_fixed(sizes, shape)
-            if not left:
-                raise
-            raise CaptureError(f"{error}\n  {left}") from error.__cause__
-
-    def at(count: int, other: Sizes | None = None) -> OpGraph:
-        graph = whole()
-        if graph is None:
-            dims = _traced(sizes, shape)
-            graph = trace(count, DynamicDims(dims.ranges, {name: (None, *own[1:]) for name, own in dims.dims.items()}))
-        most = {name: of.most for name, of in sizes.ranges.items()} | {sizes.rows or ROWS: shape.size // count}
-        most |= other or {}
-        ranges = sizes.micro_batch(count)
-        return at_sizes(
-            graph,
-            {name: size for name, size in most.items() if name in graph.symbols},
-            {name: of for name, of in ranges.items() if name in graph.symbols},
-        )
-
-    return at
-
-
-def _left_fixed(sizes: BatchSizes, shape: BatchShape) -> str:
+def fixed_dimension(sizes: BatchSizes, shape: BatchShape) -> str:
     """Words for dimensions that are as large as one with a name, and have none."""
     for name, of in sizes.ranges.items():
         for other, (own, _) in shape.leaves.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from ..ir.program import SizeRange
+from ...ir.program import SizeRange
 
 
 class BatchSizes(BaseModel):

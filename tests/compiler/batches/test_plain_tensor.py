@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
+from penstock.compiler.batches.plain_tensor import plain_tensor
 from penstock.compiler.job.job import Job
-from penstock.compiler.job.plain_tensor import plain_tensor
 from penstock.ir.errors import BatchError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 

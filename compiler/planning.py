@@ -1,10 +1,10 @@
-"""Slows Python's collector of reference cycles down while large graphs are made."""
+"""Settings of Python and torch while a plan is made."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 RARE = (50_000, 20, 50)  # thresholds of Python's three generations
 
@@ -21,3 +21,13 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Make tensors on the CPU, whatever the script's default device is, and look for garbage rarely."""
+    import torch  # commands that plan nothing do without it
+
+    is_on_cpu = torch.empty(0).device.type == "cpu"  # then without a context, which each call of torch would pass
+    with nullcontext() if is_on_cpu else torch.device("cpu"), rare_collections():
+        yield

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compiler.job.batch import BatchShape, flatten, micro_batch_spec, number_of_rows
+from penstock.compiler.batches.shape import BatchShape, flatten, micro_batch_spec, number_of_rows
 from penstock.ir.errors import BatchError, PlanError
 
 

@@ -1,0 +1,152 @@
+"""The op graphs that a plan is made of: those of one micro-batch, of any number of them and of any sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from ..graph.follow.coupling import find_facts, scaled_loss
+from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ..graph.opgraph import OpGraph
+from ..graph.sizes.named import at_sizes
+from ..ir.errors import CaptureError
+from ..ir.program import Sizes
+from .batches.dynamic_shapes import ROWS, dynamic_dims, fixed_dimension
+from .batches.shape import micro_batch_spec
+from .capture.dynamic import DynamicDims, SizeBranch
+from .capture.rows.sizes import OtherTrace
+from .loss import counted, traced
+from .packing.borders import require_borders
+from .request import Request
+from .stale import unmarked
+
+# What torch and a model's loss raise for sizes that they do not take; a trace of its own tells the user's line.
+_REFUSALS = (OtherTrace, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
+
+
+class Graphs:
+    """Called with a number of micro-batches, it returns the op graph of one of them, and remembers it.
+
+    The losses of the micro-batches average to that of the whole batch. Where the search chooses their number, or sizes
+    differ from step to step, all graphs come from one trace. A model that does something else for other rows, or that
+    cannot be followed, is traced for each number.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.sizes: Sizes | None = None  # None: the most of each
+        self._facts = MEAN_OVER_ROWS
+        self._accumulate: int | None = None
+        self._known: dict[int, OpGraph] = {}
+        self._has_tape = False
+        self._from_tape: Callable[[Any], OpGraph] | None = None  # of the first trace; None where it has no tape
+
+    def __call__(self, count: int) -> OpGraph:
+        if count not in self._known:
+            self._known[count] = self._scale(self._capture(count), count)
+        return self._known[count]
+
+    def with_sizes(self, sizes: Sizes) -> Graphs:
+        """Graphs of micro-batches of these sizes, from the same trace."""
+        graphs = copy.copy(self)
+        graphs.sizes, graphs._known = sizes, {}
+        return graphs
+
+    def forget(self) -> None:
+        """Forget all graphs, but not what was traced."""
+        self._known.clear()
+
+    def learn_rows(self, counts: list[int], accumulate: int | None) -> RowFacts:
+        """Find out how the loss depends on the rows of a batch, and scale the loss accordingly from now on.
+
+        counts: the numbers of micro-batches that may be planned, the likeliest first. accumulate: the micro-batches of
+        a mini-batch with an update of its own; None where all of them have one update.
+        """
+        batch_size, kind = self.request.batch.shape.size, self.request.device_kind
+        self._facts, self._accumulate = find_facts(self, counts, batch_size, kind), accumulate
+        for count, graph in self._known.items():
+            self._scale(graph, count)
+        return self._facts
+
+    def _scale(self, graph: OpGraph, count: int) -> OpGraph:
+        return scaled_loss(graph, self._facts, self._accumulate or count)
+
+    def _capture(self, count: int) -> OpGraph:
+        request = self.request
+        graph = counted(self._graph(count), request.loss_weight is not None)
+        if request.batch.documents:
+            require_borders(graph)
+        graph.packed = request.batch.documents
+        graph.sum_dtype = request.types.sum_dtype(count, request.gradient_dtype)
+        graph.boundary_dtype = request.types.boundary_dtype(request.boundary_dtype)
+        return graph
+
+    def _graph(self, count: int) -> OpGraph:
+        """The graph as the model makes it, by the way that the request allows."""
+        if self.request.batch.sizes is not None:
+            return self._graph_of_sizes(count)
+        if self.request.count is None and self.request.batch.shape.size > 1:
+            return self._graph_of_rows(count)
+        return self._trace(count)
+
+    def _trace(self, count: int, dims: DynamicDims | None = None, any_rows: bool = False) -> OpGraph:
+        request = self.request
+        inputs, by_user = micro_batch_spec(request.batch.inputs, count), request.loss_weight is not None
+        with unmarked(request.model):
+            return traced(
+                request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind, dims, any_rows
+            )
+
+    def _graph_of_rows(self, count: int) -> OpGraph:
+        """The graph from the tape of the first trace, which this makes if there is none."""
+        if not self._has_tape:
+            self._has_tape = True
+            try:
+                graph = self._trace(count, any_rows=True)
+            except CaptureError:  # of the model itself, or of what is followed: a trace alone tells
+                return self._trace(count)
+            self._from_tape, graph.at_inputs = graph.at_inputs, None
+            return graph
+        if self._from_tape is None:
+            return self._trace(count)
+        try:
+            return self._from_tape(micro_batch_spec(self.request.batch.inputs, count))
+        except _REFUSALS:
+            return self._trace(count)
+
+    def _graph_of_sizes(self, count: int) -> OpGraph:
+        """The graph of the largest micro-batch, or of one with `sizes`."""
+        sizes, shape = self.request.batch.sizes, self.request.batch.shape
+        assert sizes is not None
+        graph = self._whole
+        if graph is None:
+            dims = dynamic_dims(sizes, shape)
+            graph = self._trace(
+                count, DynamicDims(dims.ranges, {name: (None, *own[1:]) for name, own in dims.dims.items()})
+            )
+        most = {name: of.most for name, of in sizes.ranges.items()} | {sizes.rows or ROWS: shape.size // count}
+        most |= self.sizes or {}
+        return at_sizes(
+            graph,
+            {name: size for name, size in most.items() if name in graph.symbols},
+            {name: of for name, of in sizes.micro_batch(count).items() if name in graph.symbols},
+        )
+
+    @cached_property
+    def _whole(self) -> OpGraph | None:
+        """The graph of the whole batch with symbolic sizes; None where the model does something else for other rows."""
+        sizes, shape = self.request.batch.sizes, self.request.batch.shape
+        assert sizes is not None
+        try:
+            return self._trace(1, dynamic_dims(sizes, shape))
+        except SizeBranch as branch:
+            if branch.size != ROWS or sizes.rows:
+                raise
+            return None
+        except CaptureError as error:
+            fixed = fixed_dimension(sizes, shape)
+            if not fixed:
+                raise
+            raise CaptureError(f"{error}\n  {fixed}") from error.__cause__

@@ -1,0 +1,67 @@
+"""Plans a job again, from the graphs that it was planned from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..graph.opgraph import OpGraph
+from ..ir.machine.hardware import Hardware
+from ..ir.program import Program, Sizes, StageSpec
+from .plan import Plan
+from .planning import planning
+from .search.attempts import Wishes
+from .search.offer import Offer, find_offer
+from .search.search import search
+from .search.what_helps import Help, what_helps
+
+
+class AnyGraphs(Protocol):
+    """The op graphs of micro-batches: `Graphs`."""
+
+    def __call__(self, count: int) -> OpGraph: ...
+
+    def with_sizes(self, sizes: Sizes) -> AnyGraphs: ...
+
+    def forget(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Replanner:
+    """Plans again what has a plan: for other machines, for devices that turned out slow, for other sizes of a batch.
+
+    `wishes`: those that the search began with.
+    """
+
+    graphs: AnyGraphs
+    machine: Hardware
+    wishes: Wishes
+    plan: Plan
+    programs: Sequence[Program]
+
+    def helps(self) -> list[Help]:
+        """Try the plan's relatives on machines with more of one thing."""
+        with self._planning():
+            return what_helps(self.graphs, self.machine, self.wishes, self.plan)
+
+    def offer(self, times: Mapping[int, float]) -> Offer | None:
+        """A faster plan for devices that are slower than planned by these factors; None where none is worth it."""
+        with self._planning():
+            return find_offer(self.graphs, self.machine, self.wishes, self.plan, self.programs, times)
+
+    def stages_at(self, sizes: Sizes) -> Mapping[str, StageSpec]:
+        """The stages of the plan in micro-batches of these sizes."""
+        options = dataclasses.replace(self.wishes.options, profiler=None)
+        wishes = dataclasses.replace(self.wishes, options=options, decided=self.plan, dump=None)
+        with planning():
+            result = search(self.graphs.with_sizes(sizes), self.machine, wishes)
+        return result.best.draft.programs[0].interface.stages
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        """As `planning`; graphs are large, and are forgotten afterwards."""
+        with planning():
+            yield
+        self.graphs.forget()
