@@ -132,15 +132,18 @@ def copy_edges(node: fx.Node, copy: fx.Node, new: Callable[[fx.Node], Any]) -> N
 def replace_uses(graph: OpGraph, new: Mapping[fx.Node, fx.Node], readers: Collection[fx.Node] | None = None) -> None:
     """Let what reads a node of `new`, and outputs, have the node that stands for it. What that one is made of keeps the
     old node. `readers`: these alone, and outputs."""
-    if not new:
-        return
-    first = min(new)
-    made_of = closure(new.values(), lambda n: () if n in new else (arg for arg in n.all_input_nodes if not arg < first))
+    made_of = {old: _made_of(other, old) for old, other in new.items()}
     for node in graph.nodes:
-        is_reader = node.op != "output" and node not in made_of and (readers is None or node in readers)
-        if is_reader and any(n in new for n in edges(node)):
-            read_instead(node, new)
+        if node.op != "output" and (readers is None or node in readers):
+            own = {n: new[n] for n in edges(node) if n in new and node not in made_of[n]}
+            if own:
+                read_instead(node, own)
     set_outputs(graph, {name: new.get(node, node) for name, node in graph.outputs.items()})
+
+
+def _made_of(node: fx.Node, first: fx.Node) -> set[fx.Node]:
+    """A node and what it is made of, as far back as a node that comes before all of these."""
+    return closure([node], lambda n: () if n is first else (arg for arg in n.all_input_nodes if not arg < first))
 
 
 def replace_all(graph: OpGraph, new: Mapping[fx.Node, fx.Node]) -> None:
