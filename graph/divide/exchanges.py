@@ -20,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.program import Exchange, TensorSpec
 from ...runtime.functions import attend_block, attention_of, with_gradients
-from ..edit import GraphEdit
-from ..opgraph import OpGraph, plain_meta, value_tensors
+from ..edit import GraphEdit, describe
+from ..opgraph import OpGraph, value_tensors
+from .placements import Placement, ops_between
 
+WHOLE, SHARED, PART, SUMMAND = Placement
 MEMBER = "team_member"  # the input that has a device's number in its team
 
 
@@ -99,20 +101,43 @@ class ExchangeOps:
     back_dims: tuple[int, ...] = (0,)
 
 
+# The placements before and after each exchange; where several have the same, the first is for values.
+PLACEMENTS: dict[Callable[..., Any], tuple[Placement, Placement]] = {
+    all_to_all: (PART, PART),
+    gather_parts: (PART, SHARED),
+    gather_alike: (PART, WHOLE),
+    scatter_sum: (SUMMAND, PART),
+    sum_parts: (SUMMAND, WHOLE),
+    add_up: (SUMMAND, SHARED),
+    share: (WHOLE, SHARED),
+    share_weight: (WHOLE, SHARED),
+    own_part: (WHOLE, PART),
+}
+DIMS = {"all_to_all": ("split_dim", "concat_dim"), "sum_parts": (), "": ()}  # of an op's fields; else `dim`
+
+
+def _ops_of(function: Callable[..., Any]) -> ExchangeOps:
+    op, back = ops_between(*PLACEMENTS[function])
+    dims = DIMS.get(op, ("dim",))
+    return ExchangeOps(op, back, dims, (1, 0) if len(dims) == 2 else (0,))
+
+
 EXCHANGES: dict[Callable[..., Any], ExchangeOps] = {
-    all_to_all: ExchangeOps("all_to_all", "all_to_all", ("split_dim", "concat_dim"), (1, 0)),
-    gather_parts: ExchangeOps("gather_parts", "scatter_sum", ("dim",)),
-    gather_alike: ExchangeOps("gather_parts", "own_part", ("dim",)),
-    scatter_sum: ExchangeOps("scatter_sum", "gather_parts", ("dim",)),
-    sum_parts: ExchangeOps("sum_parts", ""),
-    add_up: ExchangeOps("sum_parts", "sum_parts"),
-    share: ExchangeOps("", "sum_parts"),
-    share_weight: ExchangeOps("", "sum_parts"),
-    own_part: ExchangeOps("own_part", "gather_parts", ("dim",)),
+    **{function: _ops_of(function) for function in PLACEMENTS},
     pass_on: ExchangeOps("pass_on", "pass_on"),
     to_experts: ExchangeOps("to_experts", "from_experts", ("experts",)),
     from_experts: ExchangeOps("from_experts", "to_experts", ("experts",)),
 }
+_BETWEEN = {between: function for function, between in reversed(PLACEMENTS.items())}
+
+
+def insert_exchange(
+    edit: GraphEdit, value: fx.Node, now: Placement, needed: Placement, team: int, *dims: int
+) -> fx.Node:
+    """Write the exchange that gives a value the placement which its reader needs. `dims`: along which members have
+    parts, before and after. The result of another exchange is copied first, in a stage between the two."""
+    value = edit.call(torch.clone, value) if is_exchange(value) else value
+    return edit.call(_BETWEEN[now, needed], value, team, *dims)
 
 
 def member_input(graph: OpGraph) -> fx.Node:
@@ -123,17 +148,11 @@ def member_input(graph: OpGraph) -> fx.Node:
     fake_mode = next(t.fake_mode for t in value_tensors(last.meta["val"]) if isinstance(t, FakeTensor))
     with fake_mode:
         value = torch.zeros(1, dtype=torch.int64)
-    node.meta = {**plain_meta(last), "val": value, "source": ""}
-    return node
+    return describe(node, last, value, source="")
 
 
 def is_exchange(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in EXCHANGES
-
-
-def apart(edit: GraphEdit, value: fx.Node) -> fx.Node:
-    """A value that may be exchanged: a copy of what an exchange gives, so that a stage lies between two exchanges."""
-    return edit.call(torch.clone, value) if is_exchange(value) else value
 
 
 def handed(node: fx.Node) -> fx.Node | None:

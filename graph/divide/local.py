@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from ...ir.calls import call_name
 from ...ir.errors import PassError
+from ..edit import change_arguments
 from ..follow.tokens import TokenPlace
 from ..kernels.call_node import call_node
 from ..opgraph import OpGraph, value_tensors
@@ -22,18 +23,8 @@ def with_local_sizes(node: fx.Node, place: TokenPlace | None, team: int) -> None
     if place is None or node.op == "call_module":
         return
     value: Tensor = node.meta["val"]
-    whole = value.shape[place.dim]
-    for args_key, kwargs_key in (("args", "kwargs"), ("eval_args", "eval_kwargs")):
-        of_training = args_key == "args"
-        if not of_training and args_key not in node.meta:
-            continue
-        args = node.args if of_training else node.meta[args_key]
-        kwargs = node.kwargs if of_training else node.meta[kwargs_key]
-        args, kwargs = _resized(call_name(node), args, dict(kwargs), place.dim, value.dim(), whole, team)
-        if of_training:
-            node.args, node.kwargs = args, kwargs
-        else:
-            node.meta[args_key], node.meta[kwargs_key] = args, kwargs
+    name, dim, whole = call_name(node), place.dim, value.shape[place.dim]
+    change_arguments(node, lambda args, kwargs: _resized(name, args, kwargs, dim, value.dim(), whole, team))
 
 
 def _resized(

@@ -15,11 +15,12 @@ from torch import fx, nn
 
 from ...ir.program import TeamPart
 from ...runtime.experts.split_experts import member_offsets, member_result, member_rows
-from ..edit import GraphEdit
+from ..edit import GraphEdit, read_instead
 from ..experts.layers import ExpertLayer
 from ..experts.share import ExpertShare, replace_layers
 from ..opgraph import OpGraph, PartParam
-from .exchanges import share, sum_parts
+from .exchanges import insert_exchange
+from .placements import Placement
 
 MOVES = ("reshape", "view", "contiguous", "transpose", "permute", "index_select")  # methods linear in their tensor
 
@@ -75,9 +76,9 @@ def _share_source(graph: OpGraph, layer: ExpertLayer, node: fx.Node, team: int) 
         if any(other.meta["val"].requires_grad for other in source.all_input_nodes if other is not before):
             break
         readers, source = [source], before
-    shared = GraphEdit(graph, readers[0]).call(share, source, team)
+    shared = insert_exchange(GraphEdit(graph, readers[0]), source, Placement.WHOLE, Placement.SHARED, team)
     for reader in readers:
-        reader.replace_input_with(source, shared)
+        read_instead(reader, {source: shared})
 
 
 def _sum_of_tokens(graph: OpGraph, node: fx.Node, team: int) -> None:
@@ -89,7 +90,8 @@ def _sum_of_tokens(graph: OpGraph, node: fx.Node, team: int) -> None:
             break
         for factor in user.all_input_nodes:
             if factor is not node and factor.meta["val"].requires_grad:
-                user.replace_input_with(factor, GraphEdit(graph, user).call(share, factor, team))
+                shared = insert_exchange(GraphEdit(graph, user), factor, Placement.WHOLE, Placement.SHARED, team)
+                read_instead(user, {factor: shared})
         node = user
         if node.meta["val"].numel() <= best.meta["val"].numel():
             best = node
@@ -97,9 +99,9 @@ def _sum_of_tokens(graph: OpGraph, node: fx.Node, team: int) -> None:
     edit = GraphEdit(graph, after)
     edit.path = str(best.meta["module_path"])
     users = list(best.users)
-    summed = edit.call(sum_parts, best, team)
+    summed = insert_exchange(edit, best, Placement.SUMMAND, Placement.WHOLE, team)
     for user in users:
-        user.replace_input_with(best, summed)
+        read_instead(user, {best: summed})
 
 
 def _linear_in(node: fx.Node) -> fx.Node | None:

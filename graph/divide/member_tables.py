@@ -12,6 +12,7 @@ import inspect
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...runtime.functions import (
@@ -27,8 +28,9 @@ from ..loss.chunk_head import LossChunk, chunk_head, is_large, tokens_of_chunk
 from ..opgraph import OpGraph
 from ..tables.split_table import drop_outputs
 from ..tables.tables import Head, Lookup, TokenTable, find_tables
-from .exchanges import apart, gather_alike, is_exchange, share, sum_parts
+from .exchanges import insert_exchange, is_exchange
 from .member_experts import add_team_part
+from .placements import Placement
 
 _LOSS = ("class_weight", "ignore_index", "label_smoothing")  # what members and their sum both know of a loss
 
@@ -91,21 +93,21 @@ def _look_up(graph: OpGraph, lookup: Lookup, part: str, member: fx.Node, team: i
     edit = GraphEdit(graph, lookup.node)
     padding = () if lookup.padding_idx is None else (lookup.padding_idx,)
     found = edit.call(member_lookup, lookup.ids, _read(edit, part), member, team, *padding)
-    whole = edit.call(sum_parts, found, team)
+    whole = insert_exchange(edit, found, Placement.SUMMAND, Placement.WHOLE, team)
     is_exchanged = any(map(is_exchange, lookup.node.users))
-    edit.replace(lookup.node, apart(edit, whole) if is_exchanged else whole)
+    edit.replace(lookup.node, edit.call(torch.clone, whole) if is_exchanged else whole)
 
 
 def _lose(graph: OpGraph, head: Head, table: TokenTable, parts: dict[str, str], member: fx.Node, team: int) -> None:
     edit, given = GraphEdit(graph, head.node), _given(head)
     hidden = head.hidden
     if hidden.meta["val"].requires_grad:  # else it has no gradient to add up
-        hidden = edit.call(share, apart(edit, hidden), team)
+        hidden = insert_exchange(edit, hidden, Placement.WHOLE, Placement.SHARED, team)
     weight, bias = _read(edit, parts[table.name]), _read(edit, parts[head.bias]) if head.bias else None
     begin = edit.call(operator.mul, member, table.rows // team)
     options = {name: value for name, value in given.items() if name in (*_LOSS, "scale", "cap")}
     own = edit.call(part_statistics, hidden, weight, bias, given["labels"], begin, given["tokens"], **options)
-    joined = edit.call(joined_members, edit.call(gather_alike, own, team, 0))
+    joined = edit.call(joined_members, insert_exchange(edit, own, Placement.PART, Placement.WHOLE, team, 0))
     kept = {name: value for name, value in given.items() if name in (*_LOSS, "reduction")}
     name = head.node.name
     loss = edit.call(cross_entropy_of_parts, joined, given["labels"], table.rows, **kept)

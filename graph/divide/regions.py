@@ -5,23 +5,30 @@ A member has some columns of each first product's weight, makes its own part of 
 of attention, and has the rows of the last products' weights that meet these. What it gives is a summand of what the
 last products gave, so that only sums go between members.
 
+Where members have different tokens or rows already (`OpGraph.apart`), a region computes with those of all members, put
+together along dimension 0 as further rows, and each member keeps its own rows of the sum. So nothing inside a region
+may let rows meet, and all that it reads beside is the same on all members, or a member's rows of such a value.
+
 In: the op graph and the number of members. Out: `WidthRegion`s, no product in two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from ...runtime.functions import own_tokens
+from ..dataflow import Dataflow
 from ..follow.engine import Follower
 from ..loss.head_loss import product_of
 from ..operators.states import ByRow
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
+from .exchanges import MEMBER, is_exchange
 
 MOST_BLOCKS = 4  # that one weight holds side by side, such as a block for queries, keys and values each
 
@@ -44,11 +51,13 @@ class WideProduct:
 class WidthRegion:
     """`columns`: products of which members have columns, each with its number of blocks; `rows`: those of which they
     have rows; `inside`: what is computed between, with the dimension of each result that members divide and the number
-    of places along it that are next to each other."""
+    of places along it that are next to each other; `own_rows`: what is read beside of a member's rows, with the value
+    of all rows."""
 
     columns: dict[WideProduct, int]
     rows: dict[WideProduct, int]
     inside: dict[fx.Node, tuple[tuple[int, int], ...]]
+    own_rows: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -59,13 +68,15 @@ class WidthRegion:
 def find_regions(graph: OpGraph, team: int) -> list[WidthRegion]:
     """The regions that `team` members can divide, in order."""
     products = {product.node: product for product in _products(graph)}
-    readers = _readers(graph)
+    readers, differing = _readers(graph), _differing(graph) if graph.apart else set[fx.Node]()
     found: list[WidthRegion] = []
     used: set[WideProduct] = set()
     for product in products.values():
         if product in used:
             continue
         region = _region(graph, products, product, team)
+        if region is not None and graph.apart:
+            region = _gather_rows(graph, region, differing)
         if region is None:
             continue
         own = {*region.columns, *region.rows}
@@ -127,6 +138,8 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
             break
         rows |= more
     if own & {*graph.outputs.values()} or any(n.meta.get("random") or is_mode_switch(n) for n in inside):
+        return None
+    if any(map(is_exchange, inside)):
         return None
     if any(row.hidden not in own for row in rows):
         return None
@@ -197,26 +210,79 @@ def _proven(
     graph: OpGraph, columns: dict[WideProduct, int], rows: list[WideProduct], inside: list[fx.Node], team: int
 ) -> WidthRegion | None:
     """The region, if each place of what the last products read follows from the same member's columns alone."""
-    follower = Follower(graph, team, None)
+    starts: dict[fx.Node, tuple[int, int]] = {}
     for product, blocks in columns.items():
-        tensor = product.node.meta["val"]
-        if tensor.shape[-1] % (team * blocks):
+        shape = product.node.meta["val"].shape
+        if shape[-1] % (team * blocks):
             return None
-        inner = tensor.shape[-1] // (team * blocks)
-        follower.states[id(tensor)] = ByRow(dim=tensor.dim() - 1, inner=inner)
-    places: dict[fx.Node, tuple[tuple[int, int], ...]] = {}
+        starts[product.node] = len(shape) - 1, shape[-1] // (team * blocks)
+    places = _places(graph, team, starts, inside)
+    if places is None:
+        return None
+    found = {}
+    for product in rows:
+        dim, inner = starts[product.hidden] if product.hidden in starts else places[product.hidden][0]
+        shape = product.hidden.meta["val"].shape
+        if dim != len(shape) - 1:
+            return None
+        found[product] = shape[-1] // (team * inner)
+    return WidthRegion(columns, found, places)
+
+
+def _places(
+    graph: OpGraph, count: int, starts: Mapping[fx.Node, tuple[int, int]], nodes: Sequence[fx.Node]
+) -> dict[fx.Node, tuple[tuple[int, int], ...]] | None:
+    """The places (dim, inner) of `count` equal parts in the results of nodes, if each part follows from the same part
+    of the values that enter. `starts`: the places in these; all other values are the same for all parts."""
+    follower, places = Follower(graph, count, None), dict[fx.Node, tuple[tuple[int, int], ...]]()
+    for node, (dim, inner) in starts.items():
+        for tensor in value_tensors(node.meta["val"]):
+            follower.states[id(tensor)] = ByRow(dim=dim, inner=inner)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for i, node in enumerate(inside):
+        for i, node in enumerate(nodes):
             follower.node(i, node)
             states = [follower.state(tensor) for tensor in value_tensors(node.meta["val"])]
             if node in follower.found or not all(isinstance(s, ByRow) and s.order is None for s in states):
                 return None
             places[node] = tuple((s.dim, s.inner) for s in states if isinstance(s, ByRow))
-    found = {}
-    for product in rows:
-        tensor = product.hidden.meta["val"]
-        state = follower.state(tensor)
-        if not isinstance(state, ByRow) or state.dim != tensor.dim() - 1:
+    return places if follower.is_clear else None
+
+
+def _differing(graph: OpGraph) -> set[fx.Node]:
+    """The values that may differ from member to member."""
+    nodes = graph.nodes
+    return Dataflow(nodes).below(node for node in nodes if node.target == MEMBER or is_exchange(node))
+
+
+def _gather_rows(graph: OpGraph, region: WidthRegion, differing: set[fx.Node]) -> WidthRegion | None:
+    """The region, if members with different rows can compute it with the rows of all."""
+    products = [product.node for product in region.columns]
+    own = {*products, *region.inside}
+    read = dict.fromkeys(value for node in region.inside for value in node.all_input_nodes if value not in own)
+    own_rows = {value: _whole_of(value, graph.team) for value in read if value in differing}
+    if any(whole is None or whole in differing for whole in own_rows.values()):
+        return None
+    hidden = [product.hidden for product in region.columns]
+    if not differing.issuperset(hidden) or any(value.meta["val"].dim() < 2 for value in hidden):
+        return None
+    if any(dim == 0 for places in region.inside.values() for dim, _ in places):
+        return None
+    rows = min(tensor.shape[0] for value in own for tensor in value_tensors(value.meta["val"]))
+    sizes = {value: int(value.meta["val"].shape[0]) for value in (*products, *own_rows)}
+    if any(size % rows for size in sizes.values()):
+        return None
+    places = _places(graph, rows, {value: (0, size // rows) for value, size in sizes.items()}, [*region.inside])
+    if places is None:
+        return None
+    for node, each in places.items():
+        if any(at != (0, t.shape[0] // rows) for t, at in zip(value_tensors(node.meta["val"]), each, strict=True)):
             return None
-        found[product] = tensor.shape[-1] // (team * state.inner)
-    return WidthRegion(columns, found, places)
+    return replace(region, own_rows={cut: whole for cut, whole in own_rows.items() if whole is not None})
+
+
+def _whole_of(value: fx.Node, team: int) -> fx.Node | None:
+    """The value of which a member has its own rows, in order; None for another value."""
+    whole = value.args[0] if value.target is own_tokens and len(value.args) == 5 and value.args[3] == 0 else None
+    if not isinstance(whole, fx.Node) or whole.meta["val"].shape[0] != team * value.meta["val"].shape[0]:
+        return None
+    return whole

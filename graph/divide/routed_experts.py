@@ -18,7 +18,6 @@ so that shapes in stages do not depend on the routing; products end after the ro
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -37,15 +36,17 @@ from ...runtime.experts.routes import (
     tokens_to_send,
     weighted,
 )
-from ..edit import GraphEdit
+from ..dataflow import Dataflow
+from ..edit import GraphEdit, erase_dead
 from ..experts.layers import ExpertLayer, is_of_rows
 from ..experts.share import ExpertShare, replace_layers
 from ..experts.token_sums import TokenSums, token_sums
 from ..follow.tokens import TokenFacts
 from ..opgraph import OpGraph
-from .exchanges import from_experts, gather_alike, to_experts
+from .exchanges import from_experts, insert_exchange, to_experts
 from .local import LocalValues
 from .member_experts import add_team_part
+from .placements import Placement
 
 
 def refusal(layer: ExpertLayer, team: int) -> str:
@@ -76,9 +77,10 @@ def route_experts(
         rows = before.call(rows_of_tokens, sums.numbers)
     given = {n: before.call(tokens_to_send, value) for n, value in taken.items()}
     own_routes = before.call(token_experts, layer.offsets, rows, each)
-    routes = back = before.call(gather_alike, own_routes, team, 0)
+    routes = back = insert_exchange(before, own_routes, Placement.PART, Placement.WHOLE, team, 0)
     if sums is not None and not combines:
-        back = before.call(gather_alike, before.call(torch.reshape, own_routes, (-1, 1)), team, 0)
+        each_row = before.call(torch.reshape, own_routes, (-1, 1))
+        back = insert_exchange(before, each_row, Placement.PART, Placement.WHOLE, team, 0)
     sent = {n: before.call(to_experts, value, team, routes, layer.experts) for n, value in given.items()}
     shares = None
     if sums is not None and sums.shares and combines:
@@ -126,28 +128,10 @@ def _brought_before(graph: OpGraph, wanted: Sequence[fx.Node], layer: ExpertLaye
 def _replace_chain(graph: OpGraph, layer: ExpertLayer, sums: TokenSums, last: fx.Node, result: fx.Node) -> None:
     """Let what reads `last`, which is of the chain that makes sums of a layer's rows, read `result`, and remove what
     made it and nothing else reads."""
-    chain, before = sums.chain[: sums.chain.index(last) + 1], set(graph.nodes)
-    made_by = _makers(graph, [*chain, sums.taken])
+    chain = sums.chain[: sums.chain.index(last) + 1]
+    made_of = Dataflow(graph.nodes).above([*chain, sums.taken])
     replace_layers(graph, [(replace(layer, inside=(*layer.inside, *chain)), {last: result})])
-    for node in reversed([n for n in graph.nodes if n in made_by and n in before]):
-        written = {user for target in node.meta["mutates"] for user in target.users} - {node}
-        if not node.users and not written:
-            graph.graph.erase_node(node)
-
-
-def _makers(graph: OpGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What values are made of, but for inputs and parameters."""
-    writers = defaultdict[fx.Node, list[fx.Node]](list)
-    for node in graph.nodes:
-        for target in node.meta.get("mutates", ()):
-            writers[target].append(node)
-    found, stack = set[fx.Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found and node.op not in ("placeholder", "get_attr"):
-            found.add(node)
-            stack += (*node.all_input_nodes, *writers[node])
-    return found
+    erase_dead(graph, [node for node in graph.nodes if node not in made_of or node.op == "get_attr"])
 
 
 class _Routed(ExpertShare):

@@ -33,19 +33,19 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import fx
 
-from ...graph.dataflow import shared_nodes
+from ...graph.dataflow import Dataflow, shared_nodes
 from ...graph.divide.attention import TOKENS, SharedAttention, attention_call
-from ...graph.divide.exchanges import add_up, all_to_all, member_input, sum_parts
+from ...graph.divide.exchanges import insert_exchange, member_input
 from ...graph.divide.local import LocalValues, with_local_sizes
+from ...graph.divide.placements import Has, Placement
 from ...graph.divide.ring import AttentionRings
 from ...graph.divide.routed_experts import refusal, route_experts
-from ...graph.edit import GraphEdit, copy_graph
+from ...graph.edit import GraphEdit, copy_graph, erase, erase_dead, read_instead, replace_uses, set_outputs
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from ...graph.loss.class_loss import class_loss
@@ -140,14 +140,6 @@ def _told(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit)
     return f"{told}; each has all experts in {len(whole)} layers ({why})"
 
 
-class MemberPart(Enum):
-    """What a member has of a value that depends on parameters."""
-
-    WHOLE = "whole"  # the same on all members
-    LOCAL = "local"  # its own tokens
-    SUMMAND = "summand"  # the sum over members is the value
-
-
 def _length(graph: OpGraph) -> int:
     lengths = sequence_lengths(graph)
     if not lengths:
@@ -185,8 +177,8 @@ class _Splitter:
             )
         self.facts: TokenFacts = token_facts(graph, self.length, along=self.along)
         self.shared = shared_nodes(graph)
-        self.values = LocalValues(graph)
-        self.parts: dict[fx.Node, MemberPart] = {}
+        self.values, self.flow = LocalValues(graph), Dataflow(graph.nodes)
+        self.parts: dict[fx.Node, Has] = {}
         self.cuts: dict[tuple[fx.Node, TokenPlace], fx.Node] = {}
         self.calls = 0
         self.used = {node for node in graph.nodes if node.users}
@@ -203,7 +195,7 @@ class _Splitter:
             if node.op in ("placeholder", "output") or node in self.shared or is_mode_switch(node):
                 continue
             if node.op == "get_attr":
-                self.parts[node] = MemberPart.WHOLE
+                self.parts[node] = Has.WHOLE
             elif node not in self.parts:
                 self._take(node)
         self._outputs()
@@ -224,17 +216,17 @@ class _Splitter:
         has_tokens = any(place is not None for place in self.facts.places.get(node, ()))
         parts = {self.parts[arg] for arg in node.all_input_nodes if arg in self.parts}
         labelled = any(arg in self.shared and self._place(arg) is not None for arg in node.all_input_nodes)
-        if MemberPart.LOCAL in parts and node.meta.get("random"):
+        if Has.PART in parts and node.meta.get("random"):
             self._refuse(node, "draws random numbers for each token, others than for whole rows; set dropout to 0")
         call = attention_call(node) if self.by != "rows" else None
-        if call is not None and (MemberPart.LOCAL in parts):
+        if call is not None and (Has.PART in parts):
             self._attention(node, call)
-        elif MemberPart.SUMMAND in parts:
+        elif Has.SUMMAND in parts:
             self._of_summands(node)
-        elif MemberPart.LOCAL not in parts and not (labelled and has_tokens):
-            self.parts[node] = MemberPart.WHOLE
+        elif Has.PART not in parts and not (labelled and has_tokens):
+            self.parts[node] = Has.WHOLE
         elif is_check(node):
-            self.parts[node] = MemberPart.LOCAL
+            self.parts[node] = Has.PART
         elif self.facts.work.get(node) is TokenWork.SORTED:
             self._sorted(node)
         elif self.facts.is_token_wise(node) and self._all_placed(node):
@@ -282,7 +274,7 @@ class _Splitter:
             want = [size // self.team if dim == along else size for dim, size in enumerate(old)]
             if list(new) != want:
                 self._refuse(node, f"makes {list(new)} of a part of the tokens, where {want} is a part of its result")
-        self.parts[node] = MemberPart.LOCAL
+        self.parts[node] = Has.PART
 
     def _sorted(self, node: fx.Node) -> None:
         """A node that works on tokens in the order of a permutation, on the member's tokens in theirs."""
@@ -299,7 +291,7 @@ class _Splitter:
                 options: dict[str, Any] = dict(arg.kwargs)
                 own = GraphEdit(self.graph, arg).call(torch.arange, size // self.team, **options)
                 self.shared.add(own)
-                self._read_instead(node, arg, own)
+                read_instead(node, {arg: own})
         self._cut_operands(node)
         with_local_sizes(node, places[0] if len(places) == 1 else None, self.team)
         self._set_local(node, places)
@@ -320,18 +312,12 @@ class _Splitter:
                 cut = edit.call(own_tokens, arg, self.member, self.team, place.dim, self.length, *self._how(place))
                 self.cuts[arg, place] = cut
                 self.shared.add(cut)
-            self._read_instead(node, arg, self.cuts[arg, place])
+            read_instead(node, {arg: self.cuts[arg, place]})
 
     def _how(self, place: TokenPlace) -> tuple[Any, ...]:
         if self.is_zigzag:
             return place.inner, True
         return (place.inner,) if place.inner != 1 else ()
-
-    def _read_instead(self, node: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        node.replace_input_with(old, new)
-        for key in ("eval_args", "eval_kwargs"):
-            if key in node.meta:
-                node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
 
     # --- sums over tokens
 
@@ -339,10 +325,10 @@ class _Splitter:
         """Logits that evaluation alone makes, token by token; in training they have no rows."""
         hidden = node.args[0]
         assert isinstance(hidden, fx.Node)
-        if self._place(hidden) is None or self.parts.get(hidden) is not MemberPart.LOCAL:
+        if self._place(hidden) is None or self.parts.get(hidden) is not Has.PART:
             self._refuse(node, "has tokens in no place that is known")
         self.values.set(node)
-        self.parts[node], self.facts.places[node] = MemberPart.LOCAL, self.facts.places[hidden]
+        self.parts[node], self.facts.places[node] = Has.PART, self.facts.places[hidden]
 
     def _reduction_of_loss(self, node: fx.Node) -> str | None:
         """How a loss of classes puts its tokens together; None for another call."""
@@ -360,12 +346,12 @@ class _Splitter:
             self._refuse(node, "takes the mean over what the tokens at hand count; sum it, and divide by a count")
         self._cut_operands(node)
         self.values.set(node)
-        self.parts[node] = MemberPart.SUMMAND
+        self.parts[node] = Has.SUMMAND
 
     def _sums_tokens(self, node: fx.Node) -> bool:
         """Whether a sum or a mean goes over the tokens of its operand, and nothing else lets them meet."""
         first = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node) or self.parts.get(first) is not MemberPart.LOCAL:
+        if not isinstance(first, fx.Node) or self.parts.get(first) is not Has.PART:
             return False
         place, value = self._place(first), first.meta["val"]
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
@@ -377,7 +363,7 @@ class _Splitter:
 
     def _sum(self, node: fx.Node) -> None:
         self.values.set(node)
-        self.parts[node] = MemberPart.SUMMAND
+        self.parts[node] = Has.SUMMAND
         if call_name(node) == "mean":
             self._scaled(node)
 
@@ -385,24 +371,26 @@ class _Splitter:
         """Let the readers of a value read its N-th part."""
         after = GraphEdit(self.graph, node, after=True)
         made = after.call(operator.truediv, node, self.team)
-        self._take_over(node, made)
-        self.parts[made] = MemberPart.SUMMAND
+        replace_uses(self.graph, {node: made})
+        self.parts[made] = Has.SUMMAND
         return made
 
     def _of_summands(self, node: fx.Node) -> None:
         """A node that reads summands: linear in them, it gives one; else the team adds them up first."""
-        if any(self.parts.get(arg) is MemberPart.LOCAL for arg in node.all_input_nodes):
+        if any(self.parts.get(arg) is Has.PART for arg in node.all_input_nodes):
             self._refuse(node, f"lets {self.divided} meet")
-        summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is MemberPart.SUMMAND]
+        summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is Has.SUMMAND]
         if self._is_linear(node, summands):
             self._share_addends(node, summands)
-            self.parts[node] = MemberPart.SUMMAND
+            self.parts[node] = Has.SUMMAND
             return
+        if node.meta["mutates"]:
+            self._refuse(node, f"changes in place what {self.divided} sum to")
         for arg in summands:
-            whole = GraphEdit(self.graph, node).call(add_up, arg, self.team)
-            self.parts[whole] = MemberPart.WHOLE
-            self._read_instead(node, arg, whole)
-        self.parts[node] = MemberPart.WHOLE
+            whole = insert_exchange(GraphEdit(self.graph, node), arg, Placement.SUMMAND, Placement.SHARED, self.team)
+            self.parts[whole] = Has.WHOLE
+            read_instead(node, {arg: whole})
+        self.parts[node] = Has.WHOLE
 
     def _is_linear(self, node: fx.Node, summands: Sequence[fx.Node]) -> bool:
         """Whether a node's result is linear in these operands together."""
@@ -419,7 +407,7 @@ class _Splitter:
             return
         for at, arg in enumerate(node.args):
             if isinstance(arg, fx.Node) and arg not in summands:
-                node.update_arg(at, GraphEdit(self.graph, node).call(operator.truediv, arg, self.team))
+                read_instead(node, {arg: GraphEdit(self.graph, node).call(operator.truediv, arg, self.team)})
             elif isinstance(arg, (int, float)):
                 node.update_arg(at, arg / self.team)
 
@@ -430,12 +418,14 @@ class _Splitter:
         operands = [call.query, call.key, call.value]
         for operand in operands:
             place = self._place(operand)
-            if self.parts.get(operand) is not MemberPart.LOCAL or operand.meta["val"].dim() != 4:
+            if self.parts.get(operand) is not Has.PART or operand.meta["val"].dim() != 4:
                 self._refuse(node, "has operands that are not (rows, heads, tokens, width) with a member's own tokens")
             if place != TokenPlace(TOKENS):
                 self._refuse(node, f"has its tokens in another dimension of {operand.name} than {TOKENS}")
+            if any(self.flow.order[writer] > self.flow.order[node] for writer in self.flow.writers(operand)):
+                self._refuse(node, f"has an operand, {operand.name}, that is changed in place after it")
         for mask in call.masks:
-            if self.parts.get(mask, MemberPart.WHOLE) is not MemberPart.WHOLE:
+            if self.parts.get(mask, Has.WHOLE) is not Has.WHOLE:
                 self._refuse(node, "has a mask that the model computes of its tokens")
         if self.by == "ring":
             self._by_ring(node, call)
@@ -449,21 +439,23 @@ class _Splitter:
             self._refuse(node, f"has {heads} heads, which {self.team} members cannot share; teams that can: {near}")
         edit = GraphEdit(self.graph, node)
         for operand in dict.fromkeys([call.query, call.key, call.value]):
-            self._read_instead(node, operand, self._to_heads(node, edit, operand, heads))
+            read_instead(node, {operand: self._to_heads(node, edit, operand, heads)})
         for mask in call.masks:
             shape = mask.meta["val"].shape
             if len(shape) > 2 and shape[-3] not in (1, heads):
                 self._refuse(node, f"has a mask {list(shape)} for {heads} heads")
             if len(shape) > 2 and shape[-3] == heads > 1:
                 own = edit.call(own_tokens, mask, self.member, self.team, len(shape) - 3, heads)
-                self.parts[own] = MemberPart.WHOLE
-                self._read_instead(node, mask, own)
+                self.parts[own] = Has.WHOLE
+                read_instead(node, {mask: own})
         self.values.set(node)
-        self.parts[node] = MemberPart.LOCAL
+        self.parts[node] = Has.PART
         after = GraphEdit(self.graph, node, after=True)
-        back = after.call(all_to_all, node, self.team, TOKENS, HEADS)
-        self._take_over(node, back)
-        self.parts[back], self.facts.places[back] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
+        back = insert_exchange(after, node, Placement.PART, Placement.PART, self.team, TOKENS, HEADS)
+        if self.flow.writers(node):  # what is exchanged enters a stage, which cannot write it
+            back = GraphEdit(self.graph, back, after=True).call(torch.clone, back)
+        replace_uses(self.graph, {node: back})
+        self.parts[back], self.facts.places[back] = Has.PART, (TokenPlace(TOKENS),)
 
     def _to_heads(self, node: fx.Node, edit: GraphEdit, operand: fx.Node, heads: int) -> fx.Node:
         """All tokens of the member's part of the heads of a query, key or value. Of keys and values that are repeated
@@ -477,13 +469,13 @@ class _Splitter:
             self._refuse(node, f"has {own} heads of keys and values, which {self.team} members cannot share")
         if before > 1:
             given = edit.call(torch.repeat_interleave, given, before, HEADS)
-            self.parts[given] = MemberPart.LOCAL
-        moved = edit.call(all_to_all, given, self.team, HEADS, TOKENS)
-        self.parts[moved] = MemberPart.LOCAL
+            self.parts[given] = Has.PART
+        moved = insert_exchange(edit, given, Placement.PART, Placement.PART, self.team, HEADS, TOKENS)
+        self.parts[moved] = Has.PART
         if repeats == 1:
             return moved
         repeated = edit.call(torch.repeat_interleave, moved, repeats, HEADS)
-        self.parts[repeated] = MemberPart.LOCAL
+        self.parts[repeated] = Has.PART
         return repeated
 
     def _by_ring(self, node: fx.Node, call: SharedAttention) -> None:
@@ -493,45 +485,34 @@ class _Splitter:
             self._refuse(node, refusal)
         made, masks = self.rings.write(node, call, self.member, self.parts.keys())
         self.shared.update(masks)
-        self._take_over(node, made)
-        self.parts[made], self.facts.places[made] = MemberPart.LOCAL, (TokenPlace(TOKENS),)
-        self.graph.graph.erase_node(node)
-
-    def _take_over(self, old: fx.Node, new: fx.Node) -> None:
-        """Let all that reads a value read another one."""
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-        for node in self.graph.nodes:
-            for key in ("eval_args", "eval_kwargs", "alias_of"):
-                if key in node.meta and node is not new:
-                    node.meta[key] = fx.map_arg(node.meta[key], lambda n: new if n is old else n)
-        self.graph.outputs = {name: new if node is old else node for name, node in self.graph.outputs.items()}
+        replace_uses(self.graph, {node: made})
+        self.parts[made], self.facts.places[made] = Has.PART, (TokenPlace(TOKENS),)
+        erase(self.graph, [node])
 
     # --- the graph
 
     def _outputs(self) -> None:
         """The step's results: the loss, and other outputs whole."""
-        for name, node in list(self.graph.outputs.items()):
+        outputs = dict(self.graph.outputs)
+        for name, node in self.graph.outputs.items():
             part = self.parts.get(node)
-            if part is None or (part is MemberPart.WHOLE and name != "loss"):
+            if part is None or (part is Has.WHOLE and name != "loss"):
                 continue  # of the batch alone, or the same on all members
             made = node
-            if part is MemberPart.WHOLE:
+            if part is Has.WHOLE:
                 made = GraphEdit(self.graph, made, after=True).call(operator.truediv, made, self.team)
-            elif part is MemberPart.LOCAL:
+            elif part is Has.PART:
                 place = self._place(node)
                 if place is None:
                     raise PassError(f"split-context: the output {name!r} has tokens in no place that is known")
                 args = (self.member, self.team, place.dim, self.length, *self._how(place))
                 made = GraphEdit(self.graph, made, after=True).call(among_zeros, made, *args)
-            made = GraphEdit(self.graph, made, after=True).call(sum_parts, made, self.team)
-            self.parts[made] = MemberPart.WHOLE
-            self.graph.outputs[name] = made
-        output = next(n for n in self.graph.nodes if n.op == "output")
-        output.args = (dict(self.graph.outputs),)
+            after = GraphEdit(self.graph, made, after=True)
+            made = insert_exchange(after, made, Placement.SUMMAND, Placement.WHOLE, self.team)
+            self.parts[made] = Has.WHOLE
+            outputs[name] = made
+        set_outputs(self.graph, outputs)
 
     def _remove_unused(self) -> None:
-        """Take out what is read by nothing any more."""
-        for node in reversed(self.graph.nodes):
-            is_pure = node.op in ("call_function", "call_method") and not node.meta.get("mutates")
-            if is_pure and not node.users and not is_check(node) and not is_mode_switch(node) and node in self.used:
-                self.graph.graph.erase_node(node)
+        """Take out what nothing reads any more."""
+        erase_dead(self.graph, [node for node in self.graph.nodes if node not in self.used])

@@ -21,6 +21,7 @@ from ...graph.experts.share import ExpertShare, replace_layers
 from ...graph.opgraph import OpGraph
 from ...graph.row_parts import add_part, even_boundaries, wrong_boundaries
 from ...ir.errors import PassError
+from ...ir.program import TeamPart
 from ...ir.units import format_bytes
 from ...runtime.experts.split_experts import join_part, part_offsets, part_rows
 from ..draft import Draft
@@ -50,7 +51,7 @@ class SplitExperts(GraphPass):
         if refused:
             draft.notes[self.name] = "; ".join(refused)
         if self.parts > 1 and not found:
-            none = (
+            none = _divided_before(draft.graph) or (
                 "this model multiplies no groups of rows by experts' matrices; of transformers' implementations "
                 'grouped_mm does: model.set_experts_implementation("grouped_mm")'
             )
@@ -111,6 +112,14 @@ class SplitExperts(GraphPass):
         draft.graph = copy_graph(graph)  # over what its nodes read now
         told = [f"the experts of {name} are {len(experts) - 1} parts" for name, experts in decision.items()]
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
+
+
+def _divided_before(graph: OpGraph) -> str:
+    """The way out where members of a team have divided experts before; empty where they have not."""
+    if not any(isinstance(row.part, TeamPart) and row.tensor.dim() == 3 for row in graph.parts.values()):
+        return ""
+    told, way = ("split-context", "set its option experts=false") if graph.apart else ("split-width", "put it after")
+    return f"{told}, which comes before it, has divided experts among {graph.team} members; {way}"
 
 
 def _few(names: Sequence[str]) -> str:

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...graph.divide.exchanges import apart, is_exchange, member_input, share, share_weight, source_of, sum_parts
+from ...graph.divide.exchanges import insert_exchange, is_exchange, member_input, share_weight, source_of
 from ...graph.divide.member_experts import add_team_part, divide_experts
 from ...graph.divide.member_tables import dividable_tables, divide_table
+from ...graph.divide.placements import Placement
 from ...graph.divide.regions import WideProduct, WidthRegion, as_function, find_regions
-from ...graph.edit import GraphEdit, copy_graph
+from ...graph.edit import GraphEdit, copy_graph, erase, read_instead
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.kernels.call_node import call_node
 from ...graph.layers import find_blocks
@@ -35,6 +36,7 @@ from .graph_pass import GraphPass
 from .row_part_limits import device_room, refused_by_optimizer
 
 PartOfModel = WidthRegion | ExpertLayer | TokenTable
+ROWS = 0  # the dimension along which the rows of all members are put together
 RESHAPES = ("view", "reshape", "expand")  # calls whose numbers say the shape of the result
 
 
@@ -54,7 +56,7 @@ class SplitWidth(GraphPass):
         """Raises `PassError` where nothing of the model can be divided among so many."""
         if self.team == 1:
             return Width()
-        _refuse(draft)
+        _refuse(draft, self.team)
         regions = _parts_of_model(draft.graph, self.team)
         kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
         kept = [name for name in kept if _is_worth_a_sum(regions[name], regions, draft.graph)]
@@ -74,7 +76,7 @@ class SplitWidth(GraphPass):
     def rewrite(self, draft: Draft, decision: Width) -> None:
         if decision.team == 1:
             return
-        _refuse(draft)
+        _refuse(draft, decision.team)
         regions = _parts_of_model(draft.graph, decision.team)
         for name in decision.regions:
             if name not in regions:
@@ -100,10 +102,15 @@ class SplitWidth(GraphPass):
         draft.notes[self.name] = told
 
 
-def _refuse(draft: Draft) -> None:
-    """Raise `PassError` for a graph that no team can divide, or that one divides already."""
-    if draft.graph.team > 1:
-        raise PassError(f"split-width: the work inside layers is divided among {draft.graph.team} members already")
+def _refuse(draft: Draft, team: int) -> None:
+    """Raise `PassError` for a graph that a team of this number cannot divide, or that a team divides already."""
+    members = draft.graph.team
+    if members > 1 and not draft.graph.apart:
+        raise PassError(f"split-width: the work inside layers is divided among {members} members already")
+    if members not in (1, team):
+        raise PassError(
+            f"split-width{{team={team}}}: {members} members have different tokens already; set team={members}"
+        )
     if draft.graph.sizes or draft.graph.symbols:
         raise PassError("split-width: it takes batches of one size; leave dynamic_shapes out, or use another strategy")
 
@@ -140,9 +147,7 @@ def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, di
         else:
             divide_experts(graph, region, member, team)
         exchanged[name] = set(filter(is_exchange, graph.nodes)) - before
-    for node in reversed(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.graph.erase_node(node)
+    erase(graph, [node for node in graph.nodes if node.op == "get_attr" and not node.users])
     graph.team = team
     graph.rebuild()  # over what its nodes read now
     return graph, exchanged
@@ -163,6 +168,8 @@ def _parts_of_model(graph: OpGraph, team: int) -> dict[str, PartOfModel]:
     """What members can divide: regions by the name of a weight, layers of experts by that of their module, and tables
     that no region divides."""
     found: dict[str, PartOfModel] = {region.name: region for region in find_regions(graph, team)}
+    if graph.apart:  # tables and experts need the tokens of all members in one order
+        return found
     used = {p.weight for r in found.values() if isinstance(r, WidthRegion) for p in (*r.columns, *r.rows)}
     layers = find_expert_layers(graph).items()
     found |= {name: layer for name, layer in layers if not layer.refusal and layer.experts % team == 0}
@@ -195,7 +202,7 @@ class _Divided:
     """One region, rewritten to what a member computes of it."""
 
     def __init__(self, graph: OpGraph, region: WidthRegion, team: int, now: dict[fx.Node, fx.Node]):
-        self.graph, self.region, self.team, self.now = graph, region, team, now
+        self.graph, self.region, self.team, self.now, self.apart = graph, region, team, now, graph.apart
         self.parameters = graph.parameters()
         self.shared: dict[fx.Node, fx.Node] = {}
         self.weights: dict[str, fx.Node] = {}
@@ -205,19 +212,26 @@ class _Divided:
         for product, blocks in region.columns.items():
             self.column(product, blocks)
         for node, places in region.inside.items():
-            self.inside(self.with_shared_weights(node), places)
+            self.inside(self.with_rows_of_all(node) if self.apart else self.with_shared_weights(node), places)
         for product, blocks in region.rows.items():
             self.row(product, blocks)
 
     def column(self, product: WideProduct, blocks: int) -> None:
         edit = GraphEdit(self.graph, product.node)
         hidden = self.now.get(product.hidden, product.hidden)
-        if hidden not in self.shared and hidden.meta["val"].requires_grad:  # else it has no gradient to add up
-            self.shared[hidden] = edit.call(share, apart(edit, hidden), self.team)
+        if hidden not in self.shared and self.apart:
+            self.shared[hidden] = insert_exchange(edit, hidden, Placement.PART, Placement.SHARED, self.team, ROWS)
+        elif hidden not in self.shared and hidden.meta["val"].requires_grad:  # else it has no gradient to add up
+            self.shared[hidden] = insert_exchange(edit, hidden, Placement.WHOLE, Placement.SHARED, self.team)
         hidden = self.shared.get(hidden, hidden)
         weight = self.part(edit, product.weight, product.out_dim, blocks)
         bias = self.part(edit, product.bias, 0, blocks) if product.bias else None
         self.put(product.node, self.product(edit, product, hidden, weight, bias))
+
+    def with_rows_of_all(self, node: fx.Node) -> fx.Node:
+        """A node that reads the rows of all members. Gradients of weights that it reads whole are added up anyway."""
+        read_instead(node, self.region.own_rows)
+        return node
 
     def with_shared_weights(self, node: fx.Node) -> fx.Node:
         """A node that reads trained weights whole, as members share them."""
@@ -226,7 +240,7 @@ class _Divided:
             node = self.norm(node, {name.rpartition(".")[2]: name for name in parameters})
         for read in [n for n in node.all_input_nodes if n.op == "get_attr" and n.meta["val"].requires_grad]:
             if read.target in self.parameters:
-                node.replace_input_with(read, self.shared_weight(str(read.target)))
+                read_instead(node, {read: self.shared_weight(str(read.target))})
         return node
 
     def norm(self, node: fx.Node, names: dict[str, str]) -> fx.Node:
@@ -260,7 +274,10 @@ class _Divided:
         edit = GraphEdit(self.graph, product.node)
         weight = self.part(edit, product.weight, product.in_dim, blocks)
         found = self.product(edit, product, self.now.get(product.hidden, product.hidden), weight, None)
-        found = edit.call(sum_parts, found, self.team)
+        if self.apart:
+            found = insert_exchange(edit, found, Placement.SUMMAND, Placement.PART, self.team, ROWS)
+        else:
+            found = insert_exchange(edit, found, Placement.SUMMAND, Placement.WHOLE, self.team)
         if product.bias:
             value = self.parameters[product.bias]
             found = edit.call(torch.add, found, edit.parameter(product.bias, value))
@@ -302,7 +319,8 @@ class _Divided:
         )
 
     def local(self, shape: Sequence[int], dim: int) -> list[int]:
-        return [size // self.team if i == dim else int(size) for i, size in enumerate(shape)]
+        sizes = [size // self.team if i == dim else int(size) for i, size in enumerate(shape)]
+        return [sizes[ROWS] * self.team, *sizes[1:]] if self.apart else sizes
 
     def arguments(self, node: fx.Node, wanted: list[list[int]], dims: list[int]) -> Any:
         """Ways to call a node on a member's part: as it is, with the shape of the result, with sizes of a member."""

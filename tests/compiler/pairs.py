@@ -65,8 +65,8 @@ WAYS: dict[str, Way] = {
     "Ulysses": Way(graph="split-context{{by=heads, team={team}, experts={routes}}}", divides=True),
     "ring": Way(graph="split-context{{by=ring, team={team}, experts={routes}}}", divides=True),
     "routing": Way(graph="split-context{{by=rows, team={team}}}", divides=True, experts=True, routes=True),
-    "width": Way(graph="split-width{{team={team}}}", divides=True),
     "experts": Way(graph="split-experts{{parts=2}}", experts=True),
+    "width": Way(graph="split-width{{team={team}}}", divides=True),  # last: it leaves whole what is in parts
     "tiles": Way(graph="tile-sequence{{tokens=2}}"),
     "unequal shares": Way(mesh={"by_speed": "true"}, unequal=True),
     "pipeline": Way(mesh={"depth": 2}, schedule="schedule-1f1b"),
@@ -76,27 +76,14 @@ WAYS: dict[str, Way] = {
     "turns": Way(mesh={"depth": 2}, tier=DRAM, turns=True),
 }
 
-# By the names of two ways, and perhaps the number of devices: what the refusal says.
-REFUSED: dict[tuple[str, ...], str] = {
-    ("Ulysses", "ring"): "'split-context' comes twice",
-    ("Ulysses", "width"): "divided among 2 members already",
-    ("ring", "width"): "divided among 2 members already",
-    ("routing", "width"): "divided among 2 members already",
-    ("routing", "experts"): "multiplies no groups of rows",
-    ("routing", "shards", "2"): "2 shards of teams of 2 x 1 deep are 4 devices",
-    ("width", "experts"): "multiplies no groups of rows",  # members of a team have whole experts each already
-    ("width", "shards", "2"): "2 shards of teams of 2 x 1 deep are 4 devices",
-    ("Ulysses", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("ring", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("routing", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("width", "pipeline", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("pipeline", "shards", "2"): "2 shards x 2 deep are 4 devices",
-    ("Ulysses", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("ring", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("routing", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("width", "turns", "2"): "a team of 2 x 2 deep are 4 devices",
-    ("shards", "turns", "2"): "2 shards x 2 deep are 4 devices",
+# By the names of two ways: what the refusal says. A pair that needs more devices than there are is refused, too
+# (`Pair.least_devices`).
+REFUSED: dict[tuple[str, str], str] = {
+    ("Ulysses", "ring"): "'split-context' comes twice",  # members of one team meet in attention in one way
+    # A part of a parameter is rows of the model's, or what a member has; no part is both.
+    ("routing", "experts"): "has divided experts among 2 members; set its option experts=false",
 }
+TOO_FEW = r"deep are \d+ devices"
 
 
 @dataclass(frozen=True)
@@ -131,8 +118,15 @@ class Pair:
     @property
     def refused(self) -> str:
         """What the refusal says; "" where the pair trains."""
-        names = self.first, self.second
-        return REFUSED.get((*names, str(self.devices)), REFUSED.get(names, ""))
+        return REFUSED.get((self.first, self.second), TOO_FEW if self.least_devices > self.devices else "")
+
+    @property
+    def least_devices(self) -> int:
+        """The number of devices without which there is no pair. Members of a team that hold parts of weights hold one
+        shard of them together."""
+        holds_parts = "width" in self or self.routes
+        shards = self.mesh.get("shards", 1) if holds_parts else 1
+        return int(self.beside * shards * self.mesh.get("depth", 1))
 
     @property
     def beside(self) -> int:

@@ -57,7 +57,7 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
     other member that has some of its k experts, with k weights of the router, and one result comes back (GShard, 3.2,
     where each expert gets its own). As much goes back in backward, for which keys and values go round once more, unless
     a ring's stages lie on several devices of a pipeline, and tokens go to experts once more that run again."""
-    way = next(name for name in ("Ulysses", "ring", "width", "routing") if name in pair)
+    way = next(name for name in ("Ulysses", "ring", "routing", "width") if name in pair)
     config: Any = pair.made()[0].config
     heads, team = config.num_attention_heads, pair.beside
     groups = getattr(config, "num_key_value_heads", heads)
@@ -81,6 +81,9 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
         assert on_links_bytes(job, ops.to_experts) == pytest.approx(sent_bytes, rel=1e-3)  # whole bytes of a message
         returned_bytes = leaves * (2 * tokens_bytes + shares_bytes)
         assert on_links_bytes(job, ops.from_experts) == pytest.approx(returned_bytes, rel=1e-3)
+    if "width" in pair and way != "width":  # each region takes the rows of all, and gives each its own of a sum
+        regions = len(job.plan.decisions.width.regions)
+        assert on_links_bytes(job, ops.scatter_sum) == 2 * (team - 1) * tokens_bytes * regions
     if way != "routing":
         op = {"Ulysses": ops.all_to_all, "ring": ops.pass_on, "width": ops.sum_parts}[way]
         times = 3 if way == "ring" and "depth" not in pair.mesh else 2

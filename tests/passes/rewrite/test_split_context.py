@@ -249,11 +249,54 @@ def test_rows_that_meet_are_refused_in_words_about_rows(call: Any) -> None:
         (lines("heads", 1), "a team has at least 2 members"),
         (lines("heads, keep=true", 2), "keep=true; with by=heads nothing goes round, use by=ring"),
         (lines("heads", 2, "mesh{shards=3, team=2}"), "one of the two is a multiple of the other"),
+        (f"split-context{{team=2}}, split-width{{team=4}}, coarsen, mesh, {PLAIN}", "tokens already; set team=2"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_refused(line: str, said: str) -> None:
     with pytest.raises(PassError, match=said):
         drafted(small(), line, 8, micro_batches=8)
+
+
+class Scaled(nn.Module):
+    """Attention whose result, or an operand of which, is multiplied, in place or not."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.embed, self.out = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(ids)
+        q, k, v = (layer(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in self.layers)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.how == "operand":
+            q.mul_(3.0)
+        seen = seen.mul_(3.0) if self.how == "in place" else seen * 3.0
+        logits = self.out(seen.transpose(1, 2).flatten(2))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 9, "logits": logits}
+
+
+@pytest.mark.parametrize("by", ["heads", "ring"])
+def test_attention_changed_in_place_trains_as_attention_that_is_not(by: str) -> None:
+    """Torch's kernel for CPUs keeps its result for backward, so that plain PyTorch trains the second alone."""
+    draft = drafted(graph_of(lambda: Scaled("in place")), lines(by, 2), 2)
+    assert_a_team_trains_as_eager(graph_of(lambda: Scaled("apart")), draft)
+
+
+def test_an_operand_of_attention_that_changes_later_is_refused() -> None:
+    with pytest.raises(PassError, match=r"has an operand, .*, that is changed in place after it"):
+        split(Scaled("operand"))
+
+
+@pytest.mark.parametrize("by", ["heads", "ring", "rows"])
+def test_members_with_different_tokens_divide_layers(by: str) -> None:
+    """The rows of all go to every member's columns, and each member gets its own rows of the sum."""
+    draft = drafted(graph_of(), f"split-context{{by={by}, team=2}}, split-width{{team=2}}, coarsen, mesh, {PLAIN}", 2)
+    wide = {row.part.parameter for row in draft.graph.parts.values()}
+    assert {"layers.1.up.weight", "layers.1.up.bias", "layers.1.down.weight"} <= wide
+    assert {"gather_parts", "scatter_sum"} <= {*names_of(draft)}
+    assert_a_team_trains_as_eager(graph_of(), draft)
 
 
 class Pooled(nn.Module):

@@ -191,6 +191,12 @@ def test_tables_are_in_parts_or_divided(passes: str, said: str) -> None:
         job_of(Tables(), table_batch(), 2, strategy(2).replace("split-width{team=2}", passes))
 
 
+def test_experts_are_in_parts_or_divided() -> None:
+    text = strategy(2).replace("split-width{team=2}", "split-width{team=2}, split-experts{parts=2}")
+    with pytest.raises(PassError, match=r"split-width, .* has divided experts among 2 members; put it after"):
+        job_of(*experts_case("mixtral"), 2, text)
+
+
 def test_statistics_of_members_give_the_loss() -> None:
     """Each member knows where its classes begin on the device alone; a token that is no row is refused."""
     torch.manual_seed(0)
