@@ -26,9 +26,9 @@ from penstock.compiler.models.named import find_model
 from penstock.compiler.search.attempts import SearchResult, Trace, Wishes
 from penstock.compiler.search.prediction import make_plan
 from penstock.compiler.search.search import search
-from penstock.compiler.strategies import PASSES
 from penstock.graph.opgraph import OpGraph
 from penstock.passes.draft import Options
+from penstock.passes.table import PASSES
 
 MODELS = {  # global batch, sequence
     "mobius-3b": (16, 512), "mobius-8b": (16, 512), "mobius-15b": (8, 512), "mobius-51b": (8, 512), "t5-3b": (16, 512),
@@ -98,7 +98,7 @@ def figures(found: SearchResult) -> dict[str, Any]:
     step_s = plan.predicted.step_s
     slower = sorted((r for r in plan.rivals if r.step_s is not None), key=lambda r: r.step_s)
     judged = " ".join([plan.passes, *(r.passes for r in plan.rivals if not r.reason.startswith("not tried"))])
-    wanted = [n for n, kind in PASSES.items() if kind.decides in ("stages", "devices")]
+    wanted = [n for n, kind in PASSES.items() if kind.fields()[0] in ("stages", "devices")]
     return {
         "fits": True, "chosen": found.best.name, "stages": len(plan.decisions.stages), "step_s": step_s,
         "bottleneck": plan.predicted.bottleneck, "rivals_simulated": len(slower), "rivals": len(plan.rivals),

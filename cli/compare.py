@@ -150,13 +150,13 @@ def figure(value: float) -> str:
 
 
 def _plan_text(row: MachineRow) -> str:
-    from ..compiler.pipeline import parse_pipeline, pass_text
+    from ..compiler.pipeline import parse_pipeline
     from ..passes.mapping.mapping import Mapping
     from ..passes.partition.partition import Partition
     from ..passes.schedule.schedule import Schedule
 
     passes = parse_pipeline(row.passes, num_devices=1)  # the text of a plan names no number of devices
-    parts = [pass_text(p) for p in passes if isinstance(p, Partition | Mapping | Schedule)]
+    parts = [p.text() for p in passes if isinstance(p, Partition | Mapping | Schedule)]
     return f"{row.num_stages} stages, {row.micro_batches} micro-batches: {', '.join(parts)}"
 
 

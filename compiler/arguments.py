@@ -14,10 +14,10 @@ from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program, graphed, none_graphed, ungraphed
+from ..passes.table import PASSES
 from .batches.shape import BatchShape
 from .pipeline import parse_pipeline
 from .plan import Decisions, Plan
-from .strategies import PASSES
 
 LEAST_TIMEOUT_S = 1.0
 
@@ -89,12 +89,12 @@ def check_agrees(plan: Plan, **given: Any) -> None:
 
 def check_made(plan: Plan, num_devices: int) -> None:
     """Raise `PlanError` for a decision that no pass of the plan's pipeline makes: it would be ignored in silence."""
-    made = {name for p in parse_pipeline(plan.passes, num_devices) for name in p.fields or (p.decides,)}
+    made = {name for p in parse_pipeline(plan.passes, num_devices) for name in p.fields()}
     for name, field in Decisions.model_fields.items():
         value = getattr(plan.decisions, name)
         if name in made or field.is_required() or value == field.get_default():
             continue
-        makers = [kind.name for kind in PASSES.values() if name in (kind.fields or (kind.decides,))]
+        makers = [kind.name for kind in PASSES.values() if name in kind.fields()]
         raise PlanError(
             f"plan={plan.hash}: decisions.{name} is {value!r}, which none of its passes makes; add "
             f"{' or '.join(makers)} to `passes`, or leave {name} out"

@@ -18,7 +18,8 @@ from ..ir.verify import verify
 from ..passes.base import Pass, check_contracts
 from ..passes.draft import Draft
 from ..passes.receive_earlier import simulated_s
-from .strategies import PASSES, STRATEGIES
+from ..passes.table import PASSES
+from .strategies import STRATEGIES
 
 ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
 OF_DEVICES = re.compile(r"(?:(\d+)\*)?devices")
@@ -59,11 +60,11 @@ def parse_pipeline(text: str, num_devices: int) -> tuple[Pass, ...]:
 
 def require_complete(passes: Sequence[Pass]) -> None:
     """Raise `PassError` where a decision that every job needs is left open."""
-    decided = {name for p in passes for name in p.fields or (p.decides,)}
+    decided = {name for p in passes for name in p.fields()}
     makers: dict[str, list[str]] = defaultdict(list)
     for kind in PASSES.values():
-        if not kind.optional:
-            makers[kind.decides].append(kind.name)
+        if kind.decides[0].is_required:
+            makers[kind.decides[0].name].append(kind.name)
     missing = [" or ".join(names) for decision, names in makers.items() if decision not in decided]
     if missing:
         raise PassError(f"strategy {pipeline_text(passes)!r} lacks {', '.join(missing)}; put it behind the others")
@@ -100,18 +101,7 @@ def _value(name: str, key: str, value: str, kind: type, num_devices: int) -> Any
 
 def pipeline_text(passes: Sequence[Pass], short: bool = False) -> str:
     """The passes as text that `parse_pipeline` reads back. `short`: floats have six digits at most."""
-    return ", ".join(pass_text(p, short) for p in passes)
-
-
-def pass_text(p: Pass, short: bool = False) -> str:
-    """The pass's name, with the options that differ from their defaults."""
-    changed = [(f.name, getattr(p, f.name)) for f in dataclasses.fields(p) if getattr(p, f.name) != f.default]
-    options = ", ".join(f"{name}={_option_text(value, short)}" for name, value in changed)
-    return f"{p.name}{{{options}}}" if options else p.name
-
-
-def _option_text(value: Any, short: bool) -> str:
-    return f"{value:g}" if short and isinstance(value, float) else str(value).lower()
+    return ", ".join(p.text(short) for p in passes)
 
 
 def run_passes(

@@ -9,21 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ..graph.loss.chunk_head import LossChunk
-from ..graph.masks.forms import MaskForm
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding, TokenSplit, Width
+from ..passes.table import PASSES, decisions_of
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
-PhaseName = Literal["forward", "backward", "forward_ahead", "backward_ahead"]
 
 
 def _precision(word: str) -> str:
@@ -84,37 +81,23 @@ class Rival(BaseModel):
         return label if label in STRATEGIES else ""
 
 
-class Decisions(BaseModel):
-    """One field per pass; its name is the pass's `decides`."""
+DECISIONS = decisions_of(PASSES.values())
 
-    model_config = ConfigDict(extra="forbid")
-    masks: dict[str, MaskForm] = {}  # place of an attention call -> the proven form of a mask that it goes without
-    vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
-    experts: dict[str, list[int]] = {}  # layer -> 0, the first expert of each further part, the number of experts
-    width: Width = Width()  # what members of a team compute parts of
-    pointwise_again: bool = False  # whether backward computes pointwise results again
-    chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
-    interleaved: bool = False  # whether independent forwards of one model run layer by layer
-    context: TokenSplit | None = None  # how tokens are divided among the members of a team
-    tiles: dict[str, Annotated[int, Field(ge=2)]] = {}  # token-wise part -> the number of tokens of its tiles
-    blocks: dict[str, int]  # block -> number of op-graph nodes, in order
-    stages: list[list[str]]  # stage -> its blocks
-    planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
-    mesh: Lanes | None = None  # None: one lane of all devices
-    devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
-    copies: dict[str, list[int]] = {}  # stage that several devices of a lane run in turn -> these
-    schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
-    rematerialise: list[str]  # stages
-    activations: dict[str, Activations] = {}  # stage -> saved tensors that backward finds; for others all or none
-    fetch: dict[str, dict[PhaseName, int]]  # see `Early` in `insert_fetch.py`
-    sharding: Sharding | None = None
-    sums: Literal["step", "two-hop", "micro-batch", "all-reduce"] | None = None  # how shared stages' gradients add up
-    ssd: OnSsd = OnSsd()
-    link_turns: bool = False  # whether fetches through one root complex come by when they are needed
-    optimizer: dict[str, MemoryName]  # stage -> tier of its states; with resident weights it is stepped there
-    staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks
-    # Of an overlapping optimizer; "" where it needs no norm; a list: the stages that are stepped before it is known.
-    clipping: Literal["", "exact", "speculative"] | list[str] = ""
+if TYPE_CHECKING:  # which fields there are depends on the passes
+
+    class Decisions(BaseModel):
+        """A value for each decision of the passes."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Decisions = pydantic.create_model(
+        "Decisions",
+        __config__=ConfigDict(extra="forbid"),
+        __module__=__name__,
+        __doc__="A value for each decision of the passes.",
+        **{decision.name: (decision.type, decision.default) for decision in DECISIONS},
+    )
 
 
 class Plan(BaseModel):
@@ -140,14 +123,13 @@ class Plan(BaseModel):
         """Six hexadecimal digits over the decisions."""
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
-        # Later than others: plans without them keep their hash.
-        for name in ("vocabulary", "experts", "interleaved", "context", "width", "tiles", "copies", "link_turns"):
-            if getattr(self.decisions, name) == type(self.decisions).model_fields[name].default:
-                decided["decisions"].pop(name)
-        if self.decisions.mesh is not None and self.decisions.mesh.team == 1:
-            decided["decisions"]["mesh"].pop("team")
-        if self.decisions.mesh is not None and not self.decisions.mesh.micro_batches:
-            decided["decisions"]["mesh"].pop("micro_batches")
+        for decision in DECISIONS:
+            value = getattr(self.decisions, decision.name)
+            if not decision.hashed and value == decision.default:
+                decided["decisions"].pop(decision.name)
+            for name in getattr(value, "unhashed", ()):
+                if getattr(value, name) == type(value).model_fields[name].default:
+                    decided["decisions"][decision.name].pop(name, None)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def _unusual(self) -> set[str]:

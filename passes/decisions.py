@@ -1,12 +1,14 @@
-"""What passes decide, where a decision is more than a word or a list: the fields of a saved plan hold these objects.
+"""What passes decide: the fields of a saved plan, and the objects that some of them hold.
 
-A pass's `plan` returns them and its `rewrite` takes them, be they planned or read from a document that a user edited.
+A pass declares each field as a `Decision`. Its `plan` returns the fields' values and its `rewrite` takes them, be they
+planned or read from a document that a user edited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
@@ -15,8 +17,25 @@ from ..ir import ops
 from ..ir.program import StageSpec
 
 MemoryName = Literal["device", "dram", "ssd"]
+PhaseName = Literal["forward", "backward", "forward_ahead", "backward_ahead"]
 StageTiers = dict[str, Literal["states", "all"]]  # per stage on SSD: optimizer states, or all that persists
 NEAREST = ("shards", "pipeline")  # which devices are neighbours: those that share stages, or those of one pipeline
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A field of a saved plan: its name, its type as pydantic reads it, and its value where no pass decides it; `...`
+    where every job needs a pass that decides it. `hashed`: a plan's hash covers the default value, too. A field that is
+    added later must not be `hashed`, so that earlier plans keep their hash."""
+
+    name: str
+    type: Any
+    default: Any = ...
+    hashed: bool = False
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is ...
 
 
 class Lanes(BaseModel):
@@ -30,6 +49,7 @@ class Lanes(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    unhashed: ClassVar[tuple[str, ...]] = ("team", "micro_batches")  # fields that a plan's hash omits at their defaults
     lanes: list[list[int]]
     shards: Annotated[int, Field(ge=1)] = 1
     team: Annotated[int, Field(ge=1)] = 1
@@ -185,3 +205,12 @@ class OnSsd(BaseModel):
     model_config = ConfigDict(extra="forbid")
     stages: StageTiers = {}
     ahead: Annotated[int, Field(ge=0)] = 1
+
+
+# What several passes can decide.
+SCHEDULE = Decision("schedule", str)  # the `word` of a schedule
+REMATERIALISE = Decision("rematerialise", list[str])  # stages
+FETCH = Decision("fetch", dict[str, dict[PhaseName, int]])  # see `Early` in `insert_fetch.py`
+SHARDING = Decision("sharding", Sharding | None, None, hashed=True)
+SSD = Decision("ssd", OnSsd, OnSsd(), hashed=True)
+OPTIMIZER = Decision("optimizer", dict[str, MemoryName])  # stage -> tier of its states; resident weights: updated there

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.compiler.pipeline import parse_pipeline
-from penstock.compiler.strategies import PASSES
 from penstock.ir import ops
 from penstock.ir.machine import presets
+from penstock.passes.table import PASSES
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")

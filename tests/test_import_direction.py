@@ -42,7 +42,7 @@ ORDER = {
     "passes": (
         "work_limit", "run_again", "decisions", "draft", "base", "equal_programs", "phases", "receive_earlier",
         "rewrite", "mapping", "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "staying",
-        "memory", "schedule",
+        "memory", "schedule", "table",
     ),
     "compiler": (
         "planning", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "models", "packing", "capture",

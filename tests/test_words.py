@@ -22,9 +22,9 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "ir": (32, 15, 65, 4, 20, 1, 46, 0),
     "runtime": (118, 43, 134, 17, 21, 1, 111, 0),
     "graph": (110, 28, 79, 5, 11, 1, 58, 0),
-    "passes": (52, 59, 92, 32, 63, 0, 81, 0),
+    "passes": (52, 59, 91, 32, 63, 0, 81, 0),
     "codegen": (5, 2, 12, 0, 0, 0, 22, 0),
-    "compiler": (72, 39, 87, 2, 15, 0, 24, 0),
+    "compiler": (71, 38, 87, 2, 15, 0, 23, 0),
     "data": (7, 2, 5, 0, 1, 0, 0, 0),
     "training": (16, 0, 7, 0, 1, 2, 4, 0),
     "integrations": (15, 1, 8, 1, 5, 0, 3, 0),
@@ -33,7 +33,7 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "bench": (81, 21, 35, 15, 12, 0, 17, 1),
     "docs": (1, 0, 0, 9, 26, 4, 68, 0),
     "examples": (1, 0, 1, 1, 0, 0, 1, 0),
-    "tests": (303, 53, 141, 113, 41, 0, 126, 0),
+    "tests": (303, 53, 141, 113, 40, 0, 126, 0),
     ".": (0, 0, 0, 0, 1, 0, 5, 0),
 }
 UNCOUNTED = {"CHANGELOG.md", "style.md", Path(__file__).name}  # the past, and the habits themselves

@@ -11,9 +11,11 @@ from ...graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ...graph.loss_terms import LossTerm
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Drain, Program, link_turn_of, pooled_bytes
+from ...ir.program import Drain, Program, pooled_bytes
 from ...ir.units import format_bytes, format_seconds
+from ...passes.base import Explanation
 from ...passes.decisions import Lanes
+from ...passes.table import PASSES
 from ...runtime.optimizer.spec import OptimizerSpec
 from ...runtime.simulate import Timeline
 from ..pipeline import PassRecord
@@ -28,10 +30,6 @@ from .wear import Wear, wear_of
 
 WIDTH = 110
 FEW_NAMES = 4  # of devices; more names are abridged
-CLIPPING = {
-    "exact": "gradients are clipped exactly: every step waits for the norm of all gradients",
-    "speculative": "stages are stepped before the norm of all gradients is known, again where it must be clipped",
-}
 
 
 def explain(
@@ -48,9 +46,10 @@ def explain(
 
     `helps`: plans for other machines; without them the same programs are simulated on faster parts.
     """
+    explanations = [kind.explain(plan.decisions, programs) for kind in PASSES.values()]
     parts = [
-        _stages(plan, programs, hardware),
-        _link_turns(programs),
+        "\n".join([*_stages(plan, programs, hardware), *_lines(e for e in explanations if not e.heading)]),
+        *("\n".join([e.heading, *_lines([e])]) for e in explanations if e.heading),
         _updates(programs, hardware, optimizer),
         _loss(loss, programs),
         _rows(rows, programs),
@@ -62,7 +61,7 @@ def explain(
     return "\n\n".join(part for part in parts if part)
 
 
-def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
+def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> list[str]:
     decisions = plan.decisions
     lines = [
         f"{plan.model} on {plan.hardware}",
@@ -80,22 +79,11 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
             f"weights {weights_text(decisions, spec)}; {states}"
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
-    if decisions.staleness:
-        lines += _staleness(decisions.staleness, programs[0].interface.micro_batches_of_update)
-    if isinstance(decisions.clipping, list):
-        part = f"{len(decisions.clipping)} of {len(decisions.stages)} "
-        lines.append(f"  {part}{CLIPPING['speculative']}")
-    elif decisions.clipping:
-        lines.append(f"  {CLIPPING[decisions.clipping]}")
-    return "\n".join(lines)
+    return lines
 
 
-def _link_turns(programs: Sequence[Program]) -> str:
-    """Whether fetches of weights have turns on the links that they share."""
-    number = sum(link_turn_of(node) is not None for program in programs for node in program.ops())
-    if not number:
-        return ""
-    return f"turns on links\n  {number} fetches of weights: through one root complex, what is needed first comes first"
+def _lines(explanations: Iterable[Explanation]) -> list[str]:
+    return [row for each in explanations for line in each.lines for row in _wrapped("  ", [line])]
 
 
 def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerSpec | None) -> str:
@@ -115,13 +103,6 @@ def _rows(facts: RowFacts, programs: Sequence[Program]) -> str:
     interface = programs[0].interface
     lines = fact_lines(facts, interface.micro_batches_of_update, interface.asynchronous)
     return "\n".join(row for line in lines for row in _wrapped("", [line]))
-
-
-def _staleness(staleness: Mapping[str, int], each: int) -> list[str]:
-    parts = [f"{stage} {count}" for stage, count in staleness.items()]
-    own = "each micro-batch has updates of its own" if each == 1 else f"every {each} micro-batches have updates"
-    begin = f"  asynchronous, {own}; most updates between the weights of a forward and "
-    return _wrapped(f"{begin}the update with its gradients: ", parts)
 
 
 def device_name(hardware: Hardware, device: int, mesh: Lanes | None = None) -> str:

@@ -21,7 +21,8 @@ from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
 from ...ir.program import Program
 from ...ir.units import format_bytes, format_seconds
-from ...passes.draft import Options
+from ...passes.draft import Draft, Options
+from ...passes.sharding.mesh import Mesh
 from ...passes.work_limit import WorkDone
 from ..plan import Plan, Rival
 from .bounds import machine_bound
@@ -253,6 +254,18 @@ class Attempts:
         """The trials that were simulated, without named candidates, the fastest first."""
         rows = [t for t in self.trials if t.step_s is not None and not t.candidate.name]
         return sorted(rows, key=lambda t: t.step_s or 0.0)
+
+    def fastest_on(self, mesh: Mesh | None) -> list[Trial]:
+        """The fastest trials of one layout of lanes."""
+        return [trial for trial in self.fastest() if trial.candidate.mesh == mesh]
+
+    def lane_of(self, candidate: Candidate, count: int) -> Draft | None:
+        """The draft of one of the candidate's lanes; None, and a trial with the reason, where a pass refuses it."""
+        try:
+            return self.compiler(count).lane(candidate)
+        except PassError as error:
+            self.trials.append(Trial(candidate, count, reason=error))
+            return None
 
     @property
     def lacks_host_memory(self) -> bool:

@@ -14,22 +14,19 @@ from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
-from ...passes.memory.take_turns import TakeTurns
 from ...passes.optimizer.insert_optimizer import InsertOptimizer
 from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.partition import Partition
 from ...passes.partition.partition_balanced import PartitionBalanced
-from ...passes.rewrite.chunk_loss import ChunkLoss
 from ...passes.rewrite.coarsen import Coarsen
-from ...passes.rewrite.drop_masks import DropMasks
 from ...passes.rewrite.graph_pass import GraphPass
-from ...passes.rewrite.interleave_forwards import InterleaveForwards
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
 from ...passes.sharding.insert_shard import InsertShard
 from ...passes.sharding.insert_two_hop import AUTO, InsertTwoHop
 from ...passes.sharding.mesh import Mesh
-from ..pipeline import parse_pipeline, pass_text, pipeline_text
+from ...passes.table import PASSES
+from ..pipeline import parse_pipeline, pipeline_text
 from ..strategies import STRATEGIES
 
 P = TypeVar("P", bound=Pass)
@@ -96,8 +93,25 @@ class Candidate:
 
     def with_(self, *passes: Pass) -> Candidate:
         """The same candidate with each of `passes` in place of the pass that makes the same decision."""
-        by_decision = {p.decides: p for p in passes}
-        return Candidate(tuple(by_decision.get(p.decides, p) for p in self.passes))
+        by_decision = {p.fields()[0]: p for p in passes}
+        return Candidate(tuple(by_decision.get(p.fields()[0], p) for p in self.passes))
+
+    def changed(self, kind: type[Pass], form: Pass | None) -> Candidate:
+        """The same candidate with another form of its pass of a kind, or without that pass where `form` is None."""
+        passes: tuple[Pass, ...]
+        if self.find(kind) is not None:
+            forms = ((form,) if isinstance(p, kind) else (p,) for p in self.passes)
+            passes = tuple(p for each in forms for p in each if p is not None)
+        elif isinstance(form, GraphPass):
+            passes = self.over(*self.graph_passes, form).passes
+        else:
+            passes = self.passes if form is None else (*self.passes, form)
+        return self if passes == self.passes else Candidate(passes)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether stages that no other lane shares come from DRAM for each use where that is decided."""
+        return self.find(InsertFetch) is not None
 
     def ending(self, *passes: Pass) -> Candidate:
         """The same candidate with `passes` after its schedule."""
@@ -149,10 +163,6 @@ class Candidate:
             return found
         return found.with_(dataclasses.replace(cut, inputs_leave=True))  # type: ignore[call-arg]
 
-    def taking_turns(self) -> Candidate:
-        """The same candidate, where fetches through one root complex have turns if that is faster."""
-        return self if self.find(TakeTurns) is not None else Candidate((*self.passes, TakeTurns()))
-
     def holding(self, hold: bool) -> Candidate:
         """The same candidate. `hold`: shared stages stay whole for all micro-batches as far as there is room."""
         shard = self.find(InsertShard)
@@ -168,22 +178,12 @@ class Candidate:
         """The candidate's name in the table of rivals, which leaves out what is usual."""
         if self.name:
             return self.name
-        mesh, fetch, remat, shard = self.mesh, self.find(InsertFetch), self.find(InsertRemat), self.find(InsertShard)
-        on_one = mesh is not None and mesh.depth == 1
-        parts = [pass_text(p, short=True) for p in self.passes if isinstance(p, Mesh | Partition)]
-        parts += [p.name for p in self.passes if isinstance(p, Mapping) and not on_one]
-        parts += [p.name for p in self.passes if isinstance(p, Schedule) and not isinstance(p, SchedulePipeline)]
-        parts += [] if self.find(Schedule) is None or self.marks or not self.is_synchronous else ["adapters travel"]
-        parts += ["swapped"] if fetch is not None and fetch.swap else []
-        parts += ["fetched one phase ahead"] if fetch is not None and not fetch.queue else []
-        parts += ["all computed again"] if remat is not None and remat.always else []
-        parts += ["activations chosen"] if self.moves_activations else []
-        parts += ["none held"] if shard is not None and not shard.hold else []
-        parts += ["links in turns"] if self.find(TakeTurns) is not None else []
-        parts += ["optimizer overlapped"] if self.tiering.overlap and not self.uses_ssd else []
-        parts += [pass_text(p, short=True) for p in self.graph_passes if p not in PLAIN.graph_passes]
-        parts += ["whole logits"] if self.find(ChunkLoss) is None else []
-        return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
+        on_one = self.mesh is not None and self.mesh.depth == 1
+        named = [p for p in self.passes if not (on_one and isinstance(p, Mapping))]
+        words = [(p.label_rank, word) for p in named for word in p.label(self.passes)]
+        lacking = [kind for kind in PASSES.values() if kind.absent and self.find(kind) is None]
+        words += [(kind.label_rank, kind.absent) for kind in lacking]
+        return ", ".join(word for _, word in sorted(words, key=lambda each: each[0]))
 
     def title(self, count: int) -> str:
         """The name of a trial with `count` micro-batches."""
@@ -224,7 +224,7 @@ def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
     return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
 
 
-PLAIN_GRAPH = (DropMasks(), ChunkLoss(), InterleaveForwards())
+PLAIN_GRAPH = tuple(kind() for kind in PASSES.values() if kind.everywhere)
 PLAIN = Candidate(
     (*PLAIN_GRAPH, Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes)
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from ...passes.mapping.map_cross import MapCross
 from ...passes.mapping.map_replicas import MapReplicas
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping, equal_devices
-from ...passes.partition.partition import Partition
+from ...passes.partition.partition import Partition, has_few_blocks
 from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.partition.partition_max_stage import PartitionMaxStage
 from ...passes.partition.partition_min_stage import PartitionMinStage
@@ -25,11 +24,10 @@ from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_1f1b import Schedule1F1B
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
 from ...passes.sharding.mesh import Mesh
-from ..strategies import PASSES
+from ...passes.table import PASSES
 from .candidate import PLAIN, Candidate, inputs_may_leave
 from .layouts import shared_stages
 
-FEW_BLOCKS = 32  # up to this number, or eight a device, the search tries stages of every size
 MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
 IN_ORDER = (PartitionMinStage, PartitionMaxStage)
@@ -78,10 +76,6 @@ def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
     if has_few_blocks(draft):  # else each candidate takes seconds
         counts += [*(fewest + k * devices for k in range(1, 4)), 2 * fewest, 4 * fewest]
     return sorted({n for n in counts if n <= blocks})
-
-
-def has_few_blocks(draft: Draft) -> bool:
-    return len(draft.blocks) <= max(FEW_BLOCKS, 8 * draft.lane_hardware.num_devices)
 
 
 def _fewest(draft: Draft, inputs_leave: bool) -> int:
@@ -172,20 +166,6 @@ def more_of_mip(draft: Draft) -> list[PartitionMip]:
     except (DoesNotFit, PassError, PlanError):
         return []
     return [PartitionMip(stages=len(row.decision["stages"]), deadline_s=MIP_S / 2) for row in found]
-
-
-def numbers_near(draft: Draft, candidate: Candidate) -> list[Candidate]:
-    """The candidate, whose stages are those of `draft`, with one or two stages more and fewer; none of few blocks, for
-    which many numbers of stages are tried anyway."""
-    cut, number = candidate.partition, len(draft.stages)
-    if has_few_blocks(draft):
-        return []
-    wanted = [n for n in (number - 1, number + 1, number - 2, number + 2) if 0 < n <= len(draft.blocks)]
-    if isinstance(cut, PartitionMip):
-        return [candidate.with_(dataclasses.replace(cut, stages=n, deadline_s=MIP_S / 2)) for n in wanted]
-    if isinstance(cut, PartitionBalanced):
-        return [candidate.with_(dataclasses.replace(cut, stages=n)) for n in wanted]
-    return []
 
 
 def mappings(hardware: Hardware) -> list[Mapping]:

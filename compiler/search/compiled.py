@@ -34,6 +34,7 @@ from ...passes.partition_mip.partition_mip import PartitionMip
 from ...passes.receive_earlier import receive_earlier
 from ...passes.rewrite.coarsen import Coarsen
 from ...passes.rewrite.graph_pass import GraphPass
+from ...passes.rewrite.rewriter import Rewriter
 from ...passes.rewrite.split_context import SplitContext
 from ...passes.rewrite.split_width import SplitWidth
 from ...passes.schedule.evaluation import evaluation_programs
@@ -47,7 +48,6 @@ from .bounds import Bound, lower_bound
 from .candidate import Candidate
 from .fit import check_fit, check_lasting
 from .host_memory import evaluation_lacks
-from .rewritten import Rewriter
 
 DumpPrograms = Callable[[str, Draft], None]
 PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
@@ -93,7 +93,8 @@ class PlacedCandidate:
     @property
     def key(self) -> tuple[str, tuple[Pass, ...]]:
         """Equal for candidates that come to the same programs. Passes over the op graph may do nothing."""
-        names = [p.decides for p in self.candidate.graph_passes if self.decisions.get(p.decides)]
+        fields = [name for p in self.candidate.graph_passes for name in p.fields()]
+        names = [name for name in fields if self.decisions.get(name)]
         placed = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices", "copies")}
         return json.dumps(placed, default=str), self.todo
 

@@ -23,7 +23,6 @@ before the machine without lanes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -31,12 +30,8 @@ from functools import cached_property, partial
 from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
-from ...passes.base import Pass
 from ...passes.draft import Draft
-from ...passes.memory.insert_fetch import InsertFetch, is_queued
-from ...passes.memory.take_turns import sharing
 from ...passes.partition.slices import Slices
-from ...passes.rewrite.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.rewrite.graph_pass import GraphPass
 from ...passes.rewrite.recompute_pointwise import RecomputePointwise
 from ...passes.rewrite.split_context import SplitContext
@@ -44,31 +39,24 @@ from ...passes.rewrite.split_experts import SplitExperts
 from ...passes.rewrite.split_vocabulary import SplitVocabulary
 from ...passes.rewrite.split_width import SplitWidth
 from ...passes.rewrite.tile_sequence import TileSequence
+from ...passes.table import PASSES
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import (
-    IN_ORDER,
-    copied,
     divisors,
     lane_scouts,
-    mappings,
     micro_batch_counts,
-    more_of_mip,
-    numbers_near,
-    partitions,
-    schedules,
     scouts,
 )
 from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, varied
+from .moves import Position, layout_scouts, on_best_mesh, proposals, quick_strategies
 from .team_estimate import TeamEstimate, TeamEstimator
 from .teams import divided, has_experts, has_long_rows, team_meshes
-from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
+from .trial import Skipped, Trial, errors_of, smallest_step
 
 AGAIN, TILES = RecomputePointwise(), TileSequence()
-LEADERS = 3  # partitions whose schedules and tiers are tried
-FAR = 0.1  # by how much the first may be slower than the best: schedules and tiers gain less
 MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
 LAYOUTS_SHARE = 0.6  # of the time, for looking at layouts
 MOST, TEAMS_SHARE = 6, 0.6  # teams and layouts that are looked at where something fits, and the share of the work
@@ -175,7 +163,7 @@ class Sweep(Attempts):
             if self.is_in_teams(self.best_candidate):
                 begin_s, until_s = self.work.seconds, self.until_s
                 self.until_s = begin_s + TEAMS_SHARE * (until_s - begin_s)
-                self.sweep_lanes(self.best.count)
+                self.look(self.best.count, on_best_mesh(self, self.best.count, self.base))
                 self.until_s = until_s
             self.sweep(self.best.count)
             for other in self.promising():
@@ -199,51 +187,14 @@ class Sweep(Attempts):
         meshes = [mesh for trial in self.fastest() if (mesh := trial.candidate.mesh)]
         for mesh in list(dict.fromkeys(meshes))[:BEST_LAYOUTS]:
             self.base = base.on(mesh)
-            first = self.fastest_here()[0]
+            first = self.fastest_on(mesh)[0]
             for count in (first.count, *self.usual):
                 self.look(count, [first.candidate, first.candidate.holding(True)])
-            self.sweep(self.fastest_here()[0].count)
+            self.sweep(self.fastest_on(mesh)[0].count)
 
     def look_at(self, row: LayoutEstimate, base: Candidate) -> None:
         """Try scouts of a layout with several lanes."""
-        candidate = base.on(row.mesh)
-        if self.best is not None and row.bound_s >= self.best.step_s:
-            self.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
-            return
-        if self.best is not None and (self.is_late or row.scout_s > self.until_s - self.work.seconds):
-            self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
-            return
-        lane = self.lane_of(candidate, row.count)
-        if lane is None:
-            return
-        first = lane_scouts(lane, candidate, row.mesh)
-        self.look(row.count, first)
-        if row.mesh.shards > 1 and self.best is None:  # what is gathered whole must be smaller
-            self.look(row.count, [first[0].with_(IN_ORDER[0]()).swapped(True)])
-
-    def lane_of(self, candidate: Candidate, count: int) -> Draft | None:
-        """The draft of one of the candidate's lanes; None, and a trial with the reason, where a pass refuses it."""
-        try:
-            return self.compiler(count).lane(candidate)
-        except PassError as error:
-            self.trials.append(Trial(candidate, count, reason=error))
-            return None
-
-    def hybrids(self, count: int) -> None:
-        """For few devices, try layouts of several lanes with `count` micro-batches; sweep the one that is best."""
-        if self.base.mesh is not None or self.hardware.num_devices == 1:
-            return
-        for row in estimates(self.compiler(count).lane(self.base), [count]):
-            self.look_at(row, self.base)
-        self.sweep_lanes(count)
-
-    def sweep_lanes(self, count: int) -> None:
-        """Sweep the layout of the best candidate, where it has several lanes."""
-        best = self.best_candidate
-        if best.mesh is not None and not best.name and self.base.mesh is None:
-            before, self.base = self.base, self.base.over(*best.graph_passes).on(best.mesh)
-            self.sweep(count)
-            self.base = before
+        self.look(row.count, layout_scouts(self, row, base))
 
     def share_weights(self, base: Candidate) -> None:
         """Try teams whose members divide the width of layers or have some of the experts each, where theory says that
@@ -263,7 +214,7 @@ class Sweep(Attempts):
         ]
         if self.best is not None:
             if self.has_experts():  # a large graph, of which sweeps see a part; named strategies are tried in any case
-                self.look_at_named(self.best.count)
+                self.look(self.best.count, quick_strategies(self.base, self.hardware.num_devices))
             lanes = {row.mesh: row for row in reversed(estimates(compiler.lane(base), self.usual))}.values()
             ways += [(row.estimate_s, partial(self.look_at, row, base)) for row in lanes]
             least_s = min(self.best.step_s, teams.alone_s(able) if teams.disk_s else math.inf)
@@ -337,15 +288,18 @@ class Sweep(Attempts):
         counts = sorted({*divisors(self.wishes.batch_size), *self.usual, *self.last_resort})
         if self.wishes.micro_batches is None and not self.wishes.fewest_first:
             draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
-            fewest = next((n for n in counts if SplitExperts().has_room(draft, self.usual[0] / n)), counts[-1])
+            split, _ = self.parts
+            able = (n for n in counts if all(p.has_room(draft, self.usual[0] / n) for p in split))
+            fewest = next(able, counts[-1])
             self.usual, self.last_resort = [fewest], [n for n in counts if n > fewest]
 
     @cached_property
     def parts(self) -> tuple[list[GraphPass], bool]:
         """The passes that make parts of what is large for a device, and whether nothing fits without them."""
         draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
-        split: list[GraphPass] = [p for p in (SplitVocabulary(), SplitExperts()) if p.look(draft)[0]]
-        return split, any(isinstance(p, SplitExperts) and p.must(draft) for p in split)
+        kinds = [kind for kind in PASSES.values() if issubclass(kind, GraphPass)]
+        split = [p for kind in kinds if (p := kind()).divides(draft)]
+        return split, any(p.must_divide(draft) for p in split)
 
     def scout(self) -> None:
         """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does. Where
@@ -362,164 +316,9 @@ class Sweep(Attempts):
         return self.usual[:1] if self.is_large(self.usual[0]) else self.usual
 
     def sweep(self, count: int) -> None:
-        """Try everything with `count` micro-batches, first what may not be left out when time is short: the named
-        strategies, every partitioner, every mapping, schedules and tiers; then combinations of these. Where the base
-        has a layout of several lanes, candidates have that one."""
-        lane = self.compiler(count).lane(self.base)
-        cuts, maps = list(partitions(lane, self.base)), mappings(lane.lane_hardware)
-        usual = [self.base.with_(cut, maps[0]) for cut in cuts]
-        named = [] if self.base.mesh else self.named()
-        self.look_at_named(count)
-        self.look(count, [candidate for candidate in usual if not candidate.is_slow])
-        self.look(count, [row.candidate.with_(mapping) for mapping in maps for row in self.leaders(count)[:1]])
-        for row in self.leaders(count)[:1]:
-            self.other_tiers(row)
-        self.look(count, self.computed_again(count))
-        self.look(count, self.other_tiles(count))
-        self.look(count, self.other_losses(count))
-        self.hybrids(count)
-        self.look(count, copied(lane, self.base))
-        if not self.is_late and not self.base.is_shared:
-            self.look(count, [self.base.with_(cut, maps[0]) for cut in more_of_mip(lane)])
-        self.leaders_like_the_best(count)
-        self.refine(count)
-        self.look(count, [*usual, *(named if not self.base.uses_ssd else ())])
-        for row in self.leaders(count):
-            swaps = (False,) if row.all_swapped and not row.candidate.is_shared else (False, True)
-            options = itertools.product(schedules(lane.lane_hardware.num_devices), swaps)
-            self.look(count, [row.candidate.with_(schedule).swapped(swap) for schedule, swap in options])
-        self.like_the_best(count, cuts, maps)
-        self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])
-        self.refine(count)
-        self.look(count, named)
-
-    def refine(self, count: int) -> None:
-        """Exchange one thing of the best candidate at a time, until nothing gains any more."""
-        before = None
-        while self.best is not before:
-            before = self.best
-            for others in (self.computed_again, self.other_tiles, self.other_losses, self.other_numbers):
-                self.look(count, others(count))
-        self.look(count, self.one_phase_ahead(count))
-        self.look(count, self.in_turns(count))
-
-    def look_at_named(self, count: int) -> None:
-        """Try the named strategies that take no long search of their own."""
-        named = [] if self.base.mesh else self.named()
-        self.look(count, [c for c in named if not c.is_slow and (c.uses_ssd or not self.base.uses_ssd)])
-
-    def in_turns(self, count: int) -> list[Candidate]:
-        """The best candidate and other fast partitions with turns on links, where devices of the best share one."""
-        best = self.best
-        if best is None or best.count != count or not sharing(best.draft.programs, best.draft.lane_hardware):
-            return []
-        others = [row.candidate for row in self.leaders(count)]
-        return list(dict.fromkeys(candidate.taking_turns() for candidate in (best.candidate, *others)))
-
-    def one_phase_ahead(self, count: int) -> list[Candidate]:
-        """The best candidate without a queue of fetches, if it has one: the passes after it may lose what it gains."""
-        best = self.best
-        if best is None or best.count != count or not is_queued(best.decisions["fetch"]):
-            return []
-        fetch = best.candidate.find(InsertFetch)
-        return [] if fetch is None else [best.candidate.with_(dataclasses.replace(fetch, queue=False))]
-
-    def computed_again(self, count: int) -> list[Candidate]:
-        """The best candidate with pointwise results computed again, or without; none where everything is kept."""
-        best = self.best_candidate
-        if self.best is None or self.best.count != count or self.trial_of(count, best).keeps_all:
-            return []
-        others = [p for p in best.graph_passes if p != AGAIN]
-        return [best.over(*others) if AGAIN in best.graph_passes else best.over(*others, AGAIN)]
-
-    def other_tiles(self, count: int) -> list[Candidate]:
-        """The best candidate with token-wise parts in tiles, or without; none where everything is kept."""
-        best = self.best_candidate
-        if self.best is None or self.best.count != count or self.trial_of(count, best).keeps_all:
-            return []
-        others = [p for p in best.graph_passes if not isinstance(p, TileSequence)]
-        return [best.over(*others) if len(others) < len(best.graph_passes) else best.over(*others, TILES)]
-
-    def other_losses(self, count: int) -> list[Candidate]:
-        """The best candidate with whole logits, if it makes them in chunks, or with chunks, if it could."""
-        best = self.best_candidate
-        if best.find(ChunkLoss) is None:
-            return []
-        draft = Draft(self.compiler(count).graph, self.hardware, self.wishes.options)
-        if ChunkLoss().plan(draft):
-            return [best.over(*(p for p in best.graph_passes if not isinstance(p, ChunkLoss)))]
-        tokens = worth_a_try(draft)
-        return [best.with_(ChunkLoss(tokens))] if tokens else []
-
-    def other_numbers(self, count: int) -> list[Candidate]:
-        """The best candidate with a few stages more and fewer, where its partitioner is told how many; none of stages
-        that lanes share, nor where everything is kept."""
-        best = self.best
-        if best is None or best.count != count or best.candidate.is_shared:
-            return []
-        return numbers_near(best.draft, best.candidate) if not self.trial_of(count, best.candidate).keeps_all else []
-
-    def named(self) -> list[Candidate]:
-        """The strategies that train as plain PyTorch does."""
-        found = [Candidate.of(name, self.hardware.num_devices) for name in STRATEGIES]
-        over = self.base.graph_passes
-        found = [candidate if candidate.graph_passes == over else candidate.over(*over) for candidate in found]
-        return [candidate for candidate in found if candidate.is_synchronous]
-
-    def leaders_like_the_best(self, count: int) -> None:
-        """Try the fastest partitions with the tiers of the best candidate."""
-        best = self.best_candidate
-        if not best.name and not best.is_shared and best.mesh == self.base.mesh:
-            tiers = dataclasses.asdict(best.tiering)
-            self.look(count, [row.candidate.tiered(**tiers) for row in self.leaders(count)])
-
-    def like_the_best(self, count: int, cuts: Sequence[Pass], maps: Sequence[Pass]) -> None:
-        """Where the best differs from the base in more than partition and mapping, try others, and other tiers."""
-        best, usual = self.best_candidate, self.base.with_(cuts[0], maps[0])
-        if best.name or best.mesh != self.base.mesh or best.with_(cuts[0], maps[0]) == usual:
-            return
-        self.look(count, [self.best_candidate.with_(cut) for cut in cuts])
-        self.look(count, [self.best_candidate.with_(mapping) for mapping in maps])
-        best = self.best_candidate
-        self.look(count, [best])
-        self.other_tiers(self.trial_of(count, best))
-
-    def other_tiers(self, row: Trial) -> None:
-        """Try the same candidate with and without activations that move, and an optimizer under the backward pass; of
-        shared stages, with all computed again and not. Without SSDs the optimizer comes first, since it gains most;
-        activations then move beside the faster one, also with stages cut as for inputs that leave the device."""
-        candidate, count = row.candidate, row.count
-        if candidate.is_shared:
-            self.look(count, [candidate.swapped(swap) for swap in (True, False)])
-        elif candidate.find(InsertFetch) is None:
-            return
-        elif self.has_ssds:
-            both = itertools.product((True, False), (True,) if self.base.uses_ssd else (True, False))
-            self.look(count, [candidate.tiered(activations=moved, reservoir=lower) for moved, lower in both])
-        else:
-            overlapped = candidate.tiered(overlap=True)
-            if row.keeps_all or not self.needs_norm:  # only stages in DRAM are stepped early, and none waits for more
-                self.is_same(overlapped, row)
-            self.look(count, [overlapped])
-            faster = overlapped if self.best_candidate == overlapped else candidate
-            moving = [faster.tiered(activations=True), faster.leaving(), faster.tiered(activations=False)]
-            for other in moving if row.keeps_all and row.candidate == faster else ():
-                self.is_same(other, row)
-            self.look(count, moving)
-
-    def leaders(self, count: int) -> list[Trial]:
-        """The fastest trials so far, each partition with its best mapping; none that is far from the best."""
-        best: dict[float, Trial] = {}  # one of those that come to the same plan, and so to the same step
-        rows = [t for t in self.fastest_here() if t.count == count]
-        for row in rows:
-            far = row.step_s is not None and row.step_s > (1 + FAR) * (rows[0].step_s or 0.0)
-            if not far and row.cut not in [leader.cut for leader in best.values()]:
-                best.setdefault(row.step_s or 0.0, row)
-        return list(best.values())[:LEADERS]
-
-    def fastest_here(self) -> list[Trial]:
-        """The fastest trials of the base's layout."""
-        return [t for t in self.fastest() if t.candidate.mesh == self.base.mesh]
+        """Make all moves with `count` micro-batches. Where the base has a layout of several lanes, candidates have it,
+        too."""
+        self.look(count, proposals(Position(self, count, self.base)))
 
 
 def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> CompiledCandidate | PenstockError:

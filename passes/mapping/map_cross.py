@@ -32,6 +32,7 @@ class MapCross(Mapping):
     """`deadline_s`: seconds of work (`passes/work_limit.py`) after which the best mapping found so far is taken."""
 
     name: ClassVar[str] = "map-cross"
+    rank: ClassVar[int] = 42
     deadline_s: float = DEADLINE_S
 
     def plan(self, draft: Draft) -> list[int]:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from ...graph.costs.stage_time import stage_seconds
 from ...ir.errors import PassError
+from ..decisions import Decision
 from ..draft import Draft
-from .mapping import Mapping
+from .mapping import DEVICES, Mapping
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,11 @@ class MapReplicas(Mapping):
     have more devices than micro-batches."""
 
     name: ClassVar[str] = "map-replicas"
-    fields: ClassVar[tuple[str, ...]] = ("devices", "copies")
+    rank: ClassVar[int] = 44
+    decides: ClassVar[tuple[Decision, ...]] = (
+        DEVICES,
+        Decision("copies", dict[str, list[int]], {}),  # stage that several devices of a lane run in turn -> these
+    )
     gives: ClassVar[tuple[str, ...]] = ("devices", "copies")
 
     def plan(self, draft: Draft) -> Any:

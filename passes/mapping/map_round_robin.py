@@ -16,6 +16,7 @@ from .mapping import Mapping
 @dataclass(frozen=True)
 class MapRoundRobin(Mapping):
     name: ClassVar[str] = "map-round-robin"
+    rank: ClassVar[int] = 41
 
     def plan(self, draft: Draft) -> list[int]:
         return list(draft.planned_for)

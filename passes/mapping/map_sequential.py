@@ -17,6 +17,7 @@ from .mapping import Mapping, equal_devices
 @dataclass(frozen=True)
 class MapSequential(Mapping):
     name: ClassVar[str] = "map-sequential"
+    rank: ClassVar[int] = 43
 
     def plan(self, draft: Draft) -> list[int]:
         homes = complexes(draft.lane_hardware)

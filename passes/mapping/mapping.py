@@ -6,13 +6,17 @@ and exchanges only devices of equal speed and memory, so that every stage still 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ..base import Pass
+from ..decisions import Decision
 from ..draft import Draft
+
+DEVICES = Decision("devices", list[int])  # stage -> device of its lane; mappings only exchange equal devices
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,11 @@ class Mapping(Pass):
 
     needs: ClassVar[tuple[str, ...]] = ("stages",)
     gives: ClassVar[tuple[str, ...]] = ("devices",)
-    decides: ClassVar[str] = "devices"
+    rank: ClassVar[int] = 49
+    decides: ClassVar[tuple[Decision, ...]] = (DEVICES,)
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return [self.name]
 
     def plan(self, draft: Draft) -> list[int]:
         raise NotImplementedError

@@ -19,7 +19,7 @@ from ...ir.errors import PassError
 from ...ir.program import Program, plan_arena
 from ...ir.units import format_bytes, format_seconds
 from ..base import Pass
-from ..decisions import Activations, MemoryName
+from ..decisions import REMATERIALISE, Activations, Decision, MemoryName
 from ..draft import Draft
 from ..equal_programs import once
 from ..run_again import ALIKE
@@ -58,14 +58,22 @@ class ChooseActivations(Pass):
     insert-ssd will get them; "none": no SSD."""
 
     name: ClassVar[str] = "choose-activations"
+    rank: ClassVar[int] = 61
     needs: ClassVar[tuple[str, ...]] = ("programs",)
     gives: ClassVar[tuple[str, ...]] = ("remat",)
-    decides: ClassVar[str] = "rematerialise"
-    fields: ClassVar[tuple[str, ...]] = ("rematerialise", "activations")
+    label_rank: ClassVar[int] = 1
+    decides: ClassVar[tuple[Decision, ...]] = (
+        REMATERIALISE,
+        # stage -> saved tensors that backward finds; for others all or none
+        Decision("activations", dict[str, Activations], {}, hashed=True),
+    )
     to: str = "auto"
     share: float = -1.0
     swap: bool = False
     tier: str = "auto"
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return ["activations chosen"]
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`rematerialise`: names of stages; `activations`: choices for those that keep classes or move something."""

@@ -22,7 +22,8 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
 from ...runtime.simulate.costs import CostModel
-from ..base import Pass
+from ..base import Pass, PlanSoFar
+from ..decisions import FETCH, Decision
 from ..draft import Draft
 from ..equal_programs import look, once
 from ..optimizer.insert_optimizer import stepped_where
@@ -45,12 +46,23 @@ class InsertFetch(Pass):
     device that could hold them all; their optimizer states then lie in DRAM."""
 
     name: ClassVar[str] = "insert-fetch"
+    rank: ClassVar[int] = 62
     needs: ClassVar[tuple[str, ...]] = ("programs", "remat")
     gives: ClassVar[tuple[str, ...]] = ("tiers",)
-    decides: ClassVar[str] = "fetch"
+    decides: ClassVar[tuple[Decision, ...]] = (FETCH,)
     prefetch: bool = True
     swap: bool = False
     queue: bool = True
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        swapped = ["swapped"] if self.swap else []
+        return swapped if self.queue else [*swapped, "fetched one phase ahead"]
+
+    @classmethod
+    def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
+        """Without a queue of fetches, if there is one: the passes after it may lose what it gains."""
+        own = best.find(cls)
+        return [replace(own, queue=False)] if own is not None and is_queued(best.decisions.get("fetch", {})) else []
 
     def plan(self, draft: Draft) -> Early:
         """Per swapped stage its phases ("forward", "backward") with early fetches, and the parameters these bring; and

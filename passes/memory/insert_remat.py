@@ -34,6 +34,7 @@ from ...ir.program import (
     values_of,
 )
 from ..base import Pass
+from ..decisions import REMATERIALISE, Decision
 from ..draft import Draft
 from ..equal_programs import look, once
 from ..run_again import cheapest_again
@@ -47,11 +48,16 @@ class InsertRemat(Pass):
     their optimizer states to saved tensors. `always`: every stage that can be is rematerialised."""
 
     name: ClassVar[str] = "insert-remat"
+    rank: ClassVar[int] = 60
     needs: ClassVar[tuple[str, ...]] = ("programs",)
     gives: ClassVar[tuple[str, ...]] = ("remat",)
-    decides: ClassVar[str] = "rematerialise"
+    label_rank: ClassVar[int] = 1
+    decides: ClassVar[tuple[Decision, ...]] = (REMATERIALISE,)
     swap: bool = False
     always: bool = False
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return ["all computed again"] if self.always else []
 
     def plan(self, draft: Draft) -> list[str]:
         """Names of the stages to rematerialise."""

@@ -19,7 +19,7 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, infer_all, place_frees, plan_arena
 from ..base import Pass
-from ..decisions import OnSsd, StageTiers
+from ..decisions import SSD, Decision, OnSsd, StageTiers
 from ..draft import Draft
 from ..optimizer.dram_peak import weights_reads
 from ..optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom
@@ -34,10 +34,11 @@ class InsertSsd(Pass):
     allows. `ahead`: the most phases between a read of weights and their fetch."""
 
     name: ClassVar[str] = "insert-ssd"
+    rank: ClassVar[int] = 65
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
     gives: ClassVar[tuple[str, ...]] = ("ssd",)
-    decides: ClassVar[str] = "ssd"
-    optional: ClassVar[bool] = True
+    label_rank: ClassVar[int] = 9
+    decides: ClassVar[tuple[Decision, ...]] = (SSD,)
     tier: str = "auto"
     ahead: int = MOST_READS_AHEAD
 
@@ -46,6 +47,9 @@ class InsertSsd(Pass):
             raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(SSD_TIERS)}")
         if not 0 <= self.ahead <= MOST_READS_AHEAD:
             raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_READS_AHEAD}")
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return ["reservoir"]
 
     def plan(self, draft: Draft) -> OnSsd:
         """Raises `DoesNotFit` where DRAM is too small even with all of it on SSD, or the SSDs are too small;

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Program, build_order
+from ...ir.program import Program, build_order, link_turn_of
 from ...runtime.simulate import CostModel
-from ..base import Pass
+from ..base import Explanation, Pass, PlanSoFar
+from ..decisions import Decision
 from ..draft import Draft
 from ..receive_earlier import simulated_s
 
@@ -35,11 +36,31 @@ class TakeTurns(Pass):
     """`always`: also where a simulated step does not gain by it."""
 
     name: ClassVar[str] = "take-turns"
+    rank: ClassVar[int] = 66
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers", "optimizer")
     gives: ClassVar[tuple[str, ...]] = ("turns",)
-    decides: ClassVar[str] = "link_turns"
-    optional: ClassVar[bool] = True
+    label_rank: ClassVar[int] = 2
+    of_leaders: ClassVar[bool] = True
+    # whether fetches through one root complex come by when they are needed
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("link_turns", bool, False),)
     always: bool = False
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return ["links in turns"]
+
+    @classmethod
+    def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
+        if best.end is None or not sharing(best.end.programs, best.end.lane_hardware):
+            return []
+        return [best.find(cls) or cls()]
+
+    @classmethod
+    def explain(cls, decisions: Any, programs: Sequence[Program]) -> Explanation:
+        number = sum(link_turn_of(node) is not None for program in programs for node in program.ops())
+        if not number:
+            return Explanation()
+        text = f"{number} fetches of weights: through one root complex, what is needed first comes first"
+        return Explanation([text], heading="turns on links")
 
     def plan(self, draft: Draft) -> bool:
         """Whether fetches have turns."""

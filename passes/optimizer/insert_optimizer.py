@@ -14,6 +14,7 @@ scattered (`reduce_scatter`) and each device offloads and steps its shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import homes_of
 from ..base import Pass
+from ..decisions import OPTIMIZER, Decision
 from ..draft import Draft
 from .dram_room import choose_timings
 from .timing import Timing, updates_of
@@ -32,9 +34,13 @@ TIMINGS = (Timing(lag=1), Timing(lag=0))
 @dataclass(frozen=True)
 class InsertOptimizer(Pass):
     name: ClassVar[str] = "insert-optimizer"
+    rank: ClassVar[int] = 70
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
     gives: ClassVar[tuple[str, ...]] = ("optimizer",)
-    decides: ClassVar[str] = "optimizer"
+    decides: ClassVar[tuple[Decision, ...]] = (OPTIMIZER,)
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return []
 
     def plan(self, draft: Draft) -> dict[str, str]:
         """The memory in which each stage is stepped: "device" with resident weights, "dram" with swapped ones."""

@@ -18,14 +18,15 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, profile_memory, work_of
 from ...ir.units import format_bytes
-from ..base import Pass
+from ..base import Explanation, Pass
+from ..decisions import OPTIMIZER, Decision
 from ..draft import Draft
 from ..receive_earlier import simulated_s
 from .dram_room import choose_timings
@@ -36,6 +37,12 @@ from .updates import write_updates
 WORTH = 1.01  # speculation that is faster by less is not worth what a clipped step costs
 PARTS = (1 / 4, 1 / 8)  # steps towards the best share of the stages
 Clipping = str | list[str]
+# "" where updates need no norm; a list: the stages that are stepped before it is known
+CLIPPING = Decision("clipping", Literal["", "exact", "speculative"] | list[str], "", hashed=True)
+EXPLAINED = {
+    "exact": "gradients are clipped exactly: every step waits for the norm of all gradients",
+    "speculative": "stages are stepped before the norm of all gradients is known, again where it must be clipped",
+}
 CLIPS = ("auto", "exact", "speculative")
 TIMINGS = (Timing(1, 3), Timing(1, 2), Timing(0, 2), Timing(1, 1), Timing(0, 1))  # gradients are smaller than states
 
@@ -46,10 +53,11 @@ class OverlapOptimizer(Pass):
     fastest of those that fit, which may be speculative for some stages alone."""
 
     name: ClassVar[str] = "overlap-optimizer"
+    rank: ClassVar[int] = 81
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
     gives: ClassVar[tuple[str, ...]] = ("optimizer",)
-    decides: ClassVar[str] = "optimizer"
-    fields: ClassVar[tuple[str, ...]] = ("optimizer", "clipping")
+    label_rank: ClassVar[int] = 3
+    decides: ClassVar[tuple[Decision, ...]] = (OPTIMIZER, CLIPPING)
     overlap: bool = True
     clip: str = "auto"
 
@@ -60,6 +68,17 @@ class OverlapOptimizer(Pass):
             raise PassError(
                 f"pass {self.name!r}: clip=speculative steps before the norm is known, so not overlap=false"
             )
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        """With a reservoir it is usual."""
+        return [] if any("ssd" in p.gives for p in passes) else ["optimizer overlapped"]
+
+    @classmethod
+    def explain(cls, decisions: Any, programs: Sequence[Program]) -> Explanation:
+        if isinstance(decisions.clipping, list):
+            part = f"{len(decisions.clipping)} of {len(decisions.stages)} "
+            return Explanation([f"{part}{EXPLAINED['speculative']}"])
+        return Explanation([EXPLAINED[decisions.clipping]] if decisions.clipping else [])
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`optimizer`: the memory of each stage's states; `clipping`: "exact", "speculative", the stages for which it

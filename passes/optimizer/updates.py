@@ -23,7 +23,7 @@ from ..sharding.gradient_sums import short, sum_once
 from .free_later import free_gradients_later
 from .timing import Timing, Updates
 
-Move = tuple[str, str]  # "read", "step" or "write", and the stage
+UpdateStep = tuple[str, str]  # "read", "step" or "write", and the stage
 
 
 def write_updates(programs: Sequence[Program], hardware: Hardware, updates: Updates, timings: Sequence[Timing]) -> None:
@@ -43,7 +43,7 @@ class Script:
     backward, and the last slot after the norm."""
 
     order: list[str]
-    slots: list[list[Move]]
+    slots: list[list[UpdateStep]]
     begin: fx.Node | None
 
 
@@ -63,7 +63,7 @@ def script(program: Program, updates: Updates, timing: Timing) -> Script:
     return Script(order, slots(order, late, on_ssd, timing), begin)
 
 
-def slots(order: Sequence[str], late: Sequence[str], on_ssd: Sequence[str], timing: Timing) -> list[list[Move]]:
+def slots(order: Sequence[str], late: Sequence[str], on_ssd: Sequence[str], timing: Timing) -> list[list[UpdateStep]]:
     """The moves of each slot. States are read when a buffer is free, and at most as many stages early as there are
     buffers; they are written back after their step, which frees their buffer."""
     last = len(order) + 2
@@ -71,7 +71,7 @@ def slots(order: Sequence[str], late: Sequence[str], on_ssd: Sequence[str], timi
     steps = [stage for stage in order if stage not in late] + list(late)
     reads = [stage for stage in steps if stage in set(on_ssd)]
     following = dict(zip(reads, reads[timing.buffers :]))
-    found: list[list[Move]] = [[] for _ in range(last + 1)]
+    found: list[list[UpdateStep]] = [[] for _ in range(last + 1)]
     for stage in reads[: timing.buffers]:
         found[max(0, at[stage] - timing.buffers)].append(("read", stage))
     for stage in steps:
@@ -147,7 +147,7 @@ class _Writer:
             with self.program.graph.inserting_before(grads.next):
                 (self.grads[stage],) = self.program.emit(ops.hook, grads, names=[f"{short('g', stage)}_hooked"])
 
-    def make(self, moves: Sequence[Move]) -> None:
+    def make(self, moves: Sequence[UpdateStep]) -> None:
         for kind, stage in moves:
             what = f"{stage}.{'all' if stage in self.weights_on_ssd else 'states'}"
             if kind == "read":

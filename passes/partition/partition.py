@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 from ...graph.divide.exchanges import cut_at_borders
 from ...graph.stages import build_stages
 from ...ir.errors import PassError
-from ..base import Pass
+from ..base import Pass, PlanSoFar
+from ..decisions import Decision
 from ..draft import Draft
 
+FEW_BLOCKS = 32  # up to this number, or eight a device, the search tries stages of every size
 StagesDecision = dict[str, Any]  # {"stages": list[list[str]], "planned_for": list[int]}
 
 
@@ -26,8 +28,25 @@ class Partition(Pass):
 
     needs: ClassVar[tuple[str, ...]] = ("blocks",)
     gives: ClassVar[tuple[str, ...]] = ("stages",)
-    decides: ClassVar[str] = "stages"
-    fields: ClassVar[tuple[str, ...]] = ("stages", "planned_for")
+    rank: ClassVar[int] = 39
+    decides: ClassVar[tuple[Decision, ...]] = (
+        Decision("stages", list[list[str]]),  # stage -> its blocks
+        Decision("planned_for", list[int]),  # stage -> the device whose speed and memory it was cut for
+    )
+
+    def with_stages(self, number: int) -> Partition | None:
+        """This partitioner, asked for a number of stages; None where it chooses the number itself."""
+        return None
+
+    @classmethod
+    def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
+        """One or two stages more and fewer; none of few blocks, for which the search tries many numbers anyway."""
+        own = best.find(cls)
+        if own is None or best.end is None or not best.is_short or best.is_shared or has_few_blocks(best.end):
+            return []
+        number, most = len(best.end.stages), len(best.end.blocks)
+        wanted = [n for n in (number - 1, number + 1, number - 2, number + 2) if 0 < n <= most]
+        return [other for n in wanted if (other := own.with_stages(n)) is not None]
 
     def plan(self, draft: Draft) -> StagesDecision:
         found = self.cut(draft)
@@ -52,6 +71,10 @@ class Partition(Pass):
             raise PassError(f"planned_for names device {wrong[0]}; there are 0 to {count - 1}")
         draft.partition, draft.planned_for = stages, list(devices)
         draft.stages = build_stages(draft.graph, draft.blocks, stages)
+
+
+def has_few_blocks(draft: Draft) -> bool:
+    return len(draft.blocks) <= max(FEW_BLOCKS, 8 * draft.lane_hardware.num_devices)
 
 
 def asked_stages(draft: Draft, option: int) -> int:

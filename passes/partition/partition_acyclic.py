@@ -30,6 +30,7 @@ BISECTIONS = 30
 @dataclass(frozen=True)
 class PartitionAcyclic(Partition):
     name: ClassVar[str] = "partition-acyclic"
+    rank: ClassVar[int] = 35
 
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...graph.blocks import Block
@@ -36,11 +36,15 @@ class PartitionBalanced(Partition):
     layer of experts, or of a table; of equal devices only."""
 
     name: ClassVar[str] = "partition-balanced"
+    rank: ClassVar[int] = 30
     stages: int = 0
     order: str = ""
     inputs_leave: bool = False
     asynchronous: bool = False
     together: bool = False
+
+    def with_stages(self, number: int) -> Partition:
+        return replace(self, stages=number)
 
     def cut(self, draft: Draft) -> StagesDecision:
         asked = asked_stages(draft, self.stages)

@@ -20,6 +20,7 @@ class PartitionMaxStage(Partition):
     """`inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward."""
 
     name: ClassVar[str] = "partition-max-stage"
+    rank: ClassVar[int] = 31
     inputs_leave: bool = False
 
     def cut(self, draft: Draft) -> StagesDecision:

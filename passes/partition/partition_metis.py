@@ -24,6 +24,7 @@ SCALE = 10**6  # METIS takes integers: all weights of a kind add up to about thi
 @dataclass(frozen=True)
 class PartitionMetis(Partition):
     name: ClassVar[str] = "partition-metis"
+    rank: ClassVar[int] = 36
 
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device, or a device cannot hold the inputs of all its

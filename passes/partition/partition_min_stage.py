@@ -19,6 +19,7 @@ class PartitionMinStage(Partition):
     """`inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward."""
 
     name: ClassVar[str] = "partition-min-stage"
+    rank: ClassVar[int] = 32
     inputs_leave: bool = False
 
     def cut(self, draft: Draft) -> StagesDecision:

@@ -42,6 +42,7 @@ class PartitionPipedream(Partition):
     several devices each."""
 
     name: ClassVar[str] = "partition-pipedream"
+    rank: ClassVar[int] = 34
     stages: int = 0
     replicas: bool = False
 
@@ -68,7 +69,6 @@ class PartitionPipedream(Partition):
             "stages": [names[a:b] for a, (_, b) in zip(starts, route)],
             "planned_for": [turn % count for turn, _ in route],
         }
-
 
     def _replicated(self, draft: Draft) -> StagesDecision:
         if len(set(draft.lane_hardware.device_kinds)) > 1:

@@ -28,6 +28,7 @@ from .proof.solve import Proof, prove
 from .recurrence import contended_s, literal_s, residents
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
+ONE_NUMBER_S = 1.0  # the deadline where the search asks for another number of stages
 SEARCH_SHARE = 0.35  # the most that the local search may take of the deadline
 MOVES = 1.35  # what a search takes over its counted work: making moves, and which stages run again, are not counted
 
@@ -51,6 +52,7 @@ class PartitionMip(Partition):
     root complex evenly."""
 
     name: ClassVar[str] = "partition-mip"
+    rank: ClassVar[int] = 33
     stages: int = 0
     literal: bool = False
     deadline_s: float = 6.0
@@ -58,6 +60,9 @@ class PartitionMip(Partition):
     swap: bool = False
     always: bool = False
     turns: bool = False
+
+    def with_stages(self, number: int) -> Partition:
+        return replace(self, stages=number, deadline_s=ONE_NUMBER_S)
 
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,

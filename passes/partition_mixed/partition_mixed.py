@@ -54,6 +54,7 @@ class PartitionMixed(Partition):
     Connected clusters of one device become one stage, so there may be fewer. `asynchronous`: for `schedule-async`."""
 
     name: ClassVar[str] = "partition-mixed"
+    rank: ClassVar[int] = 37
     slow: ClassVar[bool] = True
     stages: int = 0
     asynchronous: bool = False

@@ -7,6 +7,7 @@ token. Logits that the model returns are made in evaluation only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,8 @@ from ...graph.loss.chunk_head import (
 from ...graph.loss.head_loss import HeadLoss, head_losses
 from ...ir.errors import PassError
 from ...ir.units import format_bytes
+from ..base import Pass, PlanSoFar
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 
@@ -36,9 +39,23 @@ class ChunkLoss(GraphPass):
     """`tokens`: of each chunk, or automatic: logits that are large for a device, in chunks that are not."""
 
     name: ClassVar[str] = "chunk-loss"
-    decides: ClassVar[str] = "chunks"
+    rank: ClassVar[int] = 15
+    everywhere: ClassVar[bool] = True  # no strategy is about keeping large logits
+    absent: ClassVar[str] = "whole logits"
+    # cross entropy -> the chunks in which its logits are made
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("chunks", dict[str, LossChunk], {}, hashed=True),)
     automatic: ClassVar[tuple[str, ...]] = ("tokens",)
     tokens: int = 0
+
+    @classmethod
+    def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
+        """Whole logits, if they are made in chunks, or chunks, if there could be some."""
+        if best.find(cls) is None:
+            return []
+        if cls().plan(best.start):
+            return [None]
+        tokens = worth_a_try(best.start)
+        return [cls(tokens)] if tokens else []
 
     def plan(self, draft: Draft) -> Chunks:
         """Raises `PassError` where `tokens` is given and every cross entropy needs its logits whole."""
@@ -96,5 +113,3 @@ def _note(head: HeadLoss, chunk: LossChunk) -> str:
     if head.outputs and not chunk.logits:
         text += f"; evaluation gives no {', '.join(head.outputs)}, which would stand whole"
     return text
-
-

@@ -13,6 +13,7 @@ one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from ...graph.layers import find_blocks
 from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError, PlanError
 from ..base import Pass
+from ..decisions import Decision
 from ..draft import Draft
 
 
@@ -33,9 +35,14 @@ class Coarsen(Pass):
     """`level`: "layer" for the elements of the model's module lists and what lies between them, or "operator"."""
 
     name: ClassVar[str] = "coarsen"
+    rank: ClassVar[int] = 20
     gives: ClassVar[tuple[str, ...]] = ("blocks",)
-    decides: ClassVar[str] = "blocks"
+    # block -> the number of its op-graph nodes, in order
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("blocks", dict[str, int]),)
     level: str = "layer"
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return []
 
     def plan(self, draft: Draft) -> dict[str, int]:
         """Each block's number of nodes, by name, in order. Raises `PlanError` for a model without parameters in use."""
@@ -95,5 +102,3 @@ def _compiled(graph: OpGraph, blocks: list[Block]) -> list[Block]:
 def _remarks(blocks: list[Block]) -> list[str]:
     names = sorted({name.removeprefix("aten::") for block in blocks for name in block.cost.uncounted})
     return [f"peaks leave out what {', '.join(names)} may hold on a GPU while they run"] if names else []
-
-

@@ -31,6 +31,7 @@ from ...ir.calls import call_name
 from ...ir.errors import PassError
 from ...runtime.functions import MOST_QUERIES, document_borders, packed_attention, window_attention
 from ...runtime.functions.document_borders import MOST_DOCUMENTS, fits_kernel
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 
@@ -41,10 +42,15 @@ LEAST_PACKED = 2 * MOST_QUERIES
 # example batch, or for a few. Each takes the kernel's backward 128 tokens' gradients of queries in fp32.
 MEAN_DOCUMENT = 64
 FEW_DOCUMENTS = 8
+
+
 @dataclass(frozen=True)
 class DropMasks(GraphPass):
     name: ClassVar[str] = "drop-masks"
-    decides: ClassVar[str] = "masks"
+    rank: ClassVar[int] = 10
+    everywhere: ClassVar[bool] = True
+    # place of an attention call -> the proven form of a mask that it goes without
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("masks", dict[str, MaskForm], {}, hashed=True),)
 
     def plan(self, draft: Draft) -> dict[str, MaskForm]:
         """What the mask of each call is proven to be, by the call's place. Masks of documents go on GPUs where the

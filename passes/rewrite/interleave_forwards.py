@@ -26,6 +26,7 @@ from ...graph.layers import buffers_of, in_list, is_inside, split_runs
 from ...graph.opgraph import OpGraph, is_mode_switch, plain_meta
 from ...ir.edges import storage_root
 from ...ir.errors import PassError
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 
@@ -37,7 +38,10 @@ class InterleaveForwards(GraphPass):
     """It has no options."""
 
     name: ClassVar[str] = "interleave-forwards"
-    decides: ClassVar[str] = "interleaved"
+    rank: ClassVar[int] = 16
+    everywhere: ClassVar[bool] = True
+    # whether independent forwards of one model run layer by layer
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("interleaved", bool, False),)
 
     def plan(self, draft: Draft) -> bool:
         """Whether the step calls parts of the model several times, independently and in different places."""

@@ -9,9 +9,12 @@ with sublinear memory cost", 3: drop the results of cheap operations.)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base import Pass, PlanSoFar
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 
@@ -21,7 +24,13 @@ class RecomputePointwise(GraphPass):
     """It has no options."""
 
     name: ClassVar[str] = "recompute-pointwise"
-    decides: ClassVar[str] = "pointwise_again"
+    rank: ClassVar[int] = 14
+    # whether backward computes pointwise results again
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("pointwise_again", bool, False, hashed=True),)
+
+    @classmethod
+    def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
+        return cls.with_or_without(best)
 
     def plan(self, draft: Draft) -> bool:
         """True: that is what the pass is there for."""

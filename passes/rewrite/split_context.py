@@ -54,7 +54,7 @@ from ...graph.opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from ...ir.calls import call_name
 from ...ir.errors import PassError
 from ...runtime.functions import among_zeros, chunked_cross_entropy, evaluation_logits, own_tokens
-from ..decisions import By, TokenSplit
+from ..decisions import By, Decision, TokenSplit
 from ..draft import Draft
 from .graph_pass import GraphPass
 from .row_part_limits import refused_by_optimizer
@@ -80,7 +80,9 @@ class SplitContext(GraphPass):
     numbers are drawn for single tokens, and for batches whose sizes are not fixed."""
 
     name: ClassVar[str] = "split-context"
-    decides: ClassVar[str] = "context"
+    rank: ClassVar[int] = 17
+    # how tokens are divided among the members of a team
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("context", TokenSplit | None, None),)
     by: By = "heads"
     team: int = 2
     experts: bool = True

@@ -24,6 +24,7 @@ from ...ir.errors import PassError
 from ...ir.program import TeamPart
 from ...ir.units import format_bytes
 from ...runtime.experts.split_experts import join_part, part_offsets, part_rows
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 from .row_part_limits import SHARE, device_room, refused_by_optimizer
@@ -41,9 +42,14 @@ class SplitExperts(GraphPass):
     at one time take a quarter of DRAM."""
 
     name: ClassVar[str] = "split-experts"
-    decides: ClassVar[str] = "experts"
+    rank: ClassVar[int] = 12
+    # layer -> 0, the first expert of each further part, the number of experts
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("experts", dict[str, list[int]], {}),)
     automatic: ClassVar[tuple[str, ...]] = ("parts",)
     parts: int = 0
+
+    def divides(self, draft: Draft) -> bool:
+        return bool(self.look(draft)[0])
 
     def plan(self, draft: Draft) -> ExpertBoundaries:
         """Raises `PassError` where `parts` is given and no layer can have so many."""
@@ -88,7 +94,7 @@ class SplitExperts(GraphPass):
             return math.inf
         return max(1.0, DRAM_SHARE * dram / machine.num_devices / BUFFERS)
 
-    def must(self, draft: Draft) -> bool:
+    def must_divide(self, draft: Draft) -> bool:
         """Whether some layer that can be split is too large for every device while it is whole."""
         most_bytes = max(device.budget_bytes for device in draft.machine.devices)
         layers = [row for row in draft.graph.once(find_expert_layers).values() if row.held_bytes > most_bytes]

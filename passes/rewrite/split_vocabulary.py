@@ -19,6 +19,7 @@ from ...graph.tables.split_table import split_table
 from ...graph.tables.tables import TokenTable, find_tables
 from ...ir.errors import PassError
 from ...ir.units import format_bytes
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 from .row_part_limits import COPIES, SHARE, device_room, refused_by_optimizer
@@ -31,9 +32,14 @@ class SplitVocabulary(GraphPass):
     """`parts`: of each table, or automatic: tables that take more than half of a device, into parts that do not."""
 
     name: ClassVar[str] = "split-vocabulary"
-    decides: ClassVar[str] = "vocabulary"
+    rank: ClassVar[int] = 11
+    # split table -> 0, the first row of each further part, the number of rows
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("vocabulary", dict[str, list[int]], {}),)
     automatic: ClassVar[tuple[str, ...]] = ("parts",)
     parts: int = 0
+
+    def divides(self, draft: Draft) -> bool:
+        return bool(self.look(draft)[0])
 
     def plan(self, draft: Draft) -> Boundaries:
         """Raises `PassError` where `parts` is given and no table can have so many."""

@@ -30,7 +30,7 @@ from ...graph.opgraph import OpGraph, value_tensors
 from ...graph.tables.tables import TokenTable
 from ...ir.errors import PassError
 from ...ir.program import RowPart
-from ..decisions import Width
+from ..decisions import Decision, Width
 from ..draft import Draft
 from .graph_pass import GraphPass
 from .row_part_limits import device_room, refused_by_optimizer
@@ -45,7 +45,9 @@ class SplitWidth(GraphPass):
     """`team`: the number of members."""
 
     name: ClassVar[str] = "split-width"
-    decides: ClassVar[str] = "width"
+    rank: ClassVar[int] = 13
+    # what members of a team compute parts of
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("width", Width, Width()),)
     team: int = 2
 
     def __post_init__(self) -> None:

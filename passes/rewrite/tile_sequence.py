@@ -10,9 +10,11 @@ them a third time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from torch import fx
 
 from ...graph.edit import copy_graph
@@ -22,6 +24,8 @@ from ...graph.tiles.token_wise import TokenPart, token_parts
 from ...ir.errors import PassError
 from ...ir.tiles import MARK, TileMark
 from ...ir.units import format_bytes
+from ..base import Pass, PlanSoFar
+from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
 
@@ -37,13 +41,19 @@ class TileSequence(GraphPass):
     """`tokens`: of each tile, or automatic: parts whose values are large for a device, in tiles that are not."""
 
     name: ClassVar[str] = "tile-sequence"
-    decides: ClassVar[str] = "tiles"
+    rank: ClassVar[int] = 18
+    # token-wise part -> the number of tokens of its tiles
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("tiles", dict[str, Annotated[int, Field(ge=2)]], {}),)
     automatic: ClassVar[tuple[str, ...]] = ("tokens",)
     closes: ClassVar[tuple[str, ...]] = (
         "drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary", "split-experts", "split-context",
         "split-width",
     )  # fmt: skip
     tokens: int = 0
+
+    @classmethod
+    def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
+        return cls.with_or_without(best)
 
     def plan(self, draft: Draft) -> Tiles:
         """Raises `PassError` where `tokens` is given and no part of the model can be cut."""

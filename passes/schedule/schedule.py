@@ -20,6 +20,7 @@ from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
 from ...ir.program import SIZES, Interface, ParamSpec, copies_group, shard_key, sizes_spec
 from ..base import Pass, require_own
+from ..decisions import SCHEDULE, Decision
 from ..draft import Draft
 from ..staying import staying_stages
 from .emitter import Emitter
@@ -33,14 +34,19 @@ class Schedule(Pass):
 
     needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
     gives: ClassVar[tuple[str, ...]] = ("programs",)
-    decides: ClassVar[str] = "schedule"
-    order: ClassVar[str]  # what a plan calls it
+    rank: ClassVar[int] = 59
+    decides: ClassVar[tuple[Decision, ...]] = (SCHEDULE,)
+    word: ClassVar[str]  # what a plan calls it
     splits_backward: ClassVar[bool] = False  # whether the gradients of parameters may come after those of inputs
     takes_copies: ClassVar[bool] = False  # whether several devices may run a stage in turn
     staying: bool = True
 
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        is_synchronous = all(p.synchronous for p in passes)
+        return [self.name] if self.marks or not is_synchronous else [self.name, "adapters travel"]
+
     def plan(self, draft: Draft) -> Any:
-        return self.order
+        return self.word
 
     def rewrite(self, draft: Draft, decision: Any) -> None:
         if draft.copies and not self.takes_copies:

@@ -29,7 +29,8 @@ ROUNDING = 1e-9  # is taken from a ratio of seconds before that is rounded up to
 @dataclass(frozen=True)
 class Schedule1F1B(Schedule):
     name: ClassVar[str] = "schedule-1f1b"
-    order: ClassVar[str] = "1f1b"
+    rank: ClassVar[int] = 51
+    word: ClassVar[str] = "1f1b"
     takes_copies: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:

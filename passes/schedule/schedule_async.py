@@ -17,14 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
 from ...ir.program import Interface, Program, profile_memory
-from ..decisions import OnSsd, Sharding, StageTiers
+from ..base import Explanation
+from ..decisions import FETCH, OPTIMIZER, REMATERIALISE, SCHEDULE, SHARDING, SSD, Decision, OnSsd, Sharding, StageTiers
 from ..draft import Draft
 from ..memory.insert_fetch import KINDS
 from ..optimizer.timing import Updates, updates_of
@@ -35,6 +38,8 @@ from .flow import Flow
 from .schedule import Schedule
 
 WEIGHTS = ("current", "stash", "predict")
+# stage -> the number of updates that its forward lacks
+STALENESS = Decision("staleness", dict[str, Annotated[int, Field(ge=0)]], {}, hashed=True)
 
 
 @dataclass(frozen=True)
@@ -47,26 +52,37 @@ class ScheduleAsync(Schedule):
     computed again."""
 
     name: ClassVar[str] = "schedule-async"
+    rank: ClassVar[int] = 80
     gives: ClassVar[tuple[str, ...]] = ("programs", "remat", "tiers", "optimizer")
-    order: ClassVar[str] = "async"
-    fields: ClassVar[tuple[str, ...]] = (
-        "schedule",
-        "rematerialise",
-        "fetch",
-        "sharding",
-        "ssd",
-        "optimizer",
-        "staleness",
+    word: ClassVar[str] = "async"
+    decides: ClassVar[tuple[Decision, ...]] = (
+        SCHEDULE,
+        REMATERIALISE,
+        FETCH,
+        SHARDING,
+        SSD,
+        OPTIMIZER,
+        STALENESS,
     )
     synchronous: ClassVar[bool] = False
     final: ClassVar[str] = (
         "an asynchronous schedule decides it itself, as updates stand between its turns: where stages lie is its "
-        'option tier, and all but the last compute their forward again. For other choices use a synchronous strategy, '
+        "option tier, and all but the last compute their forward again. For other choices use a synchronous strategy, "
         'such as "ftpipe" or "mobius"'
     )
     weights: str = "current"
     accumulate: int = 1
     tier: str = "device"
+
+    @classmethod
+    def explain(cls, decisions: Any, programs: Sequence[Program]) -> Explanation:
+        if not decisions.staleness:
+            return Explanation()
+        each = programs[0].interface.micro_batches_of_update
+        own = "each micro-batch has updates of its own" if each == 1 else f"every {each} micro-batches have updates"
+        begin = f"asynchronous, {own}; most updates between the weights of a forward and the update with its gradients"
+        counts = ", ".join(f"{stage} {count}" for stage, count in decisions.staleness.items())
+        return Explanation([f"{begin}: {counts}"])
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`staleness`: per stage, and per group of copies of a parameter that stages share, the most updates that occur
@@ -87,7 +103,7 @@ class ScheduleAsync(Schedule):
         where = ops.DEVICE if not fetched else ops.SSD if chosen.on_ssd else ops.DRAM
         fetches = {spec.name: dict.fromkeys(KINDS, len(spec.params)) for spec in flow.specs}
         return {
-            "schedule": self.order,
+            "schedule": self.word,
             "rematerialise": again,
             "fetch": {name: fetches[name] if is_early else {} for name, is_early in fetched.items()},
             "sharding": chosen.sharding,

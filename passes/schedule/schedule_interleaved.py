@@ -33,7 +33,8 @@ class ScheduleInterleaved(Schedule):
     """Raises `PassError` where stages do not go round the devices at least twice."""
 
     name: ClassVar[str] = "schedule-interleaved"
-    order: ClassVar[str] = "interleaved"
+    rank: ClassVar[int] = 52
+    word: ClassVar[str] = "interleaved"
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
         _check_stages(draft.devices, draft.lane_hardware.num_devices)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base import Pass
 from ..draft import Draft
 from .flow import Flow, Placed, Turn
 from .schedule import Schedule
@@ -19,8 +20,13 @@ from .timetable import ended_in_turn
 @dataclass(frozen=True)
 class SchedulePipeline(Schedule):
     name: ClassVar[str] = "schedule-pipeline"
-    order: ClassVar[str] = "fill-drain"
+    rank: ClassVar[int] = 50
+    word: ClassVar[str] = "fill-drain"
     takes_copies: ClassVar[bool] = True
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        """All but the schedule's name, since it is the usual one."""
+        return super().label(passes)[1:]
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
         return ended_in_turn(flow, draft, {d: flow.forwards(d) + backwards(flow, d) for d in flow.devices})

@@ -36,7 +36,8 @@ PATIENCE = (0.0, 0.5, 1.0)
 @dataclass(frozen=True)
 class ScheduleZeroBubble(Schedule):
     name: ClassVar[str] = "schedule-zero-bubble"
-    order: ClassVar[str] = "zero-bubble"
+    rank: ClassVar[int] = 53
+    word: ClassVar[str] = "zero-bubble"
     splits_backward: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:

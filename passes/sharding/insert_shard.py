@@ -16,7 +16,7 @@ scatters need no copies in between.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from ...ir.errors import PassError
 from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of
 from ...runtime.device.exchange import seats_of
 from ..base import Pass
-from ..decisions import MemoryName, Sharding
+from ..decisions import FETCH, SHARDING, Decision, MemoryName, Sharding
 from ..draft import Draft
 from ..equal_programs import look, once
 from .gathering import gather_weights, peak_bytes
@@ -54,10 +54,11 @@ class InsertShard(Pass):
     """
 
     name: ClassVar[str] = "insert-shard"
+    rank: ClassVar[int] = 63
     needs: ClassVar[tuple[str, ...]] = ("programs", "mesh", "remat")
     gives: ClassVar[tuple[str, ...]] = ("tiers",)
-    decides: ClassVar[str] = "fetch"
-    fields: ClassVar[tuple[str, ...]] = ("fetch", "sharding")
+    label_rank: ClassVar[int] = 1
+    decides: ClassVar[tuple[Decision, ...]] = (FETCH, SHARDING)
     tier: str = "auto"
     prefetch: int = 2
     hold: bool = True
@@ -72,6 +73,10 @@ class InsertShard(Pass):
                 raise PassError(f"pass {self.name!r}: option {option}={value!r} is none of {', '.join(allowed)}")
         if not 0 <= self.prefetch <= MOST_GATHERS_AHEAD:
             raise PassError(f"pass {self.name!r}: option prefetch={self.prefetch}; allowed: 0 to {MOST_GATHERS_AHEAD}")
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        chosen = ["activations chosen"] if any("ssd" in p.gives for p in passes) else []
+        return chosen if self.hold else [*chosen, "none held"]
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""

@@ -14,12 +14,14 @@ keeps its own piece: twice the bytes, as Mobius says of DeepSpeed (eq. 2). `ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ...ir import ops
 from ...ir.errors import PassError
 from ..base import Pass
+from ..decisions import Decision
 from ..draft import Draft
 from .gathering import peak_bytes
 from .gradient_sums import MICRO_BATCH, STEP, TWO_HOP, WAYS, sum_gradients
@@ -33,15 +35,21 @@ class InsertTwoHop(Pass):
     """`every`: see above; default two-hop. Raises `PassError` where no lanes share their weights."""
 
     name: ClassVar[str] = "insert-two-hop"
+    rank: ClassVar[int] = 64
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers", "mesh")
     gives: ClassVar[tuple[str, ...]] = ("sums",)
-    decides: ClassVar[str] = "sums"
-    optional: ClassVar[bool] = True
+    # how shared stages' gradients add up
+    decides: ClassVar[tuple[Decision, ...]] = (
+        Decision("sums", Literal["step", "two-hop", "micro-batch", "all-reduce"] | None, None, hashed=True),
+    )
     every: str = TWO_HOP
 
     def __post_init__(self) -> None:
         if self.every not in (AUTO, *WAYS):
             raise PassError(f"pass {self.name!r}: option every={self.every!r} is none of {', '.join((AUTO, *WAYS))}")
+
+    def label(self, passes: Sequence[Pass]) -> Sequence[str]:
+        return []
 
     def plan(self, draft: Draft) -> str:
         """One of `WAYS`."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 from ...ir.errors import PassError
 from ...ir.program import slice_of
 from ..base import Pass
-from ..decisions import NEAREST, Lanes, lanes_beside, regular_lanes
+from ..decisions import NEAREST, Decision, Lanes, lanes_beside, regular_lanes
 from ..draft import Draft
 from .by_speed import by_speed
 from .group_size import smallest_group
@@ -37,10 +37,11 @@ class Mesh(Pass):
     """
 
     name: ClassVar[str] = "mesh"
-    decides: ClassVar[str] = "mesh"
+    rank: ClassVar[int] = 40
+    # None: one lane of all devices
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("mesh", Lanes | None, None, hashed=True),)
     needs: ClassVar[tuple[str, ...]] = ("blocks",)  # blocks have times for all the machine's devices
     gives: ClassVar[tuple[str, ...]] = ("mesh",)
-    optional: ClassVar[bool] = True
     automatic: ClassVar[tuple[str, ...]] = ("shards", "team")
     shards: int = 1
     depth: int = 1

@@ -23,8 +23,8 @@ import penstock
 from penstock.compiler.check.eager import Eager, module_runner
 from penstock.compiler.folder import COUNTS_FILE
 from penstock.compiler.job.counts import BatchCounts
-from penstock.compiler.strategies import PASSES
 from penstock.ir.errors import DoesNotFit, PassError
+from penstock.passes.table import PASSES
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -92,7 +92,7 @@ class Combination:
 
 def combinations() -> Iterator[Combination]:
     """All combinations, with every pass that makes a schedule except the asynchronous one."""
-    schedules = [name for name, kind in PASSES.items() if kind.decides == "schedule" and name != "schedule-async"]
+    schedules = [name for name, kind in PASSES.items() if kind.fields()[0] == "schedule" and name != "schedule-async"]
     layouts = [(d, p) for d in (1, 2, 4) for p in (1, 2, 4) if d * p <= DEVICES]
     every = itertools.product(MODELS, layouts, schedules, (DEVICE, DRAM, SSD), TOLERANCE)
     for model, (depth, shards), schedule, tier, precision in every:

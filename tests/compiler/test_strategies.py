@@ -7,7 +7,7 @@ import pytest
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.pipeline import parse_pipeline, pipeline_text, run_passes
-from penstock.compiler.strategies import PASSES, STRATEGIES
+from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.mapping.map_replicas import MapReplicas
@@ -18,6 +18,7 @@ from penstock.passes.rewrite.split_experts import SplitExperts
 from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.passes.rewrite.split_width import SplitWidth
 from penstock.passes.rewrite.tile_sequence import TileSequence
+from penstock.passes.table import PASSES
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
 
@@ -79,7 +80,7 @@ def test_passes_are_recorded_dumped_and_replayed() -> None:
     passes = parse_pipeline("balanced", num_devices=2)
     decisions, records = run_passes(draft, passes, dump=lambda name, _: seen.append(name), record=True)
     assert seen == [r.name for r in records] == [p.name for p in passes]
-    assert set(decisions) == {name for p in passes for name in p.fields or (p.decides,)}
+    assert set(decisions) == {name for p in passes for name in p.fields()}
     assert [r.step_s is None for r in records] == [r.peak_bytes is None for r in records]
     before = [p.name for p in passes].index("schedule-pipeline")
     assert [r.step_s is None for r in records] == [i < before for i in range(len(passes))]

@@ -53,7 +53,7 @@ def apply(draft: Draft, *passes: Pass, decisions: Mapping[str, Any] | None = Non
     """Plan and rewrite one pass after the other; a decision in `decisions` replaces a plan. After each pass, programs
     are verified, and print and parse to the same. `memory`: after the last pass, budgets are verified, too."""
     for p in passes:
-        made = (decisions or {}).get(p.decides)
+        made = (decisions or {}).get(p.fields()[0])
         if isinstance(p, Coarsen) and made is None:
             draft.blocks = _coarsened(draft)
             continue

@@ -37,7 +37,7 @@ def test_the_whole_pipeline_keeps_its_contracts() -> None:
         "coarsen", "partition-balanced", "map-round-robin", "schedule-pipeline", "insert-remat", "insert-fetch",
         "insert-optimizer",
     ]  # fmt: skip
-    assert len({p.decides for p in all_passes()}) == len(names)
+    assert len({p.fields()[0] for p in all_passes()}) == len(names)
 
 
 @pytest.mark.parametrize("missing", range(6))
@@ -64,14 +64,14 @@ def test_plans_change_nothing_and_survive_json(hardware: Hardware) -> None:
         assert p.plan(draft) == decision
         assert state_of(draft) == before
         assert json.loads(json.dumps(decision)) == decision
-        apply(draft, p, decisions={p.decides: json.loads(json.dumps(decision))})
+        apply(draft, p, decisions={p.fields()[0]: json.loads(json.dumps(decision))})
 
 
 def test_the_same_decisions_give_the_same_programs() -> None:
     first = draft_of(chain(), tight(), micro_batches=2)
     decisions = {}
     for p in all_passes(4):
-        decisions[p.decides] = p.plan(first)
+        decisions[p.fields()[0]] = p.plan(first)
         apply(first, p, decisions=decisions)
     second = draft_of(chain(), Hardware.cpu(num_devices=2), micro_batches=2)
     apply(second, *all_passes(4), decisions=decisions)

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.strategies import PASSES
 from penstock.graph.blocks import Block
 from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
@@ -33,6 +32,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule import Schedule
 from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
+from penstock.passes.table import PASSES
 from penstock.tests.passes.running import assert_trains_like_eager
 from penstock.tests.random_models import MICRO_BATCHES, Batch, Layer, Traits, random_model
 

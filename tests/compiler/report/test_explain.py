@@ -12,12 +12,13 @@ import torch
 import penstock
 from penstock.cli.tables import plan_tables
 from penstock.compiler.plan import Rival
-from penstock.compiler.report.explain import CLIPPING, explain
+from penstock.compiler.report.explain import explain
 from penstock.compiler.search.candidate import RESERVOIR
 from penstock.compiler.search.what_helps import changed_machines
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.program import pooled_bytes, profile_memory
 from penstock.ir.units import format_bytes, format_seconds
+from penstock.passes.optimizer.overlap_optimizer import EXPLAINED
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.runtime.optimizer.spec import OptimizerSpec
 from penstock.runtime.simulate import simulate
@@ -196,7 +197,7 @@ def test_tiers_clipping_and_disks_are_told(reservoir: penstock.Job) -> None:
         assert ("optimizer states on SSD" in line) == (stage in plan.decisions.ssd.stages)
         assert ("read and fetched" in line) == (plan.decisions.ssd.stages.get(stage) == "all")
         assert ("rematerialised" in line) == (stage in plan.decisions.rematerialise)
-    assert plan.decisions.clipping in CLIPPING and CLIPPING[plan.decisions.clipping] in text
+    assert plan.decisions.clipping in EXPLAINED and EXPLAINED[plan.decisions.clipping] in text
     written = format_bytes(plan.predicted.moved_bytes["ssd0.write"])
     assert f"and writes {written}" in " ".join(text.split())
     loading, peak = plan.predicted.loading_bytes["dram0"], plan.predicted.peak_bytes["dram0"]

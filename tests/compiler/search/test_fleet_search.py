@@ -13,7 +13,6 @@ import penstock
 from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.models.named import find_model
-from penstock.compiler.pipeline import pass_text
 from penstock.compiler.plan import Plan
 from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.compiled import CandidateCompiler
@@ -62,7 +61,7 @@ def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> No
     for row in varied(estimates(compiler.lane(PLAIN), [count]), 6):
         end = "insert-shard, insert-two-hop" if row.mesh.shards > 1 else "insert-fetch"
         cut = f"partition-balanced{{stages={max(2, row.mesh.depth)}}}, map-round-robin, schedule-1f1b, insert-remat"
-        line = f"coarsen, {pass_text(row.mesh)}, {cut}, {end}, insert-optimizer"
+        line = f"coarsen, {row.mesh.text()}, {cut}, {end}, insert-optimizer"
         placed = compiler.place(Candidate.of(line, count))
         step_s = compiler.finish(placed).step_s
         assert 0 < row.bound_s <= step_s * (1 + 1e-9), row

@@ -15,6 +15,7 @@ from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.candidate import LEAVING, PLAIN, Candidate
 from penstock.compiler.search.candidates import balanced, partitions
 from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.compiler.search.moves import Position, other_tiers
 from penstock.compiler.search.search import Sweep
 from penstock.compiler.search.trial import SamePlan
 from penstock.ir import ops
@@ -78,7 +79,7 @@ def test_they_are_rivals_with_their_reasons(memory: str, options: dict[str, Any]
     sweep = Sweep(lambda _: compiler.graph, compiler.hardware, wishes)
     sweep.look(4, [PLAIN.with_(balanced(3, PLAIN, compiler.hardware))])
     (row,) = sweep.trials
-    sweep.other_tiers(row)
+    sweep.look(4, other_tiers(Position(sweep, 4, PLAIN), row))
     reasons = {t.candidate.label: t.reason for t in sweep.trials}
     same = SamePlan(row.name)
     assert (reasons.pop("partition-balanced{stages=3}, map-round-robin, optimizer overlapped") == same) == (

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from penstock.compiler.search import candidates
+from penstock.compiler.search import moves
 from penstock.compiler.search.candidate import PLAIN, Candidate
-from penstock.compiler.search.candidates import has_few_blocks, numbers_near
-from penstock.compiler.search.search import Sweep
+from penstock.compiler.search.moves import Position, refine
 from penstock.ir.machine.hardware import Hardware
+from penstock.passes.base import Pass, PlanSoFar
+from penstock.passes.memory.take_turns import TakeTurns
+from penstock.passes.partition import partition
+from penstock.passes.partition.partition import has_few_blocks
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.partition.partition_min_stage import PartitionMinStage
 from penstock.passes.partition_mip.partition_mip import PartitionMip
+from penstock.passes.rewrite.chunk_loss import ChunkLoss
 from penstock.passes.rewrite.coarsen import Coarsen
+from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
+from penstock.passes.table import PASSES
 from penstock.tests.passes.running import apply, chain, draft_of
 
-EXCHANGED = ["computed_again", "other_tiles", "other_losses", "other_numbers"]
-AFTER = ["one_phase_ahead", "in_turns"]
+EXCHANGED = ["recompute-pointwise", "tile-sequence", "chunk-loss", "partition-balanced", "partition-mip"]
+AFTER = ["insert-fetch", "take-turns"]
+
+
+def test_the_passes_that_have_variants() -> None:
+    own = [name for name, kind in PASSES.items() if kind.variants.__func__ is not Pass.variants.__func__]  # type: ignore[attr-defined]
+    partitions = [name for name in own if name.startswith("partition-")]
+    assert sorted({*own} - {*partitions}) == sorted({*EXCHANGED, *AFTER} - {*partitions})
+    sized = [name for name in partitions if PASSES[name]().with_stages(2) is not None]  # type: ignore[attr-defined]
+    assert sized == ["partition-balanced", "partition-mip"]
 
 
 def test_one_thing_after_the_other_until_none_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gains, so a third round finds nothing."""
-    gains, looked = [3, 8], list[str]()  # after so many looks
-    sweep = Sweep.__new__(Sweep)
-    for name in (*EXCHANGED, *AFTER):
-        monkeypatch.setattr(sweep, name, lambda count, name=name: [name])
-
-    def look(count: int, candidates: list[str]) -> None:
-        looked.extend(candidates)
+    gains, looked = [3, 8], list[Any]()  # after this number of candidates
+    names = {*EXCHANGED, *AFTER}
+    monkeypatch.setattr(moves, "variants", lambda position, kind: [kind.name] if kind.name in names else [])
+    position = Position.__new__(Position)
+    position.attempts = SimpleNamespace(best=object())  # type: ignore[assignment]
+    for candidate in refine(position):
+        looked.append(candidate)
         if len(looked) in gains:
-            sweep.best = object()  # type: ignore[assignment]
-
-    monkeypatch.setattr(sweep, "look", look)
-    sweep.best = object()  # type: ignore[assignment]
-    sweep.refine(2)
+            position.attempts.best = object()  # type: ignore[assignment]
     assert looked == [*EXCHANGED * 3, *AFTER]
 
 
@@ -42,11 +55,36 @@ def test_other_numbers_of_stages_are_those_near_by(monkeypatch: pytest.MonkeyPat
     apply(draft, Coarsen(), PartitionBalanced(stages=3))
     most = len(draft.blocks)
 
-    def numbers(candidate: Candidate) -> list[int]:
-        cuts = (near.partition for near in numbers_near(draft, candidate))
-        return [cut.stages for cut in cuts if isinstance(cut, PartitionBalanced | PartitionMip)]
+    def numbers(candidate: Candidate, **more: bool) -> list[int]:
+        best = PlanSoFar(candidate.passes, draft, draft, is_short=more.pop("is_short", True), **more)
+        forms = [form for kind in PASSES.values() for form in kind.variants(best)]
+        return [form.stages for form in forms if isinstance(form, PartitionBalanced | PartitionMip)]
 
     assert has_few_blocks(draft) and numbers(PLAIN) == []
-    monkeypatch.setattr(candidates, "has_few_blocks", lambda draft: False)
+    monkeypatch.setattr(partition, "has_few_blocks", lambda draft: False)
     assert numbers(PLAIN) == numbers(PLAIN.with_(PartitionMip(stages=3))) == [n for n in (2, 4, 1, 5) if n <= most]
     assert numbers(PLAIN.with_(PartitionMinStage())) == []
+    assert numbers(PLAIN, is_short=False) == numbers(PLAIN, is_shared=True) == []
+
+
+def test_a_variant_takes_the_place_of_its_pass() -> None:
+    """A pass over the op graph that is new comes after the others of its kind, any other at the end."""
+    again = PLAIN.changed(RecomputePointwise, RecomputePointwise())
+    assert again == PLAIN.over(*PLAIN.graph_passes, RecomputePointwise())
+    assert again.changed(RecomputePointwise, None) == PLAIN
+    chunked = PLAIN.changed(ChunkLoss, ChunkLoss(64))
+    assert chunked.graph_passes.index(ChunkLoss(64)) == PLAIN.graph_passes.index(ChunkLoss())
+    assert PLAIN.changed(TakeTurns, TakeTurns()).passes == (*PLAIN.passes, TakeTurns())
+    named = Candidate.of("mobius", 2)
+    assert named.changed(TakeTurns, TakeTurns()) is named and named.changed(RecomputePointwise, None) is named
+
+
+def test_a_name_says_what_is_not_usual() -> None:
+    """In the same order whatever the order of passes: schedules and fetches, tiers, passes over the graph, SSDs."""
+    leaving = PLAIN.tiered(activations=True, reservoir=True, swap=True)
+    changed = leaving.changed(RecomputePointwise, RecomputePointwise()).changed(ChunkLoss, None)
+    assert changed.changed(TakeTurns, TakeTurns()).label == (
+        "partition-balanced, map-round-robin, swapped, activations chosen, links in turns, recompute-pointwise, "
+        "whole logits, reservoir"
+    )
+    assert PLAIN.tiered(overlap=True).label == "partition-balanced, map-round-robin, optimizer overlapped"

@@ -26,13 +26,14 @@ from penstock.compiler.search.candidates import (
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.search import search
 from penstock.compiler.search.trial import why_not
-from penstock.compiler.strategies import PASSES, STRATEGIES
+from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.passes.sharding.insert_shard import InsertShard
+from penstock.passes.table import PASSES
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.zoo import zoo
 
@@ -107,7 +108,7 @@ def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out()
     looked_at = [r for r in plan.rivals if r.micro_batches == plan.micro_batches]
     seen = {part.partition("{")[0] for r in looked_at for part in r.passes.split(", ")}
     seen |= {part.partition("{")[0] for part in plan.passes.split(", ")}
-    deciding = [kind for kind in PASSES.values() if kind.decides in ("stages", "devices", "schedule")]
+    deciding = [kind for kind in PASSES.values() if kind.fields()[0] in ("stages", "devices", "schedule")]
     assert {kind.name for kind in deciding if kind.synchronous} <= seen
     named = [name for name in STRATEGIES if Candidate.of(name, 3).is_synchronous]
     assert {f"{name}, {plan.micro_batches} micro-batches" for name in named} <= {r.name for r in looked_at} | {

@@ -113,7 +113,7 @@ def test_whole_experts_that_no_device_holds_are_not_tried() -> None:
     for memory, must, times, has_room in (("1.5MB", True, 1.0, True), ("4MB", False, 1.0, True),
                                           ("1.5MB", True, 100.0, False)):  # fmt: skip
         draft = Draft(graph, penstock.Hardware.cpu(num_devices=1, memory=memory, dram="1GB"))
-        assert SplitExperts().must(draft) == must
+        assert SplitExperts().must_divide(draft) == must
         assert SplitExperts().has_room(draft, times) == has_room
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...ir.machine.hardware import Hardware
-from ...passes.base import Pass
-from ...passes.draft import Draft
-from ...passes.rewrite.coarsen import Coarsen
-from ...passes.rewrite.graph_pass import GraphPass
+from ..base import Pass
+from ..draft import Draft
+from .coarsen import Coarsen
+from .graph_pass import GraphPass
 
 PLACE = {"name", "host", "root_complex", "memory_bytes", "model_bytes"}  # of a device, and the size of its memory
 
