@@ -1,4 +1,5 @@
-"""Which base and rank of an adapter fit a machine, and at what speed: one plan for each, one row for each."""
+"""The table of adapters: each frozen base and rank that fits a machine, with its speed; one plan and one row for each.
+"""
 
 from __future__ import annotations
 

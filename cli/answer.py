@@ -1,4 +1,4 @@
-"""What `penstock plan` answers in ten lines: does it fit, how fast, for how long, for how much, what would be better.
+"""The answer of `penstock plan`, in ten lines: does it fit, how fast, for how long, for how much, what would be better.
 
 Alternatives are planned with the chosen pipeline of passes alone, or in seconds: an even better plan may exist.
 """
@@ -96,7 +96,7 @@ def has_many_stages(job: Job) -> bool:
 
 
 def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> list[Alternative]:
-    """What people try next. `tell` hears of each before it is planned."""
+    """The alternatives that people try next. `tell` hears of each before it is planned."""
     plan, hardware, named = job.plan, job.hardware, options.named_model()
     same = {"strategy": plan.passes, "micro_batches": plan.micro_batches, "plan": None}
     anew = {**ANEW, "micro_batches": plan.micro_batches}
@@ -107,16 +107,16 @@ def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> 
     dram = MORE_DRAM * max(host.dram_bytes for host in hardware.hosts)
     more = hardware.with_(dram=dram)
     wishes.append(_Wish(f"--dram {spell_bytes(dram)}", (same, anew), more, items_per_s(job, named, options)))
-    return _planned([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
+    return _plan_all([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
 
 
 def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternative]:
-    """What may make a model fit that does not, besides more memory."""
+    """Changes that may make a model fit, besides more memory."""
     named, hardware = options.named_model(), options.machine()
     wishes = _other_precision(ANEW, options, hardware)
     if not all(host.ssds for host in hardware.hosts):
         wishes.append(_Wish(f"--ssd {SSD}", (ANEW,), with_ssds(hardware, SSD)))
-    return _planned([*wishes, *_adapter(ANEW, options, named, hardware)], options, named, tell)
+    return _plan_all([*wishes, *_adapter(ANEW, options, named, hardware)], options, named, tell)
 
 
 def _other_precision(changes: dict[str, object], options: JobOptions, hardware: Hardware) -> list[_Wish]:
@@ -132,7 +132,7 @@ def _adapter(changes: dict[str, object], options: JobOptions, named: NamedModel,
     return [_Wish(f"--adapter {LORA}", ({**changes, "adapter": LORA},), hardware)]
 
 
-def _planned(
+def _plan_all(
     wishes: Iterable[_Wish], options: JobOptions, named: NamedModel, tell: Callable[[str], None]
 ) -> list[Alternative]:
     found = []
@@ -211,7 +211,7 @@ def answer(
 
 
 def _instead(rate: float, item: str, others: list[Alternative]) -> Iterator[str]:
-    """What is faster, the fastest first; then, in one line, what is not."""
+    """The faster alternatives, the fastest first; then, in one line, the others."""
     speeds = {other.options: other.items_per_s for other in others if other.items_per_s is not None}
     faster = sorted((text for text in speeds if speeds[text] >= FASTER * rate), key=lambda text: -speeds[text])
     width = max(map(len, faster), default=0)

@@ -52,11 +52,11 @@ def check_written(directory: Path, options: JobOptions, steps: int, trust: bool 
     rows, sequence = shapes["input_ids"]
     batches = [named.random_batch(rows, sequence, options.seed + i) for i in range(steps)]
     if "position_ids" in shapes:
-        batches = [_packed(named, batch["input_ids"], step) for step, batch in enumerate(batches)]
+        batches = [_packed_batch(named, batch["input_ids"], step) for step, batch in enumerate(batches)]
     return check(job, model, batches)
 
 
-def _packed(named: NamedModel, ids: Tensor, step: int) -> dict[str, Tensor]:
+def _packed_batch(named: NamedModel, ids: Tensor, step: int) -> dict[str, Tensor]:
     """Rows of two documents each, cut at another place in each step."""
     sequence = ids.shape[1]
     cut = 1 + step % (sequence - 1)

@@ -123,7 +123,7 @@ def compare_tables(rows: Sequence[MachineRow]) -> list[Table]:
     return found
 
 
-def unpriced(rows: Sequence[MachineRow]) -> str:
+def unpriced_text(rows: Sequence[MachineRow]) -> str:
     """A sentence about machines whose price is blank; empty if there are none."""
     names = [row.machine for row in rows if row.price_dollars is None and row.price_dollars_per_hour is None]
     return f"no price is known for {', '.join(names)}: give price_dollars in hosts of the document" if names else ""
@@ -137,10 +137,17 @@ def _cells(row: MachineRow) -> tuple[str, ...]:
     if not row.fits or row.step_s is None:
         return (row.machine, "no", "", "", cost, "", "")
     figures = (row.tokens_per_s_per_1000_dollars, row.tokens_per_dollar_of_rent)
-    return (row.machine, "yes", format_seconds(row.step_s), _known(row.tokens_per_s), cost, *map(_known, figures))
+    return (
+        row.machine,
+        "yes",
+        format_seconds(row.step_s),
+        _figure_or_blank(row.tokens_per_s),
+        cost,
+        *map(_figure_or_blank, figures),
+    )
 
 
-def _known(value: float | None) -> str:
+def _figure_or_blank(value: float | None) -> str:
     return "" if value is None else figure(value)
 
 

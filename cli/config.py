@@ -47,7 +47,7 @@ WIDTH = 118
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
-    """What an option says of itself. `least` and `most`: of its value, where it has such bounds."""
+    """The description of an option. `least` and `most`: of its value, where it has such bounds."""
 
     kind: Any
     default: Any
@@ -56,7 +56,7 @@ class _Key:
     most: float | None
 
     @property
-    def allowed(self) -> str:
+    def allowed_text(self) -> str:
         bounds = [f"{word} {bound:g}" for word, bound in (("at least", self.least), ("at most", self.most))
                   if bound is not None]  # fmt: skip
         kind = getattr(self.kind, "__name__", str(self.kind)).replace("pathlib.", "").replace("None", "null")
@@ -101,30 +101,34 @@ def read_config(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, values in document.items():
         if section not in SECTIONS:
-            raise PlanError(f"{path}{_at(lines, section)}: no section {section!r}{_nearest(str(section), SECTIONS)}")
+            raise PlanError(
+                f"{path}{_line_text(lines, section)}: no section {section!r}{_nearest(str(section), SECTIONS)}"
+            )
         if not isinstance(values, Mapping):
             if values is None:
                 continue
-            raise PlanError(f"{path}{_at(lines, section)}: {section} is {values!r}, allowed: keys with values below it")
+            raise PlanError(
+                f"{path}{_line_text(lines, section)}: {section} is {values!r}, allowed: keys with values below it"
+            )
         for key in values:
             if key not in SECTIONS[section]:
-                raise PlanError(f"{path}{_at(lines, section, key)}: {_unknown(section, str(key))}")
-        found |= _checked(path, section, values, lines)
+                raise PlanError(f"{path}{_line_text(lines, section, key)}: {_unknown(section, str(key))}")
+        found |= _check_model(path, section, values, lines)
     return found
 
 
-def _checked(path: Path, section: str, values: Mapping[str, Any], lines: LineNumbers) -> dict[str, Any]:
+def _check_model(path: Path, section: str, values: Mapping[str, Any], lines: LineNumbers) -> dict[str, Any]:
     try:
-        model = _models()[section].model_validate(_listed(values))
+        model = _models()[section].model_validate(_wrap_in_lists(values))
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
-        where = f"{path}{_at(lines, section, key)}"
-        raise PlanError(f"{where}: {section}.{key} is {values[key]!r}, allowed: {_keys()[key].allowed}") from error
-    return {key: _at_home(getattr(model, key)) for key in values}
+        where = f"{path}{_line_text(lines, section, key)}"
+        raise PlanError(f"{where}: {section}.{key} is {values[key]!r}, allowed: {_keys()[key].allowed_text}") from error
+    return {key: _expand_home(getattr(model, key)) for key in values}
 
 
-def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _wrap_in_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     """One value where an option may be repeated is a list of one."""
     return {
         key: [value] if "list[" in str(_keys()[key].kind) and isinstance(value, (str, int, float)) else value
@@ -132,10 +136,10 @@ def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _at_home(value: Any) -> Any:
+def _expand_home(value: Any) -> Any:
     """The value, with its paths' ~ replaced, as a shell does on the command line."""
     if isinstance(value, list):
-        return [_at_home(each) for each in value]
+        return [_expand_home(each) for each in value]
     return type(value)(os.path.expanduser(value)) if isinstance(value, (str, Path)) else value
 
 
@@ -170,7 +174,7 @@ def _lines(path: Path) -> LineNumbers:
     return found
 
 
-def _at(lines: LineNumbers, *keys: Any) -> str:
+def _line_text(lines: LineNumbers, *keys: Any) -> str:
     line = lines.get(tuple(map(str, keys)))
     return f", line {line}" if line else ""
 

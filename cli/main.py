@@ -353,7 +353,7 @@ class Dump:
 def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> None:
     """Print the comparison of machines; `html`: also as a part of the report of the first that fits. Exits with `ERROR`
     if the model fits none of them."""
-    from .compare import compare_machines, compare_tables, unpriced
+    from .compare import compare_machines, compare_tables, unpriced_text
     from .tables import console
 
     found = compare_machines(options)
@@ -367,7 +367,7 @@ def compare(options: JobOptions, as_json: bool, html: Path | None = None) -> Non
         screen = console()
         for table in compare_tables(rows):
             screen.print(table)
-        if note := unpriced(rows):
+        if note := unpriced_text(rows):
             screen.print(note)
         if html is not None:
             screen.print("no report: the model fits none" if job is None else f"report in {html}: open it in a browser")

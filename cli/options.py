@@ -334,10 +334,10 @@ class TrainOptions(JobOptions):
 
     @property
     def offer_directory(self) -> Path:
-        """Where a run leaves the plan that it offers."""
+        """The folder in which a run leaves the plan that it offers."""
         return self.out / "offer"
 
-    def planned(self) -> TrainOptions:
+    def with_offer(self) -> TrainOptions:
         """The options to plan by: with --offered, machine and plan are those of the offer in OUT. Raises `PlanError`
         where there is none, and for --plan beside it."""
         from ..compiler.search.offer import HARDWARE_FILE, PLAN_FILE
@@ -356,7 +356,7 @@ class TrainOptions(JobOptions):
         return dataclasses.replace(self, **known, strategy="auto", micro_batches=None)
 
     def data_spec(self, paths: list[Path]) -> DataSpec:
-        """What to read of these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
+        """The request for data in these files. Raises `PlanError` for an unknown kind or wish, with those there are."""
         from ..data.spec import DataKind, DataSpec, LongRows
 
         wishes = (("kind", self.kind, get_args(DataKind)), ("long-rows", self.long_rows, get_args(LongRows)))
@@ -371,7 +371,7 @@ class TrainOptions(JobOptions):
 
 
 def natural_precision(hardware: Hardware) -> str:
-    """What people train in on such parts: bf16-mixed where all are GPUs that compute in bf16, else fp32."""
+    """The usual precision on such parts: bf16-mixed where all are GPUs that compute in bf16, else fp32."""
     has_bf16 = all(device.kind == "cuda" and "bf16" in device.peak_flops for device in hardware.devices)
     return "bf16-mixed" if has_bf16 else "fp32"
 
@@ -453,13 +453,13 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
         names = {f.name for f in dataclasses.fields(options)}
 
         @functools.wraps(command)
-        def filled(**given: Any) -> None:
+        def call(**given: Any) -> None:
             chosen = options(**{name: value for name, value in given.items() if name in names})
             command(**{name: value for name, value in given.items() if name not in names}, options=chosen)
 
-        del filled.__wrapped__  # typer would look at the signature of the wrapped function
-        filled.__signature__ = inspect.Signature([*fields, *kept])  # type: ignore[attr-defined]
-        filled.__annotations__ = {p.name: p.annotation for p in (*fields, *kept)}
-        return filled
+        del call.__wrapped__  # typer would look at the signature of the wrapped function
+        call.__signature__ = inspect.Signature([*fields, *kept])  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in (*fields, *kept)}
+        return call
 
     return decorate

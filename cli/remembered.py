@@ -1,4 +1,4 @@
-"""How to make the model of a written job again: a file beside it."""
+"""A file beside a written job from which its model is made again."""
 
 from __future__ import annotations
 

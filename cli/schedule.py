@@ -14,13 +14,14 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def schedule(name: str, steps: int, warmup: int = 0) -> Any:
-    """What makes the schedule of an optimizer; None for a rate that stays. Raises `PlanError` for an unknown name."""
+    """The function that makes an optimizer's schedule; None for a constant rate. Raises `PlanError` for an unknown
+    name."""
     if name not in SCHEDULES:
         raise PlanError(f"--schedule {name!r}; allowed are {', '.join(SCHEDULES)}")
     if warmup >= steps > 0:
         raise PlanError(f"--warmup-steps {warmup}: the run has {steps} steps, so that its rate would never be reached")
     if warmup:
-        return functools.partial(warmed, name=name, steps=steps, warmup=warmup)
+        return functools.partial(warm_up, name=name, steps=steps, warmup=warmup)
     if name == "linear":
         return functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=steps)
     if name == "cosine":
@@ -28,7 +29,7 @@ def schedule(name: str, steps: int, warmup: int = 0) -> Any:
     return None
 
 
-def warmed(optimizer: torch.optim.Optimizer, name: str, steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
+def warm_up(optimizer: torch.optim.Optimizer, name: str, steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
     """The schedule of an optimizer that begins with a warm-up."""
     share = functools.partial(factor, name=name, steps=steps, warmup=warmup)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)

@@ -1,4 +1,4 @@
-"""What `penstock train` trains: the model and its rows, and the job that is compiled for them."""
+"""The task of `penstock train`: the model and its rows, and the job compiled for them."""
 
 from __future__ import annotations
 

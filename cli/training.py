@@ -51,7 +51,8 @@ BEST = "best"  # the same: the best evaluation so far
 
 @dataclass
 class TrainResult:
-    """What a run did. `losses` are those of its steps; `before` and `after` have accuracy and loss on held-out rows."""
+    """The result of a run. `losses` are those of its steps; `before` and `after` have accuracy and loss on held-out
+    rows."""
 
     steps: int = 0
     losses: list[float] = field(default_factory=list)
@@ -78,7 +79,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
     with ExitStack() as pages:
         listeners = _listeners(options, screen, pages) if is_main else []
-        planned = options.planned()
+        planned = options.with_offer()
         hardware = planned.machine()
         task = prepare(options, screen)
         with working() if is_main else nullcontext():
@@ -181,7 +182,7 @@ class _Run:
         self.screen.print(f"resumed at step {count}, sample {count * self.options.batch}")
 
     def what_is_read(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """The settings that must not change for a run to go on."""
         return {"rows": self.task.fingerprint, "sequence": self.options.sequence, "seed": self.options.seed}
 
     def batches(self) -> Iterator[dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from ..passes.draft import Draft
 from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
-from ..runtime.optimizer.hooks import hooked
+from ..runtime.optimizer.hooks import call_hooks
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.source.trust import OWN
 from ..runtime.state.quantised import quantised_layers
@@ -175,7 +175,7 @@ def _require_runnable(request: Request, best: CompiledCandidate) -> None:
 def _check_shards(draft: Draft) -> None:
     if draft.mesh.shards == 1:
         return
-    unkept = [name for name, hook in draft.graph.hooks.items() if bool(hooked(hook, torch.zeros(())))]
+    unkept = [name for name, hook in draft.graph.hooks.items() if bool(call_hooks(hook, torch.zeros(())))]
     if unkept:
         raise PassError(
             f"insert-shard: the gradient hook of {unkept[0]} makes something else of zero, with which the pieces of a "

@@ -13,7 +13,7 @@ from ..ir import ops
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..ir.program import Program, graphed, none_graphed, ungraphed
+from ..ir.program import Program, graphs_of_stages, no_graphs_text, reasons_without_graphs
 from ..passes.table import PASSES
 from .batches.shape import BatchShape
 from .pipeline import parse_pipeline
@@ -151,8 +151,10 @@ def check_graphable(programs: Sequence[Program]) -> None:
             "cuda_graphs=True in asynchronous training: a stage runs on versions of its weights, at other places. "
             "Leave it out"
         )
-    if not any(graphed(program) for program in programs):
-        raise PlanError(none_graphed({s: reason for program in programs for s, reason in ungraphed(program).items()}))
+    if not any(graphs_of_stages(program) for program in programs):
+        raise PlanError(
+            no_graphs_text({s: reason for program in programs for s, reason in reasons_without_graphs(program).items()})
+        )
 
 
 def check_compilable(programs: Sequence[Program]) -> None:

@@ -42,9 +42,9 @@ def key_of(*parts: str) -> str:
     return found.hexdigest()[:32]
 
 
-def cached(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives, tensors and plain values, made once for each key. Raises what `make` raises, and `PlanError`
-    where the directory cannot be written."""
+def load_or_make(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of `make`, tensors and plain values, made once for each key. Raises what `make` raises, and
+    `PlanError` where the directory cannot be written."""
     directory = cache_directory()
     path = directory / f"{key}.pt"
     lock = FileLock(directory / f"{key}.lock")

@@ -59,7 +59,7 @@ def encode_chat(messages: list[ChatMessage], codec: Codec, where: str) -> dict[s
     Raises `PlanError` for a template that refuses these messages, or rewrites earlier turns.
     """
     if MARK.search(codec.tokenizer.get_chat_template()):
-        return _marked(messages, codec, where)
+        return _encode_marked_turns(messages, codec, where)
     ids = _apply(codec, messages, where)["input_ids"]
     mask = [0] * len(ids)
     for number, message in enumerate(messages):
@@ -67,10 +67,10 @@ def encode_chat(messages: list[ChatMessage], codec: Codec, where: str) -> dict[s
             first = len(_prefix(codec, messages[:number], ids, where, add_generation_prompt=True))
             last = len(_prefix(codec, messages[: number + 1], ids, where))
             mask[first:last] = [1] * (last - first)
-    return {"input_ids": ids, "labels": _masked(ids, mask)}
+    return {"input_ids": ids, "labels": _mask_labels(ids, mask)}
 
 
-def _marked(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
+def _encode_marked_turns(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
     """As `encode_chat`, by the template's marks. The tokenizer's own mask ends at the end of a chat where a marked text
     ends in a space, hence tokens are found by their places here."""
     from jinja2 import TemplateError
@@ -87,7 +87,7 @@ def _marked(messages: list[ChatMessage], codec: Codec, where: str) -> dict[str, 
     (text,), (places,) = made
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [int(any(a <= first and last <= b for a, b in places)) for first, last in found["offset_mapping"]]
-    return {"input_ids": found["input_ids"], "labels": _masked(found["input_ids"], mask)}
+    return {"input_ids": found["input_ids"], "labels": _mask_labels(found["input_ids"], mask)}
 
 
 def encode_reply(prompt: list[ChatMessage], reply: list[ChatMessage], codec: Codec, where: str) -> dict[str, list[int]]:
@@ -117,5 +117,5 @@ def _apply(codec: Codec, messages: list[ChatMessage], where: str, **options: Any
     return {name: list(value) for name, value in found.items()}
 
 
-def _masked(ids: list[int], mask: list[int]) -> list[int]:
+def _mask_labels(ids: list[int], mask: list[int]) -> list[int]:
     return [token if learned else IGNORED for token, learned in zip(ids, mask, strict=True)]

@@ -47,7 +47,7 @@ def encode_messages(record: Record, columns: Mapping[str, str], codec: Codec) ->
 
 
 def encode_completion(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
-    return _answered(record, record.values[columns["prompt"]], columns["completion"], codec)
+    return _encode_answer(record, record.values[columns["prompt"]], columns["completion"], codec)
 
 
 def encode_pair(record: Record, columns: Mapping[str, str], codec: Codec) -> Example:
@@ -57,17 +57,19 @@ def encode_pair(record: Record, columns: Mapping[str, str], codec: Codec) -> Exa
     for side in ("chosen", "rejected"):
         before, column = prompt, columns[side]
         if prompt is None:
-            before = _shared(record.values[columns["chosen"]], record.values[columns["rejected"]], record.where)
+            before = _common_beginning(
+                record.values[columns["chosen"]], record.values[columns["rejected"]], record.where
+            )
             values = {**record.values, column: record.values[column][len(before) :]}
-            given = _answered(Record(record.where, values), before, column, codec)
+            given = _encode_answer(Record(record.where, values), before, column, codec)
         else:
-            given = _answered(record, before, column, codec)
+            given = _encode_answer(record, before, column, codec)
         found |= {f"{side}_{name}": value for name, value in given.items()}
     return found
 
 
-def _shared(chosen: Any, rejected: Any, where: str) -> Any:
-    """What two answers have in common at their beginning. Raises `PlanError` unless both are texts, or both lists."""
+def _common_beginning(chosen: Any, rejected: Any, where: str) -> Any:
+    """The common beginning of two answers. Raises `PlanError` unless both are texts, or both lists."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, (str, list)):
         found = f"{str(chosen)[:30]!r} and {str(rejected)[:30]!r}"
         raise PlanError(f"{where}: found {found}, allowed: two texts, or two lists of messages")
@@ -77,7 +79,7 @@ def _shared(chosen: Any, rejected: Any, where: str) -> Any:
     return chosen[:count]
 
 
-def _answered(record: Record, prompt: Any, column: str, codec: Codec) -> Example:
+def _encode_answer(record: Record, prompt: Any, column: str, codec: Codec) -> Example:
     for value in (prompt, record.values[column]):
         if not isinstance(value, (str, list)):
             raise PlanError(f"{record.where}: found {str(value)[:60]!r}, allowed: a text or a list of messages")

@@ -38,7 +38,7 @@ def read_records(paths: Iterable[Path], split: str = "train") -> Iterator[Record
         if not path.exists():
             raise PlanError(f"{path}: cannot be read: there is no such file or folder{_nearest(path)}")
         if path.is_dir() and any((path / name).is_file() for name in SAVED):
-            yield from _saved(path, split)
+            yield from _read_saved(path, split)
         else:
             for file in files_of(path):
                 yield from READERS[file.suffix](file)
@@ -131,7 +131,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet as parquet
 
     try:
-        yield from _of_batches(path, parquet.ParquetFile(path).iter_batches())
+        yield from _read_batches(path, parquet.ParquetFile(path).iter_batches())
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise PlanError(f"{path}: cannot be read as parquet: {error}") from error
 
@@ -149,12 +149,12 @@ def _arrow(path: Path) -> Iterator[Record]:
                 source.seek(0)
                 opened = ipc.open_file(source)
                 batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-            yield from _of_batches(path, batches)
+            yield from _read_batches(path, batches)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise PlanError(f"{path}: cannot be read as arrow: {error}") from error
 
 
-def _of_batches(path: Path, batches: Iterable[Any]) -> Iterator[Record]:
+def _read_batches(path: Path, batches: Iterable[Any]) -> Iterator[Record]:
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
@@ -170,7 +170,7 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _saved(path: Path, split: str) -> Iterator[Record]:
+def _read_saved(path: Path, split: str) -> Iterator[Record]:
     try:
         import datasets
     except ImportError as error:

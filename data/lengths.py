@@ -56,7 +56,7 @@ class Lengths:
         return [*value[: limit - 1], value[-1]] if self.keep_last else value[:limit]
 
     def describe(self) -> list[str]:
-        """What became of long rows, in words. Raises `PlanError` where they are errors."""
+        """The treatment of long rows, in words. Raises `PlanError` where they are errors."""
         found = []
         if self.num_long:
             most = f"{self.num_long} of {self.num_rows} rows have more than {self.limit} tokens"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..ir.errors import PlanError
-from .cache import cached, key_of
+from .cache import key_of, load_or_make
 from .codec import Codec
 from .encode import ENCODERS, Example, label_of
 from .files import hash_of, read_records
@@ -23,7 +23,8 @@ from .spec import DataSpec
 
 @dataclass(frozen=True)
 class DataRows:
-    """What was read. `said`: what a user should know of it, a sentence each. `classes`: of a classifier, in order."""
+    """The rows that were read. `said`: what a user should know of it, a sentence each. `classes`: of a classifier, in
+    order."""
 
     kind: str
     rows: Rows
@@ -39,7 +40,7 @@ def read_rows(spec: DataSpec, codec: Codec, head: str, first_position: int = 0) 
     _, said = look(spec, head)
     wishes = spec.model_dump_json(exclude={"paths"})
     key = key_of(hash_of(spec.paths), codec.fingerprint, wishes, head, str(first_position))
-    found = cached(key, lambda: _plain(_made(spec, codec, head, first_position)))
+    found = load_or_make(key, lambda: _plain(_make_rows(spec, codec, head, first_position)))
     return DataRows(found["kind"], Rows(found["columns"]), [*said, *found["said"]], found["classes"])
 
 
@@ -74,7 +75,7 @@ def _require_room(spec: DataSpec, kind: str) -> None:
         raise PlanError(f"--targets {spec.targets}: {kind} has no labels of a length of their own; leave it out")
 
 
-def _made(spec: DataSpec, codec: Codec, head: str, first_position: int) -> DataRows:
+def _make_rows(spec: DataSpec, codec: Codec, head: str, first_position: int) -> DataRows:
     lengths = Lengths(spec.sequence, spec.long_rows, spec.targets)
     found = list(examples_of(spec, codec, head, lengths))
     said = lengths.describe()

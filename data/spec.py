@@ -1,4 +1,4 @@
-"""What to read and how: the wishes about data, as plain values."""
+"""The user's request for data, as plain values."""
 
 from __future__ import annotations
 

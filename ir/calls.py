@@ -1,4 +1,4 @@
-"""What a node of an fx graph calls: an op, in a program; a function or a method, in a graph of the user's model."""
+"""The callee of an fx node: an op, in a program; a function or a method, in a graph of the user's model."""
 
 from __future__ import annotations
 

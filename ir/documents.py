@@ -28,7 +28,7 @@ class Unreadable(ValueError):
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[io.FileIO]:
+def open_regular(path: str | os.PathLike[str]) -> Iterator[io.FileIO]:
     """Open a regular file to read its bytes, unbuffered. Raises `OSError`, or `Unreadable` for anything but a file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
     with open(descriptor, "rb", buffering=0) as file:
@@ -40,7 +40,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[io.FileIO]:
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a document. Raises `Unreadable` for what is no document or cannot be read."""
     try:
-        with opened(path) as file:
+        with open_regular(path) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) > MOST_BYTES:
                 raise Unreadable(f"has {num_bytes} bytes; at most {MOST_BYTES} are read")
             return file.readall().decode("utf-8")
@@ -115,7 +115,7 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def plain_errors(error: pydantic.ValidationError) -> str:
-    """What is wrong with a document, in one line: the place, the rule, the value found."""
+    """The error in a document, in one line: the place, the rule, the value found."""
     rows = []
     for row in error.errors(include_url=False)[:8]:
         where = ".".join(str(part) for part in row["loc"]) or "the document"

@@ -19,7 +19,7 @@ class PenstockError(Exception):
     """Base of all errors raised on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks print instead of a traceback: the user's own lines, then the message."""
+        """The text that IPython and notebooks print instead of a traceback: the user's own lines, then the message."""
         frames = [f for f in traceback.extract_tb(self.__traceback__) if _is_users(f.filename)]
         lines = [line for text in traceback.format_list(frames) for line in text.rstrip("\n").split("\n")]
         return [*lines, *"".join(traceback.format_exception_only(self)).rstrip("\n").split("\n")]

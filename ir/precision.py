@@ -1,4 +1,4 @@
-"""What the user's words for a precision mean. Plans and settings keep the name, code reads the facts.
+"""The meaning of the user's words for a precision. Plans and settings keep the name, code reads the facts.
 
 | name | weights, activations | autocast | fp32 masters | loss scale |
 |---|---|---|---|---|

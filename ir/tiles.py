@@ -17,10 +17,10 @@ MARK = "tile"
 
 @dataclass(frozen=True)
 class TileMark:
-    """What a node has to do with its part. `dims`: for each node that it reads, in order, the dimension along which
-    that value has its tokens, None for one that every tile needs whole; `result`: the same for its own tensor, None
-    where it has several; `each`: the elements along it per token, such as one for each row. `weights`: the parameters
-    that it reads and that get gradients, by dotted name."""
+    """The roles of a node in its part. `dims`: for each node that it reads, in order, the dimension along which that
+    value has its tokens, None for one that every tile needs whole; `result`: the same for its own tensor, None where it
+    has several; `each`: the elements along it per token, such as one for each row. `weights`: the parameters that it
+    reads and that get gradients, by dotted name."""
 
     part: str
     tokens: int

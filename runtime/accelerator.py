@@ -1,4 +1,4 @@
-"""What differs between the makers of GPUs, and what the runtime must know of GPUs beside torch's own calls.
+"""The differences between makers of GPUs, and facts about GPUs that torch's own calls do not give.
 
 torch built for ROCm answers to `torch.cuda` too, so streams, events and memory are the same calls there. The hardware
 queues, the choice of visible GPUs and the library that knows the links between GPUs are not. GPUs of other kinds are
@@ -165,9 +165,8 @@ _growing_lock = threading.Lock()
 
 
 def allocator_figures(device: torch.device) -> dict[str, int]:
-    """What torch's allocator took of a GPU since this process began, or since blocks were tried: the peaks of bytes in
-    use, and of bytes that it holds with what is free among them; and how often it had to give memory back before it
-    could take more."""
+    """The use of a GPU by torch's allocator since this process began, or since blocks were tried: the peaks of bytes in
+    use and of bytes reserved, and the number of times that it had to release memory before it could reserve more."""
     found = torch.cuda.memory_stats_as_nested_dict(device)
     if not found:  # nothing was ever taken
         return {"allocated_bytes": 0, "reserved_bytes": 0, "retries": 0}
@@ -310,7 +309,7 @@ def num_gpus() -> int:
 
 
 def properties_of(gpu: torch.device | int) -> Any:
-    """What the driver says of a GPU: its name, memory and address."""
+    """The driver's properties of a GPU: its name, memory and address."""
     return torch.cuda.get_device_properties(gpu)
 
 

@@ -15,7 +15,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def never_saved(model: nn.Module) -> set[str]:
+def unsaved_buffers(model: nn.Module) -> set[str]:
     """Names of the buffers that are not part of the state dict: the model computes them itself."""
     return {
         f"{path}.{name}" if path else name

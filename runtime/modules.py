@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Seeding(Protocol):
-    """What seeds the draws of a stage while it runs."""
+    """The seeds of a stage's draws while it runs."""
 
     def begin(self, place: str) -> int:
         """Seed the next draw at a place, a dotted path in the user's model. Returns the draw's number there."""

@@ -74,7 +74,7 @@ class Nodes:
 NODES = Nodes()
 
 
-def mapped(num_bytes: int) -> mmap.mmap:
+def map_pages(num_bytes: int) -> mmap.mmap:
     """Zeros of this process alone, in large pages where the kernel has them: a copy or a step passes over gigabytes,
     which in pages of 4 KiB costs a miss of the address cache every 4 KiB."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -90,7 +90,7 @@ def gpu_address(properties: Any) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """What "0-3,8" stands for."""
+    """The numbers that a text such as "0-3,8" stands for."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -116,7 +116,7 @@ class Asking:
         self.address = address
         self._own = threading.local()
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         channel: socket.socket | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,7 +136,7 @@ class TurnClient(Asking):
     def hold(self, turn: int) -> Iterator[None]:
         """Hold the root complex alone. Raises `TurnsLost` if the server is gone."""
         try:
-            channel = self._connected()
+            channel = self._connect()
             channel.sendall(REQUEST.pack(self.complex_, turn))
             granted = channel.recv(len(GRANTED))
         except OSError:

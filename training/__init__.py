@@ -1,1 +1,1 @@
-"""What a training run is besides its steps: what it tells, shows and keeps."""
+"""A training run besides its steps: the records, views and logs."""

@@ -1,4 +1,4 @@
-"""What is told of a training run, and to whom: loggers, live views and pages are listeners."""
+"""Events of a training run and their listeners: loggers, live views and pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known before the first step. `config` is plain data; `predicted_s` of a step."""
+    """The facts known before the first step. `config` is plain data; `predicted_s` of a step."""
 
     name: str
     directory: str

@@ -34,7 +34,7 @@ class StepRecords:
         return [self._record(report) for report in self.job.take_reports()]
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint needs, so that a resumed run counts on."""
+        """The counts that a checkpoint stores, so that a resumed run continues them."""
         return {str(host): written for host, written in self.written_bytes.items()}
 
     def load(self, state: Mapping[str, int]) -> None:
@@ -90,8 +90,8 @@ def step_flops(job: Job) -> float | None:
 
 
 def peak_flops(job: Job) -> float | None:
-    """What the devices of the plan reach together at most in the arithmetic of its precision; None where the hardware
-    document lacks that of one."""
+    """The peak FLOP/s of all devices of the plan in the arithmetic of its precision; None where the hardware document
+    lacks that of one."""
     dtype = Precision.of(job.plan.precision).arithmetic
     devices = job.hardware.devices[: job.folder.interface.world_size]
     rates = [rate for device in devices if (rate := device.peak_flops.get(dtype)) is not None]

@@ -19,8 +19,8 @@ from penstock.bench.peers.gpu_sections import compiled, swapped
 from penstock.bench.peers.gpu_setup import Row, Setup, noted
 from penstock.runtime.accelerator import lock_pages
 from penstock.runtime.measure import cuda
-from penstock.runtime.nodes import mapped
-from penstock.runtime.stage.arena import page_locked
+from penstock.runtime.nodes import map_pages
+from penstock.runtime.stage.arena import locked_memory
 
 MIB = 2**20
 GB = 1e9
@@ -66,9 +66,9 @@ def pinning(setup: Setup) -> Iterator[Row]:
     target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     kinds: dict[str, Callable[[int], Mapping[str, Any]]] = {
         "small pages, one range": lambda n: _locked(_plain(n, "MADV_NOHUGEPAGE")),
-        "large pages where the kernel likes, one range": lambda n: _locked(mapped(n)),
-        "large pages, pieces by one thread": lambda n: _locked(mapped(n), PIECE_BYTES, threads=1),
-        "large pages, pieces by four threads": lambda n: _locked(mapped(n), PIECE_BYTES, threads=4),
+        "large pages where the kernel likes, one range": lambda n: _locked(map_pages(n)),
+        "large pages, pieces by one thread": lambda n: _locked(map_pages(n), PIECE_BYTES, threads=1),
+        "large pages, pieces by four threads": lambda n: _locked(map_pages(n), PIECE_BYTES, threads=4),
         "pages reserved by the system (hugetlb)": lambda n: _locked(_hugetlb(n)),
         "torch's pinned allocator": _by_torch,
         "as a plan's arenas": _by_arena,
@@ -136,7 +136,7 @@ def _by_torch(num_bytes: int) -> dict[str, Any]:
 
 def _by_arena(num_bytes: int) -> dict[str, Any]:
     begin_s = time.perf_counter()
-    flat = page_locked(num_bytes)
+    flat = locked_memory(num_bytes)
     return {"flat": flat, "touch_s": 0.0, "lock_s": time.perf_counter() - begin_s}
 
 

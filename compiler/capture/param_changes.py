@@ -17,7 +17,7 @@ from torch import fx, nn
 from ...graph.opgraph import OpGraph, ParamChange
 from ...ir.errors import CaptureError
 from ...ir.program import HookCall
-from ...runtime.optimizer.hooks import hooked
+from ...runtime.optimizer.hooks import call_hooks
 from .gradient_hooks import Refused, Tracer
 
 _REMEDY = (
@@ -94,8 +94,8 @@ def _calls(graph: OpGraph, name: str, nodes: list[fx.Node]) -> tuple[HookCall, .
     except Refused as error:
         raise CaptureError(f"{where}\n  forward changes {name} in place and {error}: {_REMEDY}") from None
     samples = torch.cat([torch.linspace(-3.0, 3.0, 97), torch.tensor([-1e4, -1e-4, 1e-4, 1e4])]).to(param.dtype)
-    once = hooked(calls, samples)
-    if not torch.equal(hooked(calls, once), once):
+    once = call_hooks(calls, samples)
+    if not torch.equal(call_hooks(calls, once), once):
         raise CaptureError(f"{where}\n  forward changes {name} in place, again and again: {_REMEDY}")
     return calls
 

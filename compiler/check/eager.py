@@ -136,7 +136,7 @@ def module_runner(
         batch = part_of(batch, micro_batch, count)
         first = micro_batch * draws
         seeds = [micro_batch_seed(seed, step, m) for m in range(first, first + draws)]
-        with drawn.seeded(seeds, batch), types.autocast(device):
+        with drawn.seed_draws(seeds, batch), types.autocast(device):
             given = floating_as(types.input_dtype, batch)
             output = model(**given) if isinstance(given, Mapping) else model(*given)
             if loss_fn is not None:
@@ -178,7 +178,7 @@ def graph_runner(
         leaves = part_of(leaves, micro_batch, count)
         device = next(model.parameters()).device
         draws = Draws("the captured graph", graph.module, device)
-        with draws.seeded(micro_batch_seed(seed, step, micro_batch)), precision.autocast(device):
+        with draws.seed_draws(micro_batch_seed(seed, step, micro_batch)), precision.autocast(device):
             outputs = Seeded(graph.module, draws).run(*(leaves[name] for name in names))
         loss: Tensor = outputs["loss"]
         return loss

@@ -37,7 +37,7 @@ def shapes_of_draws(graph: OpGraph) -> Shapes:
 
 
 class ModelDraws:
-    """`with draws.seeded([micro_batch_seed(...)], batch): model(...)`. Activation checkpointing is off meanwhile: a
+    """`with draws.seed_draws([micro_batch_seed(...)], batch): model(...)`. Activation checkpointing is off meanwhile: a
     forward that backward repeats would be outside of the context."""
 
     def __init__(self, model: nn.Module, device: torch.device, shapes: Shapes | None = None):
@@ -53,7 +53,7 @@ class ModelDraws:
         self.busy = False  # inside a leaf: what runs there is one draw
 
     @contextmanager
-    def seeded(self, seeds: Sequence[int], batch: Any) -> Iterator[None]:
+    def seed_draws(self, seeds: Sequence[int], batch: Any) -> Iterator[None]:
         """For one forward of the micro-batches of these seeds, whose rows are those of `batch` in order."""
         self.seeds = seeds
         self.rows = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
@@ -83,7 +83,7 @@ class ModelDraws:
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (checkpoint, "_checkpoint_without_reentrant_generator", _nothing),
         ]
-        with self.draws.seeded(seeds[0]), replaced(*changes), EachFunction(self.on_function):
+        with self.draws.seed_draws(seeds[0]), replaced(*changes), EachFunction(self.on_function):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

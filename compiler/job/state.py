@@ -19,7 +19,7 @@ from ...runtime.model_names import named_tensors
 from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
 from ...runtime.quantised.model import give_back, names_of_bytes
-from ...runtime.stage.store import StagePart, joined, of_members
+from ...runtime.stage.store import StagePart, join_members, join_shards
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity, base_identity, frozen_params
 from ...runtime.state.checkpoint import Checkpoint
@@ -49,10 +49,12 @@ def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) ->
         return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
     answers = [driver.call("stage_state", device, args) for device in driver.setup.spread[spec.name]]
     states = [unpack_state(*answer) for answer in answers]
-    size = len(states) // len(driver.setup.divided.get(spec.name, [0]))  # the shards of each member, one after another
+    size = len(states) // len(
+        driver.setup.stages_in_parts.get(spec.name, [0])
+    )  # the shards of each member, one after another
     if size > 1:
-        states = [joined(states[i : i + size], spec) for i in range(0, len(states), size)]
-    return of_members(states, spec) if spec.name in driver.setup.divided else states[0]
+        states = [join_shards(states[i : i + size], spec) for i in range(0, len(states), size)]
+    return join_members(states, spec) if spec.name in driver.setup.stages_in_parts else states[0]
 
 
 def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ def failure_report(plan: Plan, interface: Interface, hardware: Hardware) -> Fail
     first, network = hardware.hosts[0], hardware.network
     gather_rate = sum(complex_.bandwidth_up for complex_ in first.root_complexes)
     if lane_hosts > 1 and network is not None:
-        gather_rate = min(gather_rate, network.reached(part_bytes, lane_hosts))
+        gather_rate = min(gather_rate, network.bandwidth_at(part_bytes, lane_hosts))
     write_s = part_bytes / _write_rate(hardware, lane_hosts)
     run = FailingRun(
         failures.mtbf_s(hardware.num_devices, len(hardware.hosts)),

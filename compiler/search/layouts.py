@@ -200,7 +200,7 @@ class LayoutEstimator:
         if len(hosts) > 1 and network is not None:
             rings = len(here) / (len(members) / len(hosts))
             racks = Counter(self.hardware.racks[host] for host in hosts) if self.hardware.racks else Counter[int]()
-            rate = network.reached(num_bytes / times / len(members), len(hosts))
+            rate = network.bandwidth_at(num_bytes / times / len(members), len(hosts))
             if network.racks is not None and len(racks) > 1:  # each ring passes a rack's uplink once
                 beside = self.hardware.racks.count(next(iter(racks))) / max(racks.values())
                 rate = min(rate, network.racks.uplink(len(self.hardware.hosts), network.bandwidth) / beside)

@@ -32,7 +32,15 @@ from ...runtime.functions import attend_block, chunked_cross_entropy, part_stati
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
-from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
+from ...runtime.stage.saved_classes import (
+    COSTLY,
+    Look,
+    attention_bytes,
+    look_of,
+    parts_of,
+    result_bytes,
+    written_tensors,
+)
 from ..blocks import AgainCost, Block, BlockCost, CostlyCall
 from ..forwards.first_only import unread_by_gradients
 from ..kernels.attention import cuda_attention
@@ -396,7 +404,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.flops += flops * times
         if func in COSTLY:
             self.note(look_of(func, args, kwargs, out), parts_of(out), result_bytes(out), flops)
-        for tensor in written(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             if tensor.untyped_storage()._cdata in self.outputs:
                 self.outputs[tensor.untyped_storage()._cdata].is_changed = True
         if new or func._schema.is_mutable:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...ir.machine.call_mix import merged
+from ...ir.machine.call_mix import merge_mixes
 from ...ir.program import AgainSpec
 from ..blocks import AgainCost, Block
 from ..opgraph import value_tensors
@@ -109,8 +109,8 @@ def stage_costs(
         "backward_flops": sum(b.cost.backward_flops for b in blocks),
         "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks) + cast_traffic,
         "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks) + cast_traffic,
-        "forward_mix": merged(b.cost.forward_mix for b in blocks),
-        "backward_mix": merged(b.cost.backward_mix for b in blocks),
+        "forward_mix": merge_mixes(b.cost.forward_mix for b in blocks),
+        "backward_mix": merge_mixes(b.cost.backward_mix for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),
         "seconds": _seconds(blocks, without, unread),
         "taking": _taking(blocks, without, unread),
@@ -122,7 +122,7 @@ def stage_costs(
             calls=(),
             flops=sum(cost.flops for cost in again),
             traffic_bytes=sum(cost.traffic_bytes for cost in again) + cast_traffic,
-            mix=merged(cost.mix for cost in again),
+            mix=merge_mixes(cost.mix for cost in again),
             launches=sum(cost.launches for cost in again),
             workspace_bytes=max(0, again_peak - sum(kept) - there_bytes),
         )

@@ -20,7 +20,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...runtime.stage.saved_classes import written
+from ...runtime.stage.saved_classes import written_tensors
 from ..kernels.call_node import call_key, call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators import contractions, indexing, layers, pointwise, reductions, views
@@ -285,7 +285,7 @@ class Follower(TorchDispatchMode):
         for tensor, state in zip(made, states):
             self.states[id(tensor)] = state
             self.alive.append(tensor)
-        for tensor in written(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             if all(tensor is not other for other in made):  # a written result beside those returned
                 self.states[id(tensor)] = plain(states[0]) if states else Mixed()
             self._written(tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ...ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, counted, flops_of
+from ...ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, flops_of, merge_rows
 
 aten = torch.ops.aten
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -80,8 +80,8 @@ class MixRows:
 
     def mix(self, flops: float, traffic_bytes: float) -> CallMix:
         """The mix behind these sums. FLOPs of no row are those of calls of other kinds."""
-        products = counted((row, 1) for row in self.products)
-        attention = counted((row, 1) for row in self.attention)
+        products = merge_rows((row, 1) for row in self.products)
+        attention = merge_rows((row, 1) for row in self.attention)
         known = flops_of(products) + flops_of(attention)
         pointwise = tuple(PointwiseCall(size, count) for size, count in self.pointwise.items())
         return CallMix(products, attention, pointwise, max(0.0, flops - known), traffic_bytes)

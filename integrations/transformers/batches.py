@@ -28,15 +28,15 @@ class BatchForm:
     lengths: Mapping[str, int]
     pad_id: int = 0
 
-    def padded(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def pad(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The batch on the host, each input at its length.
 
         Raises `BatchError` for one that is longer, or that nothing says how to pad.
         """
         unmasked = TOKENS in batch and "attention_mask" not in batch
-        return {name: self._padded(name, value, unmasked) for name, value in batch.items()}
+        return {name: self._pad_value(name, value, unmasked) for name, value in batch.items()}
 
-    def _padded(self, name: str, value: Any, unmasked: bool) -> Tensor:
+    def _pad_value(self, name: str, value: Any, unmasked: bool) -> Tensor:
         if not isinstance(value, Tensor):
             raise BatchError(f"the batch's {name!r} is a {type(value).__name__}; a Job takes tensors")
         length = self.lengths.get(name)
@@ -53,12 +53,12 @@ class BatchForm:
             raise BatchError(f"{found}, and {what}; pad all rows to one length: padding='max_length'")
         return functional.pad(value, (0, length - value.shape[1]), value=fill[name]).cpu()
 
-    def shortened(self, batches: list[Any]) -> BatchForm:
+    def shorten(self, batches: list[Any]) -> BatchForm:
         """The same, no longer than the longest of these batches."""
         lengths = {name: max(batch[name].shape[1] for batch in batches) for name in self.lengths if name in batches[0]}
         return replace(self, lengths=lengths)
 
-    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch with as many rows as every step has: copies of the first one, of which no label counts."""
         missing = self.rows - count_rows(batch)
         if missing == 0:
@@ -124,7 +124,7 @@ def _is_list_of_numbers(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], int))
 
 
-def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def join_batches(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Batches of one shape as one."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -134,7 +134,7 @@ def count_rows(batch: Mapping[str, Tensor]) -> int:
 
 
 def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module, job: Job | None = None) -> str:
-    """Why a short batch cannot be filled with rows that do not count; "" if it can, as far as is known."""
+    """The reason for which a short batch cannot be filled with rows that do not count; "" if none is known."""
     labels = batch.get("labels")
     if labels is None:
         return "its batches have no 'labels'"

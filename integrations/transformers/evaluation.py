@@ -32,7 +32,7 @@ def evaluate(
     has_loss = True
     for first in range(0, count_rows(batch), form.rows):
         part = {name: value[first : first + form.rows] for name, value in batch.items()}
-        given = job.evaluate(form.filled(part), outputs=outputs)
+        given = job.evaluate(form.fill(part), outputs=outputs)
         has_loss = "loss" in given
         if has_loss and (here := _count(part, shifted)):
             total, count = total + float(given.loss) * here, count + here
@@ -42,7 +42,7 @@ def evaluate(
 
 
 def _count(batch: Mapping[str, Tensor], shifted: bool) -> int:
-    """What the loss of these rows divides by: their labels, or the rows."""
+    """The number that the loss of these rows is divided by: their labels, or the rows."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return count_rows(batch)

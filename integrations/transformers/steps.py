@@ -1,4 +1,4 @@
-"""What turns a Trainer of transformers into one whose steps a `Job` takes."""
+"""Makes a transformers Trainer run its steps on a `Job`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...training.listener import Listener
 from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from ...training.watch import StragglerWatch
-from .batches import TOKENS, BatchForm, count_rows, form_of, joined, why_not_fillable
+from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, why_not_fillable
 from .evaluation import evaluate, shifts_labels
 from .refusals import PRECISIONS, refuse_arguments, refuse_trainer, require_known_optimizer, require_whole_batches
 from .schedule import make_schedule
@@ -142,14 +142,14 @@ class StepsByJob(Host):
         batches, self._waiting = self._waiting, []
         if self._form is None:
             self._form = self._found_form(batches[0])
-        form = self._form.shortened(batches) if "dynamic_shapes" in self.compile_options else self._form
-        batch = self._gathered([form.padded(each) for each in batches])
+        form = self._form.shorten(batches) if "dynamic_shapes" in self.compile_options else self._form
+        batch = self._gather_batches([form.pad(each) for each in batches])
         tokens = batch[TOKENS].numel() if TOKENS in batch else count_rows(batch)
         if self.job is None:
-            self.job, self._broadcast = self._begun(batch)
+            self.job, self._broadcast = self._begin_job(batch)
             self._watch = StragglerWatch(self.job, self._total_steps)
         assert self._broadcast is not None and self._watch is not None
-        loss = self._stepped(self.job, self._filled(batch))
+        loss = self._take_step(self.job, self._fill(batch))
         self._broadcast.stepped(tokens)
         if (offer := self._watch.stepped()) is not None:
             self._tell(offer)
@@ -168,7 +168,7 @@ class StepsByJob(Host):
         self._broadcast.offered(offer, how)
         logger.warning("%s; to take the plan, %s", offer.describe(), how)
 
-    def _filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch with as many rows as every step has."""
         assert self._form is not None
         missing = self._form.rows - count_rows(batch)
@@ -177,9 +177,9 @@ class StepsByJob(Host):
                 f"a batch lacks {missing} of the {self._form.rows} rows that every step of a Job has, and none can be "
                 f"filled up, as {reason}; set max_steps to the number of whole batches"
             )
-        return self._form.filled(batch)
+        return self._form.fill(batch)
 
-    def _stepped(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
+    def _take_step(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
         return job.step(batch)
 
     def _found_form(self, batch: Any) -> BatchForm:
@@ -196,19 +196,19 @@ class StepsByJob(Host):
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         return (self.train_dataset, *evaluated.values())
 
-    def _gathered(self, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _gather_batches(self, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The batches of all ranks as one."""
-        batch = joined(batches)
+        batch = join_batches(batches)
         if self.args.world_size == 1:
             return batch
         return {name: self.accelerator.gather(value.to(self.args.device)).cpu() for name, value in batch.items()}
 
-    def _begun(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
+    def _begin_job(self, batch: dict[str, Tensor]) -> tuple[Job, Broadcast]:
         """The job, and who is told of its steps, until the run ends."""
         assert self._form is not None
         self._require_whole_batches(why_not_fillable(batch, self.model))
         listeners = self._listeners()
-        job = self._run.enter_context(self._compiled(self._filled(batch)))
+        job = self._run.enter_context(self._compile(self._fill(batch)))
         self._require_whole_batches(why_not_fillable(batch, self.model, job))
         if self._checkpoint is not None:
             job.resume(Path(self._checkpoint) / FOLDER)
@@ -241,10 +241,10 @@ class StepsByJob(Host):
         return found
 
     def _module(self) -> Any:
-        """What the job trains: the model, or what makes a loss of it."""
+        """The module that the job trains: the model, or the model with its loss."""
         return self.model
 
-    def _compiled(self, batch: dict[str, Tensor]) -> Job:
+    def _compile(self, batch: dict[str, Tensor]) -> Job:
         args = self.args
         self.model.train()
         options = {
@@ -323,15 +323,15 @@ class StepsByJob(Host):
         if self.job is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert self._form is not None
-        own = self._form.padded(inputs)
-        whole = self._gathered([own])
+        own = self._form.pad(inputs)
+        whole = self._gather_batches([own])
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""
         if count_rows(batch) % self._form.rows:
             reason = reason or why_not_fillable(batch, self.model, self.job)
         if reason:
             return self._prediction_of_model(model, inputs, prediction_loss_only, ignore_keys, reason)
-        loss, outputs = self._evaluated(batch, not prediction_loss_only)
+        loss, outputs = self._evaluate_batch(batch, not prediction_loss_only)
         if loss is not None:
             loss = loss.to(self.args.device)
         if prediction_loss_only:
@@ -340,14 +340,14 @@ class StepsByJob(Host):
             ignore_keys = getattr(self._config(), "keys_to_ignore_at_inference", ["past_key_values"])
         first, missing = self.args.process_index * count_rows(own), count_rows(whole) - count_rows(batch)
         logits = tuple(
-            _lengthened(value, missing)[first : first + count_rows(own)].to(self.args.device)
+            _pad_rows(value, missing)[first : first + count_rows(own)].to(self.args.device)
             for name, value in outputs.items()
             if name not in ignore_keys
         )
         labels = tuple(own[name].to(self.args.device) for name in self.label_names if name in own)
         return loss, logits[0] if len(logits) == 1 else logits, _one_or_all(labels)
 
-    def _evaluated(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _evaluate_batch(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The loss and, where they are asked for, the outputs of a batch of all ranks."""
         assert self.job is not None and self._form is not None
         return evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs)
@@ -386,7 +386,7 @@ class StepsByJob(Host):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
 
-def _lengthened(value: Tensor, missing: int) -> Tensor:
+def _pad_rows(value: Tensor, missing: int) -> Tensor:
     """With more rows, which a Trainer drops when it has those of all ranks."""
     return torch.cat([value, value[-1:].expand(missing, *value.shape[1:])])
 

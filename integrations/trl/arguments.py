@@ -75,6 +75,6 @@ def refuse_dpo(args: Any) -> None:
 
 
 def default_folder(model: Any, method: str) -> str:
-    """Where TRL writes a run without a config."""
+    """The folder in which TRL writes a run without a config."""
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     return f"{name.split('/')[-1]}-{method}"

@@ -81,10 +81,10 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return super().training_step(model, self._pairs(inputs), num_items_in_batch)
 
-    def _stepped(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
+    def _take_step(self, job: Job, batch: dict[str, Tensor]) -> Tensor:
         if self._will_log() and job.folder.settings.evaluation is None:
             self._tell_rewards("train", job.evaluate(batch))
-        return super()._stepped(job, batch)
+        return super()._take_step(job, batch)
 
     def _will_log(self) -> bool:
         """Whether the step that begins is one whose rewards are logged, which takes a forward of its batch."""
@@ -104,18 +104,18 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
         if reason is not None:
             return self._prediction_of_model(model, inputs, True, ignore_keys, reason)
         assert self._form is not None
-        batch = self._each_once(self._gathered([self._form.padded(self._pairs(inputs))]))
+        batch = self._each_once(self._gather_batches([self._form.pad(self._pairs(inputs))]))
         found = []
         for first in range(0, count_rows(batch), self._form.rows):
             part = {name: value[first : first + self._form.rows] for name, value in batch.items()}
-            found.append(_evaluated(self.job, part, self._form.rows))
+            found.append(_evaluate_pairs(self.job, part, self._form.rows))
         outputs = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
         self._tell_rewards("eval", outputs)
         return outputs["losses"].mean().to(self.args.device), None, None
 
     def _tell_rewards(self, mode: str, outputs: dict[str, Tensor]) -> None:
-        """What TRL logs of the rewards; the pairs are those of all ranks."""
+        """Log the rewards as TRL does, of the pairs of all ranks."""
         chosen, rejected = outputs["chosen_rewards"], outputs["rejected_rewards"]
         for name, values in {
             "rewards/chosen": chosen,
@@ -128,8 +128,8 @@ class PenstockDPOTrainer(StepsByJob, DPOTrainer):
             self._metrics[mode][name].append(values.mean().item())
 
 
-def _evaluated(job: Job, batch: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """What the job makes of these pairs, each by itself; it takes as many rows as a step has."""
+def _evaluate_pairs(job: Job, batch: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The job's results for these pairs, each by itself. The job takes the number of rows of a step."""
     count = count_rows(batch)
     order = torch.arange(rows).where(torch.arange(rows) < count, 0)
     outputs = job.evaluate({name: value[order] for name, value in batch.items()})

@@ -121,10 +121,10 @@ class PreferenceLoss(nn.Module):
     def _reference(self, rows: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         if REFERENCE[0] in batch:
             return torch.cat([batch[name] for name in REFERENCE])
-        with torch.no_grad(), self._off():
+        with torch.no_grad(), self._disable_adapter():
             return label_log_probs(self.model if self.frozen is None else self.frozen, **rows)
 
-    def _off(self) -> AbstractContextManager[Any]:
+    def _disable_adapter(self) -> AbstractContextManager[Any]:
         if self.frozen is not None:
             return nullcontext()
         return self.model.disable_adapter() if self.adapter == BASE else use_adapter(self.model, self.adapter)

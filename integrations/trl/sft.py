@@ -37,7 +37,7 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _count_tokens(self, inputs: Any) -> int:
-        """How many tokens of all ranks' batches are no padding, of which nothing stays in `inputs`."""
+        """Count the tokens of all ranks' batches without padding, of which nothing stays in `inputs`."""
         own = inputs.pop(NUM_TOKENS, None)
         if own is None:
             own = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
@@ -49,8 +49,8 @@ class PenstockSFTTrainer(StepsByJob, SFTTrainer):
         inputs.pop(NUM_TOKENS, None)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def _evaluated(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
-        loss, found = super()._evaluated(batch, outputs=True)
+    def _evaluate_batch(self, batch: dict[str, Tensor], outputs: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+        loss, found = super()._evaluate_batch(batch, outputs=True)
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
         if "logits" in found:
             self._tell_metrics(found["logits"], batch["labels"])

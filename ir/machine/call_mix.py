@@ -1,4 +1,4 @@
-"""What a computation calls, by kind and size: what a device's table of rates is asked for.
+"""The calls of a computation by kind and size, in which a device's table of rates is looked up.
 
 A mix stands beside the sums that it explains, FLOPs and bytes of traffic. A part of the computation (half of a
 backward, a forward that is spared some calls) has smaller sums and the same mix: it runs at the mix's average rates.
@@ -121,13 +121,13 @@ def flops_of(rows: Iterable[Product] | Iterable[AttentionCall]) -> float:
     return sum(row.count * row.flops for row in rows)
 
 
-def merged(mixes: Iterable[CallMix]) -> CallMix:
+def merge_mixes(mixes: Iterable[CallMix]) -> CallMix:
     """All calls of several computations, equal ones in one row."""
     times = Counter(mixes)  # few distinct ones among many, as equal blocks share theirs
     return CallMix(
-        counted((row, n) for mix, n in times.items() for row in mix.products),
-        counted((row, n) for mix, n in times.items() for row in mix.attention),
-        counted((row, n) for mix, n in times.items() for row in mix.pointwise),
+        merge_rows((row, n) for mix, n in times.items() for row in mix.products),
+        merge_rows((row, n) for mix, n in times.items() for row in mix.attention),
+        merge_rows((row, n) for mix, n in times.items() for row in mix.pointwise),
         sum(n * mix.other_flops for mix, n in times.items()),
         sum(n * mix.traffic_bytes for mix, n in times.items()),
     )
@@ -136,10 +136,10 @@ def merged(mixes: Iterable[CallMix]) -> CallMix:
 @lru_cache(maxsize=1 << 12)
 def both(first: CallMix, second: CallMix) -> CallMix:
     """All calls of two computations, of a rematerialisation and a backward for example."""
-    return merged((first, second))
+    return merge_mixes((first, second))
 
 
-def counted(rows: Iterable[tuple[CallRow, int]]) -> tuple[CallRow, ...]:
+def merge_rows(rows: Iterable[tuple[CallRow, int]]) -> tuple[CallRow, ...]:
     """Rows, each so many times, with equal calls in one."""
     found: Counter[CallRow] = Counter()
     for row, times in rows:

@@ -30,7 +30,7 @@ def taken_out(document: Any) -> tuple[Any, int]:
     return {key: value for key, value in document.items() if key != KEY}, copies
 
 
-def copied(hardware: Hardware, copies: int) -> Hardware:
+def multiply(hardware: Hardware, copies: int) -> Hardware:
     """The machine with its hosts and devices so many times. Raises `HardwareError` for names that do not go on."""
     if copies == 1:
         return hardware
@@ -49,7 +49,7 @@ def copied(hardware: Hardware, copies: int) -> Hardware:
 
 
 def copies_in(hardware: Hardware) -> int:
-    """How often the first host and its devices are there, if that is all there is; else 1."""
+    """The number of equal hosts, each with the same devices; 1 if they differ."""
     copies = len(hardware.hosts)
     if copies == 1 or len(hardware.devices) % copies or _word(hardware) is None:
         return 1

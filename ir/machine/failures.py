@@ -1,4 +1,4 @@
-"""How often parts of a machine fail, and what a failure and a checkpoint cost there."""
+"""The rate at which parts of a machine fail, and the cost of a failure and of a checkpoint."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
 from .call_mix import NO_CALLS, CallMix
-from .copies import KEY, copied, copies_in, first_of, taken_out
+from .copies import KEY, copies_in, first_of, multiply, taken_out
 from .describe import describe_hardware
 from .failures import Failures
 from .host import Host, Network
@@ -185,7 +185,7 @@ class Hardware(MachinePart):
     def _say_what_is_wrong(cls, document: Any, check: ModelWrapValidatorHandler[Hardware]) -> Hardware:
         document, copies = taken_out(document)
         try:
-            hardware = copied(check(document), copies)
+            hardware = multiply(check(document), copies)
         except ValidationError as error:
             raise HardwareError(explain_validation(error, cls)) from None
         hardware._check_references()

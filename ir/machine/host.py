@@ -44,7 +44,7 @@ class RootComplex(MachinePart):
 
 
 class CpuRates(MachinePart):
-    """What a CPU device with this number of threads reaches while the host's other cores run such devices too. The
+    """The rates of a CPU device with this number of threads while the host's other cores run such devices too. The
     fields are those of `Device`."""
 
     threads: Annotated[int, Field(gt=0)]
@@ -99,7 +99,8 @@ class Host(MachinePart):
 
 
 class Network(MachinePart):
-    """What joins the hosts: rate per host and direction, the time of an empty message, and how hosts stand in racks.
+    """The network between the hosts: rate per host and direction, the time of an empty message, and how hosts stand in
+    racks.
 
     `message_shares` is what messages of so many bytes reach of the rate, besides their latency, and `host_shares` what
     a collective reaches of it over so many hosts; of both, the product counts. `gpu_direct`: network cards read and
@@ -114,6 +115,6 @@ class Network(MachinePart):
     message_shares: MessageShares | None = None
     host_shares: NumberShares | None = None
 
-    def reached(self, message_bytes: float, num_hosts: int = 2) -> float:
+    def bandwidth_at(self, message_bytes: float, num_hosts: int = 2) -> float:
         """Bytes/s per host and direction of messages of this size, between so many hosts."""
         return self.bandwidth * share_at(self.message_shares, message_bytes) * share_at(self.host_shares, num_hosts)

@@ -1,4 +1,4 @@
-"""Where bytes travel: the directed links of a machine, and which of them a transfer occupies.
+"""The directed links of a machine, and the links that a transfer occupies.
 
 Memories are named: a device by its own name ("gpu0"), "dram0" the DRAM of host 0, "ssd0.1" the second SSD of
 host 0, "ssd0" all SSDs of host 0 striped (its links stand for the whole array: address the array or the single
@@ -143,7 +143,7 @@ def find_path(hardware: Hardware, src: str, dst: str) -> list[str]:
             return [f"{src}.nvlink.up", f"{dst}.nvlink.down"]
         if host.p2p and devices[src].root_complex == devices[dst].root_complex:
             return [f"{src}.up", f"{dst}.down"]
-    between = _between(hardware, src_host, dst_host)
+    between = _links_between(hardware, src_host, dst_host)
     if goes_direct(hardware, src, dst):
         return [f"{src}.up", *between, f"{dst}.down"]
     return _to_dram(hardware, src, src_host) + between + _from_dram(hardware, dst, dst_host)
@@ -156,7 +156,7 @@ def goes_direct(hardware: Hardware, src: str, dst: str) -> bool:
     return between_devices and network is not None and network.gpu_direct
 
 
-def _between(hardware: Hardware, src_host: int, dst_host: int) -> list[str]:
+def _links_between(hardware: Hardware, src_host: int, dst_host: int) -> list[str]:
     """The links between two hosts: of different racks, the uplinks of both as well."""
     if src_host == dst_host:
         return []
@@ -194,7 +194,7 @@ def _from_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
 
 
 def _both_ways(hardware: Hardware, device: str, host: int) -> list[str]:
-    """What both directions of a device's root complex share."""
+    """The bandwidth that both directions of a device's root complex share."""
     number = hardware.device_by_name[device].root_complex
     return [] if hardware.hosts[host].root_complexes[number].bandwidth_both is None else [f"rc{host}.{number}.both"]
 

@@ -34,7 +34,7 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
     host_keys = set(type(hardware.hosts[0]).model_fields) - {"root_complexes", "ssds"}
     device_keys = set(type(hardware.devices[0]).model_fields) - {"name", "host", "root_complex"}
     if "num_devices" in overrides:
-        document["devices"] = _resized(document["devices"], overrides["num_devices"], len(document["hosts"]))
+        document["devices"] = _resize(document["devices"], overrides["num_devices"], len(document["hosts"]))
     if not overrides.keys().isdisjoint(("num_devices", "threads")):
         _share_cores(document, overrides.get("threads"))
     for word, value in overrides.items():
@@ -54,7 +54,7 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
             for part in document["hosts" if key in host_keys else "devices"]:
                 part[key] = value
                 if key in _CONSTANT_FOR:
-                    part["rates"] = _without(part["rates"], *_CONSTANT_FOR[key])
+                    part["rates"] = _drop_kinds(part["rates"], *_CONSTANT_FOR[key])
         elif key in _TOP_LEVEL:
             document[key] = value
         else:
@@ -79,13 +79,13 @@ def _short(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _without(table: dict[str, Any] | None, *kinds: str) -> dict[str, Any] | None:
+def _drop_kinds(table: dict[str, Any] | None, *kinds: str) -> dict[str, Any] | None:
     """The rest of a table of rates."""
     kept = {kind: rates for kind, rates in (table or {}).items() if kind not in kinds and rates}
     return kept if kept.keys() - {"source"} else None
 
 
-def _resized(devices: list[dict[str, Any]], count: object, num_hosts: int) -> list[dict[str, Any]]:
+def _resize(devices: list[dict[str, Any]], count: object, num_hosts: int) -> list[dict[str, Any]]:
     """The first `count` devices; if there are fewer, all of them and then copies of them in the same order."""
     if not isinstance(count, int) or count < 1:
         raise HardwareError(f"num_devices: found {count!r}, allowed: a whole number of 1 or more")

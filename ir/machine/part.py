@@ -1,4 +1,4 @@
-"""What all parts of a hardware document have in common: their rules, and amounts with units."""
+"""The base of all parts of a hardware document: their rules, and amounts with units."""
 
 from __future__ import annotations
 

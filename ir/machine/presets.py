@@ -118,12 +118,12 @@ CUBLAS_BYTES, CUBLAS_PAIRS = 32 * MIB, 2
 
 
 def gaps_bytes(memory_bytes: int) -> int:
-    """What torch's allocator holds of a full card and cannot use: bench/cards.py found up to a fortieth."""
+    """The bytes of a full card that torch's allocator holds and cannot use: bench/cards.py found up to a fortieth."""
     return memory_bytes // 32
 
 
 def stated_reserve(num_devices: int, display: bool, memory_bytes: int) -> Document:
-    """What each GPU holds besides a plan's values where nobody has measured it.
+    """The bytes that each GPU holds besides a plan's values, where they were not measured.
 
     A process's context with torch's kernels took 400 to 500 MiB on the cards of the last generations; torch gives
     cuBLAS `CUBLAS_BYTES` a stream and thread; NCCL's channels take up to 256 MiB where GPUs exchange values;
@@ -316,7 +316,7 @@ def _cards(name: str, part: str, count: int, complexes: int, pcie: int | None) -
     return with_reserve(machine(name, source, part, topology, server, pcie=slot), display=True)
 
 
-def _mixed(name: str) -> Document | None:
+def _mixed_workstation(name: str) -> Document | None:
     """A workstation with different gaming cards, such as "rtx4090+rtx3090x2", under one root complex; None where the
     name is of no such cards."""
     found = [_FAMILY.fullmatch(word) or _FAMILY.fullmatch(f"{word}x1") for word in name.split("+")]
@@ -361,7 +361,7 @@ def _servers(name: str, part_name: str, num_hosts: int) -> Document:
     return document | {"source": source, "copies": num_hosts, "network": network}
 
 
-def _in_racks(document: Document, hosts_per_rack: str | None, oversubscription: str | None) -> Document:
+def _put_in_racks(document: Document, hosts_per_rack: str | None, oversubscription: str | None) -> Document:
     """The same hosts in racks, as a preset's name says it: `-rack16` or `-rack16-over4`."""
     if hosts_per_rack is None:
         return document
@@ -419,13 +419,13 @@ def preset_document(name: str) -> Document | None:
     """The document of a preset, None when no preset has that name."""
     if name in _COMMON:
         return _COMMON[name]()
-    paper = _of_a_paper(name)
+    paper = _paper_machine(name)
     if paper is not None:
         return paper
     if fleet := _CLUSTER.fullmatch(name):
         return _fleet(name, fleet)
     if "+" in name:
-        return _mixed(name)
+        return _mixed_workstation(name)
     match = _FAMILY.fullmatch(name)
     if match is None or match["part"] not in PARTS:
         return None
@@ -442,10 +442,10 @@ def _fleet(name: str, match: re.Match[str]) -> Document | None:
     if count != "8" or part not in PARTS or PARTS[part].server is None:
         return None
     (num_hosts,) = _counts(name, [match["hosts"]])
-    return _in_racks(_servers(name, part, num_hosts), match["rack"], match["over"])
+    return _put_in_racks(_servers(name, part, num_hosts), match["rack"], match["over"])
 
 
-def _of_a_paper(name: str) -> Document | None:
+def _paper_machine(name: str) -> Document | None:
     """A paper's machine, None for another name."""
     if name in _PAPERS:
         return _PAPERS[name]()
@@ -455,7 +455,7 @@ def _of_a_paper(name: str) -> Document | None:
     if match and match["kind"] in _MICS:
         (num_hosts,) = _counts(name, [match["hosts"]])
         document = _MICS[match["kind"]](num_hosts) | {"name": name}
-        return _in_racks(document, match["rack"], match["over"])
+        return _put_in_racks(document, match["rack"], match["over"])
     return None
 
 

@@ -28,7 +28,7 @@ STEEPEST = 3.0  # the power of its size by which a product's FLOPs grow
 SLOWEST = 1.0
 
 
-def interpolated(curve: RateCurve, size: float, below: float = 0.0) -> float:
+def interpolate(curve: RateCurve, size: float, below: float = 0.0) -> float:
     """The curve's rate at a size. `below`: the least power of the size by which rates fall before the first size."""
     place = bisect_left(curve, (size,))
     if place == len(curve):
@@ -113,7 +113,7 @@ class AttentionRates(MachinePart):
 
 
 class RateTable(MachinePart):
-    """What a device reaches, by kind and size of a call.
+    """The rates of a device by kind and size of a call.
 
     `products`: FLOP/s of matrix products by dtype and size, the cube root of m n k. `attention`: FLOP/s of fused
     attention. `pointwise`: bytes/s of calls that read and write, by the bytes of a call. `source` says where the
@@ -209,7 +209,7 @@ def _product_s(table: RateTable, constant: ConstantRates, product: Product) -> f
     curve = table.products.get(product.dtype or constant.dtype)  # type: ignore[call-overload]
     if curve is None:
         return product.flops / constant.flops_of(product.dtype) + product.bytes / constant.bandwidth
-    rate = interpolated(curve, product.size, SLOWEST)
+    rate = interpolate(curve, product.size, SLOWEST)
     return max(product.flops / rate, product.bytes / constant.bandwidth)
 
 
@@ -220,13 +220,13 @@ def _attention_s(table: RateTable, constant: ConstantRates, call: AttentionCall)
     if not rows:
         return call.flops / constant.flops_of(call.dtype) + call.bytes / constant.bandwidth
     curves = [(float(row.head_size), row.backward if call.backward else row.forward) for row in rows]
-    rates = sorted((size, interpolated(curve, call.keys, SLOWEST)) for size, curve in curves)
-    rate = interpolated(tuple(dict(rates).items()), call.head_size)
+    rates = sorted((size, interpolate(curve, call.keys, SLOWEST)) for size, curve in curves)
+    rate = interpolate(tuple(dict(rates).items()), call.head_size)
     return max(call.computed_flops / rate, call.bytes / constant.bandwidth)
 
 
 def _bandwidth(table: RateTable, constant: ConstantRates, num_bytes: float) -> float:
-    return constant.bandwidth if table.pointwise is None else interpolated(table.pointwise, num_bytes)
+    return constant.bandwidth if table.pointwise is None else interpolate(table.pointwise, num_bytes)
 
 
 def table_text(table: RateTable) -> Sequence[str]:

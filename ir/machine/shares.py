@@ -1,5 +1,5 @@
-"""What a link reaches of its rate, as a curve: by the bytes of a message, by the number of hosts that take part, or by
-the number of disks.
+"""The share of its rate that a link reaches, as a curve: by the bytes of a message, by the number of hosts that take
+part, or by the number of disks.
 
 A curve is a few sizes with a share each, at most 1. Between two of them it follows a straight line in logarithms of
 both; below the first and beyond the last the share stays.
@@ -13,10 +13,10 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from .. import units
-from .rates import RateCurve, curve_reader, interpolated
+from .rates import RateCurve, curve_reader, interpolate
 
 
-def _at_most_all(curve: RateCurve) -> RateCurve:
+def _check_at_most_all(curve: RateCurve) -> RateCurve:
     for size, share in curve:
         if share > 1:
             raise ValueError(f"shares of at most 1; at {size:g} it is {share:g}")
@@ -31,11 +31,11 @@ def message_text(size: float) -> str:
     return _MESSAGE.format(size)
 
 
-def _by_bytes(curve: RateCurve) -> dict[str | float, float]:
+def _spell_bytes(curve: RateCurve) -> dict[str | float, float]:
     return {_MESSAGE.spell(size): share for size, share in curve}
 
 
-def _by_number(curve: RateCurve) -> dict[int, float]:
+def _spell_numbers(curve: RateCurve) -> dict[int, float]:
     return {int(size): share for size, share in curve}
 
 
@@ -54,17 +54,17 @@ def _number(value: object) -> float:
 MessageShares = Annotated[
     RateCurve,
     BeforeValidator(curve_reader(units.SHARE, 1.0, units.parse_bytes, "message")),
-    AfterValidator(_at_most_all),
-    PlainSerializer(_by_bytes, when_used="json"),
+    AfterValidator(_check_at_most_all),
+    PlainSerializer(_spell_bytes, when_used="json"),
 ]
 NumberShares = Annotated[
     RateCurve,
     BeforeValidator(curve_reader(units.SHARE, math.inf, _number)),
-    AfterValidator(_at_most_all),
-    PlainSerializer(_by_number, when_used="json"),
+    AfterValidator(_check_at_most_all),
+    PlainSerializer(_spell_numbers, when_used="json"),
 ]
 
 
 def share_at(curve: RateCurve | None, size: float) -> float:
     """The share of the rate at a size; all of it without a curve."""
-    return 1.0 if curve is None else interpolated(curve, size)
+    return 1.0 if curve is None else interpolate(curve, size)

@@ -1,4 +1,4 @@
-"""What is wrong with a hardware document, in words: the key, the value found, what is allowed."""
+"""The error in a hardware document, in words: the key, the value found, what is allowed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
         return f"{where}: unknown key{close_names(str(problem['loc'][-1]), fields)}"
     text = repr(found)
     found_text = text if len(text) <= 60 else f"{text[:57]}..."
-    allowed = str(problem["ctx"]["error"]) if kind == "value_error" else _allowed(problem["msg"])
+    allowed = str(problem["ctx"]["error"]) if kind == "value_error" else _allowed_values(problem["msg"])
     return f"{where}: found {found_text}, allowed: {allowed}"
 
 
-def _allowed(message: str) -> str:
+def _allowed_values(message: str) -> str:
     return message.removeprefix("Input should be ").removeprefix("Input should ").removeprefix("Value error, ")
 
 

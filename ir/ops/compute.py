@@ -34,7 +34,7 @@ def _stage_operands(
     return spec
 
 
-def _saved(spec: StageSpec, classes: Sequence[str]) -> list[SavedSpec]:
+def _saved_specs(spec: StageSpec, classes: Sequence[str]) -> list[SavedSpec]:
     """The stage's classes of saved tensors with these names. Raises `ValueError` for an unknown or repeated name."""
     known = {saved.name: saved for saved in spec.saved}
     for name in classes:
@@ -56,7 +56,7 @@ def _forward(
         return (*outputs, Value("kept", num_bytes, DEVICE, stage=stage))
     if keep is False or not keep:
         return outputs
-    num_bytes = sum(aligned_class(saved) for saved in _saved(spec, keep))
+    num_bytes = sum(aligned_class(saved) for saved in _saved_specs(spec, keep))
     return (*outputs, Value("kept", num_bytes, DEVICE, stage=stage, classes=tuple(keep)))
 
 
@@ -153,7 +153,7 @@ def _backward_work(
 ) -> Work:
     s = ctx.stage(stage)
     again = kept is None or bool(kept.classes)
-    there = _saved(s, kept.classes) if kept is not None else []
+    there = _saved_specs(s, kept.classes) if kept is not None else []
     spared_flops = sum(saved.flops for saved in there)  # what need not be computed again
     before = s.whole_again
     return Work(

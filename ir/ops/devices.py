@@ -139,8 +139,8 @@ def _scatter_work(
     ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False,
     whole: bool = False,
 ) -> Work:  # fmt: skip
-    """What arrives replaces what was sent; the workspace has room for what arrives first. To an earlier sum, the new
-    one is added. A whole sum takes the rounds of an all-reduce."""
+    """A received value replaces the sent one; the workspace has room for the first received value. To an earlier sum,
+    the new one is added. A whole sum takes the rounds of an all-reduce."""
     part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
     added_bytes = 0 if total is None else 3 * part_bytes
     work = _once_round(group, grads.bytes, added_bytes, hierarchical)

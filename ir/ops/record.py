@@ -1,4 +1,4 @@
-"""What an op is: its record, the type of a value, and the work that it stands for.
+"""The record of an op, the type of a value, and the work that an op stands for.
 
 A record holds the op's name, the streams it may occupy, its inference (operand types to result types; raises on bad
 operands), its work (how much of which resource), and traits: what everyone else asks about an op, so that nobody lists
@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Work:
-    """What one op occupies: a stream, and an amount of exactly one resource.
+    """The resources that one op occupies: a stream, and an amount of exactly one resource.
 
     `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
     "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. An update that may be undone first
@@ -83,7 +83,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Context:
-    """Where an op's names are looked up."""
+    """The tables in which an op's names are looked up."""
 
     interface: Interface
     device: int
@@ -186,7 +186,7 @@ class Op:
         return {name: found[name] for name in self.signature.parameters}
 
     def operand(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `bind` has for one operand of a call that is the signature's."""
+        """The operand of a call that `bind` has stored under the signature's name."""
         places, rest, defaults = self._operands
         if name == rest:
             return args[len(places) :]

@@ -32,7 +32,7 @@ def _member(ctx: Context, *, group: str) -> Value:
 member = Op("member", (), _member, lambda ctx, *, group: Work(COMM), prepares=True)
 
 
-def _divided(ctx: Context, value: Value, group: str, dim: int) -> tuple[int, ...]:
+def _part_shape(ctx: Context, value: Value, group: str, dim: int) -> tuple[int, ...]:
     """The shape of a member's part of a value along a dimension. Raises `ValueError` where it has no equal parts."""
     want(value, "tensor", "what members exchange", DEVICE)
     ctx.group(group)
@@ -44,7 +44,7 @@ def _divided(ctx: Context, value: Value, group: str, dim: int) -> tuple[int, ...
     return (*value.shape[:dim], value.shape[dim] // count, *value.shape[dim + 1 :])
 
 
-def _grown(ctx: Context, value: Value, group: str, dim: int) -> tuple[int, ...]:
+def _gathered_shape(ctx: Context, value: Value, group: str, dim: int) -> tuple[int, ...]:
     """The shape of all members' values one after the other along a dimension."""
     want(value, "tensor", "what members exchange", DEVICE)
     ctx.group(group)
@@ -61,8 +61,8 @@ def _team_op(name: str, infer: Callable[..., Value], work: Callable[..., Work], 
 def _all_to_all(ctx: Context, value: Value, *, group: str, split_dim: int, concat_dim: int) -> Value:
     """Each member gets its part along `split_dim` of every member's value, and puts them one after the other along
     `concat_dim`."""
-    part = replace(value, shape=_divided(ctx, value, group, split_dim))
-    return replace(value, shape=_grown(ctx, part, group, concat_dim))
+    part = replace(value, shape=_part_shape(ctx, value, group, split_dim))
+    return replace(value, shape=_gathered_shape(ctx, part, group, concat_dim))
 
 
 def _all_to_all_work(ctx: Context, value: Value, *, group: str, split_dim: int, concat_dim: int) -> Work:
@@ -80,7 +80,7 @@ all_to_all = _team_op(
 
 def _gather_parts(ctx: Context, value: Value, *, group: str, dim: int) -> Value:
     """Every member's value, one after the other along `dim`."""
-    return replace(value, shape=_grown(ctx, value, group, dim), bytes=value.bytes * ctx.interface.size(group))
+    return replace(value, shape=_gathered_shape(ctx, value, group, dim), bytes=value.bytes * ctx.interface.size(group))
 
 
 def _gather_parts_work(ctx: Context, value: Value, *, group: str, dim: int) -> Work:
@@ -96,7 +96,7 @@ gather_parts = _team_op("gather_parts", _gather_parts, _gather_parts_work, "Mega
 
 def _scatter_sum(ctx: Context, value: Value, *, group: str, dim: int) -> Value:
     """The sum of the members' values, of which each member gets its part along `dim`."""
-    return replace(value, shape=_divided(ctx, value, group, dim), bytes=value.bytes // ctx.interface.size(group))
+    return replace(value, shape=_part_shape(ctx, value, group, dim), bytes=value.bytes // ctx.interface.size(group))
 
 
 def _scatter_sum_work(ctx: Context, value: Value, *, group: str, dim: int) -> Work:
@@ -129,7 +129,7 @@ sum_parts = _team_op(
 
 def _own_part(ctx: Context, value: Value, *, group: str, dim: int) -> Value:
     """The member's part along `dim` of a value that all members have. No bytes move between devices."""
-    return replace(value, shape=_divided(ctx, value, group, dim), bytes=value.bytes // ctx.interface.size(group))
+    return replace(value, shape=_part_shape(ctx, value, group, dim), bytes=value.bytes // ctx.interface.size(group))
 
 
 def _own_part_work(ctx: Context, value: Value, *, group: str, dim: int) -> Work:

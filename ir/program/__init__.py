@@ -22,7 +22,7 @@ from ..stages.stage import (
     dtype_bytes,
 )
 from .drain import Drain, computed_again, drain_of
-from .graphs import StageGraphs, graph_bytes, graphed, none_graphed, ungraphed
+from .graphs import StageGraphs, graph_bytes, graphs_of_stages, no_graphs_text, reasons_without_graphs
 from .host_order import add_host_waits
 from .lanes import (
     WORLD,
@@ -65,7 +65,7 @@ from .places import ArenaPlaces
 from .pools import Pools, pooled_bytes
 from .program import (
     Program,
-    donated,
+    donated_operands,
     infer,
     infer_all,
     link_turn_of,
@@ -127,7 +127,7 @@ __all__ = [
     "copies_group",
     "describe",
     "device_mesh",
-    "donated",
+    "donated_operands",
     "drain_of",
     "dtype_bytes",
     "elementwise",
@@ -136,7 +136,7 @@ __all__ = [
     "first_micro_batches",
     "found_sizes",
     "graph_bytes",
-    "graphed",
+    "graphs_of_stages",
     "group_name",
     "holders",
     "homes_of",
@@ -150,7 +150,7 @@ __all__ = [
     "members_of",
     "memory_change",
     "micro_batch_of",
-    "none_graphed",
+    "no_graphs_text",
     "norm_device",
     "operands",
     "over_budget",
@@ -167,6 +167,7 @@ __all__ = [
     "producer_of",
     "profile_memory",
     "program_lines",
+    "reasons_without_graphs",
     "result_index",
     "shard_key",
     "share_of",
@@ -177,7 +178,6 @@ __all__ = [
     "takes_place",
     "takes_turns",
     "team_of",
-    "ungraphed",
     "value_of",
     "values_of",
     "whole_params",

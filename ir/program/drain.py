@@ -1,4 +1,5 @@
-"""Why steps of some programs do not overlap: what only the end of a step shows, and the next one needs.
+"""The reasons for which steps of a program do not overlap: values known only at the end of a step that the next one
+needs.
 
 Such a step is drained: it ends before the next one begins. All other steps follow one right after another.
 """
@@ -15,7 +16,7 @@ from .program import Program
 
 
 class Drain(Enum):
-    """What a drained step waits for."""
+    """The condition that a drained step waits for."""
 
     UNDO = "updates may be undone, and only a step's end shows whether they are"
     LOSS_SCALE = "a step's end gives the next loss scale (fp16)"
@@ -26,8 +27,8 @@ class Drain(Enum):
 
 
 def drain_of(programs: Sequence[Program], precision: str, in_script: bool = False) -> Drain | None:
-    """Why steps of these programs are drained; None where the next one begins before. `in_script`: whether CPU devices
-    compute in the script's own process."""
+    """The reason to drain steps of these programs; None where the next step begins before. `in_script`: whether CPU
+    devices compute in the script's own process."""
     if in_script and any(computed_again(program, draws=True) for program in programs):
         return Drain.DRAWS
     if any(home.undo for program in programs for home in homes_of(program).values()):

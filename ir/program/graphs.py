@@ -1,4 +1,4 @@
-"""Which stages of a program run from CUDA graphs, and what their graphs hold for as long as the job runs.
+"""The stages of a program that run from CUDA graphs, and the memory that their graphs hold until the job ends.
 
 A graph computes at fixed places: those of the weights, which must lie on the device for good, and memory of its own for
 all that it takes, saves and gives. So each micro-batch that waits between its forward and its backward needs a pair of
@@ -15,7 +15,7 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from ..stages.stage import StageSpec, TensorSpec, aligned
-from .program import Program, donated, values_of, work_of
+from .program import Program, donated_operands, values_of, work_of
 
 # What torch's allocator may take beside the bytes that are asked for, of memory that only one slot uses: a segment of
 # small tensors, and one for large ones that is not full.
@@ -41,21 +41,21 @@ class StageGraphs:
     takes: tuple[bool, ...]
 
 
-def graphed(program: Program) -> dict[str, StageGraphs]:
+def graphs_of_stages(program: Program) -> dict[str, StageGraphs]:
     """The stages that run from graphs; none where the plan has no graphs."""
     if not program.interface.cuda_graphs:
         return {}
-    reasons = ungraphed(program)
+    reasons = reasons_without_graphs(program)
     return {stage: _graphs(program, stage) for stage in _stages(program) if stage not in reasons}
 
 
-def ungraphed(program: Program) -> dict[str, str]:
+def reasons_without_graphs(program: Program) -> dict[str, str]:
     """Stages that run as written, with the reason."""
     found = {stage: _reason(program, stage) for stage in _stages(program)}
     return {stage: reason for stage, reason in found.items() if reason}
 
 
-def none_graphed(reasons: Mapping[str, str]) -> str:
+def no_graphs_text(reasons: Mapping[str, str]) -> str:
     """The sentence that refuses a plan of which no stage can run from graphs."""
     why = "; ".join(f"{stage}: {reason}" for stage, reason in reasons.items())
     return f"cuda_graphs=True, but no stage of this plan can run from CUDA graphs: {why}. Leave it out"
@@ -151,7 +151,7 @@ def _leaves(program: Program, grads: fx.Node) -> bool:
     for user in grads.users:
         if user.op == "output":
             return True
-        takes_over = grads in donated(user)
+        takes_over = grads in donated_operands(user)
         if op_of(user).streams and work_of(program, user).stream != ops.COMPUTE and not takes_over:
             return True
         after = [value for value in values_of(user) if value.meta["type"].kind == "grads"] if takes_over else []

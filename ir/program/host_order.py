@@ -49,8 +49,8 @@ class _Host:
             if not op_of(node).streams:
                 continue
             needs = {self.order.task_of[producer_of(value)] for value in _asked_for(node)}
-            if not self._by_thread(node):
-                needs |= {other for other in self._before(index) if self._by_thread(self.nodes[other])}
+            if not self._has_thread(node):
+                needs |= {other for other in self._predecessors(index) if self._has_thread(self.nodes[other])}
             if needs:
                 why = "its host goes on when this is over"
                 pause = Task([(self.program.device, node, self.order.work_of[node])], [(i, why) for i in sorted(needs)])
@@ -61,11 +61,11 @@ class _Host:
             if last is not None:
                 self.order.tasks[index].waits.append((last, "its host issues it after that"))
 
-    def _by_thread(self, node: fx.Node) -> bool:
+    def _has_thread(self, node: fx.Node) -> bool:
         work = self.order.work_of[node]
         return work.stream in self.threads or work.group in self.in_dram
 
-    def _before(self, index: int) -> Iterator[int]:
+    def _predecessors(self, index: int) -> Iterator[int]:
         """The ops of this device that an op waits for; a `free` takes no time and passes on its waits."""
         for other, _ in self.order.tasks[index].waits:
             node = self.nodes.get(other)
@@ -74,7 +74,7 @@ class _Host:
             if op_of(node).streams:
                 yield other
             else:
-                yield from self._before(other)
+                yield from self._predecessors(other)
 
 
 def _asked_for(node: fx.Node) -> list[fx.Node]:

@@ -210,8 +210,8 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
             place[index, complex_] = number, len(complexes)
             share = sum(d.root_complex == complex_ for d in here) / on_complex[index, complex_]
             rates = ("bandwidth_up", "bandwidth_down", "bandwidth_both")
-            complexes.append(_scaled(host.root_complexes[complex_], share, *rates))
-        disks = [_scaled(ssd, part, "size_bytes", "read_bandwidth", "write_bandwidth") for ssd in host.ssds]
+            complexes.append(_scale(host.root_complexes[complex_], share, *rates))
+        disks = [_scale(ssd, part, "size_bytes", "read_bandwidth", "write_bandwidth") for ssd in host.ssds]
         shared = (
             "dram_bytes",
             "model_bytes",
@@ -220,12 +220,12 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
             "cpu_cores",
             "ssd_uplink_bandwidth",
         )
-        found.append(_scaled(host, part, *shared, root_complexes=complexes, ssds=disks))
+        found.append(_scale(host, part, *shared, root_complexes=complexes, ssds=disks))
     network = hardware.network
     if network is not None:
         on = Counter(host for lane in lanes for host in {hardware.devices[index].host for index in lane})
         racks = racks_of_lane(hardware, lanes)
-        network = _scaled(network, 1 / max(on[host] for host in hosts), "bandwidth", racks=racks)
+        network = _scale(network, 1 / max(on[host] for host in hosts), "bandwidth", racks=racks)
     devices = []
     for role, device in enumerate(own):
         smallest = min((hardware.devices[lane[role]] for lane in lanes), key=lambda d: d.budget_bytes)
@@ -244,7 +244,7 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
     )
 
 
-def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
+def _scale(part: Any, share: float, *names: str, **others: Any) -> Any:
     """A copy with a share of these amounts; whole numbers stay whole, and at least 1 if they are not 0."""
     update = dict(others)
     for name in names:
@@ -284,8 +284,8 @@ def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:
     on_complex = Counter((device.host, device.root_complex) for device in own.values())
     outlooks = set()
     for lane in lanes:
-        order = _numbered(own[index].host for index in lane)
-        ports = _numbered((own[index].host, own[index].root_complex) for index in lane)
+        order = _number(own[index].host for index in lane)
+        ports = _number((own[index].host, own[index].root_complex) for index in lane)
         rows = tuple((kinds[i], ports[own[i].host, own[i].root_complex]) for i in lane)
         below = tuple((hardware.hosts[h].root_complexes[c], on_complex[h, c]) for h, c in ports)
         places = tuple((hosts[h], on_host[h, len(order)]) for h in order)
@@ -293,7 +293,7 @@ def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:
     return len(outlooks) == 1
 
 
-def _numbered(keys: Iterable[Any]) -> dict[Any, int]:
+def _number(keys: Iterable[Any]) -> dict[Any, int]:
     """Each different key with its number, in the order in which they come."""
     found: dict[Any, int] = {}
     for key in keys:

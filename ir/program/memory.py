@@ -25,7 +25,7 @@ from ..stages.stage import PAGE, aligned
 from ..units import format_bytes
 from .graphs import graph_bytes
 from .places import ArenaPlaces
-from .program import Program, donated, producer_of, values_of, work_of
+from .program import Program, donated_operands, producer_of, values_of, work_of
 
 ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, beside gradients of a shard
 
@@ -47,8 +47,8 @@ class Persistent:
 
 @dataclass
 class StageHome:
-    """Where one stage persists: the memory of its weights, and of its states if the program updates it. `group`: if it
-    is given, only a shard of the weights is here. `undo`: what an update changes is kept a second time."""
+    """The home of one stage: the memory of its weights, and of its states if the program updates it. `group`: if it is
+    given, only a shard of the weights is here. `undo`: what an update changes is kept a second time."""
 
     weights: str
     states: str | None = None
@@ -57,7 +57,7 @@ class StageHome:
 
 
 def homes_of(program: Program) -> dict[str, StageHome]:
-    """Where each stage of a program persists, as its ops say. See `ops/transfers.py`."""
+    """The home of each stage of a program, from its ops. See `ops/transfers.py`."""
     homes: dict[str, StageHome] = {}
     for node in program.ops():
         memory = op_of(node).persists_in
@@ -148,7 +148,7 @@ def plan_arenas(program: Program) -> dict[str, ArenaPlan]:
             staging[node] = ("staging", node)
             device.take(staging[node], work_of(program, node).workspace_bytes)
             device.give(staging[node])
-    offsets = {memory: arena.placed.offsets for memory, arena in arenas.items()}
+    offsets = {memory: arena.offsets.offsets for memory, arena in arenas.items()}
     return {
         memory: ArenaPlan(
             {node: offsets[memory][node] for node, at in home.items() if at == memory},
@@ -169,11 +169,11 @@ def takes_place(node: fx.Node, memory: str | None = None) -> bool:
     if kind.memory == ops.DEVICE and kind.kind in ON_DEVICE:
         return True
     if node.target is ops.reduce_scatter:
-        return _total_of(node) is None and not _returned(node)
-    return kind.memory != ops.DEVICE and not _returned(node)
+        return _total_of(node) is None and not _is_returned(node)
+    return kind.memory != ops.DEVICE and not _is_returned(node)
 
 
-def _returned(value: fx.Node) -> bool:
+def _is_returned(value: fx.Node) -> bool:
     """Whether a value is a result of the step; results are handed out, so they lie in no arena."""
     return any(user.op == "output" for user in value.users)
 
@@ -190,11 +190,11 @@ def places_of(value: fx.Node) -> list[fx.Node]:
     producer = producer_of(value)
     scatters = producer.target is ops.reduce_scatter
     if takes_place(producer):
-        return [producer] if scatters else [*donated(producer), producer]
+        return [producer] if scatters else [*donated_operands(producer), producer]
     kind = value.meta["type"]
     if kind.kind == "norm" or (kind.memory == ops.DEVICE and not kind.group):
         return []
-    before = [total for total in (_total_of(producer),) if total] if scatters else donated(producer)
+    before = [total for total in (_total_of(producer),) if total] if scatters else donated_operands(producer)
     return places_of(before[values_of(producer).index(value)]) if before else []
 
 
@@ -205,7 +205,7 @@ def place_bytes(node: fx.Node) -> int:
 
 def _parts_before(node: fx.Node) -> list[fx.Node]:
     """The parts of an op's value that were fetched before it."""
-    return [value for value in donated(node) if value.meta["type"].kind == "part"]
+    return [value for value in donated_operands(node) if value.meta["type"].kind == "part"]
 
 
 @dataclass
@@ -241,7 +241,7 @@ def profile_memory(program: Program) -> MemoryProfile:
     result.live_values = {memory: {} for memory in ops.MEMORIES}
     account: dict[str, dict[str, int]] = {memory: {} for memory in ops.MEMORIES}
     for node in program.ops():
-        gone = node.all_input_nodes if node.target is ops.free else donated(node)
+        gone = node.all_input_nodes if node.target is ops.free else donated_operands(node)
         for value in gone:
             memory = value.meta["type"].memory
             now[memory] -= account[memory].pop(value.name, 0)

@@ -1,4 +1,5 @@
-"""Which op waits for which: the partial order in which all devices' ops run. The verifier and the simulator share it.
+"""The partial order in which all devices' ops run: the ops that each op waits for. The verifier and the simulator share
+it.
 
 A task is what happens at one time: an op, a send together with its receive, or all members' calls of a collective.
 A task starts when the following have ended:
@@ -24,7 +25,7 @@ from .. import ops
 from ..calls import op_of
 from .memory import ArenaPlan, MemoryProfile, place_bytes, places_of, plan_arenas, takes_place
 from .pools import Pools
-from .program import Program, donated, operands, producer_of, values_of, work_of
+from .program import Program, donated_operands, operands, producer_of, values_of, work_of
 
 
 @dataclass(eq=False)
@@ -214,7 +215,7 @@ class _Device:
             self.tasks[index].waits.append((other, why))
 
     def wait_for_values(self, node: fx.Node, index: int) -> None:
-        gone = operands(node) if node.target is ops.free else donated(node)
+        gone = operands(node) if node.target is ops.free else donated_operands(node)
         for value in operands(node):
             self.wait(index, self.first + self.task_of[producer_of(value)], f"needs `{value.name}`")
             self.readers.setdefault(value, []).append(index)
@@ -358,9 +359,9 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
         return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
     workspace = 0 if memory != work.workspace_memory or op_of(node).workspace_in_arena else work.workspace_bytes
     if takes_place(node):
-        gone = [v.meta["type"] for v in donated(node) if not places_of(v)]
+        gone = [v.meta["type"] for v in donated_operands(node) if not places_of(v)]
         return workspace, workspace + sum(kind.bytes for kind in gone if kind.memory == memory)
     made = (value.meta["type"] for value in values_of(node))
     grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)
-    grown -= sum(v.meta["type"].bytes for v in donated(node) if v.meta["type"].memory == memory)
+    grown -= sum(v.meta["type"].bytes for v in donated_operands(node) if v.meta["type"].memory == memory)
     return max(0, grown) + workspace, max(0, -grown) + workspace

@@ -46,11 +46,11 @@ class ArenaPlaces:
 
     @property
     def bytes(self) -> int:
-        """What the block must hold."""
-        return self.placed.bytes
+        """The bytes that the block must hold."""
+        return self.offsets.bytes
 
     @cached_property
-    def placed(self) -> ArenaOffsets:
+    def offsets(self) -> ArenaOffsets:
         """The places; no value comes or goes after they were asked for."""
         lowest, least_bytes = self._lowest()
         if lowest.bytes > least_bytes:
@@ -92,7 +92,7 @@ class ArenaPlaces:
 
 
 class FreeRoom:
-    """What is free of one block."""
+    """The free room of one block."""
 
     def __init__(self, num_bytes: float):
         self._gaps: list[tuple[int, float]] = [(0, num_bytes)]  # (offset, end) of what is free, sorted; no two touch

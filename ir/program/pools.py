@@ -17,20 +17,20 @@ from .. import ops
 from ..calls import op_of
 from ..machine.presets import gaps_bytes
 from .memory import places_of, profile_memory, takes_place
-from .program import Program, donated, operands, values_of, work_of
+from .program import Program, donated_operands, operands, values_of, work_of
 
 _Bytes = Counter[str]  # by pool
 
 
 class PoolChange(NamedTuple):
-    """What an op takes from pools when it starts, and gives back to them when it ends."""
+    """The bytes that an op allocates in pools when it starts, and frees when it ends."""
 
     taken: _Bytes
     given: _Bytes
 
 
 class Pools:
-    """How each op of a program with types changes the pools of the device's memory outside the arena; per pool, the
+    """The change that each op of a typed program makes to the pools of device memory outside the arena; per pool, the
     peak of its bytes in text order (`peaks`), and all that is ever taken from it (`totals`)."""
 
     def __init__(self, program: Program, work_of: Mapping[fx.Node, ops.Work]):
@@ -49,9 +49,9 @@ class Pools:
             now.subtract(change.given)
 
     def shares(self, num_bytes: int) -> dict[str, int]:
-        """How many of `num_bytes` each pool may hold: its peak in text order, which it needs, and an equal part of what
-        is left, as far as it can use it. Each pool has gaps of its own, and a device's reserve has room for those of
-        one: for those of every other large pool, that much stays free."""
+        """The part of `num_bytes` that each pool may hold: its peak in text order, which it needs, and an equal part of
+        what is left, as far as it can use it. Each pool has gaps of its own, and a device's reserve has room for those
+        of one: for those of every other large pool, that much stays free."""
         room = gaps_bytes(num_bytes)
         others = sum(peak > room for peak in self.peaks.values()) - 1
         left = max(0, num_bytes - self.peaks.total() - room * max(0, others))
@@ -73,7 +73,7 @@ class Pools:
             return PoolChange(taken, given)
         self._name_pools(node, work)
         grown = _Bytes()
-        for value in donated(node):
+        for value in donated_operands(node):
             if value.meta["type"].memory == ops.DEVICE and not (takes_place(node) and places_of(value)):
                 grown[self._pool[value]] -= value.meta["type"].bytes
         for value in values_of(node) if not takes_place(node) else ():
@@ -89,7 +89,7 @@ class Pools:
         return PoolChange(+taken, +given)
 
     def _name_pools(self, node: fx.Node, work: ops.Work) -> None:
-        over, made = donated(node), values_of(node)
+        over, made = donated_operands(node), values_of(node)
         for value in made:
             kind = value.meta["type"]
             same = [old for old in over if (old.meta["type"].kind, old.meta["type"].stage) == (kind.kind, kind.stage)]

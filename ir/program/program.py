@@ -1,4 +1,4 @@
-"""What a training step is made of: stages, values, and one program per device.
+"""The parts of a training step: stages, values, and one program per device.
 
 A `Program` is a `torch.fx.Graph` whose nodes call the ops of `ir/ops`. Edges are the only synchronisation: an op starts
 when its inputs are ready and its stream is free; the order in the text is the issue order per stream, and the order in
@@ -137,7 +137,7 @@ def infer_all(program: Program) -> None:
 
 
 def work_of(program: Program, node: fx.Node) -> ops.Work:
-    """What the op occupies and how much of it, from the types of its operands."""
+    """The resource that the op occupies, and the amount, from the types of its operands."""
     context = ops.Context(program.interface, program.device)
     args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
@@ -156,7 +156,7 @@ def values_of(node: fx.Node) -> list[fx.Node]:
 
 
 def result_index(item: fx.Node) -> int:
-    """Which of an op's results a node stands for, where there are several."""
+    """The index of the op's result that a node stands for, where there are several."""
     index = item.args[1]
     assert isinstance(index, int)
     return index
@@ -187,7 +187,7 @@ def takes_turns(program: Program) -> bool:
     return any(link_turn_of(node) is not None for node in program.ops())
 
 
-def donated(node: fx.Node) -> list[fx.Node]:
+def donated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory the op takes over: they are dead after it and need no `free`."""
     op = op_of(node)
     if not op.donates:
@@ -212,7 +212,7 @@ def place_frees(program: Program) -> None:
     graph = program.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {n for nodes in program.results().values() for n in nodes}
-    given_away = {n for node in program.ops() for n in donated(node)}
+    given_away = {n for node in program.ops() for n in donated_operands(node)}
     last: dict[fx.Node, list[fx.Node]] = {}
     wrong: dict[fx.Node, None] = {}
     for node in program.ops():

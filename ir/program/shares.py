@@ -103,7 +103,7 @@ def _live(value: fx.Node | None, instead: Instead) -> fx.Node | None:
 
 
 def _left(values: Iterable[Any], instead: Instead) -> list[fx.Node]:
-    """What is left of values, with the sums without what is left out."""
+    """The values that remain; sums are without the summands left out."""
     return [found for value in values if (found := _live(value, instead)) is not None]
 
 

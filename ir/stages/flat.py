@@ -1,4 +1,4 @@
-"""How a stage that devices share lies in memory: flat, so that a shard of it is a contiguous slice.
+"""The layout of a stage that devices share: flat, so that a shard of it is a contiguous slice.
 
 In: a stage's parameters and the number of members. Out: segments, which lie one after the other. In a segment are all
 parameters of one dtype that are trained, or all that are frozen, so that gradients are cut where the weights are. Each

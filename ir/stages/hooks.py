@@ -50,7 +50,7 @@ def elementwise(name: str) -> torch._ops.OpOverload | None:
 
 
 def wrong_calls(calls: tuple[HookCall, ...]) -> Iterator[str]:
-    """What cannot be in a hook."""
+    """The error in a hook's calls."""
     for number, call in enumerate(calls):
         if elementwise(call.op) is None:
             yield f"calls {call.op!r:.60}, which is no element-wise operator"

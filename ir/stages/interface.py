@@ -1,4 +1,4 @@
-"""What all programs of one plan share: its stages, batch, groups of devices and lanes."""
+"""The interface that all programs of one plan share: stages, batch, groups of devices and lanes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit into 64 bits
 
 @dataclass(frozen=True)
 class Interface:
-    """What all programs of one plan share and their texts refer to by name.
+    """The names that all programs of one plan share and their texts refer to.
 
     `groups` has the members of each group by its name: (device, stage, parameter name), reduced together. A member
     without a parameter name takes part with the whole value, one without a stage with any stage; "world" is every
@@ -202,8 +202,8 @@ class Interface:
         return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
 
     def update_ranges(self, spec: StageSpec, group: str = "") -> tuple[tuple[int, int], ...]:
-        """Where the bytes of a stage's "all" lie that an update reads and writes, in whole pages: trained weights,
-        masters and states. The rest is frozen. Of a shard, which has pieces of all parameters, it is everything."""
+        """The ranges of a stage's "all" that an update reads and writes, in whole pages: trained weights, masters and
+        states. The rest is frozen. Of a shard, which has pieces of all parameters, it is everything."""
         if group or all(param.requires_grad for param in spec.params):
             return ((0, self.all_bytes(spec)),)
         found: list[tuple[int, int]] = []
@@ -254,7 +254,7 @@ class Interface:
         return spec.shard(self.size(group)) if group else spec
 
     def segments_of(self, stage: str, group: str) -> tuple[Segment, ...]:
-        """How a stage lies that is spread over the group."""
+        """The layout of a stage that is spread over the group."""
         return self.stages[stage].segments(self.size(group))
 
     def gathered_bytes(self, stage: str, group: str) -> int:
@@ -313,7 +313,7 @@ def _document() -> pydantic.TypeAdapter[Interface]:
 
 
 def _contradictions(interface: Interface) -> Iterator[str]:
-    """What cannot be in one interface."""
+    """The contradictions in one interface."""
     counts = {
         "num_devices": interface.num_devices,
         "micro_batches": interface.micro_batches,
@@ -345,7 +345,7 @@ def _contradictions(interface: Interface) -> Iterator[str]:
 
 
 def _wrong_stage(interface: Interface, name: str, spec: StageSpec) -> Iterator[str]:
-    """What cannot be of a stage."""
+    """The error in a stage."""
     if spec.name != name or not PLAIN_NAME.fullmatch(name):
         yield f"stage {name!r:.60} is called {spec.name!r:.60}"
     if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
@@ -371,7 +371,7 @@ def _wrong_stage(interface: Interface, name: str, spec: StageSpec) -> Iterator[s
 
 
 def _wrong_lanes(interface: Interface) -> Iterator[str]:
-    """What cannot be of lanes, teams and those that share stages."""
+    """The error in lanes, teams and groups that share stages."""
     lanes = interface.lanes
     devices = sorted(device for lane in lanes for device in lane)
     if lanes and devices != list(range(interface.world_size)):
@@ -395,7 +395,7 @@ def _wrong_lanes(interface: Interface) -> Iterator[str]:
 
 
 def _wrong_bytes(interface: Interface) -> Iterator[str]:
-    """What cannot be counted of optimizers."""
+    """The error in the bytes of optimizers."""
     known = {key for name in interface.stages for key in (name, shard_key(name, interface.shards))}
     if interface.states.keys() - known or (interface.states and interface.stages.keys() - interface.states.keys()):
         yield "it counts optimizer states of other stages than it has"

@@ -18,7 +18,7 @@ def whole_params(params: Iterable[ParamSpec]) -> list[ParamSpec]:
 
 
 def wrong_parts(params: Iterable[ParamSpec]) -> Iterator[str]:
-    """What cannot be among the parameters of one model: parts that overlap, leave a gap or are of another shape."""
+    """The error among the parameters of one model: parts that overlap, leave a gap or are of another shape."""
     parts: dict[str, dict[str, RowPart]] = defaultdict(dict)
     for param in params:
         if isinstance(param.part, TeamPart):

@@ -29,7 +29,7 @@ _FUNCTIONS = {"max": max, "min": min}
 
 @dataclass(frozen=True)
 class SizeRange:
-    """What a named size may be in a micro-batch, both ends included."""
+    """The range of a named size in a micro-batch, both ends included."""
 
     least: int
     most: int
@@ -44,7 +44,7 @@ def value_of(expression: str, sizes: Sizes) -> int:
 
 
 def wrong_expression(expression: str, names: Collection[str]) -> str:
-    """Why this text is no expression of these names; "" if it is one."""
+    """The reason for which this text is no expression of these names; "" if it is one."""
     try:
         _value(_parsed(expression), dict.fromkeys(names, 1))
     except (SyntaxError, ValueError, MemoryError, RecursionError, TypeError):

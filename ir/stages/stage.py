@@ -51,7 +51,7 @@ class TensorSpec:
         return replace(self, shape=self.shape_at(sizes))
 
     def part_at(self, sizes: Sizes) -> tuple[slice, ...]:
-        """Where a value of these sizes is in a tensor of the largest shape."""
+        """The place of a value of these sizes in a tensor of the largest shape."""
         return tuple(map(slice, self.shape_at(sizes)))
 
 
@@ -71,8 +71,8 @@ class RowPart:
 
 @dataclass(frozen=True)
 class TeamPart:
-    """What each member of a team has of a parameter of the model: of its dimension `dim`, seen as (blocks, members, n),
-    the places with the member's number. A parameter of its own in stages, of one shape for all members."""
+    """The part of a model's parameter that each member of a team has: of its dimension `dim`, seen as (blocks, members,
+    n), the places with the member's number. A parameter of its own in stages, of one shape for all members."""
 
     parameter: str  # the user's own dotted name
     dim: int
@@ -156,7 +156,7 @@ class SavedSpec:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the members of a team make together of a value: `result` of the value `source`, by the op `op` of
+    """The exchange of a value among the members of a team: `result` of the value `source`, by the op `op` of
     `ir/ops/team.py` with the fields `fields`, and the gradient of `source` of that of `result` by `back` and
     `back_fields`. Without an op the value, or its gradient, is the other one as it is. `routes`: the exchanged value
     that both ops take beside it, of an exchange by count. `lasts`: what goes round a ring lies where it came to until
@@ -233,7 +233,8 @@ class StageSpec:
 
     @property
     def made(self) -> tuple[TensorSpec, ...]:
-        """What other stages may read once it has run: its outputs, and what its team makes of them or of inputs."""
+        """The values that other stages may read once it has run: its outputs, and its team's exchanges of them or of
+        inputs."""
         return (*self.outputs, *(exchange.result for exchange in self.exchanges))
 
     @property
@@ -244,7 +245,7 @@ class StageSpec:
 
     @cached_property
     def whole_again(self) -> AgainSpec:
-        """What rematerialisation leaves out and costs, if no class of saved tensors is kept."""
+        """The bytes that rematerialisation saves and its cost, if no class of saved tensors is kept."""
         if self.again is not None:
             return self.again
         return AgainSpec(
@@ -300,7 +301,7 @@ class StageSpec:
 
     @property
     def ungraphable(self) -> str:
-        """Why no CUDA graph can be made of the stage; "" if one can."""
+        """The reason for which the stage cannot run from a CUDA graph; "" if it can."""
         if self.draws:
             return "it draws random numbers, and the host sets the seed of each draw"
         if self.updates_buffers:
@@ -349,7 +350,7 @@ class StageSpec:
         return whole_s - share * max(0.0, whole_s - dict(self.taking)[device])
 
     def segments(self, count: int) -> tuple[Segment, ...]:
-        """How the stage lies flat for `count` members of a group."""
+        """The flat layout of the stage for `count` members of a group."""
         return self._flat(count)[0]
 
     def shard(self, count: int) -> StageSpec:
@@ -358,7 +359,8 @@ class StageSpec:
         return self._flat(count)[1]
 
     def pieces(self, count: int, index: int) -> tuple[ParamSpec, ...]:
-        """What member `index` of `count` has of each parameter, as one row: all of it, a piece, or nothing."""
+        """The piece of each parameter that member `index` of `count` has, as one row: all of it, a piece, or nothing.
+        """
         sizes = {
             param.name: last - first
             for segment in self.segments(count)
@@ -368,8 +370,8 @@ class StageSpec:
         return tuple(replace(param, shape=(sizes[param.name],)) for param in self.params)
 
     def unlike_pieces(self, count: int) -> list[tuple[ParamSpec, ...]]:
-        """What members of `count` have, without parameters of which they have nothing: once for members one after the
-        other who have as much of the same parameters. So its length does not grow with `count`."""
+        """The pieces of members of `count`, without parameters of which they have nothing: once for members one after
+        the other who have as much of the same parameters. So its length does not grow with `count`."""
         members = {0}.union(*(segment.turning_points(count) for segment in self.segments(count)))
         return [tuple(p for p in self.pieces(count, index) if p.numel) for index in sorted(members)]
 

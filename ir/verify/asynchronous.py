@@ -241,7 +241,7 @@ class _Updates:
         lacking = sorted(set(range(first, first + self.interface.accumulate)) - made.micro_batches)
         if lacking:
             fail(self.program, node, f"the gradients of {made.stage} lack micro-batch {', '.join(map(str, lacking))}")
-        missing = self.tied(made.stage) - made.groups if part != "own" else set()
+        missing = self.tied_groups(made.stage) - made.groups if part != "own" else set()
         if missing:
             message = f"the gradients of {made.stage} hold a shared parameter and were not summed over "
             fail(self.program, node, message + ", ".join(sorted(missing)))
@@ -249,7 +249,7 @@ class _Updates:
             if self.interface.size(group) > 1 and group not in made.groups:
                 fail(self.program, node, f"the gradients of {made.stage} were not summed over the {group} of lanes")
 
-    def tied(self, stage: str) -> set[str]:
+    def tied_groups(self, stage: str) -> set[str]:
         rows, device = self.interface.groups.items(), self.program.device
         return {name for name, members in rows if any(d == device and s == stage for d, s, _ in members)}
 

@@ -1,4 +1,4 @@
-"""What the verifier's rules share: the programs under test, and how a rule says where something is wrong."""
+"""The base of the verifier's rules: the programs under test, and the text that names the place of an error."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def fail(program: Program, node: fx.Node, message: str) -> NoReturn:
 
 def line_of(program: Program, node: fx.Node) -> int:
     """Line of a node in the file that the program was read from, else in the program's own text."""
-    return _numbered(program).get(node, 1)
+    return _number_lines(program).get(node, 1)
 
 
 def message_key(program: Program, node: fx.Node) -> tuple[int, int, str]:
-    """What a send and its receive have in common: (source, destination, tag)."""
+    """The key that a send and its receive share: (source, destination, tag)."""
     fields: Any = node.kwargs
     if node.target is ops.send:
         return program.device, fields["dst"], fields["tag"]
@@ -80,7 +80,7 @@ def where(program: Program, node: fx.Node) -> str:
     return f"device {program.device}, line {line_of(program, node)}: {print_node(node)}"
 
 
-def _numbered(program: Program) -> dict[fx.Node, int]:
+def _number_lines(program: Program) -> dict[fx.Node, int]:
     own = line_numbers(program)
     if not all("line" in node.meta for node in own if node.op != "output"):
         return own
@@ -93,7 +93,7 @@ def _numbered(program: Program) -> dict[fx.Node, int]:
 
 
 def _excerpt(program: Program, node: fx.Node, around: int = 4) -> str:
-    rows = list(_numbered(program).items())
+    rows = list(_number_lines(program).items())
     place = next((i for i, (other, _) in enumerate(rows) if other is node), 0)
     near = rows[max(0, place - around) : place + around + 1]
     return "\n".join(f"{'-->' if n is node else '   '} {number:5d}     {print_node(n)}" for n, number in near)

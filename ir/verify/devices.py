@@ -102,7 +102,7 @@ def check_collectives(case: Case) -> None:
 
 
 def _meeting(program: Program, node: fx.Node) -> str:
-    """What all members must bring to a collective: "grads of stage1 to reduce_scatter"."""
+    """The values that all members must bring to a collective: "grads of stage1 to reduce_scatter"."""
     value: ops.Value = operands(node)[0].meta["type"]
     rows = program.interface.groups[str(node.kwargs["group"])]
     whole = value.stage and not any(param for _, _, param in rows)

@@ -109,7 +109,7 @@ def check_coverage(case: Case) -> None:
                 continue
             stage, micro_batch, number = str(node.args[0]), micro_batch_of(node), numbers[program.device]
             home = homes.setdefault(stage, (program, node))[0]
-            if home is not program and not _joined(interface, stage, home.device, program.device):
+            if home is not program and not _has_joint_groups(interface, stage, home.device, program.device):
                 fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
             if done.get((ops.FORWARD, stage, micro_batch, number), (program, node))[0] is not program:
                 fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
@@ -120,7 +120,7 @@ def check_coverage(case: Case) -> None:
                 done[part, stage, micro_batch, number] = (program, node)
     for stage, spec in interface.stages.items():
         program = homes.get(stage, (case.programs[0], case.programs[0].batch))[0]
-        for part in _wanted(case.function, spec):
+        for part in _operand_names(case.function, spec):
             every = sorted(set(numbers.values()))
             missing = [
                 m for m in range(interface.micro_batches) if any((part, stage, m, n) not in done for n in every)
@@ -132,13 +132,13 @@ def check_coverage(case: Case) -> None:
                 fail(program, _last_op(program), message)
 
 
-def _wanted(function: str, spec: StageSpec) -> tuple[str, ...]:
+def _operand_names(function: str, spec: StageSpec) -> tuple[str, ...]:
     if function == "evaluate":
         return ops.evaluate.parts
     return (*ops.forward.parts, *(ops.backward.parts if _has_gradients(spec) else ()))
 
 
-def _joined(interface: Interface, stage: str, first: int, second: int) -> bool:
+def _has_joint_groups(interface: Interface, stage: str, first: int, second: int) -> bool:
     """Whether groups that hold the whole stage join both devices."""
     return second in _reach(interface, stage, first, interface.groups)
 
@@ -168,7 +168,7 @@ def check_micro_batches(case: Case) -> None:
     owners = {node: program for program in case.programs for node in program.ops()}
     sent = {message_key(p, n): operands(n)[0] for n, p in owners.items() if n.target is ops.send}
 
-    def traced(value: fx.Node) -> int:
+    def trace_micro_batch(value: fx.Node) -> int:
         producer = producer_of(value)
         while op_of(producer).passes_on:
             received = producer.target is ops.recv
@@ -184,16 +184,16 @@ def check_micro_batches(case: Case) -> None:
             continue
         if not tensors:  # an op on gradients, which are summed over micro-batches
             continue
-        own = micro_batch_of(node) if op.parts else traced(tensors[0])
+        own = micro_batch_of(node) if op.parts else trace_micro_batch(tensors[0])
         for value in tensors:
-            other = traced(value)
+            other = trace_micro_batch(value)
             if other != own:
                 fail(program, node, f"`{value.name}` is of micro-batch {other}, the op is of micro-batch {own}")
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """What a value of gradients holds: a stage's micro-batches, the groups that it was summed over, and whether the
+    """The content of a value of gradients: a stage's micro-batches, the groups that it was summed over, and whether the
     user's gradient hooks have run on it."""
 
     stage: str
@@ -235,7 +235,7 @@ def check_gradients(case: Case) -> None:
             if len(own) != 1:
                 place = own[1] if own else (case.programs[device], _last_op(case.programs[device]))
                 fail(place[0], place[1], f"the gradients of {stage} reach {len(own)} updates; one is needed")
-            _check_sum(*own[0], homes.get(device, set()), _tied(interface, spec, device))
+            _check_sum(*own[0], homes.get(device, set()), _tied_groups(interface, spec, device))
         if stage in updates:  # gradients that are returned may still be added up
             _check_devices(ends, interface, set(homes))
 
@@ -304,7 +304,7 @@ def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
     return replace(first, micro_batches=first.micro_batches | second.micro_batches)
 
 
-def _tied(interface: Interface, spec: StageSpec, device: int) -> set[str]:
+def _tied_groups(interface: Interface, spec: StageSpec, device: int) -> set[str]:
     """The groups in which a device adds up parameters that the stage shares with others."""
     trained = {param.name for param in spec.params if param.requires_grad}
     rows = [(name, member) for name, members in interface.groups.items() for member in members]

@@ -10,7 +10,7 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from ..errors import VerifyError
-from ..program import Program, describe, donated, infer, operands, values_of
+from ..program import Program, describe, donated_operands, infer, operands, values_of
 from .case import Case, fail, line_of
 
 
@@ -111,7 +111,7 @@ def check_lifetimes(case: Case) -> None:
 def _end_lives(program: Program, node: fx.Node, gone: dict[fx.Node, fx.Node]) -> None:
     """Note in `gone` which op ended which value."""
     freeing = node.target is ops.free
-    ended = list(node.args) if freeing else donated(node)
+    ended = list(node.args) if freeing else donated_operands(node)
     if not ended:
         return
     counts: Counter[fx.Node] = Counter()

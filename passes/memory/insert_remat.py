@@ -25,7 +25,7 @@ from ...ir.program import (
     MemoryProfile,
     Program,
     StageSpec,
-    donated,
+    donated_operands,
     infer,
     infer_all,
     place_frees,
@@ -146,7 +146,7 @@ def _moments(program: Program, profile: MemoryProfile, specs: list[StageSpec]) -
     found: dict[tuple[str, str], tuple[int, list[int]]] = {}
     for node in program.ops():
         stage = str(node.args[0]) if node.args else ""
-        for value in node.all_input_nodes if node.target is ops.free else donated(node):
+        for value in node.all_input_nodes if node.target is ops.free else donated_operands(node):
             if value in stage_of:
                 now[stage_of[value]] -= 1
         if node.target is ops.forward and node.kwargs.get("keep", True) and stage in number:

@@ -31,7 +31,7 @@ class Seats:
     hosts: tuple[tuple[int, ...], ...]
 
     @property
-    def across(self) -> tuple[int, ...]:
+    def seats_of_hosts(self) -> tuple[int, ...]:
         """The members at this member's place on all hosts, host by host."""
         place = self.here.index(self.index)
         return tuple(host[place] for host in self.hosts)
@@ -53,7 +53,7 @@ def seats_of(hosts: Sequence[int], index: int) -> Seats:
 def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> None:
     """Fill all of `rows` (members, n), of which only this member's own is filled so far. If the seats are no grid, a
     hierarchical gather is a plain one."""
-    stages = [(seats.across, [[seat] for seat in seats.across])] if hierarchical and seats.hosts else []
+    stages = [(seats.seats_of_hosts, [[seat] for seat in seats.seats_of_hosts])] if hierarchical and seats.hosts else []
     if stages:  # then a host's members exchange the rows that they have of all hosts
         places = range(len(seats.here))
         stages.append((seats.here, [[host[place] for host in seats.hosts] for place in places]))
@@ -84,16 +84,18 @@ def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequenc
     own = ring.index(index)
     others = [(other, block) for other, block in zip(ring, blocks) if other != index]
     given = [(other, mine) for other, _ in others for mine in blocks[own]]
-    _at_once(group, given, [(other, theirs) for other, block in others for theirs in block])
+    _exchange_messages(group, given, [(other, theirs) for other, block in others for theirs in block])
 
 
 def trade_rows(group: Any, index: int, rows: Tensor) -> Tensor:
-    """What each member has for this one. `rows` (members, n, ...) has what this member has for each."""
+    """The rows of each member for this one. `rows` (members, n, ...) has this member's rows for each."""
     count, found = len(rows), torch.empty_like(rows)
     found[index].copy_(rows[index])
     if rows.is_cuda:
         others = [other for other in range(count) if other != index]
-        _at_once(group, [(other, rows[other]) for other in others], [(other, found[other]) for other in others])
+        _exchange_messages(
+            group, [(other, rows[other]) for other in others], [(other, found[other]) for other in others]
+        )
         return found
     for turn in range(1, count):
         to, source = (index + turn) % count, (index - turn) % count
@@ -116,7 +118,7 @@ def trade_counted(
         others = [other for other in range(count) if other != index]
         parts = [[(o, each[o]) for o in others if each[o].shape[0]] for each in (mine, theirs)]
         if any(parts):
-            _at_once(group, *parts)
+            _exchange_messages(group, *parts)
         return
     for turn in range(1, count):
         to, source = (index + turn) % count, (index - turn) % count
@@ -133,7 +135,7 @@ def pass_on(group: Any, index: int, count: int, value: Tensor, back: bool) -> Te
     to, source = (before, after) if back else (after, before)
     found = torch.empty_like(value)
     if value.is_cuda:
-        _at_once(group, [(to, value)], [(source, found)])
+        _exchange_messages(group, [(to, value)], [(source, found)])
         return found
     coming = group.recv([found], source, 0)
     group.send([value], to, 0).wait()
@@ -141,7 +143,7 @@ def pass_on(group: Any, index: int, count: int, value: Tensor, back: bool) -> Te
     return found
 
 
-def _at_once(group: Any, given: Sequence[tuple[int, Tensor]], taken: Sequence[tuple[int, Tensor]]) -> None:
+def _exchange_messages(group: Any, given: Sequence[tuple[int, Tensor]], taken: Sequence[tuple[int, Tensor]]) -> None:
     """Messages to and from other members, in one batch on the current CUDA stream."""
     group._start_coalescing()
     for to, value in given:
@@ -167,15 +169,15 @@ def sum_rows(
         return total
     mine = list(rows)
     if not (hierarchical and seats.hosts):
-        return _exchanged(group, seats.index, range(len(mine)), mine, spare, into)[0]
+        return _sum_blocks(group, seats.index, range(len(mine)), mine, spare, into)[0]
     sums = []
     for host in seats.hosts:
-        total, spare = _exchanged(group, seats.index, seats.here, [mine[seat] for seat in host], spare)
+        total, spare = _sum_blocks(group, seats.index, seats.here, [mine[seat] for seat in host], spare)
         sums.append(total)
-    return _exchanged(group, seats.index, seats.across, sums, spare, into)[0]
+    return _sum_blocks(group, seats.index, seats.seats_of_hosts, sums, spare, into)[0]
 
 
-def _exchanged(
+def _sum_blocks(
     group: Any, index: int, ring: Sequence[int], blocks: Sequence[Tensor], spare: Tensor, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sum of the blocks that the ring's members have for this member, where `blocks` are this member's own for all

@@ -181,13 +181,13 @@ def _run(file: ProgramFile, interface: Interface, trust: Trust) -> DeviceFile:
     except VerifyError as error:
         if error.device is not None:
             raise
-        raise _placed(path, error, device) from error
+        raise _with_place(path, error, device) from error
     stages = _stages(path, text, scope, interface, device)
     functions = {name: scope[name] for name in file.programs}
     return DeviceFile(device, path, text, file.programs, functions, stages)
 
 
-def _placed(path: Path, error: VerifyError, device: int) -> VerifyError:
+def _with_place(path: Path, error: VerifyError, device: int) -> VerifyError:
     place = f"{path}:{error.line}" if error.line else str(path)
     return VerifyError(f"{place}: {error}", device=device, line=error.line)
 
@@ -222,7 +222,7 @@ def _parse(path: Path, text: str, interface: Interface, device: int) -> dict[str
         if any(isinstance(f, ast.FunctionDef) and f.name == "evaluate" for f in ast.parse(text).body):
             programs["evaluate"] = parse_program(text, interface, device, "evaluate")
     except VerifyError as error:
-        raise _placed(path, error, device) from error
+        raise _with_place(path, error, device) from error
     return programs
 
 
@@ -238,11 +238,11 @@ def _execute(path: Path, text: str, device: int) -> dict[str, Any]:
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]
-        raise _failed(path, error, device, "importing the file") from error
+        raise _failure(path, error, device, "importing the file") from error
     return vars(module)
 
 
-def _failed(path: Path, error: Exception, device: int, doing: str, at: int | None = None) -> VerifyError:
+def _failure(path: Path, error: Exception, device: int, doing: str, at: int | None = None) -> VerifyError:
     """`at`: the line to name if the error did not arise in the file's own lines."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = frames[-1].lineno if frames else at
@@ -277,7 +277,7 @@ def _check_members(path: Path, lines: Mapping[str, int], kind: StageClass, spec:
         with torch.device("meta"):
             stage = kind()
     except Exception as error:
-        raise _failed(path, error, device, f"building {title}", line) from error
+        raise _failure(path, error, device, f"building {title}", line) from error
     if not isinstance(stage, nn.Module):
         raise VerifyError(f"{path}:{line}: {title} makes no module", device=device, line=line)
     found = {name: tuple(p.shape) for name, p in stage.named_parameters(remove_duplicate=False)}

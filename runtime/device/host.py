@@ -1,4 +1,4 @@
-"""What the process of a device asks of its host: cores for the optimizer, and freed memory that stays.
+"""The settings of a device's process on its host: cores for the optimizer, and freed memory that stays.
 
 The thread that issues work to a GPU, and those that read and write disks, must never wait for a core that the optimizer
 has (Fuyou 4.3: the two are decoupled), else the GPU idles. So the optimizer of a GPU uses all cores of the GPU's share

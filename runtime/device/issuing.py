@@ -1,4 +1,4 @@
-"""How the ops of a program are issued on a device: what they take and give back, and the stream that runs them.
+"""Issue the ops of a program on a device: the memory that they allocate and free, and the stream that runs them.
 
 torch's allocator gives each stream memory of its own, and hands out what was let go of at once, because the stream's
 next task comes after all that it has run. A reader on another stream is no such task. `record_stream` would let the
@@ -231,7 +231,7 @@ class Issuing:
             for box, value in zip(made, run(), strict=True):
                 box.value = value
 
-        def held() -> None:  # all of it in the task: what a thread makes does not exist before
+        def keep_operands() -> None:  # all of it in the task: what a thread makes does not exist before
             assert loans is not None
             loans.settle(stream, waits)
             for box in reads:
@@ -245,7 +245,7 @@ class Issuing:
             for old in part_of:
                 made[-1].keep(old)
 
-        event = events[issue.index] = stream.issue(task if loans is None else held, waits, issue)
+        event = events[issue.index] = stream.issue(task if loans is None else keep_operands, waits, issue)
         event.number = number
         for box in made:
             box.event = event

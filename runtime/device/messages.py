@@ -163,9 +163,9 @@ class Messages(Issuing):
 
         def made(given: Tensor) -> Tensor:
             rows = self._link().exchange_rows(self._rows(given, issue.group, split_dim), issue.group)
-            return _after_each_other(rows, concat_dim)
+            return _concatenate(rows, concat_dim)
 
-        return self._exchanged(issue, value, made)
+        return self._exchange(issue, value, made)
 
     def gather_parts(self, value: Handle, *, group: str, dim: int) -> Handle:
         issue = self._next("gather_parts")
@@ -176,9 +176,9 @@ class Messages(Issuing):
             rows = given.new_empty((len(members), *given.shape))
             rows[members.index(self.index)].copy_(given)
             link.gather_rows(rows, issue.group)
-            return _after_each_other(rows, dim)
+            return _concatenate(rows, dim)
 
-        return self._exchanged(issue, value, made)
+        return self._exchange(issue, value, made)
 
     def scatter_sum(self, value: Handle, *, group: str, dim: int) -> Handle:
         issue = self._next("scatter_sum")
@@ -188,7 +188,7 @@ class Messages(Issuing):
             total = torch.empty_like(rows[0])
             return self._link().sum_rows(rows, torch.empty_like(total), total, issue.group)
 
-        return self._exchanged(issue, value, made)
+        return self._exchange(issue, value, made)
 
     def sum_parts(self, value: Handle, *, group: str) -> Handle:
         issue = self._next("sum_parts")
@@ -198,7 +198,7 @@ class Messages(Issuing):
             self._link().sum(total, issue.group)
             return total
 
-        return self._exchanged(issue, value, made)
+        return self._exchange(issue, value, made)
 
     def own_part(self, value: Handle, *, group: str, dim: int) -> Handle:
         issue, box = self._next("own_part"), value.box
@@ -208,19 +208,19 @@ class Messages(Issuing):
 
     def pass_on(self, value: Handle, *, group: str, back: bool = False) -> Handle:
         issue = self._next("pass_on")
-        return self._exchanged(issue, value, lambda given: self._link().pass_on(given.contiguous(), issue.group, back))
+        return self._exchange(issue, value, lambda given: self._link().pass_on(given.contiguous(), issue.group, back))
 
     def to_experts(self, value: Handle, routes: Handle, *, group: str, experts: int) -> Handle:
-        return self._routed(self._next("to_experts"), value, routes, experts, ROUTED[ops.to_experts])
+        return self._route(self._next("to_experts"), value, routes, experts, ROUTED[ops.to_experts])
 
     def from_experts(self, value: Handle, routes: Handle, *, group: str, experts: int) -> Handle:
-        return self._routed(self._next("from_experts"), value, routes, experts, ROUTED[ops.from_experts])
+        return self._route(self._next("from_experts"), value, routes, experts, ROUTED[ops.from_experts])
 
-    def _routed(
+    def _route(
         self, issue: Issue, value: Handle, routes: Handle, experts: int, made_of: Callable[..., Tensor]
     ) -> Handle:
-        """What a function of `experts/exchange.py` makes of a value. The host waits for the routes: who sends how many
-        bytes is an argument of a message."""
+        """The result of a function of `experts/exchange.py` for a value. The host waits for the routes: who sends how
+        many bytes is an argument of a message."""
         link, routed = self._link(), routes.box
 
         def made(given: Tensor) -> Tensor:
@@ -229,9 +229,9 @@ class Messages(Issuing):
             arrivals = [Arrivals(host_routes, member, len(members), experts) for member in range(len(members))]
             return made_of(given, arrivals, members.index(self.index), exchange)
 
-        return self._exchanged(issue, value, made, [routed])
+        return self._exchange(issue, value, made, [routed])
 
-    def _exchanged(
+    def _exchange(
         self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor], others: Sequence[Box] = ()
     ) -> Handle:
         """The result of what the members do with a value; with values on GPUs and a group that is not only of GPUs, on
@@ -279,14 +279,14 @@ class Messages(Issuing):
         if link is None or not issue.least_s:
             return run
 
-        def held() -> list[Any]:
+        def operands_to_hold() -> list[Any]:
             link.meet_all(group)
             rest = self.pacing.begin(issue)
             found = run()
             rest()
             return found
 
-        return held
+        return operands_to_hold
 
     def _link(self) -> PeerLink:
         if self.link is None:
@@ -294,7 +294,7 @@ class Messages(Issuing):
         return self.link
 
 
-def _after_each_other(rows: Tensor, dim: int) -> Tensor:
+def _concatenate(rows: Tensor, dim: int) -> Tensor:
     """The rows as one value, one after the other along a dimension of each."""
     found: Tensor = rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
     return found

@@ -1,5 +1,5 @@
-"""How long a device's transfers last on throttled links, and when a chunk of weights may be copied: the device's side
-of two servers, `emulate/link_server.py` and `turns.py`, which know about all devices."""
+"""The duration of a device's transfers on throttled links, and the time when a chunk of weights may be copied: the
+device's side of two servers, `emulate/link_server.py` and `turns.py`, which know about all devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVER = b"."
 
 @dataclass(frozen=True)
 class Paces:
-    """What makes a device's `Pacing`, as plain data.
+    """The plain data from which a device's `Pacing` is made.
 
     `link_server`: the address of the server that times the transfers on shared, throttled links; `shared`: per program,
     the numbers of its ops there; `collective_s`: the least seconds of each collective. `turns`: the address of the
@@ -132,10 +132,10 @@ class LinkClient(Asking):
         Raises `WorkerError` if the server is gone.
         """
         try:
-            channel = self._connected()
+            channel = self._connect()
             channel.sendall(REQUEST.pack(self.device, index))
         except OSError:
-            raise self._gone() from None
+            raise self._lost_server() from None
 
         def wait() -> None:
             try:
@@ -143,9 +143,9 @@ class LinkClient(Asking):
             except OSError:
                 answer = b""
             if not answer:
-                raise self._gone()
+                raise self._lost_server()
 
         return wait
 
-    def _gone(self) -> WorkerError:
+    def _lost_server(self) -> WorkerError:
         return WorkerError(f"device {self.device}: the process that shares out the links is gone")

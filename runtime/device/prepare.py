@@ -23,7 +23,7 @@ from ...ir.program import (
     StageHome,
     aligned,
     build_order,
-    donated,
+    donated_operands,
     homes_of,
     line_numbers,
     link_turn_of,
@@ -153,7 +153,7 @@ def plan_issues(
 
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
     op, made, read = op_of(node), values_of(node), operands(node)
-    gone = [v for v in (read if node.target is ops.free else donated(node)) if not places_of(v)]
+    gone = [v for v in (read if node.target is ops.free else donated_operands(node)) if not places_of(v)]
     kinds = [v.meta["type"] for v in made or read]
     owned = [v for v in made if v.meta["type"].owned and not places_of(v)]
     takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in owned]
@@ -184,7 +184,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         group=work.group,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",
         adds_on=node.target is ops.backward
-        and any(user.target is ops.backward and made[-1] in donated(user) for user in made[-1].users),
+        and any(user.target is ops.backward and made[-1] in donated_operands(user) for user in made[-1].users),
         stages=[v.meta["type"].stage for v in (*read, *made) if v.meta["type"].stage],
     )
 
@@ -200,7 +200,7 @@ def _micro_batch_of_users(node: fx.Node) -> int | None:
 
 
 def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
-    """Where the parameters lie that are on the device after this fetch; the op's own piece comes last."""
+    """The places of the parameters that are on the device after this fetch; the op's own piece comes last."""
     found: list[tuple[int, int, int]] = []
     for fetch in places_of(node):
         params = fetch.kwargs.get("params")

@@ -32,7 +32,7 @@ def reduce_grads(
         param = next(p for p in specs[0].params if p.name == names[0])
         total = torch.zeros(param.shape, dtype=getattr(torch, param.grad_dtype), device=_device_of(grads))
     if link is not None:
-        total = _over_devices(total, link, group)
+        total = _sum_over_devices(total, link, group)
     for g, name in zip(grads, names, strict=True):
         if name not in g:
             g[name] = total.clone()
@@ -81,7 +81,7 @@ def reduce_norms(values: Sequence[Tensor], link: PeerLink | None, group: str) ->
     return total.reshape(())
 
 
-def _over_devices(total: Tensor, link: PeerLink, group: str) -> Tensor:
+def _sum_over_devices(total: Tensor, link: PeerLink, group: str) -> Tensor:
     if not total.is_cuda or link.on_device(group):
         link.sum(total, group)
         return total

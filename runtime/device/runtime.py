@@ -73,7 +73,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         issue = self._next("backward")
         store, bound = self.stores[stage], weights.box
         boxes = [None if h is None else h.box for h in inputs]
-        given = self._given(douts)
+        given = self._output_gradients(douts)
         number = self._turn(f"backward of {stage}") // self.interface.accumulate
         reads = [box for box in (*boxes, *given) if box is not None]
         kept_box = grads_box = None
@@ -101,7 +101,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         return tuple(self._launch(issue, reads, run, () if grads_box is None else (grads_box,)))
 
-    def _given(self, douts: Sequence[Handle | float | None]) -> list[Box | None]:
+    def _output_gradients(self, douts: Sequence[Handle | float | None]) -> list[Box | None]:
         """The gradients of a stage's outputs; those of the loss are numbers, and scaled here, unless the scale is not
         known before the backward begins."""
         found: list[Box | None] = []
@@ -126,7 +126,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         runner, bound = self.stores[stage].runner, weights.box
         boxes = [None if h is None else h.box for h in inputs]
         kept_box = Box() if kept is None else kept.box
-        given = self._given(douts)
+        given = self._output_gradients(douts)
         seed = self._seed(issue)
         if kept is not None:
             kept.release()
@@ -277,7 +277,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             self.learning_rates = store.optimizer.learning_rates or self.learning_rates
 
     def _draw(self, stage: str, part: str) -> tuple[int, ...]:
-        """What random numbers of an update belong to: seed, step, and its number in the step if it is asynchronous."""
+        """The key of the random numbers of an update: seed, step, and its number in the step if it is asynchronous."""
         number = self.updates.get((stage, part), 0)
         self.updates[stage, part] = number + 1
         return self.state.seed, self.step_count, number

@@ -21,13 +21,13 @@ from ...ir.program import (
     bind_one,
     computed_again,
     drain_of,
-    graphed,
+    graphs_of_stages,
     largest_values,
-    none_graphed,
+    no_graphs_text,
     place_of,
+    reasons_without_graphs,
     sizes_of,
     takes_turns,
-    ungraphed,
 )
 from ...ir.units import format_bytes
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
@@ -50,7 +50,7 @@ from .streams import CudaStream, Fault, Stream, StreamRecord
 
 @dataclass
 class StepResult:
-    """What a program returned, on CPU: per name one tensor per micro-batch, empty lists on devices that return none.
+    """The results of a program, on CPU: per name one tensor per micro-batch, empty lists on devices that return none.
 
     `report`: `seconds` (since it began or, if that was later, since the step before ended), `busy_share` per stream
     (sends and receives include waiting for the other side), `moved_bytes` per route ("dram0 -> gpu0"; "dram0 -> dram0"
@@ -178,7 +178,7 @@ class DeviceSession:
 
     def _make_graphs(self, program: Program) -> None:
         """Make the CUDA graphs of stages, while no message is under way, and no value takes memory."""
-        reasons, made = ungraphed(program), graphed(program)
+        reasons, made = reasons_without_graphs(program), graphs_of_stages(program)
 
         def run() -> None:
             for stage, graphs in made.items():
@@ -190,7 +190,7 @@ class DeviceSession:
 
         self._compute(run)
         if made and made.keys() <= reasons.keys():
-            raise PlanError(none_graphed(reasons))
+            raise PlanError(no_graphs_text(reasons))
         self.state.ungraphed = reasons
         self._check_graphs()
 
@@ -310,7 +310,7 @@ class DeviceSession:
         interface.check_batch(batch, self.plans[function].batch_names, own)
 
     def _values_of(self, run: Run, loss_only: bool = False) -> dict[str, list[Tensor]]:
-        """What a run has returned, on CPU; the device lets go of it."""
+        """The results of a run, on CPU; the device releases them."""
         wanted = {name: handles for name, handles in run.results.items() if name == "loss" or not loss_only}
         values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in wanted.items()}
         run.results = {}
@@ -376,7 +376,7 @@ class DeviceSession:
             if not runtime.accounted and self.broken.label is not None:
                 for issue in runtime.issues[: self.broken.label.index + 1]:  # so that the error can say what was live
                     runtime.account(issue)
-            raise self._located(self.broken, number) from self.broken.error
+            raise self._with_place(self.broken, number) from self.broken.error
         except BaseException as error:
             self.broken, self.tail = Fault(None, error), None
             raise
@@ -389,7 +389,7 @@ class DeviceSession:
             return False
         return isinstance(self.broken.error, TurnsLost) or bool(ops.ALL[self.broken.label.op].meets)
 
-    def _located(self, fault: Fault, number: int) -> Exception:
+    def _with_place(self, fault: Fault, number: int) -> Exception:
         """The error that the caller sees, with the place; with its step if that is not `number`."""
         issue, error = fault.label, fault.error
         if issue is None:

@@ -1,4 +1,4 @@
-"""What one device needs to start, as plain data that is sent to its process."""
+"""The plain data that is sent to a device's process to start it."""
 
 from __future__ import annotations
 

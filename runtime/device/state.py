@@ -1,5 +1,5 @@
-"""What one device keeps from step to step: memories with their accounts, arenas and files, the state of its stages, and
-the counters of the run."""
+"""The state that one device keeps from step to step: memories with their accounts, arenas and files, the state of its
+stages, and the counters of the run."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class DeviceState:
         )
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:
-        """How a stage is spread over its group, as this device has it; None for a whole stage."""
+        """The layout of a stage that is spread over its group, as this device has it; None for a whole stage."""
         if not group:
             return None
         members, segments = self.interface.members(group), self.interface.segments_of(stage, group)
@@ -242,7 +242,7 @@ class DeviceState:
         settle(self.device)
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the stages."""
+        """The counters that a checkpoint stores beside the stages."""
         scale = None if self.loss_scale is None else [self.loss_scale.scale, self.loss_scale.good_steps]
         return {"step": self.step_count, "seed": self.seed, "loss_scale": scale}
 

@@ -24,7 +24,7 @@ StreamTask = Callable[[], None]
 
 
 class Label(Protocol):
-    """What a stream must know of a task's op."""
+    """The facts about a task's op that a stream needs."""
 
     line: int  # 1-based, in the generated file
 
@@ -124,8 +124,8 @@ class StreamRecord:
 
 
 class Stream:
-    """What all streams have in common; `record`: the tasks issued since `begin`. While it grows, tasks of the step
-    before may still run, and stand in the record of that one."""
+    """The base of all streams; `record`: the tasks issued since `begin`. While it grows, tasks of the step before may
+    still run, and stand in the record of that one."""
 
     is_cuda = False
 
@@ -138,7 +138,7 @@ class Stream:
         return self.record.spans
 
     def begin(self, step: int = 0) -> None:
-        """What is issued from here on belongs to the step of this number."""
+        """Assign all tasks issued from here on to the step of this number."""
         self.record = StreamRecord(step)
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
@@ -268,7 +268,7 @@ class ThreadStream(Stream):
 
 
 class CurrentStream:
-    """Which of a device's CUDA streams the issuing thread's ops go to; None: one of its own."""
+    """The CUDA stream of a device that the issuing thread's ops go to; None: one of its own."""
 
     stream: CudaStream | None = None
 
@@ -306,7 +306,7 @@ class CudaStream(Stream):
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = self.spare.pop() if self.spare else CudaEvent(self)
-        event.after = self._after(waits, label) if waits else ()
+        event.after = self._wait_before(waits, label) if waits else ()
         self.board[self.slot] = label.line
         if self.current.stream is not self:
             set_stream(self.stream)  # whoever runs a program sets the caller's again, once
@@ -320,7 +320,7 @@ class CudaStream(Stream):
         self.steps[-1].timed.append((label, event))
         return event
 
-    def _after(self, waits: Iterable[Event], label: Label) -> list[CudaEvent]:
+    def _wait_before(self, waits: Iterable[Event], label: Label) -> list[CudaEvent]:
         """Wait for these before what is issued next; those of them that are of other CUDA streams."""
         found = []
         for other in waits:

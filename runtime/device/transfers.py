@@ -155,13 +155,13 @@ class Transfers(Issuing):
                     given, non_blocking=True
                 )
             else:
-                moved = self._placed(given, place, num_bytes, issue)
+                moved = self._copy_to_place(given, place, num_bytes, issue)
             rest()
             return [moved]
 
         return self._launch(issue, [box], run)[0]
 
-    def _placed(self, given: Any, place: int, num_bytes: int, issue: Issue) -> Any:
+    def _copy_to_place(self, given: Any, place: int, num_bytes: int, issue: Issue) -> Any:
         """A copy of gradients, of a tensor or of what a forward kept, at its place in DRAM."""
         arena = self.state.memory.dram_arena
         flat = arena.once((place, num_bytes), lambda: arena.range(place, num_bytes))

@@ -27,13 +27,13 @@ class Versions(Issuing):
 
     def stash(self, stage: str, weights: Handle) -> Handle:
         issue, store = self._next("stash"), self.stores[stage]
-        return self._launch(issue, [], lambda: [_copied(store)])[0]
+        return self._launch(issue, [], lambda: [_copy_weights(store)])[0]
 
     def predict(self, stage: str, weights: Handle, *, updates: int, shared: int = 0) -> Handle:
         issue, store, names = self._next("predict"), self.stores[stage], shared_params(self.interface, stage)
 
         def run() -> list[Any]:
-            made = _copied(store)
+            made = _copy_weights(store)
             if store.optimizer is not None:
                 extrapolate(store.optimizer, made, updates, shared, names)
             return [made]
@@ -51,7 +51,7 @@ class Versions(Issuing):
         return tuple(self._launch(issue, [box], run, [box, box]))
 
 
-def _copied(store: StageStore) -> dict[str, Tensor]:
+def _copy_weights(store: StageStore) -> dict[str, Tensor]:
     """A stage's weights in a flat buffer of their own."""
     flat = torch.empty_like(store.flat)
     flat.copy_(store.flat)

@@ -108,11 +108,11 @@ class RehearsedRuntime(DeviceRuntime):
     ) -> list[Handle]:
         act = self._act_of(issue)
 
-        def rehearsed() -> list[Any]:
+        def no_values() -> list[Any]:
             act()
             return [None] * len(issue.results)
 
-        return super()._launch(issue, reads, rehearsed, *memory, **more)
+        return super()._launch(issue, reads, no_values, *memory, **more)
 
     def _act_of(self, issue: Issue) -> Callable[[], None]:
         group = issue.group

@@ -42,7 +42,7 @@ def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware,
     model = CostModel(hardware, precision)
     names = [name for name in programs[0] if all(name in own for own in programs)]
     costs = {name: costs_of([own[name] for own in programs], model) for name in names}
-    full = _contended(programs, costs, model.links)
+    full = _contended_links(programs, costs, model.links)
     for device, own in enumerate(programs):
         rows: list[Cost] = []
         numbers: dict[str, dict[int, int]] = {}
@@ -62,7 +62,7 @@ def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware,
     return found
 
 
-def _contended(
+def _contended_links(
     programs: Sequence[dict[str, Program]], costs: dict[str, list[list[Cost]]], links: dict[str, Link]
 ) -> set[str]:
     """Links on which the streams that use them could ask for more than there is. A stream moves one value at a time."""

@@ -38,12 +38,12 @@ def token_experts(offsets: Tensor, rows: Tensor, each: int) -> Tensor:
 
 
 def token_shares(shares: Tensor, rows: Tensor, each: int) -> Tensor:
-    """What is given for rows [rows, 1] as numbers of tokens, [tokens, each]."""
+    """Values of rows [rows, 1] as values of tokens, [tokens, each]."""
     return shares.flatten().index_select(0, rows).view(-1, each)
 
 
 def arrived_offsets(routes: Tensor, member: Tensor, members: int, experts: int) -> Tensor:
-    """Where the rows of each of a member's experts end. `experts`: the number of all; `member`: its number, [1]."""
+    """The end of the rows of each of a member's experts. `experts`: the number of all; `member`: its number, [1]."""
     counts = routes.new_zeros(experts).scatter_add(0, routes.flatten().long(), torch.ones_like(routes.flatten()))
     return counts.view(members, -1).index_select(0, member).squeeze(0).cumsum(0, dtype=torch.int32)
 

@@ -24,7 +24,7 @@ def part_rows(rows: Tensor, offsets: Tensor, begin: int) -> Tensor:
 
 
 def part_offsets(offsets: Tensor, begin: int, end: int) -> Tensor:
-    """Where the rows of the experts from `begin` to before `end` end, after `part_rows`."""
+    """The ends of the rows of the experts from `begin` to before `end`, after `part_rows`."""
     own = offsets[begin:end]
     return own if begin == 0 else own - offsets[begin - 1]
 
@@ -54,7 +54,7 @@ def member_rows(rows: Tensor, offsets: Tensor, member: Tensor, members: int) -> 
 
 
 def member_offsets(offsets: Tensor, member: Tensor, members: int) -> Tensor:
-    """Where the rows of each of a member's experts end, after `member_rows`."""
+    """The end of the rows of each of a member's experts, after `member_rows`."""
     own = offsets.view(members, -1).index_select(0, member).squeeze(0)
     return own - _member_start(offsets, member, members)
 
@@ -78,7 +78,7 @@ def _places(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def rows_after(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Which rows come after the last expert's, as a column."""
+    """The rows after the last expert's, as a column of truth values."""
     return (_places(rows, offsets) >= offsets[-1]).unsqueeze(-1)
 
 

@@ -95,7 +95,7 @@ def window_attention(
     Blocks of queries see the keys around them, forward and backward, so that memory is linear in the number of queries
     and no mask is larger than a block. Backward computes each block's attention again.
     """
-    return _in_blocks(query, key, value, None, (before, after), dropout_p, scale, enable_gqa)
+    return _attend_in_blocks(query, key, value, None, (before, after), dropout_p, scale, enable_gqa)
 
 
 def packed_attention(
@@ -120,10 +120,10 @@ def packed_attention(
         query, key, value = as_autocast(query, key, value)
         if takes_borders(query, key, value, dropout_p):
             return attend_in_borders(query, key, value, borders, scale)
-    return _in_blocks(query, key, value, documents, (query.shape[-2], 0), dropout_p, scale, enable_gqa)
+    return _attend_in_blocks(query, key, value, documents, (query.shape[-2], 0), dropout_p, scale, enable_gqa)
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
     query, key, value = as_autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
         found: Tensor = _BlockwiseAttention.apply(query, key, value, *options)

@@ -103,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 offset = None if bias is None else bias[columns].to(hidden.dtype)
                 logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)
                 logits_of.write(logits, slope, columns)
-                sums.add(sums.room.narrowed(logits), part, columns)
+                sums.add(sums.room.cast_to_product(logits), part, columns)
         return sums.hidden_gradient(), sums.weight, sums.bias, None, None, None
 
 
@@ -144,7 +144,7 @@ class LogitRoom:
             slope = slope.mul_(rule.scale * rule.cap)
         return logits.mul_(rule.cap), slope
 
-    def narrowed(self, values: Tensor) -> Tensor:
+    def cast_to_product(self, values: Tensor) -> Tensor:
         """The values in the dtype of the product."""
         if values.dtype == self.like.dtype:
             return values
@@ -238,7 +238,7 @@ class OperandGradients:
 
 
 def factors(labels: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What each label counts: its class's weight, or 1; 0 where it is ignored."""
+    """The weight of each label: its class's weight, or 1; 0 where it is ignored."""
     counts = labels != ignore_index
     if class_weight is None:
         return counts

@@ -23,8 +23,8 @@ _now = threading.local()  # `is_trial`: whether the thread's values are made up
 
 
 def document_borders(documents: Tensor, most: int) -> Tensor:
-    """Where the documents of all rows begin, one row after the other, and the number of tokens for the rest of `most`
-    documents, and at the end: int32 [most + 1].
+    """The beginnings of the documents of all rows, one row after the other, and the number of tokens for the rest of
+    `most` documents, and at the end: int32 [most + 1].
 
     documents: [rows, places], numbers that grow from one document of a row to the next. Raises IndexError for more than
     `most` documents; on a GPU that is an assertion on the device.

@@ -41,9 +41,9 @@ def part_statistics(
     cap: float | None = None,
     pieces: PieceBounds | None = None,
 ) -> Tensor:
-    """What the loss needs of the classes from `begin` on, whose rows `weight`, `bias` and `class_weight` hold: three
-    numbers for each token, in fp32 at least. `begin` may be [1], a number that the device alone knows. The other
-    arguments are those of `chunked_cross_entropy`."""
+    """The statistics that the loss needs of the classes from `begin` on, whose rows `weight`, `bias` and `class_weight`
+    hold: three numbers for each token, in fp32 at least. `begin` may be [1], a number that the device alone knows. The
+    other arguments are those of `chunked_cross_entropy`."""
     kind = hidden.device.type
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
@@ -125,7 +125,7 @@ class _PartStatistics(torch.autograd.Function):
                 offset = None if bias is None else bias[columns].to(hidden.dtype)
                 logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)
                 logits_of.write(logits, slope, columns)
-                sums.add(sums.room.narrowed(logits), part, columns)
+                sums.add(sums.room.cast_to_product(logits), part, columns)
         return sums.hidden_gradient(), sums.weight, sums.bias, None, None, None, None
 
 

@@ -55,7 +55,7 @@ def attend_block(
     those of the tiles of a product that are computed; all unless given.
     """
     block = _Block(query, key, value, member, mask, documents, _Way(step, team, zigzag, before, after, scale), some)
-    found = block.nothing_seen() if partial is None else partial.clone()
+    found = block.empty_result() if partial is None else partial.clone()
     for product in block.products():
         product.attend(found)
     return found
@@ -66,8 +66,8 @@ def with_gradients(
     zigzag: bool = False, before: int | None = None, after: int | None = None, scale: float | None = None,
     mask: Tensor | None = None, documents: Tensor | None = None, some: Some | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `attend_block` made of these operands, as it is; the gradients of the queries, keys and values follow from
-    that of the result. None in a rematerialisation, for which this needs no value."""
+    """The result of `attend_block` for these operands, unchanged; the gradients of the queries, keys and values follow
+    from that of the result. None in a rematerialisation, for which this needs no value."""
     way = _Way(step, team, zigzag, before, after, scale)
     found: Tensor = _Gradients.apply(partial, query, key, value, member, mask, documents, way, some)
     return found
@@ -81,7 +81,7 @@ def attention_of(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 def steps_seen(tokens: int, team: int, zigzag: bool, before: int | None, after: int | None) -> list[int]:
     """The steps whose keys some member's queries see by their places. tokens: the number of each member."""
-    return [step for step in range(team) if _seen(tokens, _Way(step, team, zigzag, before, after, None))]
+    return [step for step in range(team) if _visible_pairs(tokens, _Way(step, team, zigzag, before, after, None))]
 
 
 def as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -114,7 +114,7 @@ class _Pair(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _seen(tokens: int, way: _Way) -> tuple[_Pair, ...]:
+def _visible_pairs(tokens: int, way: _Way) -> tuple[_Pair, ...]:
     """The products of a step. tokens: the number of each member."""
     if way.before is None and way.after is None:
         return (_Pair(None, None, covered=True),)
@@ -126,7 +126,7 @@ def _seen(tokens: int, way: _Way) -> tuple[_Pair, ...]:
     found = []
     for pair in pairs:
         distances = [int(_distance(*pair, member, way)) * run for member in range(way.team)]
-        seen = [d for d in distances if _in_sight(d - run + 1, d + run - 1, way)]
+        seen = [d for d in distances if _is_visible(d - run + 1, d + run - 1, way)]
         if seen:
             covered = all(_is_covered(d - run + 1, d + run - 1, way) for d in distances)
             one = seen[0] if len(set(seen)) == 1 else None
@@ -135,7 +135,7 @@ def _seen(tokens: int, way: _Way) -> tuple[_Pair, ...]:
 
 
 def _distance(queries: int | None, keys: int | None, member: Any, way: _Way) -> Any:
-    """How many runs the run of queries comes after that of keys, for a member's number or a tensor of it."""
+    """The number of runs from the run of keys to the run of queries, for a member's number or a tensor of it."""
     other = (member - way.step) % way.team
     if queries == EITHER:
         return abs(member - other)
@@ -144,7 +144,7 @@ def _distance(queries: int | None, keys: int | None, member: Any, way: _Way) -> 
     return first - second
 
 
-def _in_sight(least: int, most: int, way: _Way) -> bool:
+def _is_visible(least: int, most: int, way: _Way) -> bool:
     """Whether a query may see a key whose place is `least` to `most` before its own."""
     return (way.before is None or least <= way.before) and (way.after is None or most >= -way.after)
 
@@ -179,7 +179,7 @@ class _Block:
             numbers = (own_tokens(documents, n, way.team, 1, length, zigzag=way.zigzag) for n in (member, other))
             self.documents = tuple(numbers)
 
-    def nothing_seen(self) -> Tensor:
+    def empty_result(self) -> Tensor:
         """The partial attention before the first block."""
         shape = (*self.query.shape[:-1], self.value.shape[-1] + MORE)
         found = torch.zeros(shape, dtype=self.wide, device=self.query.device)
@@ -187,7 +187,7 @@ class _Block:
         return found
 
     def products(self) -> Iterator[_Product]:
-        for pair in _seen(self.tokens, self.way):
+        for pair in _visible_pairs(self.tokens, self.way):
             yield _Product(self, pair)
 
 
@@ -244,7 +244,7 @@ class _Product:
 
     def times_values(self, weights: Tensor, seen: slice) -> Tensor:
         """Weights [rows, heads, m, n] times the values of n keys."""
-        low = _grouped(weights.to(self.value.dtype), self.value) @ self.value[..., seen, :]
+        low = _group_heads(weights.to(self.value.dtype), self.value) @ self.value[..., seen, :]
         return low.view(*weights.shape[:-1], -1).to(weights.dtype)
 
     def gradients(self, given: Tensor, sums: list[Tensor]) -> None:
@@ -254,12 +254,12 @@ class _Product:
             part, of = own[..., rows, :], self.query[..., rows, :]
             base, inverse, shared = part[..., -MORE:].split(1, dim=-1)
             weights = (self.scores(rows, seen) - base).exp() * inverse
-            grad = _grouped(part[..., :-MORE].to(low), self.value)
-            self.add(value, self.pair.keys, seen, _grouped(weights.to(low), self.value).mT @ grad)
+            grad = _group_heads(part[..., :-MORE].to(low), self.value)
+            self.add(value, self.pair.keys, seen, _group_heads(weights.to(low), self.value).mT @ grad)
             of_weights = (grad @ self.value[..., seen, :].mT).view(weights.shape).to(weights.dtype)
-            of_scores = _grouped((weights * (of_weights - shared) * self.block.scale).to(low), self.key)
+            of_scores = _group_heads((weights * (of_weights - shared) * self.block.scale).to(low), self.key)
             self.add(query, self.pair.queries, rows, (of_scores @ self.key[..., seen, :]).view(of.shape))
-            self.add(key, self.pair.keys, seen, of_scores.mT @ _grouped(of, self.key))
+            self.add(key, self.pair.keys, seen, of_scores.mT @ _group_heads(of, self.key))
 
     def slices(self) -> Iterable[tuple[slice, slice]]:
         return self.block.some(list(self.tiles()))
@@ -277,7 +277,7 @@ class _Product:
     def scores(self, rows: slice, seen: slice) -> Tensor:
         """[rows, heads, m, n] of m queries and n keys, -inf where a query does not see a key."""
         query = self.query[..., rows, :]
-        found = _grouped(query, self.key) @ self.key[..., seen, :].mT
+        found = _group_heads(query, self.key) @ self.key[..., seen, :].mT
         scores = found.view(*query.shape[:-1], -1).to(self.block.wide) * self.block.scale
         hidden = self.hidden_by_place(rows, seen)
         if self.documents is not None:
@@ -294,7 +294,7 @@ class _Product:
         return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
 
     def hidden_by_place(self, rows: slice, seen: slice) -> Tensor | None:
-        """Which of the keys the queries do not see by their places [m, n]; None where they see all."""
+        """The mask [m, n] of keys that the queries do not see because of their places; None where they see all."""
         way, pair, given = self.way, self.pair, self.pair.distance
         if pair.covered:
             return None
@@ -311,7 +311,7 @@ class _Product:
         return functools.reduce(torch.logical_or, hidden) if hidden else None
 
 
-def _grouped(operand: Tensor, like: Tensor) -> Tensor:
+def _group_heads(operand: Tensor, like: Tensor) -> Tensor:
     """[rows, heads, m, n] with the heads that share one of keys one after the other along m."""
     groups = like.shape[1]
     if operand.shape[1] == groups:

@@ -54,7 +54,7 @@ def in_tiles(
 
 
 def tile_slices(length: int, tokens: int) -> Iterator[tuple[int, int]]:
-    """Where each tile begins, and the number of its tokens: the last one may have fewer."""
+    """The beginning of each tile and the number of its tokens; the last tile may have fewer."""
     for start in range(0, length, tokens):
         yield start, min(tokens, length - start)
 
@@ -76,7 +76,7 @@ class _Rule(NamedTuple):
         return self.slices(self.length, self.tokens)
 
     def tile(self, operands: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
-        """What of the operands a tile needs."""
+        """The parts of the operands that a tile needs."""
         return [x if dim is None else x.narrow(dim, start, size) for x, dim in zip(operands, self.dims)]
 
     def run(self, operands: Sequence[Tensor], size: int) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class _InTiles(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if rule.unread:
             parts = rule.run(rule.tile(operands, 0, 1), 1)
-            return tuple(_without_memory(part, dim, rule.length) for part, dim in zip(parts, rule.results))
+            return tuple(_expanded_empty(part, dim, rule.length) for part, dim in zip(parts, rule.results))
         whole: list[Tensor] = []
         for start, size in rule.tiles():
             parts = rule.run(rule.tile(operands, start, size), size)
@@ -139,7 +139,7 @@ class _InTiles(torch.autograd.Function):
                         found[i] = _like(operands[i], dim, rule.length)
                     found[i].narrow(dim, start, size).copy_(gradient)  # type: ignore[union-attr]
                 elif gradient is not None:
-                    found[i] = _added(found[i], gradient)
+                    found[i] = _add(found[i], gradient)
         return (None, *found)
 
 
@@ -167,14 +167,14 @@ def _like(part: Tensor, dim: int, length: int) -> Tensor:
     return torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
 
 
-def _without_memory(part: Tensor, dim: int, length: int) -> Tensor:
+def _expanded_empty(part: Tensor, dim: int, length: int) -> Tensor:
     """A tensor of the whole's shape, all of whose elements are one that nobody has written."""
     shape = [*part.shape]
     shape[dim] = length
     return part.new_empty(()).expand(shape)
 
 
-def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+def _add(total: Tensor | None, gradient: Tensor) -> Tensor:
     """A sum over tiles, in fp32 at least."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     if total is None:

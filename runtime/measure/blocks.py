@@ -88,7 +88,7 @@ def time_stage(
     classes of saved tensors, a forward that takes them all. Each is the first quartile of the rounds in `slice_s`,
     since other work of the machine can only make them longer."""
     runner = StageRunner(spec, file.build(spec.name), device, precision)
-    runner.load_buffers({buffer.name: _filled(buffer, device) for buffer in spec.buffers})
+    runner.load_buffers({buffer.name: _fill_buffer(buffer, device) for buffer in spec.buffers})
     runner.bind({param.name: _weights(param, device) for param in spec.params})
     play = _round_of(runner, spec, rows, device, Watch(device, shares_cores))
     play()
@@ -134,7 +134,7 @@ def _weights(param: ParamSpec, device: torch.device) -> Tensor:
     return torch.empty(param.shape, dtype=dtype, device=device).normal_(0.0, WEIGHT_SCALE)
 
 
-def _filled(buffer: ParamSpec, device: torch.device) -> Tensor:
+def _fill_buffer(buffer: ParamSpec, device: torch.device) -> Tensor:
     """Ones, or True, for factors and masks; zeros for values that may be an index."""
     dtype = getattr(torch, buffer.dtype)
     value = 1 if dtype.is_floating_point or dtype == torch.bool else 0

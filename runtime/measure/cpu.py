@@ -114,7 +114,7 @@ def rate_table(overhead_s: float) -> dict[str, Any]:
 
 
 def device_rates() -> Iterator[tuple[str, Any]]:
-    """What a device of this process's threads reaches, figure by figure."""
+    """The rates of a device of this process's threads, figure by figure."""
     overhead_s = call_overhead_s()
     yield "op_overhead_s", overhead_s
     yield "rates", rate_table(overhead_s)

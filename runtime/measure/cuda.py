@@ -110,7 +110,7 @@ def measured_reserves(num_devices: int) -> list[dict[str, int]]:
 
 
 def _library_bytes(device: int) -> int:
-    """What products leave allocated: workspaces of this thread and of autograd's."""
+    """The bytes that products leave allocated: workspaces of this thread and of autograd's."""
     before_bytes = torch.cuda.memory_allocated(device)
     rows = torch.ones(64, 64, device=f"cuda:{device}", requires_grad=True)
     (rows @ rows).sum().backward()

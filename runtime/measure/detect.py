@@ -59,7 +59,7 @@ def detect_hardware(measure: bool = False) -> Hardware:
     return Hardware.model_validate(document)
 
 
-def over_hosts() -> bool:
+def spans_hosts() -> bool:
     """Whether this process is a rank of a torchrun over several hosts."""
     world = os.environ.get("WORLD_SIZE", "1")
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", world) != world
@@ -157,8 +157,8 @@ def slot_bandwidth(address: str | None, pci: Path) -> float:
 
 
 def root_port(address: str | None, pci: Path) -> str:
-    """What the device shares with others on its way to DRAM: the root port's address, else its NUMA node, else
-    "unknown"."""
+    """The part of the device's way to DRAM that it shares with others: the root port's address, else its NUMA node,
+    else "unknown"."""
     if address is None or not (pci / address).exists():
         return "unknown"
     ports = [part for part in (pci / address).resolve().parts if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:\S+", part)]
@@ -292,11 +292,11 @@ def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
         "cpu_rates": list(by_threads.values()),
     }
     if "link" in reports[0]:
-        host |= _between_devices(reports[0])
+        host |= _fabric_fields(reports[0])
     _set_disks(document, reports[0])
 
 
-def _between_devices(report: dict[str, Any]) -> dict[str, Any]:
+def _fabric_fields(report: dict[str, Any]) -> dict[str, Any]:
     """The fields of a host for what joins its devices, as measured between two of them."""
     return {
         "nvlink_bandwidth": report["link"], "nvlink_latency_s": report["link_latency_s"],
@@ -313,7 +313,7 @@ def _timed_cpus(count: int, threads: int, cores: int, directories: list[str]) ->
 
 
 def _common_rates(reports: list[dict[str, Any]], threads: int) -> dict[str, Any]:
-    """What each of equal devices reaches: the mean of their reports."""
+    """The rates of each of several equal devices: the mean of their reports."""
     table, copy = mean_of([report["rates"] for report in reports]), mean_of([report["copy"] for report in reports])
     return {
         "threads": threads,
@@ -368,5 +368,5 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
         "optimizer_threads": report["host"]["adamw_threads"],
     }
     if host["nvlink_bandwidth"] is not None and "peer" in report:
-        host |= _between_devices(report["peer"])
+        host |= _fabric_fields(report["peer"])
     _set_disks(document, report)

@@ -103,7 +103,7 @@ def rates_of_disks(directories: Sequence[str | Path], slice_s: float = DISK_S) -
 
 
 def together_share(alone: Sequence[Mapping[str, float]], together: Sequence[Mapping[str, float]]) -> float:
-    """What disks reach of their rates when all are busy, at most all: the mean of reading and writing."""
+    """The share of their rates, at most 1, that disks reach when all are busy: the mean of reading and writing."""
     shares = [sum(row[way] for row in together) / sum(row[way] for row in alone) for way in ("disk_read", "disk_write")]
     return min(1.0, float(f"{sum(shares) / 2:.3g}"))
 

@@ -1,4 +1,4 @@
-"""What a step takes while it runs, beside parameters, gradients and states.
+"""The temporary memory of a step, beside parameters, gradients and states.
 
 torch steps parameters in one of three forms: fused kernels take nothing; the foreach form, torch's default on a GPU
 where a class has no fused kernels, makes tensors as large as all parameters of a call together; the loop makes some as
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ir.precision import PORTION_ELEMENTS, ROUNDED_ELEMENTS
-from ..optimizer.importable import loaded, resolve
+from ..optimizer.importable import import_kwargs, resolve
 from ..optimizer.leaves import row_leaves
 from ..optimizer.param_groups import ParamGroup
 from ..optimizer.probe import WHOLE, tiny
@@ -76,7 +76,7 @@ class Living(TorchDispatchMode):
             self.most = max(self.most, self.now + (self._held(func, args, kwargs or {}, made) or 0))
         return made
 
-    def beside(self, optimizer: torch.optim.Optimizer) -> int:
+    def most_beside(self, optimizer: torch.optim.Optimizer) -> int:
         """The most bytes that lived beside the optimizer's states."""
         leaves = (leaf for row in optimizer.state.values() for leaf in row_leaves(row).values())
         states = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in leaves}
@@ -117,7 +117,7 @@ def step_bytes(
     for name, shape, dtype in params:
         index, numel = spec.group_of(name), math.prod(shape)
         if numel:
-            members.setdefault(index, []).append((numel, taken(spec, index, shape, dtype, kind, held)))
+            members.setdefault(index, []).append((numel, temporaries_of(spec, index, shape, dtype, kind, held)))
     most = 0.0
     for rows in members.values():
         together = sum(row.each for _, row in rows)
@@ -128,16 +128,16 @@ def step_bytes(
     return math.ceil(most)
 
 
-def taken(
+def temporaries_of(
     spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str, held: HeldBytes | None
 ) -> Temporaries:
-    """What a parameter of a group takes. One that is updated element by element takes as much for each of them,
-    whatever its shape."""
+    """The temporary memory for a parameter of a group. A parameter that is updated element by element needs the same
+    for each element, in any shape."""
     path, kwargs = spec.class_of(index)
     alone = OptimizerSpec(path, kwargs, groups=(ParamGroup(None, spec.all_groups[index].options),)).to_json()
     if not _is_elementwise(alone):
-        return _found(alone, shape, dtype, kind, held)
-    return _found(alone, LARGE, dtype, kind, held).times(math.prod(shape) / math.prod(LARGE))
+        return _temporaries_of_group(alone, shape, dtype, kind, held)
+    return _temporaries_of_group(alone, LARGE, dtype, kind, held).times(math.prod(shape) / math.prod(LARGE))
 
 
 @lru_cache(maxsize=1 << 8)
@@ -147,7 +147,9 @@ def _is_elementwise(alone: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str, held: HeldBytes | None) -> Temporaries:
+def _temporaries_of_group(
+    alone: str, shape: Shape, dtype: torch.dtype, kind: str, held: HeldBytes | None
+) -> Temporaries:
     """Of the one group of an optimizer, which is kept as text: planning asks for it often."""
     spec = OptimizerSpec.from_json(alone)
     if _is_fused(spec, dtype, kind):
@@ -155,17 +157,17 @@ def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str, held: HeldBy
     path, kwargs = spec.class_of(0)
 
     def build(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-        row = {"params": list(params), **loaded(spec.groups[0].options)}
-        made: torch.optim.Optimizer = resolve(path)([row], **loaded(kwargs))
+        row = {"params": list(params), **import_kwargs(spec.groups[0].options)}
+        made: torch.optim.Optimizer = resolve(path)([row], **import_kwargs(kwargs))
         return made
 
     with _choosing_as_on(kind):
         try:
             with FakeTensorMode(allow_fallback_kernels=False), Numbers() as numbers:
-                return _measured(build, shape, dtype, held, numbers)
+                return _measure(build, shape, dtype, held, numbers)
         except Exception:  # whatever a library's step raises on tensors without values: see `find_states`
             small = WHOLE if len(shape) == 2 else PRIMES.get(len(shape), ((2,) * len(shape),))[0]
-            return _measured(build, small, dtype, held).times(math.prod(shape) / math.prod(small))
+            return _measure(build, small, dtype, held).times(math.prod(shape) / math.prod(small))
 
 
 def _is_fused(spec: OptimizerSpec, dtype: torch.dtype, kind: str) -> bool:
@@ -198,7 +200,7 @@ def _choosing_as_on(kind: str) -> Iterator[None]:
         yield
 
 
-def _measured(
+def _measure(
     build: Build, shape: Shape, dtype: torch.dtype, held: HeldBytes | None, numbers: Numbers | None = None
 ) -> Temporaries:
     """From calls with two parameters and with four: what grows with their number is of each. One alone is no measure,
@@ -223,4 +225,4 @@ def _most_beside(
             if numbers is not None:
                 numbers.value = value
             step_plainly(optimizer)
-    return living.beside(optimizer)
+    return living.most_beside(optimizer)

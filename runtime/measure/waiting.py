@@ -1,4 +1,4 @@
-"""How long a thread has waited for a core: time that a busy machine adds, and that no plan can foresee."""
+"""The time that a thread has waited for a core: a busy machine adds it, and no plan can foresee it."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ def extrapolate(
     for name in optimizer.params:
         count = shared_updates if name in shared else updates
         if count:
-            weights[name].copy_(_extrapolated(optimizer, name, count, name in shared))
+            weights[name].copy_(_extrapolate(optimizer, name, count, name in shared))
 
 
-def _extrapolated(optimizer: StageOptimizer, name: str, updates: int, is_shared: bool) -> Tensor:
+def _extrapolate(optimizer: StageOptimizer, name: str, updates: int, is_shared: bool) -> Tensor:
     """In full precision. Shared parameters take the learning rate of the first update that they still lack."""
     param = optimizer.lasting[name].to(optimizer.params[name].dtype)
     assert optimizer.optimizer is not None

@@ -58,7 +58,7 @@ class Grads:
 
 def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
     """A gradient times a factor, in fp32, or in fp64 for a gradient in fp64."""
-    dtype = _at_least_single(grad.dtype)
+    dtype = _full_dtype(grad.dtype)
     return grad.to(dtype) * factor.to(grad.device, dtype)
 
 
@@ -66,10 +66,10 @@ def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], hold
     """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. The sum is on the
     host if any of them lie there. `holders`: the number of devices whose sums are added up and which have the same
     gradient of a parameter, unless each has a part of that."""
-    rows = [(param, by_name[param.name]) for spec, by_name in parts for param in _owned(spec, by_name)]
+    rows = [(param, by_name[param.name]) for spec, by_name in parts for param in _owned_params(spec, by_name)]
     if not rows:
         return torch.zeros((), dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(g, dtype=_at_least_single(g.dtype)) for _, g in rows]
+    norms = [torch.linalg.vector_norm(g, dtype=_full_dtype(g.dtype)) for _, g in rows]
     where = next((n.device for n in norms if n.device.type == "cpu"), norms[0].device)
     squares = torch.stack([n.to(where, torch.float64) for n in norms]).square()
     if holders > 1:
@@ -77,11 +77,11 @@ def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], hold
     return squares.sum()
 
 
-def _owned(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[ParamSpec]:
+def _owned_params(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[ParamSpec]:
     return (p for p in spec.params if p.owner and p.name in grads)
 
 
-def _at_least_single(dtype: torch.dtype) -> torch.dtype:
+def _full_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
@@ -101,7 +101,7 @@ def speculative_factor(loss_scale: float) -> Tensor:
 
 
 class Verdict(enum.Enum):
-    """What becomes of a speculative step once the norm is known."""
+    """The outcome of a speculative step, once the norm is known."""
 
     KEEP = "keep"  # it was the right one
     REDO = "redo"  # undo it, and step with the clipped gradients

@@ -21,10 +21,10 @@ def run_hooks(params: Sequence[ParamSpec], grads: Mapping[str, Tensor], loss_sca
             continue
         for portion in _portions(grad):
             if loss_scale == 1.0:
-                portion.copy_(hooked(param.hook, portion))
+                portion.copy_(call_hooks(param.hook, portion))
             else:
                 full = portion.float() / loss_scale
-                made = hooked(param.hook, full) * loss_scale
+                made = call_hooks(param.hook, full) * loss_scale
                 portion.copy_(torch.where(portion.isfinite(), made, portion))
 
 
@@ -34,11 +34,11 @@ def change_params(params: Sequence[ParamSpec], masters: Mapping[str, Tensor]) ->
     for param in params:
         if param.change and param.name in masters:
             for portion in _portions(masters[param.name]):
-                portion.copy_(hooked(param.change, portion))
+                portion.copy_(call_hooks(param.change, portion))
 
 
-def hooked(calls: Sequence[HookCall], grad: Tensor) -> Tensor:
-    """What a hook makes of a gradient, which stays as it is."""
+def call_hooks(calls: Sequence[HookCall], grad: Tensor) -> Tensor:
+    """The result of hooks for a gradient, which is not changed."""
     values = [grad]
     for call in calls:
         operator = elementwise(call.op)

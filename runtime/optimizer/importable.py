@@ -75,7 +75,7 @@ def write_value(value: Any, what: str, example: str) -> Any:
     raise PlanError(f"{what} is {value!r}; only numbers, texts, lists of them and importable functions are allowed")
 
 
-def loaded(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def import_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments that `write_value` wrote, functions imported again."""
 
     def load(value: Any) -> Any:
@@ -88,6 +88,6 @@ def loaded(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: load(value) for name, value in kwargs.items()}
 
 
-def tupled(value: Any) -> Any:
+def lists_to_tuples(value: Any) -> Any:
     """JSON's lists as the tuples that they were."""
-    return tuple(tupled(v) for v in value) if isinstance(value, list) else value
+    return tuple(lists_to_tuples(v) for v in value) if isinstance(value, list) else value

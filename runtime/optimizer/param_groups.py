@@ -60,13 +60,13 @@ def make_groups(
                 raise PlanError(f"{where}: {name} is in {owner[name]} already; a parameter can be in one group only")
             owner[name] = where
         names = tuple(alias for name in found for alias in finder.aliases.get(name, [name]))
-        made.append(_made(names, group, known, known_of, where))
+        made.append(_make_group(names, group, known, known_of, where))
     if any(param.requires_grad and name not in owner for name, param in finder.params.items()):
         made.append(ParamGroup())
     return tuple(made)
 
 
-def _made(
+def _make_group(
     names: tuple[str, ...],
     group: Mapping[str, Any],
     known: Collection[str],

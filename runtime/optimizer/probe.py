@@ -1,4 +1,4 @@
-"""What stepping small parameters tells about an optimizer.
+"""Properties of an optimizer, found by steps of small parameters.
 
 `Build` makes an optimizer, with the arguments of one group, on given parameters.
 """
@@ -24,7 +24,7 @@ WHOLE, PIECES = (64, 160), (4100, 6140)
 
 @dataclass(frozen=True)
 class Traits:
-    """How an optimizer steps, tried on one kind of device.
+    """The properties of an optimizer's step, tried on one kind of device.
 
     `divisible`: a step may be several calls, each for some of the parameters, since no group counts the calls.
     `keeps_grads`: a step leaves gradients as they were. `in_place`: states stay the same tensors. `born_empty`: there
@@ -38,7 +38,7 @@ class Traits:
 
     @staticmethod
     def of_all(groups: Sequence[Traits]) -> Traits:
-        """What holds in every group."""
+        """The properties that hold in every group."""
         return Traits(
             all(t.divisible for t in groups),
             all(t.keeps_grads for t in groups),
@@ -55,7 +55,7 @@ def tiny(shape: Shape, device: Any = "cpu", dtype: torch.dtype = torch.float32) 
 
 
 def find_traits(build: Build, device: torch.device) -> Traits:
-    """How an optimizer steps on this device, by three steps of a matrix."""
+    """Find the properties of an optimizer's step on this device by three steps of a matrix."""
     param = tiny(TINY, device)
     optimizer = build([param])
     born_empty = not optimizer.state

@@ -21,7 +21,7 @@ HIGH, LOW_16, LOW_19 = -65536, 0xFFFF, 0x7FFFF
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the weights of a stage are rounded. `names`: a parameter's name in the model, where it is another one here;
+    """The rounding of a stage's weights. `names`: a parameter's name in the model, where it is another one here;
     `starts`: where in the whole parameter the elements that are here begin, if not at 0."""
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -45,12 +45,12 @@ def round_into(weight: Tensor, full: Tensor, key: tuple[int | str, ...], start: 
     size = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
     for begin in range(0, source.numel(), size):
         part = source[begin : begin + size]
-        noise = _hashed(start + begin, part.numel(), first, second, weight.device)
+        noise = _hash(start + begin, part.numel(), first, second, weight.device)
         bits = noise.bitwise_and_(LOW_16).add_(part.view(torch.int32)).bitwise_and_(HIGH)
         target[begin : begin + size] = bits.view(torch.float32)  # exact: the low half is 0
 
 
-def _hashed(start: int, count: int, first: int, second: int, device: torch.device) -> Tensor:
+def _hash(start: int, count: int, first: int, second: int, device: torch.device) -> Tensor:
     """int32 that look random, one for each of `count` indices from `start` on (modulo 2^32)."""
     begin = (start + 2**31) % 2**32 - 2**31
     found = torch.arange(count, dtype=torch.int32, device=device).add_(begin).mul_(GOLDEN).add_(first)

@@ -1,4 +1,4 @@
-"""What a torch optimizer has beside its states, as plain data: groups (learning rate and the like) and schedule.
+"""The settings of a torch optimizer beside its states, as plain data: groups (learning rate and the like) and schedule.
 
 Torch takes over whatever it is given: a schedule's state replaces attributes by name. So what was saved is compared
 with what a fresh optimizer has, and tried on a small parameter, before the run's own takes it.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import CheckpointError
-from .importable import tupled
+from .importable import lists_to_tuples
 from .spec import MODES, OptimizerSpec
 from .state_shapes import step_plainly
 
@@ -66,7 +66,7 @@ def saved_parts(
 def load_groups(optimizer: torch.optim.Optimizer, found: Sequence[Mapping[str, Any]]) -> None:
     """Give the groups the options that `saved_groups` gave."""
     for own, row in zip(optimizer.param_groups, found):
-        own.update({key: _like(own.get(key), tupled(value)) for key, value in row.items()})
+        own.update({key: _like(own.get(key), lists_to_tuples(value)) for key, value in row.items()})
 
 
 def load_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, found: Mapping[str, Any]) -> None:

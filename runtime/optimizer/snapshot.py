@@ -78,7 +78,7 @@ def keep(optimizer: StageOptimizer, tensors: bool, into: OptimizerSnapshot | Ten
             continue
         copied = {key: leaves for key, value in row.items() if (leaves := leaves_of(key, value)).keys() & large.keys()}
         found.rows[name] = {
-            key: COPIED if key in copied else value if key in known.shared else _copied(value)
+            key: COPIED if key in copied else value if key in known.shared else _copy(value)
             for key, value in row.items()
         }
         for leaves in copied.values() if tensors else ():
@@ -106,7 +106,7 @@ def put_back(optimizer: StageOptimizer, found: OptimizerSnapshot) -> None:
             del row[key]
         for key, value in saved.items():
             if value is not COPIED:
-                row[key] = _copied(value)
+                row[key] = _copy(value)
             elif found.tensors:
                 for leaf, tensor in leaves_of(key, row[key]).items():
                     tensor.copy_(found.copies[name][leaf])
@@ -122,5 +122,5 @@ def _buffer(optimizer: StageOptimizer) -> Tensor:
     return torch.empty(room_bytes(optimizer.spec, optimizer.params), dtype=torch.uint8, device=optimizer.device)
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""What a user asked for as an optimizer, as plain data.
+"""The optimizer that a user asked for, as plain data.
 
 An `OptimizerSpec` travels in plans and to workers as JSON.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import PlanError
-from .importable import loaded, path_and_kwargs, resolve, tupled
+from .importable import import_kwargs, lists_to_tuples, path_and_kwargs, resolve
 from .param_groups import ParamGroup, make_groups
 from .probe import FAILURES, TINY, WHOLE, Traits, find_traits, is_elementwise, tiny
 from .several import SeveralOptimizers
@@ -85,9 +85,14 @@ class OptimizerSpec:
     def from_json(text: str) -> OptimizerSpec:
         raw = json.loads(text)
         for key in ("kwargs", "scheduler_kwargs"):
-            raw[key] = _tupled(raw[key])
+            raw[key] = _lists_to_tuples(raw[key])
         raw["groups"] = tuple(
-            ParamGroup(tupled(row["names"]), _tupled(row["options"]), row.get("path"), _tupled(row.get("kwargs", {})))
+            ParamGroup(
+                lists_to_tuples(row["names"]),
+                _lists_to_tuples(row["options"]),
+                row.get("path"),
+                _lists_to_tuples(row.get("kwargs", {})),
+            )
             for row in raw.get("groups", ())
         )
         return OptimizerSpec(**raw)
@@ -133,7 +138,7 @@ class OptimizerSpec:
         The fused kernels are used if the class has them for that device and neither `fused` nor `foreach` is given.
         """
         if not isinstance(params, Mapping):
-            return self._made(self.path, self.kwargs, [{"params": list(params)}])
+            return self._make(self.path, self.kwargs, [{"params": list(params)}])
         members: list[list[Tensor]] = [[] for _ in self.all_groups]
         for name, param in params.items():
             members[self.group_of(name)].append(param)
@@ -145,7 +150,9 @@ class OptimizerSpec:
 
     def build_alone(self, index: int, params: Sequence[Tensor]) -> torch.optim.Optimizer:
         """An optimizer with that group only, on these tensors."""
-        return self._made(*self.class_of(index), [{"params": list(params), **loaded(self.all_groups[index].options)}])
+        return self._make(
+            *self.class_of(index), [{"params": list(params), **import_kwargs(self.all_groups[index].options)}]
+        )
 
     def build_tiny(self) -> torch.optim.Optimizer:
         """An optimizer with all groups, each of one small parameter."""
@@ -153,17 +160,17 @@ class OptimizerSpec:
 
     def _all(self, members: Sequence[Sequence[Tensor]], like: Tensor | None = None) -> torch.optim.Optimizer:
         """An optimizer with all groups, of these members."""
-        rows = [{"params": list(own), **loaded(group.options)} for own, group in zip(members, self.all_groups)]
+        rows = [{"params": list(own), **import_kwargs(group.options)} for own, group in zip(members, self.all_groups)]
         together = [index for index, group in enumerate(self.all_groups) if group.path is None]
         order = [together] if together else []
         order += [[index] for index, group in enumerate(self.all_groups) if group.path is not None]
-        made = [self._made(*self.class_of(own[0]), [rows[index] for index in own], like) for own in order]
+        made = [self._make(*self.class_of(own[0]), [rows[index] for index in own], like) for own in order]
         return made[0] if len(made) == 1 else SeveralOptimizers(made, order)
 
-    def _made(
+    def _make(
         self, path: str, kwargs: Mapping[str, Any], rows: list[Row], like: Tensor | None = None
     ) -> torch.optim.Optimizer:
-        given = loaded(kwargs)
+        given = import_kwargs(kwargs)
         first = next((param for row in rows for param in row["params"]), like)
         chosen = any(mode in options for mode in MODES for options in (given, *rows))
         if first is not None and not chosen and _has_fused(path, given, first):
@@ -175,7 +182,7 @@ class OptimizerSpec:
         if self.scheduler_path is None:
             return None
         made: torch.optim.lr_scheduler.LRScheduler = resolve(self.scheduler_path)(
-            optimizer, **loaded(self.scheduler_kwargs)
+            optimizer, **import_kwargs(self.scheduler_kwargs)
         )
         return made
 
@@ -234,7 +241,7 @@ class OptimizerSpec:
         return [partial(self.build_alone, index) for index in range(len(self.all_groups))]
 
     def traits(self, device: torch.device) -> Traits:
-        """How the optimizer steps on this device. Raises `PlanError` if it cannot."""
+        """The properties of the optimizer's step on this device. Raises `PlanError` if it cannot."""
         if device not in self._traits:
             found = []
             for index, build in enumerate(self._builds):
@@ -298,7 +305,7 @@ class OptimizerSpec:
 @lru_cache(maxsize=1 << 12)
 def _find_states(path: str, given: str, shape: Shape, dtype: torch.dtype) -> StateRow:
     """`given`: the arguments of the class, and the options of a group, as text; planning asks for them often."""
-    kwargs, options = (loaded(_tupled(row)) for row in json.loads(given))
+    kwargs, options = (import_kwargs(_lists_to_tuples(row)) for row in json.loads(given))
 
     def build(params: Sequence[Tensor]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = resolve(path)([{"params": list(params), **options}], **kwargs)
@@ -323,8 +330,8 @@ def rounds_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "keywords", {}).get(ROUNDS))
 
 
-def _tupled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tupled(value) for name, value in kwargs.items()}
+def _lists_to_tuples(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: lists_to_tuples(value) for name, value in kwargs.items()}
 
 
 def _total_bytes(states: Mapping[str, tuple[Shape, torch.dtype]]) -> int:

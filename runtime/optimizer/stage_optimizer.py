@@ -64,7 +64,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step is made of; see `StageOptimizer.step`. `converted`: the names of gradients that are converted."""
+    """The parts of one step; see `StageOptimizer.step`. `converted`: the names of gradients that are converted."""
 
     grads: Mapping[str, Tensor]
     converted: Collection[str]
@@ -275,13 +275,13 @@ class StageOptimizer:
         count = 0
         for together in (fresh, started):
             single = [[name] for name in together if name in moving]
-            for portion in (*single, *self._divided([name for name in together if name not in moving], small)):
+            for portion in (*single, *self._portions_of([name for name in together if name not in moving], small)):
                 count += 1
                 yield portion
         if not count:  # the torch optimizer is called in every step, also without any gradient
             yield []
 
-    def _divided(self, names: list[str], small: bool) -> Iterator[list[str]]:
+    def _portions_of(self, names: list[str], small: bool) -> Iterator[list[str]]:
         portion: list[str] = []
         elements = 0
         for name in names:
@@ -355,16 +355,16 @@ class StageOptimizer:
                     self._require_like(name, leaf, tensor, places[leaf])
                     places[leaf].copy_(tensor)
                 elif places and tensor.numel() > 1 and leaf not in self._rows[name].shared:
-                    raise self._unplanned(name, leaf, tensor, "no place was planned for it")
+                    raise self._unplanned_error(name, leaf, tensor, "no place was planned for it")
             if outside.keys() & places.keys():
                 row[key] = rebuilt(key, value, places)
 
     def _require_like(self, name: str, leaf: str, tensor: Tensor, place: Tensor) -> None:
         if tensor.shape != place.shape or tensor.dtype != place.dtype:
             planned = f"before its first step it was planned as {place.dtype}{list(place.shape)}"
-            raise self._unplanned(name, leaf, tensor, planned)
+            raise self._unplanned_error(name, leaf, tensor, planned)
 
-    def _unplanned(self, name: str, leaf: str, tensor: Tensor, planned: str) -> PlanError:
+    def _unplanned_error(self, name: str, leaf: str, tensor: Tensor, planned: str) -> PlanError:
         found = f"{tensor.dtype}{list(tensor.shape)}"
         return PlanError(f"optimizer {self._path(name)}: the state {leaf!r} of {name} is {found}; {planned}")
 
@@ -401,11 +401,11 @@ class StageOptimizer:
     # --- undoing a step
 
     def state_row(self, name: str) -> StateRow:
-        """What the states of a parameter are."""
+        """The states of a parameter: names, shapes and dtypes."""
         return self._rows[name]
 
     def snapshot_bytes(self) -> int:
-        """What `snapshot` copies of parameters and states; numbers are not counted."""
+        """The bytes of parameters and states that `snapshot` copies; numbers are not counted."""
         return room_bytes(self.spec, self.params)
 
     def snapshot(self, tensors: bool = True, into: OptimizerSnapshot | Tensor | None = None) -> OptimizerSnapshot:
@@ -424,7 +424,7 @@ class StageOptimizer:
     # --- saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes back: `states` is parameter name to {state name: tensor}, not copied.
+        """The state that `load_state_dict` restores: `states` is parameter name to {state name: tensor}, not copied.
 
         The rest is plain data: `scalars` per parameter, and, equal for all stages, `group` (learning rate and the like;
         of several groups {"groups": one such dict each}) and `scheduler`.
@@ -453,7 +453,7 @@ class StageOptimizer:
         rows = {}
         for name in self.params:
             given = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
-            rows[name] = self._loaded(name, given) if given else {}
+            rows[name] = self._copy_states(name, given) if given else {}
         parts = saved_parts(self.spec, state["group"], state["scheduler"] or {})
         load_groups(self.optimizer, parts)
         shared: dict[tuple[int, str], Tensor] = {}
@@ -470,12 +470,12 @@ class StageOptimizer:
         if self.scheduler is not None and state["scheduler"]:
             load_schedule(self.scheduler, state["scheduler"])
 
-    def _loaded(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _copy_states(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's states, made of copies of what was saved."""
         known = self._rows[name]
         self._require_kinds(name, given, known)
         own, found = row_leaves(known.later), dict[str, Any]()
-        leaves = {key: self._copied(name, key, value, own[key]) for key, value in given.items() if key in own}
+        leaves = {key: self._copy(name, key, value, own[key]) for key, value in given.items() if key in own}
         for key, like in known.later.items():
             inside = leaves_of(key, like).keys()
             if inside and inside <= leaves.keys():
@@ -498,7 +498,7 @@ class StageOptimizer:
                 f"has {names or 'none'}"
             )
 
-    def _copied(self, name: str, key: str, value: Tensor, like: Tensor) -> Tensor:
+    def _copy(self, name: str, key: str, value: Tensor, like: Tensor) -> Tensor:
         """A copy of a saved tensor where and in the dtype that the optimizer keeps it."""
         if (like.dim() or like.numel() > 1) and value.shape != like.shape:
             found, want = list(value.shape), list(like.shape)

@@ -75,19 +75,19 @@ def find_states(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> St
     """The states of a parameter of this shape and dtype. Raises `PlanError` naming `what` if they follow no rule."""
     try:
         with FakeTensorMode(allow_fallback_kernels=False), Numbers():
-            return _stepped(build, shape, dtype)
+            return _take_two_steps(build, shape, dtype)
     except Exception:  # whatever a library's step raises on tensors without values
         if math.prod(shape) <= FEW_ELEMENTS:
-            return _stepped(build, shape, dtype)
-    small = _stepped(build, SMALL[: len(shape)], dtype)
+            return _take_two_steps(build, shape, dtype)
+    small = _take_two_steps(build, SMALL[: len(shape)], dtype)
     numbers = {key: value for key, value in small.later.items() if not isinstance(value, Tensor) or value.dim() == 0}
-    rules = find_rules(lambda of: row_leaves(_stepped(build, of, dtype).later), len(shape), what)
+    rules = find_rules(lambda of: row_leaves(_take_two_steps(build, of, dtype).later), len(shape), what)
     large = {key: rule.shape(shape) for key, rule in rules.items() if rule.is_large}
     tensors = {key: torch.empty(own, dtype=rules[key].dtype, device="meta") for key, own in large.items()}
     return StateRow({key: tensors.get(key, small.first[key]) for key in small.first}, {**numbers, **tensors})
 
 
-def _stepped(build: Build, shape: Shape, dtype: torch.dtype) -> StateRow:
+def _take_two_steps(build: Build, shape: Shape, dtype: torch.dtype) -> StateRow:
     params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(2)]
     optimizer = build(params)
     seen: list[dict[str, Any]] = []

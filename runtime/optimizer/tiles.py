@@ -84,7 +84,7 @@ def steps_in_tiles(spec: OptimizerSpec) -> bool:
 
 
 def lacks_for_tiles(spec: OptimizerSpec, index: int) -> str:
-    """Why a host does not step a group in tiles; "" if it does."""
+    """The reason for which a host does not step a group in tiles; "" if it does."""
     if resolve(spec.class_of(index)[0]) not in CLASSES:
         return "only " + ", ".join(cls.__name__ for cls in CLASSES) + " can be divided"
     return "" if is_fused(spec, index, torch.device("cpu")) else "its options choose no fused kernel"
@@ -130,7 +130,7 @@ class InTiles(TorchDispatchMode):
             ]
             lasting = [work[i].param.narrow(0, begin, size) for i, begin, size in tile]
             room = rooms[thread]
-            full = room.stepped(lasting) if room.has_params else lasting
+            full = room.cast_to_step(lasting) if room.has_params else lasting
             kernel(full, self._gradients(work, tile, room), *rows, **options)
             _write(work, tile, full, lasting)
 
@@ -172,7 +172,7 @@ class _Room:
         """Places of these sizes."""
         return _places(self._grads, like)
 
-    def stepped(self, weights: list[Tensor]) -> list[Tensor]:
+    def cast_to_step(self, weights: list[Tensor]) -> list[Tensor]:
         """The weights in the precision of the step."""
         full = _places(self._params, weights)
         torch._foreach_copy_(full, weights)

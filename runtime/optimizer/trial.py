@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ir.errors import PlanError
-from .importable import loaded, resolve
+from .importable import import_kwargs, resolve
 from .probe import FAILURES, TINY, tiny
 from .state_shapes import Shape, step_plainly
 
@@ -50,7 +50,7 @@ def options_of(path: str, kwargs: Mapping[str, Any], where: str) -> dict[str, An
     """
     cls = require_class(path, where)
     try:
-        optimizer = cls([{"params": [tiny(TINY)]}], **loaded(kwargs))
+        optimizer = cls([{"params": [tiny(TINY)]}], **import_kwargs(kwargs))
         step_plainly(optimizer)
     except Exception as error:  # whatever a library's class raises
         told = str(error)
@@ -65,9 +65,9 @@ def try_groups(spec: OptimizerSpec) -> None:
         path, kwargs = spec.class_of(index)
         cls = resolve(path)
         takes = inspect.signature(cls).parameters
-        options = {key: value for key, value in loaded(group.options).items() if key in takes}
+        options = {key: value for key, value in import_kwargs(group.options).items() if key in takes}
         try:
-            cls([tiny(TINY)], **{**loaded(kwargs), **options})
+            cls([tiny(TINY)], **{**import_kwargs(kwargs), **options})
             step_plainly(spec.build_alone(index, [tiny(TINY)]))
         except FAILURES as error:
             where = f"param_groups[{index}]"

@@ -31,7 +31,7 @@ def read_optimizer(text: str, where: str, trust: bool) -> OptimizerSpec:
     if trust:
         return spec
     for path in dict.fromkeys((spec.path, *spec.paths)):
-        found = _imported(path, f"{where}: optimizer")
+        found = _import(path, f"{where}: optimizer")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise PlanError(f"{where}: optimizer {path!r} is no torch.optim.Optimizer class")
     if spec.scheduler_path is not None:
@@ -43,8 +43,8 @@ def read_optimizer(text: str, where: str, trust: bool) -> OptimizerSpec:
     return spec
 
 
-def _imported(path: Any, where: str) -> Any:
-    """What "module:name" stands for in the modules that this process has imported."""
+def _import(path: Any, where: str) -> Any:
+    """The object that "module:name" stands for in the modules that this process has imported."""
     if not isinstance(path, str):
         raise PlanError(f"{where} is {path!r}; it is written as 'module:name'")
     module, _, name = path.partition(":")
@@ -62,7 +62,7 @@ def _imported(path: Any, where: str) -> Any:
 
 
 def _check_scheduler(path: Any, where: str) -> None:
-    found = _imported(path, where)
+    found = _import(path, where)
     is_class = isinstance(found, type) and issubclass(found, torch.optim.lr_scheduler.LRScheduler)
     if not is_class and not (inspect.isfunction(found) and found.__module__ == _SCHEDULE_FUNCTIONS):
         raise PlanError(f"{where} {path!r} is no class of torch.optim.lr_scheduler. {_HINT}")

@@ -34,13 +34,13 @@ def agree(ranks: Ranks, setup: RunSetup) -> None:
     the hosts that the plan gives their devices."""
     statements = ranks.exchange(statement(setup))
     found = differences(statements, ranks.members)
-    found = found or misplaced(ranks.members, setup.hardware.devices)
+    found = found or placement_text(ranks.members, setup.hardware.devices)
     if found:
         raise PlanError(f"{found}. Nothing has run")
 
 
 def statement(setup: RunSetup) -> dict[str, str]:
-    """What this rank has, by name. Long values are given as hashes."""
+    """The values of this rank that all must agree on, by name. Long values are hashed."""
     files = {f"program of {Path(path).name}": _hash(Path(path).read_bytes()) for path in setup.all_files}
     return {
         "python": platform.python_version(),
@@ -84,7 +84,7 @@ def differences(statements: Sequence[Mapping[str, str]], members: Sequence[Membe
     )
 
 
-def misplaced(members: Sequence[Member], devices: Sequence[Device]) -> str:
+def placement_text(members: Sequence[Member], devices: Sequence[Device]) -> str:
     """The text that says how the ranks' hosts differ from the plan's; empty if they fit.
 
     All ranks of one host of the plan must belong to one torchrun agent. CPU devices of several hosts may all belong to

@@ -86,7 +86,8 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
 
 
 def need_of_save(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """What a save of `stages` in the background takes, and what a manifest needs beside them: see `Saver.needs`."""
+    """The memory that a save of `stages` in the background needs, and the data that a manifest needs beside them: see
+    `Saver.needs`."""
     needs = {stage: session.saver.needs(stage, args["with_frozen"]) for stage in args["stages"]}
     return {"needs": needs, "counters": session.state.counters()}, {}
 
@@ -157,7 +158,7 @@ def load_counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tens
 
 
 def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """When each op of the last step ran, as rows of `timeline.Span`."""
+    """The time span of each op of the last step, as fields of `timeline.Span`."""
     return {"spans": [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in session.spans]}, {}
 
 

@@ -52,8 +52,8 @@ class Driver:
         raise NotImplementedError
 
     def await_saved(self, number: int) -> list[dict[str, Any]]:
-        """What each device tells of its part of a save in the background (see `Saver`), once all have told. For a
-        thread of its own. Raises `PenstockError` where a device will never tell."""
+        """The report of each device on its part of a save in the background (see `Saver`), once all have reported. For
+        a thread of its own. Raises `PenstockError` where a device will never tell."""
         raise NotImplementedError
 
     def publish(self, number: int, finish: Callable[[], str]) -> str:
@@ -172,7 +172,7 @@ class Driver:
     def timeline(self) -> Timeline:
         """The timeline of the last step on all devices."""
         names = [device.name for device in self.setup.hardware.devices]
-        return Timeline.from_spans(without_waiting(self._spans()), names)
+        return Timeline.from_spans(cut_waiting(self._spans()), names)
 
     def _spans(self) -> list[Span]:
         """The spans of all devices, on one clock."""
@@ -253,7 +253,7 @@ def result_of(answer: Answer) -> StepResult:
 
 
 def merge_values(results: Sequence[StepResult]) -> dict[str, list[Tensor]]:
-    """What the programs of all devices returned; devices that share a batch hold it in their order."""
+    """The results of the programs of all devices; devices that share a batch hold it in their order."""
     values: dict[str, list[Tensor]] = {}
     for result in results:
         for name, tensors in result.values.items():
@@ -287,7 +287,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
     return StepResult(merge_values(results), report)
 
 
-def without_waiting(spans: Sequence[Span]) -> list[Span]:
+def cut_waiting(spans: Sequence[Span]) -> list[Span]:
     """Cut the spans of sends and receives to the time when both sides were ready.
 
     Each side's stream is occupied from the moment that side is ready; the transfer begins when the later one is. All

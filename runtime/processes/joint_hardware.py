@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
-from ..measure.detect import detect_hardware, over_hosts
+from ..measure.detect import detect_hardware, spans_hosts
 from ..measure.links import CPU
 from ..measure.network import network_rates
 from .ranks import Ranks
@@ -29,7 +29,7 @@ NETWORK_PATIENCE_S = 200.0  # less than the other ranks' patience
 
 def detect(measure: bool = False) -> Hardware:
     """Describe this machine, or the one that the hosts of this torchrun form: the package's `Hardware.detect`."""
-    return _detect_together(measure) if over_hosts() else detect_hardware(measure)
+    return _detect_together(measure) if spans_hosts() else detect_hardware(measure)
 
 
 def _detect_together(measure: bool) -> Hardware:
@@ -63,7 +63,7 @@ def joint_hardware(ranks: Ranks, measure: bool = False) -> Hardware:
         return combine(rows, ranks.members)
     timed: dict[str, Any] | None = None
     if ranks.rank in firsts:
-        timed = _timed(ranks, firsts.index(ranks.rank), len(firsts), device)
+        timed = _time_network(ranks, firsts.index(ranks.rank), len(firsts), device)
     return combine(rows, ranks.members, ranks.exchange(timed)[firsts[0]])
 
 
@@ -78,7 +78,7 @@ def _messenger(rows: Sequence[Mapping[str, Any]]) -> torch.device | None:
     return CPU if kinds == {"cpu"} else None
 
 
-def _timed(ranks: Ranks, host: int, num_hosts: int, device: torch.device) -> dict[str, Any]:
+def _time_network(ranks: Ranks, host: int, num_hosts: int, device: torch.device) -> dict[str, Any]:
     """The network's fields as this host has timed them, or the error. NCCL waits for ever for a host that it does not
     reach, so a thread of its own does."""
     found: list[dict[str, Any]] = []

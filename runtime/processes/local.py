@@ -166,7 +166,8 @@ class LocalWorkers(Driver):
         return None if kept else TurnServer(os.path.join(self.scratch, "turns"))
 
     def _patience_s(self) -> float:
-        """How long a worker may give no sign of life. On throttled links an op lasts as long as the document says."""
+        """The time after which a silent worker counts as stalled. On throttled links an op lasts as long as the
+        document says."""
         hardware = self.setup.hardware
         if not hardware.throttled:
             return self.setup.timeout_s
@@ -187,9 +188,9 @@ class LocalWorkers(Driver):
         return [answers[device][0] for device in requests]
 
     def await_saved(self, number: int) -> list[dict[str, Any]]:
-        return [self._saved(worker, number) for worker in self.workers]
+        return [self._receive_save(worker, number) for worker in self.workers]
 
-    def _saved(self, worker: Worker, number: int) -> dict[str, Any]:
+    def _receive_save(self, worker: Worker, number: int) -> dict[str, Any]:
         while True:
             try:
                 answer, _ = receive_message(worker.reports)
@@ -301,7 +302,7 @@ class LocalWorkers(Driver):
         tail = worker.log_tail()
         message = (
             f"device {device} ({worker.name}): its worker, process {worker.process.pid}, "
-            f"{what or worker.how_it_ended()}; it was at {where}. All workers have been stopped."
+            f"{what or worker.end_text()}; it was at {where}. All workers have been stopped."
         )
         message += f"\nIts last output:\n{tail}" if tail else ""
         return WorkerError(message, device=device, line=line, remote=tail)

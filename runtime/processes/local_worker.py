@@ -41,7 +41,7 @@ class Worker:
     def log_tail(self) -> str:
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
 
-    def how_it_ended(self) -> str:
+    def end_text(self) -> str:
         """The end of its process, as text."""
         code = self.process.poll()
         if code is None:

@@ -122,7 +122,7 @@ class Ranks:
             rows = [] if roster is None else roster.members
             if roster is not None and len(rows) == self.size and rows[self.rank] == mine:
                 self._set(f"penstock/confirmed/{self.rank}", roster.run)
-                if self._all_confirmed(roster.run):
+                if self._is_confirmed(roster.run):
                     self.members = rows
                     return roster.run
             if time.monotonic() > deadline_s:
@@ -130,24 +130,24 @@ class Ranks:
             wait_s = min(POLL_S, 1.5 * wait_s)
             time.sleep(wait_s)
 
-    def _arrived(self) -> list[Member]:
+    def _members(self) -> list[Member]:
         """The ranks that are there, in order."""
         found = [self._get(f"penstock/arrived/{rank}", Member) for rank in range(self.size)]
         return [member for rank, member in enumerate(found) if member is not None and member.rank == rank]
 
     def _list_arrivals(self) -> None:
         """Write a new list of ranks, with a new identity, whenever another process has arrived. Rank 0 calls it."""
-        members, roster = self._arrived(), self._get("penstock/roster", Roster)
+        members, roster = self._members(), self._get("penstock/roster", Roster)
         if len(members) == self.size and (roster is None or members != roster.members):
             self._set("penstock/roster", Roster(secrets.token_hex(16), members))
 
-    def _all_confirmed(self, run: str) -> bool:
+    def _is_confirmed(self, run: str) -> bool:
         if self.rank == 0 and all(self._get(f"penstock/confirmed/{r}", str) == run for r in range(self.size)):
             self._set("penstock/begun", run)
         return self._get("penstock/begun", str) == run
 
     def _absent(self) -> str:
-        here = [member.rank for member in self._arrived()]
+        here = [member.rank for member in self._members()]
         missing = [rank for rank in range(self.size) if rank not in here]
         who = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks began together"
         return (
@@ -175,7 +175,7 @@ class Ranks:
         own = json.loads(text)["value"]["value"]  # as the others will read it
 
         def collect(store: dist.Store) -> list[Any]:
-            rows = [self._given(store, f"{prefix}/{number}/{rank}") for rank in range(1, self.size)]
+            rows = [self._await_value(store, f"{prefix}/{number}/{rank}") for rank in range(1, self.size)]
             joined = [own, *rows]
             store.set(f"{prefix}/{number}", to_row(Given(joined), self.run))
             if number:  # all ranks have given their data now, so they have read the previous round's
@@ -184,7 +184,7 @@ class Ranks:
 
         def give(store: dist.Store) -> list[Any]:
             store.set(f"{prefix}/{number}/{self.rank}", text)
-            joined: list[Any] = self._given(store, f"{prefix}/{number}")
+            joined: list[Any] = self._await_value(store, f"{prefix}/{number}")
             store.delete_key(f"{prefix}/{number}/{self.rank}")
             return joined
 
@@ -197,7 +197,7 @@ class Ranks:
         self.round += 1
         return found
 
-    def _given(self, store: dist.Store, key: str) -> Any:
+    def _await_value(self, store: dist.Store, key: str) -> Any:
         """The value under `key`, as soon as there is one."""
         given = from_row(store.get(key), Given, self.run)
         if given is None:
@@ -218,7 +218,8 @@ class Ranks:
         self._watch.ask(leave, self.timeout_s)
 
     def read(self, name: str) -> list[Any]:
-        """What each rank has `put` under `name`, in the ranks' order, as soon as all have. One rank may call it alone.
+        """The value that each rank has `put` under `name`, in the ranks' order, as soon as all have. One rank may call
+        it alone.
 
         Raises `Told` if a rank fails or leaves before it has put its own, `Waited` if one has not within `patience_s`.
         """
@@ -228,7 +229,7 @@ class Ranks:
 
         def look(store: dist.Store) -> None:
             there = [rank for rank in missing if store.check([f"{self._room}/{name}/{rank}"])]
-            found.update((rank, self._given(store, f"{self._room}/{name}/{rank}")) for rank in there)
+            found.update((rank, self._await_value(store, f"{self._room}/{name}/{rank}")) for rank in there)
 
         while True:
             self._asker.ask(look, self.timeout_s)
@@ -248,14 +249,14 @@ class Ranks:
                 told = error
 
     def await_rows(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        """What these ranks `put` under `name`, as soon as they have, however long that takes. A thread of its own may
-        call it, also while this rank is in an exchange. Raises `Told` if a rank fails or is gone before."""
+        """The values that these ranks `put` under `name`, as soon as they have, however long that takes. A thread of
+        its own may call it, also while this rank is in an exchange. Raises `Told` if a rank fails or is gone before."""
         missing, found = set(ranks), dict[int, Any]()
         check, told = self._check_waiting(), None
 
         def look(store: dist.Store) -> None:
             there = [rank for rank in missing if store.check([f"{name}/{rank}"])]
-            found.update((rank, self._given(store, f"{name}/{rank}")) for rank in there)
+            found.update((rank, self._await_value(store, f"{name}/{rank}")) for rank in there)
 
         while True:
             if self.left:
@@ -276,7 +277,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise `Told` if a rank has failed or left."""
-        failure = self.told()
+        failure = self.reported_failure()
         if failure is not None:
             raise Told(failure)
 
@@ -305,7 +306,7 @@ class Ranks:
 
         return check
 
-    def told(self) -> Failure | None:
+    def reported_failure(self) -> Failure | None:
         """The first reported failure whose cause is known and which concerns this rank."""
         with self._lock:
             for failure in self._heard.failures:
@@ -326,7 +327,7 @@ class Ranks:
                 return
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """While the ranks work together and no timeout of a message tells them: report a rank that has ended or gives
         no sign of life, and ranks of which none has gone on for `timeout_s`. A step may take longer than that."""
         self._watched_s = time.monotonic()
@@ -336,7 +337,8 @@ class Ranks:
             self._watched_s = None
 
     def cause(self, own: Failure) -> Failure:
-        """What ends the ranks' work: `own`, or, if this rank only waited, another's report or a rank that is gone."""
+        """The failure that ends the ranks' work: `own`, or, if this rank only waited, another's report or a rank that
+        is gone."""
         if not own.waited:
             return own
         began_s, looks = time.monotonic(), self._looks
@@ -353,17 +355,17 @@ class Ranks:
         return Failure(self.rank, own.error)
 
     def _to_blame(self, since_s: float, limit_s: float) -> Failure | None:
-        """What another rank reported, else one that has ended or is silent (see `_silent`). None, too, where the store
-        gives no answer: then others may have ended for the same reason."""
+        """The failure that another rank reported, else that of a rank that has ended or is silent (see `_silent`).
+        None, too, where the store gives no answer: then others may have ended for the same reason."""
         looks = self._looks
-        if self.told() is None and self._gone() is None and self._silent(since_s, limit_s) is None:
+        if self.reported_failure() is None and self._ended_rank() is None and self._silent(since_s, limit_s) is None:
             return None
         self._look_again()  # a rank that ended by itself has reported its reason before, and each one its place
-        if self.told() is not None or self._looks <= looks + 1:
-            return self.told()
-        return self._gone() or self._silent(since_s, limit_s)
+        if self.reported_failure() is not None or self._looks <= looks + 1:
+            return self.reported_failure()
+        return self._ended_rank() or self._silent(since_s, limit_s)
 
-    def _gone(self) -> Failure | None:
+    def _ended_rank(self) -> Failure | None:
         """The failure of a rank of this node whose process has ended or is stopped; None if there is none."""
         here = self.members[self.rank].node
         for member in self.members:
@@ -400,7 +402,7 @@ class Ranks:
         return Failure(self.rank, error_to_data(WorkerError(text)), blamed=members[0].rank)
 
     def last_place(self, rank: int) -> str:
-        """Where a rank was when it last gave a sign of life; empty if it gave none."""
+        """The place of a rank at its last sign of life; empty if there was none."""
         with self._lock:
             beat, _ = self._heard.beats.get(rank, (None, 0.0))
         return "" if beat is None else self.describe(rank, beat.place)
@@ -412,13 +414,13 @@ class Ranks:
         if now_s >= self._next_beat_s:
             self._beats, self._next_beat_s = self._beats + 1, now_s + BEAT_S
             store.set(f"beat/{self.rank}", to_row(Beat(self._beats, self.beat()), self.run))
-        before = self.told()
+        before = self.reported_failure()
         for failure in self._new_failures(store):
             with self._lock:
                 self._heard.failures.append(failure)
         if self._looking:
             self._read_beats(store)
-        after = self.told()
+        after = self.reported_failure()
         self._looks += 1
         if after is None and self._watched_s is not None and now_s > self._watched_s + SEARCH_S:
             self._look_after(store, self._watched_s)
@@ -428,18 +430,18 @@ class Ranks:
     def _look_after(self, store: dist.Store, since_s: float) -> None:
         """Report what `watched` is for. The first two ranks look at all, each other among them; all look at their
         host."""
-        found = self._gone()
+        found = self._ended_rank()
         if found is None and self.rank < 2:
             if not self._looking:  # nothing is known of the others yet
                 self._looking, self._heard.moved_s = True, time.monotonic()
-            found = self._silent(since_s, self.timeout_s) or self._stalled(since_s)
+            found = self._silent(since_s, self.timeout_s) or self._stall(since_s)
         if found is not None:
             self._watched_s = None
             self._post(store, found)
             if self.alarm is not None:
                 self.alarm(found)
 
-    def _stalled(self, since_s: float) -> Failure | None:
+    def _stall(self, since_s: float) -> Failure | None:
         if time.monotonic() - max(since_s, self._heard.moved_s) <= self.timeout_s:
             return None
         places = [f"{member}: {place}" for member in self.members if (place := self.last_place(member.rank))]

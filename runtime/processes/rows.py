@@ -75,7 +75,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank, or all of them together, give in an exchange."""
+    """The data of one rank, or of all ranks together, in an exchange."""
 
     value: Any
 

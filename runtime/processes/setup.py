@@ -1,4 +1,5 @@
-"""What a training script tells its devices before they start, and what the files that they will run imply."""
+"""The setup that a training script sends to its devices before they start, and the facts in the files that they will
+run."""
 
 from __future__ import annotations
 
@@ -121,16 +122,16 @@ class RunSetup:
     def spread(self) -> dict[str, list[int]]:
         """The stages of which no device has all, each with the devices whose shards, or whose members' parts, make one
         whole stage: all shards of the first member's part, then those of the next."""
-        found = dict(self.divided)
+        found = dict(self.stages_in_parts)
         for role, programs in enumerate(self.roles):
             for stage, home in homes_of(programs["step"]).items():
-                lanes = range(self.interface.team if stage in self.divided else 1)
+                lanes = range(self.interface.team if stage in self.stages_in_parts else 1)
                 if home.group:
                     found[stage] = [d for lane in lanes for d in members_of(self.interface, lane, role, home.group)]
         return found
 
     @cached_property
-    def divided(self) -> dict[str, list[int]]:
+    def stages_in_parts(self) -> dict[str, list[int]]:
         """The stages of which members of a team have parts, each with the devices of the first team that hold it."""
         found: dict[str, list[int]] = {}
         for role, programs in enumerate(self.roles):

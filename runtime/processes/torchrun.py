@@ -87,7 +87,7 @@ class TorchrunDriver(Driver):
         )
         self._signal_before = _take_sigterm(self._on_sigterm)
         self._interrupt = RankInterrupt()
-        atexit.register(self._at_exit)
+        atexit.register(self._leave)
         try:
             with self._together():
                 reasons = self.ranks.exchange(None if refused is None else error_to_data(refused))
@@ -110,7 +110,7 @@ class TorchrunDriver(Driver):
                 if own.spec.kind == "cuda":
                     take_queues()
                     share = replace(share, gpu=gpu_of_rank(int(os.environ.get("LOCAL_RANK", "0"))))
-                with self._watched():
+                with self._watch():
                     self._session = build_session(replace(own, share=share, paces=paces), self.ranks.store)
                 self._session.shares_generators = own.spec.kind == "cpu"
                 self._session.saver.tell = self._tell_saved
@@ -255,8 +255,8 @@ class TorchrunDriver(Driver):
         return self._exchange("gather", value)
 
     def _exchange(self, what: str, mine: Any) -> list[Any]:
-        """What every rank gives for the same call. Raises `BatchError` on all ranks if their calls differ: then the
-        data of one rank ended before that of the others."""
+        """The data that every rank passes to the same call. Raises `BatchError` on all ranks if their calls differ:
+        then the data of one rank ended before that of the others."""
         with self._together():
             rows = self.ranks.exchange({"what": what, "given": mine})
         calls: dict[str, list[int]] = {}
@@ -285,7 +285,7 @@ class TorchrunDriver(Driver):
         part = self.part(batch, self.rank)
         part = self._own(part) if stepping else part
         with self._together():
-            with self._watched():
+            with self._watch():
                 own = self.tail.begin(part) if stepping else self.session.evaluate(part, **args)
             flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
@@ -311,15 +311,15 @@ class TorchrunDriver(Driver):
         """As `Driver.finish_step`; one rank may call it alone, as each rank's report comes when its device is done."""
         self._require_open()
         with self._together(alone=True):
-            with self._watched():
+            with self._watch():
                 self.tail.finish()
             reports = self.tail.reports()
         return merge_results([StepResult({}, report) for report in reports], self.setup.hardware).report
 
-    def _watched(self) -> AbstractContextManager[None]:
+    def _watch(self) -> AbstractContextManager[None]:
         """For messages that no timeout ends: gloo's have one, NCCL's none."""
         on_gpu = self.setup.hardware.devices[self.rank].kind == "cuda"
-        return self.ranks.watched() if on_gpu else nullcontext()
+        return self.ranks.watch() if on_gpu else nullcontext()
 
     def stop_if_interrupted(self) -> None:
         if self._stops:
@@ -386,7 +386,7 @@ class TorchrunDriver(Driver):
         return cause
 
     def _fail_between(self, error: Exception) -> None:
-        """What broke off the end of a step, in the tail's thread: this rank's next call raises it, other ranks now."""
+        """The failure at the end of a step, in the tail's thread: this rank's next call raises it, other ranks now."""
         if not isinstance(error, Told):
             self._tell(error, error_to_data(error))
 
@@ -427,17 +427,17 @@ class TorchrunDriver(Driver):
             with contextlib.suppress(Exception):  # whoever wants to hear of it has called `finish_step`
                 self.finish_step()
 
-    def _at_exit(self) -> None:
+    def _leave(self) -> None:
         self._end_steps()
-        self.ranks.leave(_what_ended(getattr(sys, "last_value", None)))  # an error that the script did not catch
+        self.ranks.leave(_end_text(getattr(sys, "last_value", None)))  # an error that the script did not catch
 
     @property
     def _own_name(self) -> str:
         return str(self.ranks.members[self.rank])
 
     def _place(self) -> str | list[int]:
-        """Where this rank is, for other ranks to report if it falls silent: the lines of its streams, or a text. At the
-        start there are no lines: there what the thread has computed shows that it goes on."""
+        """The place of this rank, for other ranks to report if it falls silent: the lines of its streams, or a text. At
+        the start there are no lines: there what the thread has computed shows that it goes on."""
         if self._session is None:
             return f"its start, {time.clock_gettime(self._clock):.3f} s of computation in"
         at_work = self._busy or self._session.tail is not None
@@ -458,8 +458,8 @@ class TorchrunDriver(Driver):
         self._end_steps()
         self.closed = True
         self._interrupt.end()
-        self.ranks.leave(_what_ended(sys.exc_info()[1]))  # the error that leaves a `with` of this driver, if any
-        atexit.unregister(self._at_exit)
+        self.ranks.leave(_end_text(sys.exc_info()[1]))  # the error that leaves a `with` of this driver, if any
+        atexit.unregister(self._leave)
         if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._tail is not None:
@@ -472,7 +472,7 @@ class TorchrunDriver(Driver):
         self.keeper.close()
 
 
-def _what_ended(error: BaseException | None) -> str:
+def _end_text(error: BaseException | None) -> str:
     return "" if error is None else f"its script raised {type(error).__name__}: {error}".split("\n")[0]
 
 

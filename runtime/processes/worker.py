@@ -63,11 +63,11 @@ def build_session(
         torch.get_num_threads()  # otherwise its first use would overwrite the number that is set next
         torch.set_num_threads(setup.share.num_threads)
     with current(device):
-        link = None if setup.interface.world_size == 1 else _linked(setup, store, device)
+        link = None if setup.interface.world_size == 1 else _connect(setup, store, device)
         return (RehearsedSession if rehearsed else DeviceSession)(setup, setup.open_file(), link, board)
 
 
-def _linked(setup: DeviceSetup, store: dist.Store | None, device: torch.device) -> PeerLink:
+def _connect(setup: DeviceSetup, store: dist.Store | None, device: torch.device) -> PeerLink:
     assert store is not None
     sys.setswitchinterval(SWITCH_S)  # in the process of a torchrun's rank, too
     interface = setup.interface

@@ -29,7 +29,7 @@ TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Stand:
-    """Whose place a module has: neither one of its modules, nor copied with it."""
+    """The module that another one stands in for: neither one of its modules, nor copied with it."""
 
     layer: Any
 
@@ -66,11 +66,12 @@ class QuantisedLinear(nn.Module):
 
     @property
     def more_params(self) -> int:
-        """How many more parameters it stands for than it has bytes."""
+        """The number of parameters that it stands for, less its bytes."""
         return math.prod(self.shape) - sum(self.get_parameter(name).numel() for name in self.types)
 
     def quantiser(self) -> Quantiser4bit | Quantiser8bit | None:
-        """What makes the tensors of a whole weight; None where only files that have them can be read."""
+        """The function that makes the tensors of a whole weight; None where only files with these tensors can be read.
+        """
         return None
 
     def give_back(self, layer: Any) -> None:

@@ -20,7 +20,7 @@ NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
 
 @dataclass(frozen=True)
 class Format4bit:
-    """How a weight of this shape is packed; `dtype`: what it was before, and what the library unpacks it to."""
+    """The packed form of a weight of this shape; `dtype`: its type before, which the library unpacks it to."""
 
     shape: tuple[int, int]
     blocksize: int

@@ -42,7 +42,7 @@ class _Linear8bit(torch.autograd.Function):
         ctx.dtype, ctx.bias = input.dtype, None if bias is None else (bias.shape, bias.dtype)
         ctx.save_for_backward(weight, scb)
         if (training and not input.is_cuda) or isinstance(input, FakeTensor):  # which has no outliers to look for
-            return F.linear(input, _unpacked(weight, scb, input.dtype), bias)
+            return F.linear(input, _unpack(weight, scb, input.dtype), bias)
         library = bitsandbytes()
         packed = of_bytes(weight, torch.int8)
         state = library.MatmulLtState(CB=packed, SCB=of_bytes(scb, torch.float32))
@@ -57,7 +57,7 @@ class _Linear8bit(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             weight, scb = ctx.saved_tensors
-            plain = _unpacked(weight, scb, ctx.dtype)
+            plain = _unpack(weight, scb, ctx.dtype)
             rows = grad.reshape(-1, grad.shape[-1]).contiguous().to(ctx.dtype)
             of_input = torch.matmul(rows, plain).view(*grad.shape[:-1], plain.shape[1])
         if ctx.needs_input_grad[3]:
@@ -65,7 +65,7 @@ class _Linear8bit(torch.autograd.Function):
         return of_input, None, None, of_bias, None, None
 
 
-def _unpacked(weight: Tensor, scb: Tensor, dtype: torch.dtype) -> Tensor:
+def _unpack(weight: Tensor, scb: Tensor, dtype: torch.dtype) -> Tensor:
     """As the library writes it; it has no function for it."""
     rows = of_bytes(scb, torch.float32).unsqueeze(1).mul(1.0 / 127.0)
     return of_bytes(weight, torch.int8).to(dtype, copy=True).mul_(rows)

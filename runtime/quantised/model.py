@@ -51,10 +51,10 @@ class _Exchange:
 
     def of(self, module: nn.Module, path: str) -> nn.Module:
         if id(module) not in self.made:
-            self.made[id(module)] = self._exchanged(module, path)
+            self.made[id(module)] = self._make_twin(module, path)
         return self.made[id(module)]
 
-    def _exchanged(self, module: nn.Module, path: str) -> nn.Module:
+    def _make_twin(self, module: nn.Module, path: str) -> nn.Module:
         for name, param in module._parameters.items():
             if param is not None and _library_of(param) is not None:
                 return self._layer(module, path, name)

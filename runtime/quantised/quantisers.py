@@ -1,4 +1,4 @@
-"""How a library makes quantised tensors of a whole weight, one layer at a time. All of it pickles."""
+"""Functions of libraries that make quantised tensors of a whole weight, one layer at a time. All of it pickles."""
 
 from __future__ import annotations
 

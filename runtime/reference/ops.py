@@ -74,7 +74,7 @@ class Waiting(Exception):
 
 @dataclass
 class World:
-    """What the devices share: stages, seeds, and the values under way between them.
+    """The state that the devices share: stages, seeds, and the values under way between them.
 
     `stages` has each stage on the first device that holds it, `replicas` (by device and name) on the others.
     """
@@ -238,7 +238,7 @@ class ReferenceRuntime:
         members, adding = self.world.interface.groups[group], self.world.interface.adding(group)
         own = [name for device, _, name in members if device == self.device]
         if isinstance(values[0], StageGrads) and own == [""]:
-            found = self._summed(arrived, group) | ({} if parts else self._parts_of(values[0]))
+            found = self._sum_gradients(arrived, group) | ({} if parts else self._parts_of(values[0]))
             return (StageGrads(found, stage=values[0].stage),)
         total = arrived.setdefault(-1, (_sum_of_members(members, adding, arrived),))[0]
         for name, value in zip(own, values):
@@ -263,7 +263,7 @@ class ReferenceRuntime:
         whole: bool = False,
     ) -> StageGrads:  # fmt: skip
         devices = self.world.interface.members(group)
-        summed = self._summed(self._meet(group, (grads,)), group)
+        summed = self._sum_gradients(self._meet(group, (grads,)), group)
         index = devices.index(self.device)
         pieces = {name: piece_of(g, index, len(devices)) for name, g in summed.items()}
         if total is None:
@@ -276,29 +276,29 @@ class ReferenceRuntime:
         return torch.tensor([self.world.interface.members(group).index(self.device)])
 
     def all_to_all(self, value: Tensor, *, group: str, split_dim: int, concat_dim: int) -> Tensor:
-        values, own = self._of_members(value, group)
+        values, own = self._values_of_members(value, group)
         return torch.cat([v.chunk(len(values), split_dim)[own] for v in values], concat_dim)
 
     def gather_parts(self, value: Tensor, *, group: str, dim: int) -> Tensor:
-        return torch.cat(self._of_members(value, group)[0], dim)
+        return torch.cat(self._values_of_members(value, group)[0], dim)
 
     def scatter_sum(self, value: Tensor, *, group: str, dim: int) -> Tensor:
-        values, own = self._of_members(value, group)
+        values, own = self._values_of_members(value, group)
         return functools.reduce(torch.add, [v.chunk(len(values), dim)[own] for v in values]).contiguous()
 
     def sum_parts(self, value: Tensor, *, group: str) -> Tensor:
-        return functools.reduce(torch.add, self._of_members(value, group)[0])
+        return functools.reduce(torch.add, self._values_of_members(value, group)[0])
 
     def own_part(self, value: Tensor, *, group: str, dim: int) -> Tensor:
         members = self.world.interface.members(group)
         return value.chunk(len(members), dim)[members.index(self.device)].clone()
 
     def pass_on(self, value: Tensor, *, group: str, back: bool = False) -> Tensor:
-        values, own = self._of_members(value, group)
+        values, own = self._values_of_members(value, group)
         return values[(own + (1 if back else -1)) % len(values)].clone()
 
     def to_experts(self, value: Tensor, routes: Tensor, *, group: str, experts: int) -> Tensor:
-        values, own = self._of_members(value, group)
+        values, own = self._values_of_members(value, group)
         arrivals = Arrivals(routes, own, len(values), experts)
         arrived = torch.cat(values)[arrivals.comes][arrivals.tokens]
         made = value.new_zeros((routes.numel(), *value.shape[1:]))
@@ -306,14 +306,14 @@ class ReferenceRuntime:
         return made
 
     def from_experts(self, value: Tensor, routes: Tensor, *, group: str, experts: int) -> Tensor:
-        values, own = self._of_members(value, group)
+        values, own = self._values_of_members(value, group)
         made = SumsOfTokens(value, routes.shape[0] // len(values))
         for member, rows in enumerate(values):
             arrivals = Arrivals(routes, member, len(values), experts)
             made.add(arrivals.tokens_from(own), arrivals.sums(rows).split(arrivals.counts)[own])
         return made.whole()
 
-    def _of_members(self, value: Tensor, group: str) -> tuple[list[Tensor], int]:
+    def _values_of_members(self, value: Tensor, group: str) -> tuple[list[Tensor], int]:
         """The values that the members of a group bring, in its order, and this device's number among them."""
         arrived, members = self._meet(group, (value,)), self.world.interface.members(group)
         return [arrived[device][0] for device in members], members.index(self.device)
@@ -329,7 +329,7 @@ class ReferenceRuntime:
         self._meetings[group] = turn[1] + 1
         return arrived
 
-    def _summed(self, arrived: Mapping[int, tuple[Any, ...]], group: str) -> dict[str, Tensor]:
+    def _sum_gradients(self, arrived: Mapping[int, tuple[Any, ...]], group: str) -> dict[str, Tensor]:
         """A stage's gradients, added up in the group's order, without names that no device has."""
         total: dict[str, Tensor] = {}
         for device in self.world.interface.members(group):

@@ -26,7 +26,7 @@ from ...ir.program import (
     Program,
     TeamPart,
     bind,
-    donated,
+    donated_operands,
     excerpt,
     homes_of,
     infer_all,
@@ -157,12 +157,12 @@ class Reference:
     def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
         """A parameter's "masters" or "grads": those of the first device, or put together from the shards."""
         if not isinstance(param.part, TeamPart):
-            return self._of_member(stage, param, what, self.first_devices[stage])
+            return self._value_of_member(stage, param, what, self.first_devices[stage])
         team = team_of(self.world.interface, self.first_devices[stage])
-        return whole_of_members([self._of_member(stage, param, what, device) for device in team], param)
+        return whole_of_members([self._value_of_member(stage, param, what, device) for device in team], param)
 
-    def _of_member(self, stage: str, param: ParamSpec, what: str, device: int) -> Tensor:
-        """What a device has of it, together with those that share the stage with it."""
+    def _value_of_member(self, stage: str, param: ParamSpec, what: str, device: int) -> Tensor:
+        """The value of a device, together with the devices that share the stage with it."""
         group = self.homes[stage].get(device, "")
         sharing = self.world.interface.members(group) if group else [device]
         pieces = [getattr(self.world.stage(other, stage), what)[param.name] for other in sharing]
@@ -282,7 +282,7 @@ class DeviceRun:
         args = fx.node.map_arg(node.args, lambda n: self._value(n, node))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: self._value(n, node))
         result = getattr(self.runtime, op.name)(*args, **kwargs)
-        removed = [n for n in node.args if isinstance(n, fx.Node)] if op is ops.free else donated(node)
+        removed = [n for n in node.args if isinstance(n, fx.Node)] if op is ops.free else donated_operands(node)
         for value in removed:
             self._remove(value, node)
         produced = values_of(node)

@@ -22,7 +22,7 @@ FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtyp
 
 
 class ReferenceStage:
-    """What persists of one stage on one device: its module, the parameters in full precision, and their optimizer.
+    """The lasting state of one stage on one device: its module, the parameters in full precision, and their optimizer.
 
     `piece` is the (index, count) of the shard that the device keeps of every parameter; None keeps them whole.
     """

@@ -82,7 +82,7 @@ def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float
     each_bytes = times * (count - 1) / count * moved_bytes / side_by_side
     hops: dict[tuple[int, int], float] = {}
     for number in range(side_by_side):
-        order = [device for members in hosts for device in _turned(members, number, side_by_side)]
+        order = [device for members in hosts for device in _rotate(members, number, side_by_side)]
         _add_ring(hops, order, each_bytes)
     return Rounds(hops, _count(hosts, hardware, times), moved_bytes / count / side_by_side)
 
@@ -103,7 +103,7 @@ def _rings_between(hosts: Sequence[Sequence[int]], hardware: Hardware) -> int:
     return min(len({hardware.devices[device].root_complex for device in members}) for members in hosts)
 
 
-def _turned(members: Sequence[int], number: int, of: int) -> list[int]:
+def _rotate(members: Sequence[int], number: int, of: int) -> list[int]:
     first = number * len(members) // of
     return [*members[first:], *members[:first]]
 

@@ -90,7 +90,7 @@ class CostModel:
     def cost(self, task: Task) -> Cost:
         device, node, work = task.parts[0]
         if self.fleet is not None and work.group in (*ops.LANE_GROUPS, WORLD):
-            return self.over_lanes(device, work)
+            return self.cost_over_lanes(device, work)
         if work.group:
             return self.collective([(d, w) for d, _, w in task.parts])
         if work.stream in (ops.SEND, ops.RECV):
@@ -183,7 +183,7 @@ class CostModel:
             slowest_s = max(slowest_s, latency_s)
         return Cost(rounds.count * slowest_s, tuple(flows), URGENT, then)
 
-    def over_lanes(self, role: int, work: ops.Work) -> Cost:
+    def cost_over_lanes(self, role: int, work: ops.Work) -> Cost:
         """A collective of devices in several lanes, while all other lanes do theirs. Each link gets the load of all
         lanes, scaled to this lane's part of the link. A link that only another lane loads, such as one at the border of
         a host, delays this lane as well: the largest load of the lanes' corresponding links counts."""
@@ -227,9 +227,11 @@ class CostModel:
         """The links that messages of so many bytes pass on a path, in a collective over so many hosts."""
         if self.by_size.isdisjoint(path):
             return path
-        return tuple(self._sized(name, message_bytes, num_hosts) if name in self.by_size else name for name in path)
+        return tuple(
+            self._sized_link(name, message_bytes, num_hosts) if name in self.by_size else name for name in path
+        )
 
-    def _sized(self, name: str, message_bytes: float, num_hosts: int) -> str:
+    def _sized_link(self, name: str, message_bytes: float, num_hosts: int) -> str:
         key = (name, message_bytes, num_hosts)
         if key not in self.sized:
             link = self.links[name].for_messages(message_bytes, num_hosts)

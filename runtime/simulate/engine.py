@@ -63,8 +63,8 @@ def simulate_steps(
     precision: str = "fp32",
     written_out: int = WRITTEN_OUT,
 ) -> Timeline:
-    """What `simulate` gives for the same arguments, with `steady_s`: the time of a step where a script makes step after
-    step.
+    """The result of `simulate` for the same arguments, with `steady_s`: the time of a step where a script makes step
+    after step.
 
     The devices begin the next step as soon as they have the loss, behind what is left of this one, except where steps
     are drained (`drain`); see `DeviceSession.begin_step`.

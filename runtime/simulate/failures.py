@@ -1,4 +1,4 @@
-"""What failures take of a run's time, and how often to save: in closed form, and by drawing failures.
+"""The time of a run that failures cost, and the best interval between saves: in closed form, and by drawing failures.
 
 A run makes steps for an interval, then a save holds them up. It counts as soon as it is written, while the next steps
 are made. A failure takes the run back to the last save that counts, after a restart, which may fail as well. Failures
@@ -68,7 +68,7 @@ class FailingRun:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Where the time of a run goes: steps that count, stalls of saves that count, work that is lost, restarts."""
+    """The shares of a run's time: steps that count, stalls of saves that count, work that is lost, restarts."""
 
     useful: float
     saves: float

@@ -1,4 +1,5 @@
-"""How transfers that run at the same time share links: strict priority between classes, max-min fair inside a class.
+"""The sharing of links between transfers that run at the same time: strict priority between classes, max-min fair
+inside a class.
 
 A resource is a link, or the medium that several simplex links take turns on. Its use, the sum over its flows of
 rate / bandwidth, is at most 1. Rates are max-min fair when no flow can get more without taking from a flow that has
@@ -95,7 +96,7 @@ class FlowClass:
             self.since_s = now_s
 
     def next_end_s(self) -> float:
-        """When the first of its flows ends at the present rate."""
+        """The time when the first of its flows ends at the present rate."""
         left = min(self.flows)[0] - self.moved_bytes
         return self.since_s + max(0.0, left / self.rate) if self.rate > 0 else math.inf
 
@@ -138,7 +139,7 @@ class Traffic:
 
     def share(self, changed: FlowClass, now_s: float) -> list[FlowClass]:
         """Set the rates of all classes that share links with `changed`, directly or through other classes."""
-        near = self.connected(changed)
+        near = self.connected_classes(changed)
         key = tuple((group.number, len(group.flows)) for group in near)
         rates = self.solved.get(key)
         if rates is None:
@@ -154,7 +155,7 @@ class Traffic:
             group.version += 1
         return moved
 
-    def connected(self, first: FlowClass) -> list[FlowClass]:
+    def connected_classes(self, first: FlowClass) -> list[FlowClass]:
         """Lanes with flows that share a resource with `first` or with one found so far, in a fixed order."""
         found = {first}
         queue = [first]
@@ -219,7 +220,7 @@ class TasksUnderWay:
         flow, changed = self.traffic.end(what, now_s)
         self._expect(changed)
         self.flows_left[flow] -= 1
-        return now_s, None if self.flows_left[flow] else self._over(flow, now_s)
+        return now_s, None if self.flows_left[flow] else self._end_part(flow, now_s)
 
     def _flow(self, task: int, now_s: float) -> int | None:
         """Start a task's flows when its fixed time is over; without flows this part of the task is over."""
@@ -230,9 +231,9 @@ class TasksUnderWay:
         for path, amount in cost.flows:
             self.moved[path] = self.moved.get(path, 0.0) + amount
             self._expect(self.traffic.start(self.traffic.class_of(path, cost.priority), task, amount, now_s))
-        return None if cost.flows else self._over(task, now_s)
+        return None if cost.flows else self._end_part(task, now_s)
 
-    def _over(self, task: int, now_s: float) -> int | None:
+    def _end_part(self, task: int, now_s: float) -> int | None:
         """Begin the next part of a task when one is over; returns the task if that was its last part."""
         if task not in self.costs:
             return task

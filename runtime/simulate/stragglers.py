@@ -85,7 +85,7 @@ def _stragglers(
         predicted = {device: predicted[role] for device, role in roles.items()}
     work = {device: _work_of(interface, hardware, device) for device in found}
     equals = {d: [other for other in found if work[other] == work[d]] for d in found}
-    expected = {device: _expected(device, equals[device], found, predicted) for device in found}
+    expected = {device: _expected_seconds(device, equals[device], found, predicted) for device in found}
     replay = _Replay(bound, hardware, found)
     rows = []
     for device in found:
@@ -123,7 +123,7 @@ def durations(spans: Sequence[Span]) -> SecondsByKey:
     return found
 
 
-def _expected(
+def _expected_seconds(
     device: int, equals: Sequence[int], found: SecondsByKey, predicted: SecondsByKey
 ) -> dict[Key, list[float]]:
     """The expected seconds of each op that the device does by itself."""
@@ -214,13 +214,13 @@ class _Replay:
         self.order: Order = build_order(bound, Case(bound, hardware).memories)
         self.place: dict[fx.Node, tuple[int, Key, int]] = {}
         for program in bound:
-            for node, key, number in _numbered(program, self.order):
+            for node, key, number in _number_ops(program, self.order):
                 self.place[node] = program.device, key, number
         self.found = found
-        self.ranks = self._sorted()
+        self.ranks = self._task_order()
         self.whole_s = self.seconds({})
 
-    def _sorted(self) -> list[int]:
+    def _task_order(self) -> list[int]:
         """All tasks in an order in which each comes after those it waits for."""
         waits = [len(task.waits) for task in self.order.tasks]
         followers: list[list[int]] = [[] for _ in waits]
@@ -256,7 +256,7 @@ class _Replay:
         return rows[number][1] if number < len(rows) else 0.0
 
 
-def _numbered(program: Program, order: Order) -> Iterator[tuple[fx.Node, Key, int]]:
+def _number_ops(program: Program, order: Order) -> Iterator[tuple[fx.Node, Key, int]]:
     """Each op that takes time, with its (stream, name) and the number of ops of the same key before it."""
     counts: dict[Key, int] = {}
     for node in program.ops():

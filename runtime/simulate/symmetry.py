@@ -1,4 +1,5 @@
-"""What repeats along a fleet: the lanes that stand for all others, and the links that lanes have in the same place."""
+"""The repetition along a fleet: the lanes that stand for all others, and the links that lanes have in the same place.
+"""
 
 from __future__ import annotations
 

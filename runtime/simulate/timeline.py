@@ -1,4 +1,4 @@
-"""When each op of a step ran, simulated or measured: spans per stream, bytes per link, peaks per memory."""
+"""The timeline of a step, simulated or measured: spans per stream, bytes per link, peaks per memory."""
 
 from __future__ import annotations
 

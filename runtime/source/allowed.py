@@ -1,4 +1,5 @@
-"""What a verified file may call and read: torch's functions and methods that compute on tensors, and little else.
+"""The names that a verified file may call and read: torch's functions and methods that compute on tensors, and few
+others.
 
 The list is torch's own (`torch.overrides`): every function through which a recorded model can reach a graph, less those
 that touch files, memory, hooks or Python objects; and the functions that make tensors.
@@ -145,11 +146,11 @@ def is_layer(thing: Any) -> bool:
 
 
 @functools.cache
-def _reserved() -> frozenset[str]:
+def _reserved_names() -> frozenset[str]:
     of_tensors = {name for name in dir(torch.Tensor) if name not in methods() and name not in VALUE_ATTRIBUTES}
     return frozenset({*dir(Stage()), *of_tensors})
 
 
 def is_member(name: str) -> bool:
     """Whether a part of the model may be called so: it hides, and reaches, nothing that modules and tensors have."""
-    return not name.startswith("__") and name not in _reserved()
+    return not name.startswith("__") and name not in _reserved_names()

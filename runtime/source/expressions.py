@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from ..functions.tiles import in_tiles
 from . import allowed
-from .names import FileNames, is_autograd_function, refuse, shown
+from .names import FileNames, excerpt, is_autograd_function, refuse
 
 
 class ExpressionCheck:
@@ -41,7 +41,7 @@ class ExpressionCheck:
         """Check an expression that stands for a value."""
         kind = self.kinds.get(type(node))
         if kind is None:
-            refuse(node, f"{shown(node)}: an expression of this kind ({type(node).__name__}) is never printed")
+            refuse(node, f"{excerpt(node)}: an expression of this kind ({type(node).__name__}) is never printed")
         kind(node)
 
     def _constant(self, node: ast.Constant) -> None:
@@ -54,7 +54,7 @@ class ExpressionCheck:
     def _attribute(self, node: ast.Attribute) -> None:
         if self.names.root(node) is not None:
             if not allowed.is_constant(self.names.find(node)):
-                refuse(node, f"{shown(node)} is no constant")
+                refuse(node, f"{excerpt(node)} is no constant")
         elif is_member_chain(node):
             self.member(node)
         elif node.attr not in allowed.VALUE_ATTRIBUTES:
@@ -65,7 +65,7 @@ class ExpressionCheck:
     def _dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values):
             if key is None:
-                refuse(node, f"{shown(node)}: `**` is nothing that is printed")
+                refuse(node, f"{excerpt(node)}: `**` is nothing that is printed")
             self.all(key, value)
 
     def _subscript(self, node: ast.Subscript) -> None:
@@ -94,7 +94,7 @@ class ExpressionCheck:
             self.value(argument)
         for given in node.keywords:
             if given.arg is None:
-                refuse(node, f"{shown(node)}: `**` is nothing that is printed")
+                refuse(node, f"{excerpt(node)}: `**` is nothing that is printed")
             self.value(given.value)
         function = node.func
         if isinstance(function, ast.Name):
@@ -104,12 +104,12 @@ class ExpressionCheck:
             self._function(function)
         elif isinstance(function, ast.Subscript):
             if not is_member_chain(function):
-                refuse(node, f"{shown(function)} is no member of the model, so it is not called")
+                refuse(node, f"{excerpt(function)} is no member of the model, so it is not called")
             self.member(function)
         elif isinstance(function, ast.Attribute):
             self._method(function)
         else:
-            refuse(node, f"{shown(function)} is nothing that a stage may call")
+            refuse(node, f"{excerpt(function)} is nothing that a stage may call")
 
     def _runs_tiles(self, node: ast.Call) -> bool:
         """Whether this is `functions.in_tiles(tile, ...)`: it alone is given a function, one of this forward."""
@@ -120,7 +120,7 @@ class ExpressionCheck:
             return False
         first = node.args[0] if node.args else node
         if not isinstance(first, ast.Name) or first.id not in self.tiles:
-            refuse(node, f"{shown(node)}: its first argument is a function of the same forward")
+            refuse(node, f"{excerpt(node)}: its first argument is a function of the same forward")
         return True
 
     def _function(self, function: ast.expr) -> None:
@@ -129,14 +129,14 @@ class ExpressionCheck:
             return
         found = self.names.find(function)
         if not allowed.is_function(found) and not any(found is kind for kind in allowed.CONSTRUCTORS):
-            refuse(function, f"{shown(function)} is no function that a stage may call")
+            refuse(function, f"{excerpt(function)} is no function that a stage may call")
 
     def _method(self, function: ast.Attribute) -> None:
         if is_member_chain(function) and function.attr in self.members:
             self.member(function)
         elif function.attr not in allowed.methods():
             if is_member_chain(function):
-                refuse(function, f"{shown(function)} is no member that a class of this file defines", beyond=False)
+                refuse(function, f"{excerpt(function)} is no member that a class of this file defines", beyond=False)
             refuse(function, f"`.{function.attr}(...)` is no method of a tensor that a stage may call")
         else:
             self.value(function.value)
@@ -144,12 +144,12 @@ class ExpressionCheck:
     def context(self, node: ast.expr) -> None:
         """Check what stands behind `with`."""
         if not isinstance(node, ast.Call) or self.names.root(node.func) is None:
-            refuse(node, f"`with` {shown(node)}: only torch.no_grad() and torch.autocast(...) are printed")
+            refuse(node, f"`with` {excerpt(node)}: only torch.no_grad() and torch.autocast(...) are printed")
         found = self.names.find(node.func)
         if not any(found is kind for kind in allowed.CONTEXTS):
-            refuse(node, f"`with` {shown(node)}: only torch.no_grad() and torch.autocast(...) are printed")
+            refuse(node, f"`with` {excerpt(node)}: only torch.no_grad() and torch.autocast(...) are printed")
         if any(given.arg is None for given in node.keywords):
-            refuse(node, f"{shown(node)}: `**` is nothing that is printed")
+            refuse(node, f"{excerpt(node)}: `**` is nothing that is printed")
         self.all(*node.args, *(given.value for given in node.keywords))
 
 

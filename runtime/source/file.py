@@ -18,7 +18,7 @@ from ...ir.errors import VerifyError
 from .allowed import BUILTINS
 from .forward import check_forward
 from .members import check_init
-from .names import FileNames, refuse, shown
+from .names import FileNames, excerpt, refuse
 from .signature import check_signature
 from .trust import Trust
 
@@ -38,9 +38,9 @@ _BUILTINS["__import__"] = _torch_alone
 
 
 def run_verified(path: Path, text: str, trust: Trust) -> dict[str, Any]:
-    """What the file defines, by name. Raises `VerifyError` with the line of what goes beyond the printed form; else
-    whatever its classes raise when they are defined."""
-    tree = parsed(text)
+    """The objects that the file defines, by name. Raises `VerifyError` with the line that goes beyond the printed form;
+    else whatever its classes raise when they are defined."""
+    tree = parse_file(text)
     names = verify_tree(tree, trust)
     kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     code = compile(ast.Module(kept, []), str(path), "exec", dont_inherit=True)
@@ -49,7 +49,7 @@ def run_verified(path: Path, text: str, trust: Trust) -> dict[str, Any]:
     return scope
 
 
-def parsed(text: str) -> ast.Module:
+def parse_file(text: str) -> ast.Module:
     """The text's tree. Raises `VerifyError` for what is no Python."""
     try:
         return ast.parse(text)
@@ -84,7 +84,7 @@ def _verify(tree: ast.Module, trust: Trust) -> FileNames:
                 refuse(node, f"`{node.name}` is defined a second time", beyond=False)
             defined.add(node.name)
         elif not (_is_docstring(node) and position == 0) and not _is_table(node, names):
-            refuse(node, f"{shown(node)}: a file holds its imports, classes, STAGES, step and evaluate, nothing else")
+            refuse(node, f"{excerpt(node)}: a file holds its imports, classes, STAGES, step and evaluate, nothing else")
     members: set[str] = set()
     for kind in classes:
         members |= check_init(_function(kind, 0), names)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..modules import draw_at
 from .expressions import ExpressionCheck, is_member_chain, is_self
-from .names import FileNames, refuse, shown
+from .names import FileNames, excerpt, refuse
 from .signature import check_signature
 
 
@@ -59,7 +59,7 @@ class _ForwardCheck:
         for statement in statements:
             kind = self.kinds.get(type(statement))
             if kind is None:
-                refuse(statement, f"{shown(statement)}: a statement of this kind is never printed")
+                refuse(statement, f"{excerpt(statement)}: a statement of this kind is never printed")
             kind(statement)
 
     def _assign(self, node: ast.Assign) -> None:
@@ -72,7 +72,7 @@ class _ForwardCheck:
         if isinstance(node, ast.Subscript) and not is_self(node.value):
             self.expressions.all(node.value, node.slice)
         elif not isinstance(node, ast.Name):
-            refuse(node, f"{shown(node)}: a forward assigns to names and to parts of tensors only")
+            refuse(node, f"{excerpt(node)}: a forward assigns to names and to parts of tensors only")
 
     def _change(self, node: ast.AugAssign) -> None:
         if is_member_chain(node.target):
@@ -97,14 +97,14 @@ class _ForwardCheck:
 
     def _for(self, node: ast.For) -> None:
         if not isinstance(node.target, ast.Name) or node.orelse:
-            refuse(node, f"{shown(node)}: only `for i in range(...)` is printed")
+            refuse(node, f"{excerpt(node)}: only `for i in range(...)` is printed")
         self.expressions.value(node.iter)
         self.body(node.body)
 
     def _with(self, node: ast.With) -> None:
         for item in node.items:
             if item.optional_vars is not None:
-                refuse(node, f"{shown(node)}: `with ... as` is never printed")
+                refuse(node, f"{excerpt(node)}: `with ... as` is never printed")
             self.expressions.context(item.context_expr)
         self.body(node.body)
 
@@ -118,7 +118,7 @@ class _ForwardCheck:
             and ast.unparse(test) == f"{test.left.id} is not None"
         )
         if not is_stage and not is_block:
-            refuse(node, f"{shown(node)}: only what backward needs nothing of is printed below `if`")
+            refuse(node, f"{excerpt(node)}: only what backward needs nothing of is printed below `if`")
         self.expressions.value(test)
         self.body(node.body)
         self.body(node.orelse)
@@ -126,4 +126,4 @@ class _ForwardCheck:
     def _delete(self, node: ast.Delete) -> None:
         for target in node.targets:
             if not isinstance(target, ast.Name):
-                refuse(node, f"{shown(node)}: only names are deleted")
+                refuse(node, f"{excerpt(node)}: only names are deleted")

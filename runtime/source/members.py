@@ -13,7 +13,7 @@ from torch import nn
 
 from . import allowed
 from .expressions import ExpressionCheck, is_member_chain
-from .names import FileNames, refuse, shown
+from .names import FileNames, excerpt, refuse
 
 _FIRST = "super().__init__()"
 
@@ -77,11 +77,11 @@ class _InitCheck:
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 self._call(node.value)
             else:
-                refuse(node, f"{shown(node)}: a statement of this kind is never printed in `__init__`")
+                refuse(node, f"{excerpt(node)}: a statement of this kind is never printed in `__init__`")
 
     def _define(self, target: ast.expr) -> None:
         if not isinstance(target, ast.Attribute | ast.Subscript) or not is_member_chain(target):
-            refuse(target, f"{shown(target)}: `__init__` defines members of `self` only")
+            refuse(target, f"{excerpt(target)}: `__init__` defines members of `self` only")
         self.expressions.member(target)
         if isinstance(target, ast.Attribute):
             if not allowed.is_member(target.attr):
@@ -89,23 +89,23 @@ class _InitCheck:
             self.members.add(target.attr)
 
     def _member(self, node: ast.expr) -> None:
-        """What a member is: a module, a parameter, or another member (a tie)."""
+        """The object of a member: a module, a parameter, or another member (a tie)."""
         if is_member_chain(node):
             self.expressions.member(node)
             return
         if not isinstance(node, ast.Call):
-            refuse(node, f"{shown(node)} is no member that is printed")
+            refuse(node, f"{excerpt(node)} is no member that is printed")
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr in ("to", "requires_grad_", "eval"):
             self._arguments(node)
             self._member(function.value)
         elif isinstance(function, ast.Name) and (function.id in self.names.blocks or function.id == "Scope"):
             if node.args or node.keywords:
-                refuse(node, f"{shown(node)}: {function.id} takes no arguments", beyond=False)
+                refuse(node, f"{excerpt(node)}: {function.id} takes no arguments", beyond=False)
         elif self.names.root(function) is not None:
             self._build(node)
         else:
-            refuse(node, f"{shown(node)} is no member that is printed")
+            refuse(node, f"{excerpt(node)} is no member that is printed")
 
     def _build(self, node: ast.Call) -> None:
         found = self.names.find(node.func)
@@ -116,7 +116,7 @@ class _InitCheck:
         elif allowed.is_layer(found):
             self._arguments(node)
         else:
-            refuse(node, f"{shown(node.func)} is none of torch's layers")
+            refuse(node, f"{excerpt(node.func)} is none of torch's layers")
 
     def _tensor(self, node: ast.expr) -> None:
         """An empty tensor, or a tensor that is a member already."""
@@ -125,7 +125,7 @@ class _InitCheck:
         elif isinstance(node, ast.Call) and self._is_empty(node.func):
             self._arguments(node)
         else:
-            refuse(node, f"{shown(node)}: tensors begin as torch.empty(...)")
+            refuse(node, f"{excerpt(node)}: tensors begin as torch.empty(...)")
 
     def _is_empty(self, function: ast.expr) -> bool:
         return self.names.root(function) is not None and self.names.find(function) is torch.empty
@@ -136,20 +136,20 @@ class _InitCheck:
                 refuse(given.value, "`**` is nothing that is printed")
         for argument in (*node.args, *(given.value for given in node.keywords)):
             if any(isinstance(part, ast.Call) for part in ast.walk(argument)):
-                refuse(argument, f"{shown(argument)}: arguments of a member are plain data")
+                refuse(argument, f"{excerpt(argument)}: arguments of a member are plain data")
             self.expressions.value(argument)
 
     def _call(self, node: ast.Call) -> None:
         function = node.func
         if not isinstance(function, ast.Attribute) or not is_member_chain(function):
-            refuse(node, f"{shown(node)} is nothing that is printed in `__init__`")
+            refuse(node, f"{excerpt(node)} is nothing that is printed in `__init__`")
         self.expressions.member(function.value)
         if function.attr == "requires_grad_":
             self._arguments(node)
         elif function.attr == "register_buffer" and len(node.args) == 2:
             name, tensor = node.args
             if not (isinstance(name, ast.Constant) and isinstance(name.value, str) and allowed.is_member(name.value)):
-                refuse(node, f"{shown(name)} cannot be the name of a buffer")
+                refuse(node, f"{excerpt(name)} cannot be the name of a buffer")
             self.members.add(name.value)
             self._tensor(tensor)
             self._arguments(ast.Call(function, [], node.keywords))

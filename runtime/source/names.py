@@ -1,4 +1,4 @@
-"""What the names at the top of a file stand for, and what a dotted name that begins with one of them reaches.
+"""The objects of the names at the top of a file, and of dotted names that begin with one of them.
 
 A chain of attributes is followed here, while the file is verified, and only from one known place to the next: never
 through a module to what that module happens to have imported.
@@ -34,7 +34,7 @@ def refuse(node: ast.AST, message: str, *, beyond: bool = True) -> NoReturn:
     raise VerifyError(f"{message}. {HINT}" if beyond else message, line=line)
 
 
-def shown(node: ast.AST) -> str:
+def excerpt(node: ast.AST) -> str:
     """The beginning of a piece of the file, for a message."""
     text = ast.unparse(node).split("\n")[0]
     return f"`{text[:80]}...`" if len(text) > 80 else f"`{text}`"
@@ -105,7 +105,7 @@ class FileNames:
         return node.id if isinstance(node, ast.Name) and node.id in self.objects else None
 
     def find(self, node: ast.expr) -> Any:
-        """What a dotted name stands for. Refuses one that leads out of torch, math, operator and the user's classes."""
+        """The object of a dotted name. Refuses one that leads out of torch, math, operator and the user's classes."""
         if isinstance(node, ast.Name):
             return self.objects[node.id]
         assert isinstance(node, ast.Attribute)
@@ -114,8 +114,8 @@ class FileNames:
         if found is not _ABSENT:
             return found
         if any(owner is module for module in _MODULES.values()) and node.attr not in vars(owner):
-            refuse(node, f"{shown(node.value)} has no {node.attr!r}", beyond=False)
-        refuse(node, f"{shown(node)} is nothing that a stage needs")
+            refuse(node, f"{excerpt(node.value)} has no {node.attr!r}", beyond=False)
+        refuse(node, f"{excerpt(node)} is nothing that a stage needs")
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How far the files of a job are trusted: as data that is verified first, or as the user's own code."""
+"""The trust in the files of a job: as data that is verified first, or as the user's own code."""
 
 from __future__ import annotations
 

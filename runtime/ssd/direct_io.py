@@ -47,7 +47,8 @@ Check = Callable[[Piece], None]
 
 
 class Engine(Protocol):
-    """How pieces are moved. `check` is called with each piece, just before it is written or once it has been read.
+    """The engine that moves pieces. `check` is called with each piece, just before it is written or once it has been
+    read.
 
     Both methods raise `SsdError`, and whatever `check` raises, when no transfer is under way any more.
     """
@@ -107,7 +108,7 @@ class ThreadEngine:
             try:
                 result = call(piece.fd, [piece.memory[moved:]], piece.position + moved)
             except OSError as error:
-                raise failed(piece, moved, done, error.errno or errno.EIO) from error
+                raise failure(piece, moved, done, error.errno or errno.EIO) from error
             moved += progress(piece, moved, done, result)
 
 
@@ -157,10 +158,10 @@ class RingEngine:
                     piece = landed.pop()
                     if after is not None:
                         after(piece)
-                for tag, result in ring.finished() if flying else ():
+                for tag, result in ring.await_completions() if flying else ():
                     piece, moved = pieces[tag], flying.pop(tag)
                     if result < 0 and -result != errno.EINTR:
-                        raise failed(piece, moved, done, -result)
+                        raise failure(piece, moved, done, -result)
                     moved += progress(piece, moved, done, result) if result >= 0 else 0
                     if moved < len(piece.memory):
                         waiting.appendleft((tag, moved))
@@ -175,7 +176,7 @@ _TRIAL = "import liburing; ring = liburing.Ring(); liburing.io_uring_queue_init(
 
 @functools.cache
 def why_no_ring() -> str:
-    """Why this process may not try to make a ring; empty if it may.
+    """The reason for which this process may not try to make a ring; empty if it may.
 
     The wheel of 2026.3 was built for processors with AVX-512, and kills its process on all others. So another process
     tries it. What else goes wrong there is told, by its exception, where a ring is made.
@@ -227,7 +228,7 @@ class Ring:
             self._iovecs[key] = self._uring.Iovec([memoryview((ctypes.c_ubyte * key[1]).from_address(key[0]))])
         return self._iovecs[key]
 
-    def finished(self) -> list[tuple[int, int]]:
+    def await_completions(self) -> list[tuple[int, int]]:
         """Wait for at least one completion. Returns (tag, bytes moved or minus an errno) of all that are there."""
         found: list[tuple[int, int]] = []
         while not found:
@@ -243,7 +244,7 @@ class Ring:
     def drain(self) -> None:
         """Wait until nothing is under way; the results are dropped."""
         while self._flying:
-            self.finished()
+            self.await_completions()
 
     def close(self) -> None:
         if self._open:
@@ -252,7 +253,7 @@ class Ring:
 
 
 def progress(piece: Piece, moved: int, done: str, result: int) -> int:
-    """How many of the `result` bytes that a transfer has moved count. Raises `SsdError` if none do."""
+    """The number of the `result` bytes of a transfer that count as moved. Raises `SsdError` if none do."""
     if moved + result == len(piece.memory):
         return result
     useful = result // _SECTOR_BYTES * _SECTOR_BYTES
@@ -266,7 +267,7 @@ def progress(piece: Piece, moved: int, done: str, result: int) -> int:
     return useful
 
 
-def failed(piece: Piece, moved: int, done: str, number: int) -> SsdError:
+def failure(piece: Piece, moved: int, done: str, number: int) -> SsdError:
     """The error to raise when the system reports `number` (an errno) after the first `moved` bytes of a piece."""
     hint = {
         errno.ENOSPC: "The disk is full, although the space was reserved: on a file system that copies on write, "

@@ -17,7 +17,7 @@ from .direct_io import ALIGN_BYTES, Engine, Piece
 
 @dataclass
 class FolderTraffic:
-    """What the files of one folder share. The counters are bytes moved so far."""
+    """The counters that the files of one folder share, in bytes moved so far."""
 
     engine: Engine
     chunk_bytes: int

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ir.program import PAGE, ParamSpec, StageSpec, aligned
 from ..accelerator import lock_pages
-from ..nodes import HUGE_PAGE_BYTES, NODES, mapped
+from ..nodes import HUGE_PAGE_BYTES, NODES, map_pages
 
 T = TypeVar("T")
 Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each tensor of a flat buffer lies."""
+    """The place of each tensor in a flat buffer."""
 
     places: tuple[Place, ...]
     total_bytes: int
@@ -96,34 +96,34 @@ def pages(num_bytes: int, pinned: bool = False, node: int | None = None) -> Tens
     num_bytes = aligned(num_bytes, PAGE)
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    return page_locked(num_bytes, node) if pinned else _placed(mapped(num_bytes), node)
+    return locked_memory(num_bytes, node) if pinned else _put_on_node(map_pages(num_bytes), node)
 
 
 def allocate(num_bytes: int, device: torch.device, pinned: bool = False, node: int | None = None) -> Tensor:
     """An uninitialised flat buffer; `pinned` asks for page-locked host memory, `node` for that of a node."""
     if pinned and num_bytes:
-        return page_locked(num_bytes, node)
+        return locked_memory(num_bytes, node)
     if device.type == "cpu" and num_bytes >= HUGE_PAGE_BYTES:
-        return _placed(mapped(num_bytes), node)
+        return _put_on_node(map_pages(num_bytes), node)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _placed(pages: mmap.mmap, node: int | None) -> Tensor:
+def _put_on_node(pages: mmap.mmap, node: int | None) -> Tensor:
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     NODES.place(flat.data_ptr(), flat.numel(), node)
     return flat
 
 
-def page_locked(num_bytes: int, node: int | None = None) -> Tensor:
+def locked_memory(num_bytes: int, node: int | None = None) -> Tensor:
     """Host memory that a GPU copies from and to by itself, unlocked when the last tensor in it is gone.
 
     torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see. All threads
     take the pages, each a piece, before they are locked; the driver would take them with one. They are locked as one
     range: a copy must lie in memory of one registration.
     """
-    pages = mapped(num_bytes)  # whole pages, shared with no other buffer
+    pages = map_pages(num_bytes)  # whole pages, shared with no other buffer
     pages.madvise(mmap.MADV_DONTFORK)  # a child must not make the next write here move to another page
-    flat = _placed(pages, node)
+    flat = _put_on_node(pages, node)
     flat.zero_()
     lock = weakref.finalize(flat.untyped_storage(), _unlock, lock_pages(flat.data_ptr(), num_bytes), pages)
     lock.atexit = False  # the driver unlocks what a process leaves behind, once nothing uses it

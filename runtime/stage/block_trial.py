@@ -70,7 +70,7 @@ def _fake_input(want: TensorSpec, device: torch.device) -> Tensor:
 
 @dataclass
 class BlockRun:
-    """What one run has shown.
+    """The findings of one run.
 
     `saved`: bytes saved for backward without the block's arguments and outputs, with arguments, with outputs, with
     both. The rest are bytes taken of a GPU above those before the run: `alive` once forward is over, and peaks, of
@@ -95,11 +95,12 @@ class BlockTrial:
         self.spec, self.device, self.precision, self.shapes = spec, device, precision, shapes
 
     def reason(self, call: TriedCall, compiled: Forward, keep: bool) -> str | None:
-        """Why blocks called so must run as written; None if they may run compiled. `keep`: with autograd."""
+        """The reason for which blocks with this call must run as written; None if they may run compiled. `keep`: with
+        autograd."""
         runs = []
         try:
             with self._values(call.block):
-                args = tree_map(lambda like: self._drawn(like, keep), call.args)
+                args = tree_map(lambda like: self._draw(like, keep), call.args)
                 for forward in (type(call.block).forward, compiled):
                     self._run(call.block, forward, args, keep)  # compiles, chooses among kernels, takes workspaces
                     runs.append(self._run(call.block, forward, args, keep))
@@ -151,14 +152,14 @@ class BlockTrial:
             outputs = [leaf for leaf in tree_leaves(forward(block, *args)) if isinstance(leaf, Tensor)]
         found.alive = max(found.alive, taken_bytes(self.device) - before_bytes)
         found.forward_peak = max(found.forward_peak, peak_bytes(self.device) - before_bytes)
-        found.saved = _in_parts(saved, block, args, outputs)
+        found.saved = _sizes_of_parts(saved, block, args, outputs)
         found.outputs = [output.detach().cpu() for output in outputs]
         outputs = [output for output in outputs if output.requires_grad]
         if outputs:
-            torch.autograd.backward(outputs, [self._drawn(output) for output in outputs])
+            torch.autograd.backward(outputs, [self._draw(output) for output in outputs])
             found.whole_peaks.append(peak_bytes(self.device) - before_bytes)
 
-    def _drawn(self, like: Any, keep: bool = False) -> Any:
+    def _draw(self, like: Any, keep: bool = False) -> Any:
         """A tensor of this layout, with values that follow from it, and with `keep` a leaf as it is; what is no tensor
         is itself."""
         if not isinstance(like, Tensor):
@@ -208,7 +209,9 @@ def _noting(saved: dict[int, int]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _in_parts(saved: Mapping[int, int], block: nn.Module, args: Any, outputs: Sequence[Tensor]) -> tuple[int, ...]:
+def _sizes_of_parts(
+    saved: Mapping[int, int], block: nn.Module, args: Any, outputs: Sequence[Tensor]
+) -> tuple[int, ...]:
     """See `BlockRun.saved`. Weights and buffers are there anyway."""
     lasting = {storage_of(tensor) for tensor in (*block.parameters(), *block.buffers())}
     given = {storage_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}

@@ -96,7 +96,7 @@ class CompiledBlocks:
         """Let all classes run eagerly from now on."""
         self.reasons = {**dict.fromkeys(self.blocks, reason), **self.reasons}
 
-    def within(self, calls: AbstractContextManager[Any]) -> AbstractContextManager[None]:
+    def run_compiled(self, calls: AbstractContextManager[Any]) -> AbstractContextManager[None]:
         """Within this, blocks run compiled once they were tried. Where single `calls` are kept or taken they do not."""
         return self._running() if self._is_tried and isinstance(calls, nullcontext) else nullcontext()
 

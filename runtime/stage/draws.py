@@ -65,15 +65,15 @@ class Draws:
         """Whether the next run may draw, as the first one shows."""
         return not self._draws_nothing
 
-    def seeded(self, seed: int, check: bool = False) -> AbstractContextManager[None]:
+    def seed_draws(self, seed: int, check: bool = False) -> AbstractContextManager[None]:
         """For one run of the stage on the micro-batch of this seed.
 
         `check` raises `VerifyError` if the run draws and no line of the stage says where.
         """
-        return nullcontext() if self._draws_nothing else self._seeded(seed, check)
+        return nullcontext() if self._draws_nothing else self._seed_draws(seed, check)
 
     @contextmanager
-    def _seeded(self, seed: int, check: bool) -> Iterator[None]:
+    def _seed_draws(self, seed: int, check: bool) -> Iterator[None]:
         self._seed, self._counts = seed, {}
         before = [generator.get_state() for generator in self.generators]
         for generator in self.generators:
@@ -104,7 +104,7 @@ class Draws:
             generator.manual_seed(seed)
 
     def take_back(self, place: str) -> None:
-        """What was begun last at this place did not draw."""
+        """Undo the last beginning at this place: it did not draw."""
         self._counts[place] -= 1
 
     def _check(self, begun: Sequence[torch.Tensor]) -> None:

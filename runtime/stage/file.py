@@ -144,8 +144,8 @@ class StageFile:
         """Read all `num_bytes`."""
         self.file.read(self.slot * self.num_bytes, into[: self.num_bytes])
 
-    def stored(self, buffer: Tensor) -> dict[str, dict[str, Any]]:
-        """What the file holds now, as `SsdTensor`s that read into `buffer`: "weights", "masters", and "states" by
+    def tensors_on_ssd(self, buffer: Tensor) -> dict[str, dict[str, Any]]:
+        """The content of the file, as `SsdTensor`s that read into `buffer`: "weights", "masters", and "states" by
         parameter."""
         start, flat = self.slot * self.num_bytes, torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
         staged = self._views(flat)

@@ -78,7 +78,7 @@ class GraphedStage:
         self._reached: list[str] = []  # parameters that gradients reach
 
     def reason(self, runner: StageRunner) -> str:
-        """Why the stage cannot run from graphs, as running it twice on zeros shows; "" if it can."""
+        """The reason for which the stage cannot run from graphs, found by running it twice on zeros; "" if it can."""
         before = {name: buffer.clone() for name, buffer in runner.buffers().items()}
         slot = GraphSlot(self.spec, self.device, self._graphs.takes, True)
         for keep in [True] * bool(self._graphs.slots) + [False] * self._graphs.again:

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: the autograd graph, a slot of CUDA graphs, or tensors by class."""
+"""The values that a forward keeps for its backward: the autograd graph, a slot of CUDA graphs, or tensors by class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .saved_classes import Aside
 
 
 class Kept:
-    """What a forward leaves for its backward: where the gradients enter and where those of the inputs come out.
+    """The values that a forward keeps for its backward, with the edges where gradients of outputs enter and those of
+    inputs leave.
 
     It holds edges of the autograd graph, not the outputs, so that an output which backward does not need can be freed.
     A partial one holds no graph, only `tensors` (class name to kept tensor): backward runs forward again, without
@@ -72,7 +73,7 @@ class Kept:
 
     @classmethod
     def in_graph(cls, slot: GraphSlot, num_bytes: int) -> Kept:
-        """What a graphed forward has left in its slot."""
+        """The values that a graphed forward keeps in its slot."""
         made = cls([], [], num_bytes)
         made.slot = slot
         return made
@@ -83,7 +84,7 @@ class Kept:
 
 
 def _edge_of(output: Tensor) -> GradientEdge:
-    """Where the gradient of an output enters. The nodes of torch itself need no more to live on."""
+    """The edge where the gradient of an output enters. The nodes of torch itself need no more to live on."""
     node = output.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(output)

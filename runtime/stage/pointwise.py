@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .saved_classes import written
+from .saved_classes import written_tensors
 
 aten = torch.ops.aten
 _ONE_PASS = frozenset(
@@ -123,7 +123,7 @@ class PointwiseAgain:
 
     # --- forward
 
-    def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def note_output(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Remember how a cheap call made its first output, unless it shows an operand."""
         first, index = (out, None) if isinstance(out, Tensor) else (out[0], 0)
         shown_args, shown_kwargs = tree_map_only(Tensor, self.view, (args, kwargs))
@@ -142,8 +142,8 @@ class PointwiseAgain:
         return _View(self.results[key], tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def save(self, tensor: Tensor) -> _View:
-        """What autograd keeps of a tensor."""
-        with self.mode.unwatched():
+        """The value that autograd keeps for a tensor."""
+        with self.mode.pause_watching():
             view = self.view(tensor)
             if view.of is not None:
                 if view.of.call is None or self._price(view.of.call, view.of.num_bytes) is None:
@@ -154,14 +154,14 @@ class PointwiseAgain:
 
     def _price(self, call: _Call, limit_bytes: int) -> int | None:
         """Hold what a call needs, if that takes less than `limit_bytes` more; its bytes, or None where it is not so."""
-        wanted = self._needed(call)
+        wanted = self._operands_to_hold(call)
         if wanted is None or sum(result.num_bytes for result in wanted) >= limit_bytes:
             return None
         for result in wanted:
             self._hold(result)
         return sum(result.num_bytes for result in wanted)
 
-    def _needed(self, call: _Call) -> set[_Result] | None:
+    def _operands_to_hold(self, call: _Call) -> set[_Result] | None:
         """Results to hold so that a call can be repeated; None where one is gone. Of an operand that was made by cheap
         calls, the operand itself, unless what it was made of takes less."""
         found: set[_Result] = set()
@@ -169,7 +169,7 @@ class PointwiseAgain:
             result = view.of
             if result is None or result.is_held or result in found:
                 continue
-            deeper = self._needed(result.call) if result.call is not None else None
+            deeper = self._operands_to_hold(result.call) if result.call is not None else None
             deeper_bytes = sum(r.num_bytes for r in deeper) if deeper is not None else None
             if (
                 deeper is not None
@@ -209,11 +209,11 @@ class PointwiseAgain:
         if view.of is None:
             return self.unpack(view.packed)
         result = view.of
-        with torch.no_grad(), self.mode.unwatched():
+        with torch.no_grad(), self.mode.pause_watching():
             base = self._value(result)
             result.waiting -= 1
             result.value = base if result.waiting > 0 and not result.is_held else None
-            return _shown(base, view)
+            return _view_of_base(base, view)
 
     def _value(self, result: _Result) -> Tensor:
         """A tensor in a result's storage, or in one like it. What is made for it on the way goes as soon as it can."""
@@ -226,7 +226,7 @@ class PointwiseAgain:
                 return self.unpack(view.packed)
             reads[view.of] -= 1
             base = made[view.of] if reads[view.of] > 0 or view.of not in made else made.pop(view.of)
-            return _shown(base, view)
+            return _view_of_base(base, view)
 
         for one in order:
             if one.is_made:
@@ -253,7 +253,7 @@ class _Watching(TorchDispatchMode):
         return False  # else the first call imports torch's compiler, and each is wrapped once more
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def pause_watching(self) -> Iterator[None]:
         before, self.is_idle = self.is_idle, True
         try:
             yield
@@ -264,17 +264,17 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_idle:
             return func(*args, **kwargs)
-        with self.unwatched():
-            for tensor in written(func, args, kwargs):
+        with self.pause_watching():
+            for tensor in written_tensors(func, args, kwargs):
                 self.owner.changes(tensor)
             out = func(*args, **kwargs)
             if is_cheap(func):
-                self.owner.made(func, args, kwargs, out)
+                self.owner.note_output(func, args, kwargs, out)
         return out
 
 
 def _calls_for(result: _Result) -> list[_Result]:
-    """What there is or must be made for a result, each after what it is made of; the result last."""
+    """The calls that exist or must be repeated for a result, operands first; the result last."""
     order: dict[_Result, None] = {}
     stack = [(result, False)]
     while stack:
@@ -302,7 +302,7 @@ def flat_tensor(storage: torch.UntypedStorage, dtype: torch.dtype, device: torch
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
 
-def _shown(base: Tensor, view: _View) -> Tensor:
+def _view_of_base(base: Tensor, view: _View) -> Tensor:
     if base.dtype != view.dtype:
         base = base.as_strided((base.untyped_storage().nbytes() // base.dtype.itemsize,), (1,), 0).view(view.dtype)
     return base.as_strided(view.shape, view.stride, view.offset)

@@ -147,7 +147,7 @@ class StageRunner:
         def run() -> None:
             rows = [self.spec.inputs, *([self.spec.backward_inputs] if self.spec.again is not None else [])]
             for row, again in zip(rows, (False, True)):
-                with self.draws.seeded(0), self.precision.autocast(self.device), recomputing(self.module, again):
+                with self.draws.seed_draws(0), self.precision.autocast(self.device), recomputing(self.module, again):
                     fake_run(self.module, self.spec, row, self._params, self.device)
 
         self.compiled.try_classes(run, trial, [True, False] if not all(keeps) else [True])
@@ -187,7 +187,7 @@ class StageRunner:
         elif keep is True:
             assert self.kept_bytes is not None
             kept = Kept(outputs, leaves, self.kept_bytes)
-        return self._detached(outputs, inputs), kept
+        return self._detach(outputs, inputs), kept
 
     def backward(
         self,
@@ -211,7 +211,7 @@ class StageRunner:
         if self.graphs is not None and not (kept is not None and kept.is_partial):
             return self.graphs.backward(None if kept is None else kept.slot, inputs, douts, grads)
         if kept is None or kept.is_partial:
-            kept = self._rematerialised(kept, inputs, seed, weights_move=False)
+            kept = self._rematerialise(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {storage_of(t) for t in (*inputs, *values) if t is not None}
@@ -238,7 +238,7 @@ class StageRunner:
         """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. If `kept` is
         None or partial, forward runs again first, as for `backward`."""
         if kept is None or kept.is_partial:
-            kept = self._rematerialised(kept, inputs, seed, self.weights_move)
+            kept = self._rematerialise(kept, inputs, seed, self.weights_move)
         edges, values = self._entries(kept, douts)
         rest = input_half(edges, values, kept.leaves, self._trained)
         noted = {storage_of(t): t.untyped_storage().nbytes() for t in rest.tensors()}
@@ -263,9 +263,9 @@ class StageRunner:
         """Evaluation mode, without gradients: all outputs, those that exist only here after the others."""
         self._set_mode(evaluating=True)
         self._change_params()
-        with self.draws.seeded(seed), torch.no_grad(), self.precision.autocast(self.device):
+        with self.draws.seed_draws(seed), torch.no_grad(), self.precision.autocast(self.device):
             leaves = map(_laid_out, inputs, self.spec.inputs)
-            return self._detached(_as_planned(self.module(*leaves), self._dtypes), inputs)
+            return self._detach(_cast_to_plan(self.module(*leaves), self._dtypes), inputs)
 
     # --- inside
 
@@ -275,10 +275,10 @@ class StageRunner:
         for edge, want, dout in zip(kept.edges, self.spec.outputs, douts, strict=True):
             if edge is not None and dout is not None:
                 edges.append(edge)
-                values.append(dout if isinstance(dout, Tensor) else self._filled(want, dout))
+                values.append(dout if isinstance(dout, Tensor) else self._filled_tensor(want, dout))
         return edges, values
 
-    def _filled(self, like: TensorSpec, value: float) -> Tensor:
+    def _filled_tensor(self, like: TensorSpec, value: float) -> Tensor:
         """A tensor that is nothing but this value; a number, as the gradient of a loss is, is made once."""
         if like.shape:
             return torch.full(like.shape, value, dtype=getattr(torch, like.dtype), device=self.device)
@@ -335,7 +335,7 @@ class StageRunner:
             for hook in hooks:
                 hook.remove()
 
-    def _rematerialised(
+    def _rematerialise(
         self, partial: Kept | None, inputs: Sequence[Tensor | None], seed: int, weights_move: bool = False
     ) -> Kept:
         inputs = [None if want is None else x for x, want in zip(inputs, self.spec.backward_inputs, strict=True)]
@@ -372,7 +372,7 @@ class StageRunner:
         storages: dict[int, int] = {}
         contexts = [self.precision.autocast(self.device)] if self.precision.autocasts else []
         if self.draws.may_draw:
-            contexts.append(self.draws.seeded(seed, first))
+            contexts.append(self.draws.seed_draws(seed, first))
         if keep and (
             measure or self.spec.pointwise_again or (self.weights_move if weights_move is None else weights_move)
         ):
@@ -380,11 +380,11 @@ class StageRunner:
         if calls is not None:
             contexts.append(calls)
         elif self.compiled is not None:
-            contexts.append(self.compiled.within(NOTHING))
+            contexts.append(self.compiled.run_compiled(NOTHING))
         if keep is not torch.is_grad_enabled():
             contexts.append(torch.set_grad_enabled(keep))
         with all_of(contexts):
-            outputs = _as_planned(self.module(*given)[: len(self.spec.outputs)], self._dtypes)
+            outputs = _cast_to_plan(self.module(*given)[: len(self.spec.outputs)], self._dtypes)
         if first:
             self._check_inputs(given, versions)
             self._check_bound()
@@ -420,7 +420,7 @@ class StageRunner:
                 module.training = training and not evaluating
             self._evaluating = evaluating
 
-    def _detached(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _detach(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         taken, held = {storage_of(x) for x in inputs}, self._held
         return [
             with_own_storage(output.detach() if output.requires_grad else output, taken, held) for output in outputs
@@ -459,11 +459,11 @@ def all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextMa
     long as a launch."""
     if len(contexts) < 2:
         return contexts[0] if contexts else NOTHING
-    return _entered(contexts)
+    return _enter_all(contexts)
 
 
 @contextmanager
-def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -486,7 +486,7 @@ def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:
     return tensor.permute(want.order).contiguous().permute(inverse)
 
 
-def _as_planned(outputs: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Any]:
+def _cast_to_plan(outputs: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Any]:
     """The outputs, in a low precision in the dtypes of the plan, whatever this device and this version of torch keep in
     full precision. `dtypes`: none where they stay as they are."""
     if not dtypes:
@@ -541,7 +541,7 @@ def _own_parameters(spec: StageSpec, module: nn.Module, device: torch.device) ->
 
 
 def _named_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where each buffer is registered, under its dotted name; aliases too."""
+    """The module and name at which each buffer is registered, by dotted name, with aliases."""
     places = {}
     for name, _ in module.named_buffers(remove_duplicate=False):
         path, _, key = name.rpartition(".")

@@ -62,7 +62,7 @@ Results = Tensor | tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Aside:
-    """What a costly call gave besides the tensors that are kept, and by how much it moved the GPU's generator on."""
+    """The results of a costly call besides the kept tensors, and the offset by which it moved the GPU's generator."""
 
     results: tuple[Any, ...] = ()
     drawn: int = 0
@@ -82,13 +82,13 @@ class SavedClasses:
 
     def keeping(self, names: Sequence[str]) -> Keeping:
         """For a forward without autograd that keeps these classes."""
-        return Keeping(self, self._by_number(names))
+        return Keeping(self, self._rows_by_number(names))
 
     def taking(self, tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> Taking:
         """For a forward with autograd that takes what an earlier one kept."""
-        return Taking(self, self._by_number([name for name in tensors if PART not in name]), tensors, aside)
+        return Taking(self, self._rows_by_number([name for name in tensors if PART not in name]), tensors, aside)
 
-    def _by_number(self, names: Sequence[str]) -> dict[int, SavedSpec]:
+    def _rows_by_number(self, names: Sequence[str]) -> dict[int, SavedSpec]:
         found: dict[int, SavedSpec] = {}
         for name in names:
             row = self.rows.get(name)
@@ -170,7 +170,7 @@ class _Watch:
         try:
             if row is None:
                 return run(*args, **kwargs)
-            return self.chosen(row, func, run, _with_rows(func, args), kwargs)
+            return self.run_chosen(row, func, run, _with_rows(func, args), kwargs)
         finally:
             self.is_within = False
 
@@ -178,7 +178,7 @@ class _Watch:
         while self.count in self.left_out:
             self.count += 1
 
-    def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a class."""
         raise NotImplementedError
 
@@ -213,7 +213,7 @@ class _Whole(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in COSTLY:
             return self.watch.call(func, func, args, kwargs, False)
-        for tensor in written(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             self.watch.changes(func, tensor)
         if func is aten._safe_softmax.default:  # nothing else calls it
             self.watch.classes.adds_in_place = True
@@ -234,7 +234,7 @@ class Keeping(_Watch):
         self.aside: dict[str, Aside] = {}
         self.owner: dict[int, str] = {}  # address of a kept storage -> its class, in a forward that is watched whole
 
-    def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before = _offset(func, args)
         out = run(*args, **kwargs)
         self.look(row, func, args, kwargs, out)
@@ -268,7 +268,7 @@ class Taking(_Watch):
         super().__init__(classes, wanted)
         self.tensors, self.aside, self.left_out = tensors, aside, classes.left_out
 
-    def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         parts = tuple(self.tensors[name] for name in _part_names(row.name) if name in self.tensors)
         kept = parts if len(func._schema.returns) > 1 else parts[0]
         self.look(row, func, args, kwargs, kept)
@@ -310,7 +310,7 @@ def _with_rows(func: Any, args: Any) -> Any:
 
 
 def _offset(func: Any, args: Any, drawn: int = 0) -> int:
-    """How far the generator is that attention on a GPU draws from, once it has been moved on by `drawn`."""
+    """The offset of the generator that attention on a GPU draws from, after it was moved on by `drawn`."""
     if func not in CUDA_ATTENTION or not args[0].is_cuda:
         return 0
     generator = generator_of(args[0].device)
@@ -342,7 +342,7 @@ def _part_names(name: str) -> tuple[str, ...]:
 
 
 def look_of(func: Any, args: Any, kwargs: Any, out: Results) -> Look:
-    """What tells two calls apart, except for the values of their operands."""
+    """The key that tells two calls apart, without the values of their operands."""
     results = ((_look(part), part.stride()) for part in parts_of(out))
     return (func, *map(_look, args), *((k, _look(v)) for k, v in (kwargs or {}).items()), *results)
 
@@ -360,7 +360,7 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes."""
     for position, name in written_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)

@@ -1,4 +1,4 @@
-"""What autograd saves of a stage's parameters: a name and a place inside, not an address.
+"""The saved parameters of a stage, for autograd: a name and a place inside, not an address.
 
 Weights that are fetched lie elsewhere in backward than in forward. So a saved tensor that is a view of a parameter is
 saved as the parameter's name and the view's place in it, and made again of the tensor to which the parameter is bound

@@ -49,9 +49,9 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     def needs(self, stage: str, with_frozen: bool) -> dict[str, Any]:
-        """What a save takes of DRAM for a stage: "bytes" of its copy, and "piece_bytes", once a device, where it is
+        """The DRAM that a save needs for a stage: "bytes" of its copy, and "piece_bytes", once a device, where it is
         read from SSD. And what a manifest says of its optimizer: "group" and "scheduler"."""
-        state = self.stores[stage].stored(self._piece)
+        state = self.stores[stage].state_on_ssd(self._piece)
         found = state.optimizer or {"group": {}, "scheduler": {}}
         return {
             "bytes": _copied_bytes(state, names_to_save(self.specs[stage], with_frozen)),
@@ -76,11 +76,11 @@ class Saver:
         files = [file for stage in stages if stage not in given and (file := self.stores[stage].file) is not None]
         if files and not len(self._piece):
             self._piece = pages(PIECE_BYTES)
-        states = {stage: self.stores[stage].stored(self._piece) for stage in stages if stage not in given}
+        states = {stage: self.stores[stage].state_on_ssd(self._piece) for stage in stages if stage not in given}
         self._take(sum(_copied_bytes(state, owned[stage]) for stage, state in states.items()) + len(self._piece))
         offset, copies = 0, dict[str, StagePart]()
         for stage, state in states.items():
-            copies[stage], offset = self._copied(state, owned[stage], offset)
+            copies[stage], offset = self._copy_state(state, owned[stage], offset)
         settle(self.device)
         for file in files:
             file.hold()
@@ -126,7 +126,7 @@ class Saver:
             num_bytes -= len(self._piece)
             self._room = allocate(num_bytes, torch.device("cpu"), pinned=self.device.type == "cuda")
 
-    def _copied(self, state: StagePart, owned: set[str], offset: int) -> tuple[StagePart, int]:
+    def _copy_state(self, state: StagePart, owned: set[str], offset: int) -> tuple[StagePart, int]:
         """A state whose tensors lie in the buffer from `offset` on, and where they end there."""
 
         def put(value: Any) -> Any:
@@ -148,7 +148,7 @@ class Saver:
 
 
 def _copied_bytes(state: StagePart, owned: set[str]) -> int:
-    """The bytes that `Saver._copied` takes."""
+    """The bytes that `Saver._copy_state` takes."""
     rows = [] if state.optimizer is None else [row for name, row in state.optimizer["states"].items() if name in owned]
     values = [value for kind in (state.weights, state.buffers) for name, value in kind.items() if name in owned]
     values += [value for row in rows for value in row.values()]

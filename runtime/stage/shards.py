@@ -1,4 +1,4 @@
-"""How a stage is spread over the members of a group: flat, each with a slice of every segment of the stage.
+"""The shards of a stage among the members of a group: flat, each with a slice of every segment of the stage.
 
 Gathered weights lie segment after segment, so that every member's slice is received where it stays, and the parameters
 are views. Gradients lie in the same way, so that a scatter reads them where backward has put them.
@@ -36,7 +36,7 @@ def whole_of(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def rounding_of(spec: StageSpec, firsts: Mapping[str, int]) -> Rounding:
-    """How weights of a stage are rounded, whatever the pieces are; `firsts`: the first element that is here of each
+    """The rounding of a stage's weights, the same for any pieces; `firsts`: the first element that is here of each
     parameter, if not 0."""
     names, starts = {}, {}
     for param in spec.params:
@@ -68,7 +68,7 @@ class FlatStage:
     @cached_property
     def own_grads(self) -> BufferLayout:
         """This member's shard of the gradients."""
-        return self._own(self._trained, [segment.grad_dtype for segment in self._trained])
+        return self._own(self._trained_segments, [segment.grad_dtype for segment in self._trained_segments])
 
     @cached_property
     def whole(self) -> BufferLayout:
@@ -94,7 +94,7 @@ class FlatStage:
         """Room for all gradients: per segment the members' slices (members, n). What lies between parameters is sent
         along, so it is 0."""
         found = []
-        for segment in self._trained:
+        for segment in self._trained_segments:
             rows = torch.empty(self.count, segment.length, dtype=segment.grad_dtype, device=device)
             ends = [start + param.numel for param, start in zip(segment.params, segment.starts)]
             for end, start in zip(ends, [*segment.starts[1:], rows.numel()]):
@@ -106,13 +106,15 @@ class FlatStage:
         """Each parameter's gradient, as a view of the members' slices."""
         return {
             param.name: rows.view(-1)[start : start + param.numel].view(param.shape)
-            for segment, rows in zip(self._trained, all_rows, strict=True)
+            for segment, rows in zip(self._trained_segments, all_rows, strict=True)
             for param, start in zip(segment.params, segment.starts)
         }
 
     def grad_slices(self, shard: Tensor) -> list[Tensor]:
         """Per segment this member's slice, as a view of its shard of the gradients (uint8)."""
-        return [rows[0] for rows in _cut(shard, [(segment, segment.grad_dtype) for segment in self._trained], 1)]
+        return [
+            rows[0] for rows in _cut(shard, [(segment, segment.grad_dtype) for segment in self._trained_segments], 1)
+        ]
 
     @property
     def firsts(self) -> dict[str, int]:
@@ -120,12 +122,12 @@ class FlatStage:
         return {name: first for name, (first, _) in self._ranges.items()}
 
     def piece_of(self, name: str, tensor: Tensor) -> Tensor:
-        """What this member has of a whole parameter or state: a view, if the tensor is contiguous."""
+        """This member's piece of a whole parameter or state: a view, if the tensor is contiguous."""
         first, last = self._ranges[name]
         return tensor.reshape(-1)[first:last]
 
     @property
-    def _trained(self) -> tuple[Segment, ...]:
+    def _trained_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.trained)
 
     @cached_property

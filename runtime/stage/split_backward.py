@@ -23,8 +23,8 @@ BackwardGroup = dict[
 
 @dataclass
 class Rest:
-    """What the first half leaves for the second: the graph between parameters and the gradients noted above them, and
-    gradients of parameters over outputs that no input reaches. `num_bytes` includes what the graph saved."""
+    """The values that the first half keeps for the second: the graph between parameters and the gradients noted above
+    them, and gradients of parameters over outputs that no input reaches. `num_bytes` includes what the graph saved."""
 
     groups: list[BackwardGroup] = field(default_factory=list)
     whole: dict[str, Tensor] = field(default_factory=dict)

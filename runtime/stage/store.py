@@ -1,4 +1,5 @@
-"""What one device keeps of one stage across steps: weights, fp32 masters, optimizer states, buffers; on SSD, too."""
+"""The state of one stage that one device keeps across steps: weights, fp32 masters, optimizer states, buffers; on SSD,
+too."""
 
 from __future__ import annotations
 
@@ -267,11 +268,11 @@ class StageStore:
         copies |= {name: t.clone() for name, t in staged.masters.items()}
         return StagePart(copies, self._buffers(), optimizer)
 
-    def stored(self, buffer: Tensor) -> StagePart:
+    def state_on_ssd(self, buffer: Tensor) -> StagePart:
         """As `state`, but `SsdTensor`s, which read into `buffer`, stand for what lies on SSD."""
         if self.file is None:
             return self.state()
-        there = self.file.stored(buffer)
+        there = self.file.tensors_on_ssd(buffer)
         weights: dict[str, Any] = {**self.weights, **there["weights"], **there["masters"]}
         weights |= {name: self.masters[name] for name in self.staying}
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
@@ -302,7 +303,7 @@ class StageStore:
             self._load_rest(state.weights, state.buffers)
 
     def _own(self, name: str, whole: Tensor) -> Tensor:
-        """What this member has of a parameter or state."""
+        """This member's piece of a parameter or state."""
         param = self._divided.get(name)
         if param is None or tuple(whole.shape) != param.whole.shape:
             return whole
@@ -335,7 +336,7 @@ def member_params(spec: StageSpec) -> dict[str, ParamSpec]:
     return {param.name: param for param in spec.params if isinstance(param.part, TeamPart)}
 
 
-def of_members(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
+def join_members(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
     """One stage's state, put together from those of all members of a team, in order; what is no part is the first's."""
     first, params = states[0], member_params(spec)
     weights = dict(first.weights)
@@ -354,7 +355,7 @@ def of_members(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
     return StagePart(weights, first.buffers, {**first.optimizer, "states": rows})
 
 
-def joined(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
+def join_shards(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
     """One stage's state, joined from those of all its shards in the order of their pieces."""
     first = states[0]
     weights = {p.name: whole_of([state.weights[p.name] for state in states], p.shape) for p in spec.params}

@@ -68,7 +68,7 @@ def _weights(store: StageStore, arena: Arena) -> dict[str, Tensor]:
 
 
 def _modes(programs: Collection[Program], stage: str) -> dict[str, Any]:
-    """How the programs run a stage: per op the `keep` of its forward, else True."""
+    """The modes in which the programs run a stage: per op the `keep` of its forward, else True."""
     found: dict[str, Any] = {}
     for program in programs:
         for node in program.ops():

@@ -1,4 +1,5 @@
-"""Which frozen weights a checkpoint goes with, which does not hold them: names, shapes and a sample of their values.
+"""The identity of the frozen weights that a checkpoint goes with but does not hold: names, shapes and a sample of their
+values.
 
 In: a source of weights and the frozen parameters. Out: a digest that costs a few rows of a few dozen tensors, whatever
 the size of the model. It is the same for a model in memory and for the files that it was loaded from, however these are

@@ -32,7 +32,7 @@ from .manifest import (
     ShardRecord,
     TensorRecord,
     build_manifest,
-    damaged,
+    damage,
     position_in,
     read_manifest,
     tensor_key,
@@ -180,7 +180,7 @@ class Checkpoint:
             found = (path / shard.file).stat().st_size if (path / shard.file).is_file() else None
             if found != shard.bytes:
                 what = "is missing" if found is None else f"has {found} bytes, not the {shard.bytes} written"
-                raise damaged(path / shard.file, what)
+                raise damage(path / shard.file, what)
 
     @property
     def names(self) -> list[str]:
@@ -282,7 +282,7 @@ class Checkpoint:
             self._files[file] = TensorFile(self.path / file)
         entry = self._files[file].entries.get(tensor_key(kind, name, state))
         if entry is None or entry.code != row.dtype or list(entry.shape) != row.shape:
-            raise damaged(self.path / file, f"its header no longer describes {name!r} as it was written")
+            raise damage(self.path / file, f"its header no longer describes {name!r} as it was written")
         return self._files[file].read(tensor_key(kind, name, state), row.sha256)
 
 

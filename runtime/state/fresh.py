@@ -37,17 +37,17 @@ class FreshValues:
 
         Raises `PlanError` if neither an initialiser nor a second construction of its module gives the value.
         """
-        first = self._initialised(name, 0)
+        first = self._initialise(name, 0)
         if first is not None and _is_complete(first):
             # Integers have no NaN to mark untouched elements, so a second run with another filling must agree.
             if first.is_floating_point() or first.is_complex():
                 return first
-            second = self._initialised(name, 1)
+            second = self._initialise(name, 1)
             if second is not None and torch.equal(first, second):
                 return first
         return self._rebuilt(name)
 
-    def _initialised(self, name: str, filling: int) -> Tensor | None:
+    def _initialise(self, name: str, filling: int) -> Tensor | None:
         """Run the initialisers of the owning module and the modules around it on a filled tensor, and return it."""
         skeleton = self._skeleton()
         path, _, leaf = name.rpartition(".")
@@ -57,7 +57,7 @@ class FreshValues:
         names = [leaf] if tensors is owner._parameters else [n for n, t in tensors.items() if t is not None]
         before = {n: tensors[n] for n in names}
         for n in names:
-            tensors[n] = _filled(before[n], filling)  # type: ignore[assignment]
+            tensors[n] = _filled_tensor(before[n], filling)  # type: ignore[assignment]
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed_of(self._seed, name))
@@ -97,24 +97,24 @@ def _initialise_adapter(root: nn.Module, name: str) -> bool:
     """Initialise a tensor of an adapter as PEFT does, which knows nothing of the model's own initialisers. False for
     other tensors. Raises `PlanError` for adapters that begin with anything but numbers of their own."""
     parts = name.split(".")
-    depth = next((i for i in range(len(parts)) if hasattr(_at(root, parts[:i]), "adapter_layer_names")), None)
+    depth = next((i for i in range(len(parts)) if hasattr(_submodule(root, parts[:i]), "adapter_layer_names")), None)
     if depth is None or parts[depth] in ("base_layer", "original_module", "modules_to_save"):
         return False
-    tuner: Any = _at(root, parts[:depth])
+    tuner: Any = _submodule(root, parts[:depth])
     adapter = parts[depth + 1] if len(parts) > depth + 1 else ""
     configs = (getattr(module, "peft_config", None) for module in _chain(root, ".".join(parts[:depth])))
     config = next((found[adapter] for found in configs if isinstance(found, dict) and adapter in found), None)
     how = getattr(config, "init_lora_weights", None)
     if not hasattr(tuner, "reset_lora_parameters") or how not in (True, False, "gaussian"):
         raise _unknown(name, f"PEFT initialises it by more than a formula ({type(tuner).__name__}, {how!r})")
-    owner = _at(root, parts[:-1])
+    owner = _submodule(root, parts[:-1])
     if isinstance(owner, nn.Linear):
         owner.reset_parameters()
     tuner.reset_lora_parameters(adapter, how)
     return True
 
 
-def _at(root: nn.Module, parts: list[str]) -> nn.Module:
+def _submodule(root: nn.Module, parts: list[str]) -> nn.Module:
     return root.get_submodule(".".join(parts))
 
 
@@ -130,7 +130,7 @@ def _run_initialisers(chain: list[nn.Module]) -> None:
             model._init_weights(module)  # type: ignore[operator]
 
 
-def _filled(tensor: Tensor | None, filling: int) -> Tensor:
+def _filled_tensor(tensor: Tensor | None, filling: int) -> Tensor:
     """A CPU tensor of the same shape and dtype, full of NaN, or for integers of `filling` (0 or 1)."""
     assert tensor is not None
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else filling

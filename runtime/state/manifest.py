@@ -69,8 +69,8 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one stage wrote, small enough to send to the process that commits. `scalars` has the states that are
-    numbers, `parts` the names that are rows of a parameter."""
+    """The record of one stage's written data, small enough to send to the process that commits. `scalars` has the
+    states that are numbers, `parts` the names that are rows of a parameter."""
 
     stage: str
     file: str
@@ -189,7 +189,7 @@ def build_manifest(
         manifest[name] = encode(getattr(progress, name), f"{name} of the checkpoint")
     manifest["ties"] = dict(ties)
     manifest["shards"] = [{"stage": s.stage, "file": s.file, "bytes": s.bytes} for s in shards]
-    tensors, scalars = _gathered(shards)
+    tensors, scalars = _gather_places(shards)
     parts = {name: part for shard in shards for name, part in shard.parts.items()}
     manifest |= {"tensors": tensors, "scalars": scalars, "fingerprint": _fingerprint(tensors, parts)}
     if parts:
@@ -208,17 +208,17 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = read_json(file)
     except Unreadable as error:
-        raise damaged(file, str(error)) from error
+        raise damage(file, str(error)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise damaged(file, "is not the manifest of a checkpoint")
+        raise damage(file, "is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
         raise CheckpointError(f"{file}: has version {manifest.get('version')}; this Penstock reads version {VERSION}.")
     if manifest.get("sha256") != _own_digest(manifest):
-        raise damaged(file, "was altered after writing")
+        raise damage(file, "was altered after writing")
     try:
         return Manifest.model_validate(manifest)
     except pydantic.ValidationError as error:
-        raise damaged(file, f"is not what Penstock writes: {plain_errors(error)}") from error
+        raise damage(file, f"is not what Penstock writes: {plain_errors(error)}") from error
 
 
 def position_in(manifest: Manifest, file: Path) -> RunPosition:
@@ -227,11 +227,11 @@ def position_in(manifest: Manifest, file: Path) -> RunPosition:
     found = {name: decode(getattr(manifest, name), f"{file}: {name}") for name in names}
     for name in names.keys() - {"step", "seed"}:
         if not isinstance(found[name], dict):
-            raise damaged(file, f"has {name} that is no mapping")
+            raise damage(file, f"has {name} that is no mapping")
     require_rng_state(found["rng"], str(file))
     scale = found["loss_scale"].get("state")
     if scale is not None and not _is_scale(scale):
-        raise damaged(file, f"has the loss scale {scale!r:.60}")
+        raise damage(file, f"has the loss scale {scale!r:.60}")
     return RunPosition(**found)
 
 
@@ -247,12 +247,12 @@ def tensor_key(kind: str, name: str, state: str) -> str:
     return f"{kind}.{state}/{name}" if state else f"{kind}/{name}"
 
 
-def damaged(file: Path, what: str) -> CheckpointError:
+def damage(file: Path, what: str) -> CheckpointError:
     """The error for a checkpoint file that differs from what was written."""
     return CheckpointError(f"{file}: {what}. Restore the file from a copy, or resume from an earlier checkpoint.")
 
 
-def _gathered(shards: Collection[ShardRecord]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _gather_places(shards: Collection[ShardRecord]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The place of each tensor and the scalars, over all shards. A buffer of several stages is read from the first."""
     tensors: dict[str, Any] = {kind: {} for kind in KINDS}
     scalars: dict[str, Any] = {}

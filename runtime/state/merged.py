@@ -37,9 +37,9 @@ class AdaptedLayer:
     def is_whole(self) -> bool:
         return self.needed <= self.given.keys()
 
-    def merged(self) -> dict[str, Tensor]:
+    def merge(self) -> dict[str, Tensor]:
         """The tensors of the module without adapters, under their plain names; forgets what was given."""
-        values = {id(t): self.given[n] for n, t in _named(self.module, self.path) if n in self.given}
+        values = {id(t): self.given[n] for n, t in _named_tensors(self.module, self.path) if n in self.given}
         stores = [store for m in self.module.modules() for store in (m._parameters, m._buffers)]
         before = [dict(store) for store in stores]
         real: dict[int, Tensor] = {}
@@ -50,8 +50,8 @@ class AdaptedLayer:
                     is_param = isinstance(old, nn.Parameter)
                     store[leaf] = real.setdefault(id(old), nn.Parameter(new, False) if is_param else new)
         try:
-            inner = _unloaded(self.module)
-            return {name: t.detach() for name, t in _named(inner, self.plain) if not t.is_meta}
+            inner = _merge_and_unload(self.module)
+            return {name: t.detach() for name, t in _named_tensors(inner, self.plain) if not t.is_meta}
         except ValueError as error:  # numbers that are not finite
             raise PlanError(f"save_pretrained(merge=True): {self.plain}: {error}") from error
         finally:
@@ -86,7 +86,7 @@ class AdapterMerge:
         self.part = ModelPart(self.base, {name: plain for name, plain in own.items() if plain is not None})
 
     def of_stage(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """What of the model without adapters is known by these tensors, under its names."""
+        """The tensors of the model without adapters that these tensors determine, under its names."""
         for name, tensor in tensors.items():
             first = self._first.get(name, name)
             for alias in self._aliases.get(first, [name]):
@@ -95,18 +95,18 @@ class AdapterMerge:
                     layer.given[alias] = tensor
                 elif plain is not None:
                     yield {plain: tensor}
-        yield from self._done()
+        yield from self._merge_complete()
 
     def rest(self, source: WeightSource) -> Iterator[dict[str, Tensor]]:
         """The layers of which no stage holds all tensors: the computation does not use them."""
         for layer in list(self._layers.values()):
             for name in sorted(layer.needed - layer.given.keys()):
                 layer.given[name] = source.read(name)
-            yield from self._done()
+            yield from self._merge_complete()
 
-    def _done(self) -> Iterator[dict[str, Tensor]]:
+    def _merge_complete(self) -> Iterator[dict[str, Tensor]]:
         for path in [path for path, layer in self._layers.items() if layer.is_whole]:
-            yield self._layers.pop(path).merged()
+            yield self._layers.pop(path).merge()
 
     def _layer_of(self, name: str) -> AdaptedLayer | None:
         parts = name.split(".")
@@ -139,7 +139,7 @@ class AdapterMerge:
         return given is not None and taken is not None and given.weight is not taken.weight
 
 
-def _named(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in named_tensors(module).items():
         yield (f"{path}.{name}" if path else name), tensor
 
@@ -153,7 +153,7 @@ def _adapted_layers(root: nn.Module, front: str, adapters: set[str]) -> dict[str
             path = f"{front}{plain}"
             others = adapters - set(module.active_adapters)
             unused = {"original_module"} if "modules_to_save" in module._modules and module.active_adapters else set()
-            names = [name for name, _ in _named(module, path)]
+            names = [name for name, _ in _named_tensors(module, path)]
             needed = [n for n in names if not (others | unused) & set(n.removeprefix(path).split("."))]
             found[path] = AdaptedLayer(module, path, plain, frozenset(needed))
             return
@@ -164,7 +164,7 @@ def _adapted_layers(root: nn.Module, front: str, adapters: set[str]) -> dict[str
     return found
 
 
-def _unloaded(module: Any) -> nn.Module:
+def _merge_and_unload(module: Any) -> nn.Module:
     """The module below PEFT's, with its active adapters merged in. The same steps as PEFT's own `merge_and_unload`."""
     with torch.no_grad():
         if hasattr(module, "unload_and_optionally_merge_module"):

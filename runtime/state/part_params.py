@@ -12,7 +12,7 @@ from ...ir.program import ParamSpec, RowPart, TeamPart
 
 
 def member_part(whole: Tensor, param: ParamSpec, member: int) -> Tensor:
-    """What member number `member` of a team has of a whole parameter, or of a state of its shape; copied."""
+    """The part of a whole parameter, or of a state of its shape, that member number `member` of a team has; copied."""
     part = _part_of(param)
     before, after = whole.shape[: part.dim], whole.shape[part.dim + 1 :]
     rows = whole.reshape(*before, part.blocks, part.members, -1, *after)
@@ -61,7 +61,7 @@ class PartJoiner:
 
 
 class PartIndex:
-    """Where the rows of parameters lie among stored names: `parts` has those names that are parts."""
+    """The rows of parameters among stored names: `parts` has those names that are parts."""
 
     def __init__(self, parts: Mapping[str, RowPart]):
         self.parts = parts

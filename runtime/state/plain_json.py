@@ -22,7 +22,7 @@ def encode(value: Any, where: str) -> Any:
     """Turn `value` into JSON values. Raises `CheckpointError` naming `where` for a value that has no such form."""
     if value is None or isinstance(value, (bool, int, float, str)):
         if type(value) not in (type(None), bool, int, float, str):
-            raise _refused(value, where)
+            raise _refusal(value, where)
         return value
     if type(value) is list:
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -37,7 +37,7 @@ def encode(value: Any, where: str) -> Any:
         flat = value.detach().cpu().contiguous().reshape(-1)
         row = {"dtype": code_of(value.dtype), "shape": list(value.shape)}
         return {_MARK: "tensor", **row, "hex": flat.view(torch.uint8).numpy().tobytes().hex()}
-    raise _refused(value, where)
+    raise _refusal(value, where)
 
 
 def decode(value: Any, where: str) -> Any:
@@ -73,7 +73,7 @@ def _tensor(code: str, shape: list[int], text: str) -> torch.Tensor:
     return flat.reshape(shape)
 
 
-def _refused(value: Any, where: str) -> CheckpointError:
+def _refusal(value: Any, where: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: a {type(value).__qualname__} cannot be saved. Use numbers, text, None, lists, tuples, dicts and "
         "tensors of at most 1 MiB."

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from ...ir.program import StageSpec
-from ..model_names import aliases_of, named_tensors, never_saved, ties_of
+from ..model_names import aliases_of, named_tensors, ties_of, unsaved_buffers
 from ..quantised.model import names_of_bytes
 from . import durable
 from .adapters import names_to_save, save_adapters
@@ -54,7 +54,7 @@ def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLa
 
     Every tensor has the dtype that it has in `model`.
     """
-    unsaved, tensors = never_saved(model), named_tensors(model)
+    unsaved, tensors = unsaved_buffers(model), named_tensors(model)
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
     ties = ties_of(model)
     groups = {name: [name] for name in tensors if name not in ties and name not in unsaved} | aliases_of(ties)
@@ -69,7 +69,7 @@ def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLa
         if not is_a(model, TRANSFORMERS):
             metadata |= {alias: canonical for alias in groups[canonical][1:]}
     shards = _split(rows, max_shard_bytes)
-    names = [SINGLE_FILE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(len(shards))]
+    names = [SINGLE_FILE] if len(shards) == 1 else [_file_name(i, len(shards)) for i in range(len(shards))]
     return WeightsLayout({name: plan_file(shard, metadata) for name, shard in zip(names, shards, strict=True)}, keys)
 
 
@@ -238,7 +238,7 @@ def _split(
     return shards
 
 
-def _numbered(index: int, count: int) -> str:
+def _file_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 

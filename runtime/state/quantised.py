@@ -46,7 +46,7 @@ class StoredBytes:
         return self.stored.keys
 
     def read(self) -> Tensor:
-        return as_bytes(torch.tensor(_described(self.stored)[self.field]) if self.field else self.stored.read())
+        return as_bytes(torch.tensor(_quantisation(self.stored)[self.field]) if self.field else self.stored.read())
 
     def read_rows(self, begin: int, end: int) -> Tensor:
         return self.read()[begin:end].clone()
@@ -95,7 +95,7 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
 
 
 def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[str, StoredBytes | QuantisedOnRead]:
-    """Where each tensor of a layer is, by the name of its parameter; nothing where the files do not have the layer.
+    """The place of each tensor of a layer, by the name of its parameter; empty where the files do not have the layer.
     `front`: its name in the files, with a dot. A layer on the meta device takes the type that its weight was, or will
     be, quantised from.
 
@@ -149,7 +149,7 @@ def _packed_already(
         )
     there = {name: stored for name, stored in packed.items() if isinstance(stored, Stored)}
     if isinstance(layer, Linear4bitBytes):
-        described = _described(there.pop("state"))
+        described = _quantisation(there.pop("state"))
         if layer.weight.is_meta:
             layer.dtype = described["dtype"]
         own = {"quant_type": layer.quant_type, "blocksize": layer.blocksize, "shape": list(layer.shape)}
@@ -163,8 +163,8 @@ def _packed_already(
     return {name: StoredBytes(stored, OFFSET if name == OFFSET else "") for name, stored in there.items()}
 
 
-def _described(state: Stored | Converted) -> dict[str, Any]:
-    """What bitsandbytes has written about a weight of 4 bits."""
+def _quantisation(state: Stored | Converted) -> dict[str, Any]:
+    """The data that bitsandbytes has written about a weight of 4 bits."""
     try:
         described: dict[str, Any] = json.loads(bytes(state.read().tolist()))
         described["dtype"] = getattr(torch, described["dtype"])

@@ -67,7 +67,7 @@ class Converted:
         return self.read()[begin:end].clone()
 
 
-def in_model_terms(
+def to_model_names(
     model: nn.Module, stored: Mapping[str, Stored], known: Collection[str]
 ) -> dict[str, Stored | Converted]:
     """The tensors of the files under the names that transformers loads them to; other models' keys stay as they are.
@@ -93,11 +93,13 @@ def in_model_terms(
         else:
             groups.setdefault(name, (used, []))[1].append((str(pattern), stored[key]))
     for target, (converter, rows) in groups.items():
-        result |= _converted(target, converter, tuple(rows), getattr(model, "config", None))
+        result |= _converter_results(target, converter, tuple(rows), getattr(model, "config", None))
     return result
 
 
-def _converted(target: str, converter: Any, rows: tuple[tuple[str, Stored], ...], config: Any) -> dict[str, Converted]:
+def _converter_results(
+    target: str, converter: Any, rows: tuple[tuple[str, Stored], ...], config: Any
+) -> dict[str, Converted]:
     """One entry per result of the converter; running it on meta tensors gives the shapes."""
     empty = [
         (pattern, torch.empty(stored.shape, dtype=CODES[stored.file.entries[stored.key].code], device="meta"))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.documents import Unreadable, opened, parse_json
+from ...ir.documents import Unreadable, open_regular, parse_json
 from ...ir.errors import CheckpointError
 
 CODES = {
@@ -158,7 +158,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            with opened(path) as file:
+            with open_regular(path) as file:
                 self.bytes = os.fstat(file.fileno()).st_size
                 raw, start = self._read_header(file)
         except OSError as error:
@@ -195,7 +195,7 @@ class TensorFile:
         tensor = torch.empty(entry.shape, dtype=CODES[entry.code])
         data, seen = _bytes_of(tensor), hashlib.sha256()
         try:
-            with opened(self.path) as file:
+            with open_regular(self.path) as file:
                 file.seek(entry.begin)
                 done = 0
                 while done < len(data):

@@ -14,9 +14,9 @@ from torch import nn
 
 from ...ir.documents import Unreadable, is_inside, read_json
 from ...ir.errors import CheckpointError
-from ..model_names import aliases_of, named_tensors, never_saved, ties_of
+from ..model_names import aliases_of, named_tensors, ties_of, unsaved_buffers
 from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, places_in_files, quantised_layers
-from .stored import Converted, Stored, in_model_terms
+from .stored import Converted, Stored, to_model_names
 from .tensor_file import TensorFile
 from .wrapped import ModelPart, part_by_names, parts_of
 
@@ -46,10 +46,10 @@ class Match:
         rows = [f"{directory}: these weights are not those of the model."]
         if not self.where:
             rows.append("Not one name agrees.")
-        rows += _listed("Missing", refused)
+        rows += _list_names("Missing", refused)
         shapes = [f"{n} (file {list(a)}, model {list(b)})" for n, (a, b) in self.misshapen.items()]
-        rows += _listed("Of another shape", shapes)
-        rows += _listed("Unexpected", self.unexpected)
+        rows += _list_names("Of another shape", shapes)
+        rows += _list_names("Unexpected", self.unexpected)
         rows.append(
             'A head that the files lack is initialised with missing_ok=["NAME.*"]; names that differ by what stands in '
             "front take prefix=...; or load the weights yourself and give the loaded model instead of the directory."
@@ -108,11 +108,11 @@ def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | Non
 
 
 def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], prefix: str | None) -> Match:
-    unsaved, ties = never_saved(model), ties_of(model)
+    unsaved, ties = unsaved_buffers(model), ties_of(model)
     wanted = {name: tensor for name, tensor in named_tensors(model).items() if name not in unsaved}
     front = getattr(part.module, "base_model_prefix", "") if prefix is None else prefix
     rules = _prefix_rules(front)
-    found = in_model_terms(part.module, files, {rule(own) for rule in rules for own in part.names.values()})
+    found = to_model_names(part.module, files, {rule(own) for rule in rules for own in part.names.values()})
     to_key = max(rules, key=lambda rule: sum(rule(own) in found for own in part.names.values()))
     keys = {name: to_key(own) for name, own in part.names.items()}
     aliases = aliases_of(ties)
@@ -162,7 +162,7 @@ def _require_equal(found: Mapping[str, Stored | Converted], names: list[str]) ->
             )
 
 
-def _listed(title: str, names: list[str], most: int = 12) -> list[str]:
+def _list_names(title: str, names: list[str], most: int = 12) -> list[str]:
     if not names:
         return []
     more = f", and {len(names) - most} more" if len(names) > most else ""

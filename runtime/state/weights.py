@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ir.errors import CheckpointError, PlanError
 from ...ir.precision import MASTER_BYTES
 from ...ir.program import ParamSpec, RowPart, StageSpec
-from ..model_names import named_tensors, never_saved, ties_of
+from ..model_names import named_tensors, ties_of, unsaved_buffers
 from .fresh import FreshValues
 from .quantised import quantised_layers
 from .weight_files import Place, match_names, open_files
@@ -156,7 +156,7 @@ def open_directory(
     held = {name: tensors[name].detach() for name in match.missing if not tensors[name].is_meta}
     held |= {name: fresh.value(name) for name in match.missing if name not in ties and name not in held}
     held |= {name: held[ties[name]] for name in match.missing if name in ties}
-    for name in never_saved(model):
+    for name in unsaved_buffers(model):
         held[name] = fresh.value(name) if tensors[name].is_meta else tensors[name].detach()
     return DirectoryWeights(match.where, ties, held, tuple(match.missing), tuple(match.unexpected))
 

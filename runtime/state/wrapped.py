@@ -1,4 +1,4 @@
-"""Which module of a model files of weights are of: the model's own, or those of the one library model in a wrapper.
+"""The module of a model that files of weights belong to: the model itself, or the one library model in a wrapper.
 
 `torch.compile`, data parallelism and a user's module that only calls a model add names in front and nothing else; what
 they hold is written as if it stood alone. A wrapper with tensors of its own is no library's model.
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from ..model_names import named_tensors, never_saved
+from ..model_names import named_tensors, unsaved_buffers
 from ..quantised.model import names_of_bytes
 
 TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
@@ -46,7 +46,7 @@ def parts_of(model: nn.Module) -> Iterator[ModelPart]:
         front = f"{path}." if path else ""
         found = {name: name.removeprefix(front) for name in names if name.startswith(front)}
         yield ModelPart(inner, found)
-        adapted = _without_adapters(inner, found)
+        adapted = _model_below_adapters(inner, found)
         if adapted is not None:
             yield adapted
 
@@ -64,7 +64,7 @@ def part_by_names(model: nn.Module, keys: Collection[str]) -> ModelPart | None:
     return most[0] if len(most) == 1 else None
 
 
-def _without_adapters(module: nn.Module, names: Mapping[str, str]) -> ModelPart | None:
+def _model_below_adapters(module: nn.Module, names: Mapping[str, str]) -> ModelPart | None:
     """The model that PEFT has put adapters into, under the names from before; None if there are no adapters."""
     base: Any = module
     front = ""
@@ -87,7 +87,7 @@ def module_to_save(model: nn.Module) -> ModelPart:
     if not found:
         return ModelPart(model, {name: name for name in named_tensors(model)})
     path, inner = next(iter(found.items()))
-    own, theirs, unsaved = named_tensors(model), named_tensors(inner), never_saved(model)
+    own, theirs, unsaved = named_tensors(model), named_tensors(inner), unsaved_buffers(model)
     places = {id(tensor): name for name, tensor in reversed(theirs.items())}
     extra = [name for name, tensor in own.items() if id(tensor) not in places and name not in unsaved]
     if extra or len(found) > 1:
@@ -163,7 +163,7 @@ def _built_again(inner: nn.Module) -> nn.Module | None:
 
 
 def _saved_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    unsaved = never_saved(module)
+    unsaved = unsaved_buffers(module)
     return {name: tuple(t.shape) for name, t in named_tensors(module).items() if name not in unsaved}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.compare import MachineRow, price, unpriced
+from penstock.cli.compare import MachineRow, price, unpriced_text
 from penstock.cli.main import main
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
@@ -120,10 +120,10 @@ def test_prices() -> None:
     two = Hardware.preset("mics-p3dn:2").model_dump()
     two["hosts"][1]["price_dollars_per_hour"] = None
     assert price(Hardware.model_validate(two)) == (None, None)
-    assert unpriced([MachineRow("a", True, price_dollars=1.0), MachineRow("b", True)]).startswith(
+    assert unpriced_text([MachineRow("a", True, price_dollars=1.0), MachineRow("b", True)]).startswith(
         "no price is known for b"
     )
-    assert unpriced([MachineRow("a", True, price_dollars_per_hour=1.0)]) == ""
+    assert unpriced_text([MachineRow("a", True, price_dollars_per_hour=1.0)]) == ""
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Eager:
         losses = []
         self.optimizer.zero_grad()
         for m in range(self.micro_batches):
-            with self.draws.seeded([micro_batch_seed(self.seed, self.step_count, m)], batch):
+            with self.draws.seed_draws([micro_batch_seed(self.seed, self.step_count, m)], batch):
                 loss = self.loss_of(self.model, part_of(batch, m, self.micro_batches))
             loss.backward(torch.full_like(loss, 1 / self.micro_batches))
             losses.append(loss.detach())

@@ -13,7 +13,7 @@ from penstock.compiler.report.graphs import graphs_text
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
 from penstock.ir.errors import PlanError
-from penstock.ir.program import graph_bytes, graphed, persistent_bytes, profile_memory, ungraphed
+from penstock.ir.program import graph_bytes, graphs_of_stages, persistent_bytes, profile_memory, reasons_without_graphs
 from penstock.ir.program.graphs import PRODUCTS_BYTES, SEGMENTS_BYTES
 from penstock.ir.stages.stage import aligned
 
@@ -46,7 +46,7 @@ def job_of(model: nn.Module | None = None, stages: int = 2, **options: Any) -> p
 def test_each_micro_batch_in_flight_counts_for_the_whole_step() -> None:
     job, plain = job_of(), job_of(cuda_graphs=False)
     program, counted = job.programs[0], 0
-    for name, graphs in graphed(program).items():
+    for name, graphs in graphs_of_stages(program).items():
         spec = program.interface.stages[name]
         assert (graphs.slots, graphs.again) == (MICRO_BATCHES, False)
         around = sum(aligned(t.bytes) for t in (*spec.inputs, *spec.outputs, *spec.outputs))
@@ -54,7 +54,7 @@ def test_each_micro_batch_in_flight_counts_for_the_whole_step() -> None:
         workspace_bytes = max(spec.forward_workspace_bytes, spec.backward_workspace_bytes)
         each = around + spec.kept_bytes + workspace_bytes + SEGMENTS_BYTES + PRODUCTS_BYTES
         counted += MICRO_BATCHES * each + sum(aligned(param.grad_bytes) for param in spec.params)
-    assert len(graphed(program)) == 2 and graph_bytes(program) == counted
+    assert len(graphs_of_stages(program)) == 2 and graph_bytes(program) == counted
     assert persistent_bytes(program).device["graphs"] == counted
     kept = [node.meta["type"] for node in program.graph.nodes if node.name.startswith("kept")]
     assert {value.bytes for value in kept} == {0}
@@ -66,8 +66,10 @@ def test_each_micro_batch_in_flight_counts_for_the_whole_step() -> None:
 def test_a_stage_that_draws_runs_as_written_and_is_counted_so() -> None:
     job = job_of(Half(dropout=0.1))
     program = job.programs[0]
-    assert list(graphed(program)) == ["stage0"]
-    assert ungraphed(program) == {"stage1": "it draws random numbers, and the host sets the seed of each draw"}
+    assert list(graphs_of_stages(program)) == ["stage0"]
+    assert reasons_without_graphs(program) == {
+        "stage1": "it draws random numbers, and the host sets the seed of each draw"
+    }
     kept = {n.meta["type"].stage: n.meta["type"].bytes for n in program.graph.nodes if n.name.startswith("kept")}
     assert kept["stage0"] == 0 < kept["stage1"]
     text = graphs_text(job.programs, {})
@@ -81,7 +83,7 @@ def test_stages_are_rematerialised_where_their_graphs_do_not_fit_else() -> None:
     assert not job_of(hardware=small, cuda_graphs=False).plan.decisions.rematerialise
     job = job_of(hardware=small)
     assert job.plan.decisions.rematerialise == ["stage0", "stage1"]
-    assert {(graphs.slots, graphs.again) for graphs in graphed(job.programs[0]).values()} == {(0, True)}
+    assert {(graphs.slots, graphs.again) for graphs in graphs_of_stages(job.programs[0]).values()} == {(0, True)}
     with pytest.raises(PlanError, match="its weights do not stay on the device"):
         job_of(hardware=small.with_(memory="100MB"))
 

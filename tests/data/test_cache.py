@@ -32,8 +32,8 @@ def spec(tmp_path: Path) -> DataSpec:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one each time that rows are made."""
     count: list[int] = []
-    make = read._made
-    monkeypatch.setattr(read, "_made", lambda *args: [count.append(1), make(*args)][1])
+    make = read._make_rows
+    monkeypatch.setattr(read, "_make_rows", lambda *args: [count.append(1), make(*args)][1])
     return count
 
 
@@ -95,7 +95,7 @@ def test_an_error_of_what_makes_the_rows_is_not_one_of_the_cache() -> None:
 
     for _ in range(2):  # the lock is free again
         with pytest.raises(TimeoutError, match="the disk with the data is gone"):
-            cache.cached("key", make)
+            cache.load_or_make("key", make)
 
 
 def test_other_code_makes_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def _slowly(folder: str, count: Any) -> None:
         time.sleep(0.5)
         return {"columns": torch.zeros(1)}
 
-    cache.cached("key", make)
+    cache.load_or_make("key", make)
 
 
 def test_two_processes_make_them_once(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ class Eager(Seeded):
         losses = []
         self.optimizer.zero_grad()
         for m, batch in enumerate(batches):
-            with self.draws.seeded(micro_batch_seed(SEED, self.step_number, m)):
+            with self.draws.seed_draws(micro_batch_seed(SEED, self.step_number, m)):
                 loss = self.run(*(batch[name] for name in self.names))["loss"]
             loss.backward(torch.full_like(loss, 1 / len(batches)))
             losses.append(loss.detach())

@@ -66,7 +66,7 @@ class OneStage:
                 param.copy_(weights[name])
         leaves = [x.detach().requires_grad_(i.requires_grad) for x, i in zip(inputs, self.spec.inputs)]
         device = torch.device("cpu")
-        with Draws(self.spec.name, self.scratch, device).seeded(seed), self.precision.autocast(device):
+        with Draws(self.spec.name, self.scratch, device).seed_draws(seed), self.precision.autocast(device):
             outputs = self.scratch(*leaves)
         return list(outputs[: len(self.spec.outputs)]), leaves, params
 

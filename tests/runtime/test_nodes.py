@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.runtime.device import host
-from penstock.runtime.nodes import HUGE_PAGE_BYTES, NODES, Nodes, gpu_address, mapped
+from penstock.runtime.nodes import HUGE_PAGE_BYTES, NODES, Nodes, gpu_address, map_pages
 from penstock.runtime.stage import arena
 
 GPUS = {"0000:17:00.0": 0, "0000:3b:00.0": 0, "0001:b1:00.0": 1, "0001:d8:00.0": 1, "0002:01:00.0": -1}
@@ -79,7 +79,7 @@ def test_buffers_ask_for_their_node_before_anything_is_written(monkeypatch: pyte
 @pytest.mark.skipif(not NODES.with_memory, reason="a kernel without NUMA")
 def test_the_kernel_takes_the_wish_and_large_pages() -> None:
     num_bytes = 4 * HUGE_PAGE_BYTES
-    flat = torch.frombuffer(mapped(num_bytes), dtype=torch.uint8)
+    flat = torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
     node = NODES.with_memory[0]
     if not NODES.place(flat.data_ptr(), num_bytes, node):
         pytest.skip("this container may not call mbind")
@@ -93,7 +93,7 @@ def test_the_kernel_takes_the_wish_and_large_pages() -> None:
 
 @pytest.mark.skipif(not NODES.with_memory, reason="a kernel without NUMA")
 def test_a_node_that_does_not_exist_is_refused_and_changes_nothing() -> None:
-    flat = torch.frombuffer(mapped(HUGE_PAGE_BYTES), dtype=torch.uint8)
+    flat = torch.frombuffer(map_pages(HUGE_PAGE_BYTES), dtype=torch.uint8)
     assert not NODES.place(flat.data_ptr(), HUGE_PAGE_BYTES, 900)
     assert int(flat.sum()) == 0
 

@@ -34,7 +34,7 @@ def picture(now: Snapshot, width: int, height: int) -> Text:
     if now.busy_share:
         lines += [Text(), *_busy(now, width, num_devices)]
     if memories:
-        lines += [Text(), *_filled(now, memories, width, num_memories)]
+        lines += [Text(), *_memory_bars(now, memories, width, num_memories)]
     if now.evaluations:
         lines.append(_evaluation(now))
     if now.offer:
@@ -118,7 +118,7 @@ def _busy(now: Snapshot, width: int, count: int) -> Iterator[Text]:
         yield Text.assemble((head, FAINT), why)
 
 
-def _filled(now: Snapshot, memories: Sequence[str], width: int, count: int) -> Iterator[Text]:
+def _memory_bars(now: Snapshot, memories: Sequence[str], width: int, count: int) -> Iterator[Text]:
     """A row for each memory: its peak against its budget, where it has one."""
     limits = now.limit_bytes
     shares = {name: now.peak_bytes[name] / limits[name] for name in memories if limits.get(name)}

@@ -1,4 +1,4 @@
-"""Where a page is served: HOST:PORT of this machine alone."""
+"""The address of a page: HOST:PORT of this machine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all views of a run show, put together from what listeners are told."""
+"""The state of a run that all views show, collected from the events that listeners receive."""
 
 from __future__ import annotations
 

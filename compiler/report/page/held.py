@@ -11,7 +11,7 @@ from torch import fx
 from ....ir import ops
 from ....ir.calls import op_of
 from ....ir.machine.hardware import Hardware
-from ....ir.program import Program, donated, persistent_bytes, places_of, values_of, work_of
+from ....ir.program import Program, donated_operands, persistent_bytes, places_of, values_of, work_of
 from ....ir.program.memory import plan_arenas
 from ....runtime.simulate import Span, Timeline
 from ...plan import Prediction
@@ -77,7 +77,10 @@ def _values(
                 kind = value.meta["type"]
                 if kind.owned and kind.bytes:
                     users = [user for user in value.users if user in span_of]
-                    ends = [span_of[user].start_s if value in donated(user) else span_of[user].end_s for user in users]
+                    ends = [
+                        span_of[user].start_s if value in donated_operands(user) else span_of[user].end_s
+                        for user in users
+                    ]
                     end_s = max(ends, default=timeline.from_rest_s)
                     name = _memory_name(hardware, device, kind.memory)
                     text = f"{value.name} ({kind.kind}{', in the arena' if places_of(value) else ''})"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.gradient_hooks import hooks_of, traced
 from penstock.errors import CaptureError
-from penstock.runtime.optimizer.hooks import hooked
+from penstock.runtime.optimizer.hooks import call_hooks
 
 MASK, HALF = torch.ones(5, 4), torch.tensor(0.5)
 LOG: list[Any] = []
@@ -93,8 +93,8 @@ def test_a_traced_hook_does_what_it_does_in_eager(names: list[str]) -> None:
         register(param, HONOURED[name])
     calls = traced("weight", param)
     (param * factor).sum().backward()
-    assert param.grad is not None and hooked(calls, factor).equal(param.grad)
-    assert hooked(calls, factor[2]).equal(param.grad[2])  # on a piece as well
+    assert param.grad is not None and call_hooks(calls, factor).equal(param.grad)
+    assert call_hooks(calls, factor[2]).equal(param.grad[2])  # on a piece as well
 
 
 def logs(g: Tensor) -> Tensor:

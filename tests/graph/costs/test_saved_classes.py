@@ -151,7 +151,7 @@ def test_attention_is_kept_with_its_log_sum_exp(name: str) -> None:
         rows = [n for n in kept.tensors if n.endswith("/1")]
         assert rows and all(n.partition("/")[0] in {row.name for row in spec.saved} for n in rows)
         with Calls() as calls, torch.enable_grad():
-            runner._rematerialised(kept, inputs, 0)
+            runner._rematerialise(kept, inputs, 0)
         assert calls.count == 0
 
 
@@ -170,7 +170,7 @@ def test_products_in_groups_are_kept() -> None:
         for names in (everything(spec, 0), []):
             kept = Kept.partial({}) if not names else runner.forward(inputs, 0, names)[1]
             with Calls(torch.ops.aten._grouped_mm.default) as calls, torch.enable_grad():
-                runner._rematerialised(kept, inputs, 0)
+                runner._rematerialise(kept, inputs, 0)
             counts.append(calls.count)
     assert sum(counts[::2]) == 0 and sum(counts[1::2]) == 4
 

@@ -24,7 +24,7 @@ from penstock.graph.kernels.attention import (
     cuda_window_attention,
 )
 from penstock.graph.kernels.call_rows import KernelCalls, MixRows
-from penstock.ir.machine.call_mix import counted
+from penstock.ir.machine.call_mix import merge_rows
 from penstock.passes.rewrite.drop_masks import DropMasks
 from penstock.runtime.functions import packed_attention, window_attention
 from penstock.tests.passes.running import apply, draft_of
@@ -173,7 +173,7 @@ def test_a_windows_calls_are_those_of_its_blocks() -> None:
     for call in (cuda_window_attention, window_attention):
         with Calls() as calls:
             call(*operands, 200, 3).sum().backward()
-        rows = counted((row, 1) for row in calls.rows.attention)
+        rows = merge_rows((row, 1) for row in calls.rows.attention)
         found.append({(row.queries, row.keys, row.backward, row.count) for row in rows})
     assert found[0] == found[1]
 
@@ -189,7 +189,7 @@ def test_documents_save_their_operands_alone_and_call_by_blocks() -> None:
     for call in (cuda_packed_attention, packed_attention):
         with Calls() as calls:
             call(*operands, torch.zeros(1, 1100, dtype=torch.long)).sum().backward()
-        rows = counted((row, 1) for row in calls.rows.attention)
+        rows = merge_rows((row, 1) for row in calls.rows.attention)
         found.append({(row.queries, row.keys, row.backward, row.count) for row in rows})
     assert found[0] == found[1]
     assert {(queries, keys) for queries, keys, _, _ in found[0]} == {(512, 512), (512, 1024), (76, 1100)}
@@ -213,7 +213,7 @@ def test_borders_let_documents_run_the_kernel(key_heads: int) -> None:
     assert peak.most == gradients + padded * 4 * (1 + 32) + expanded
     with Calls() as calls:
         cuda_packed_attention(*operands, documents, borders=borders).sum().backward()
-    rows = counted((row, 1) for row in calls.rows.attention)
+    rows = merge_rows((row, 1) for row in calls.rows.attention)
     assert {(row.backend, row.heads, row.queries, row.keys, row.causal, row.backward) for row in rows} == {
         (FLASH, BATCH * HEADS, ROWS, ROWS, True, backward) for backward in (False, True)
     }

@@ -20,12 +20,12 @@ from penstock.ir.machine.call_mix import (
     PointwiseCall,
     Product,
     both,
-    merged,
+    merge_mixes,
 )
 from penstock.ir.machine.hardware import Device, Hardware
 from penstock.ir.machine.part_rates import MEASURED
 from penstock.ir.machine.presets import PARTS, gpu
-from penstock.ir.machine.rates import SLOWEST, RateTable, interpolated
+from penstock.ir.machine.rates import SLOWEST, RateTable, interpolate
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -80,32 +80,32 @@ def curves(draw: st.DrawFn, steepest: float = 3.0) -> tuple[tuple[float, float],
 @given(curves(), SIZES, SIZES)
 def test_a_larger_product_never_takes_less_time(curve: tuple[tuple[float, float], ...], a: float, b: float) -> None:
     small, large = sorted((a, b))
-    took = [size**3 / interpolated(curve, size, SLOWEST) for size in (small, large)]
+    took = [size**3 / interpolate(curve, size, SLOWEST) for size in (small, large)]
     assert took[0] <= took[1] * (1 + 1e-6)
 
 
 @given(curves(), SIZES)
 def test_no_rate_is_above_the_highest(curve: tuple[tuple[float, float], ...], size: float) -> None:
     highest = max(rate for _, rate in curve)
-    assert 0 < interpolated(curve, size, SLOWEST) <= highest * (1 + 1e-6)
+    assert 0 < interpolate(curve, size, SLOWEST) <= highest * (1 + 1e-6)
     inside = [rate for _, rate in curve]
     if curve[0][0] <= size <= curve[-1][0]:
-        assert interpolated(curve, size) >= min(inside) * (1 - 1e-6)
+        assert interpolate(curve, size) >= min(inside) * (1 - 1e-6)
 
 
 @given(curves())
 def test_the_sizes_of_a_table_have_its_rates(curve: tuple[tuple[float, float], ...]) -> None:
     for size, rate in curve:
-        assert interpolated(curve, size, SLOWEST) == pytest.approx(rate)
-    assert interpolated(curve, curve[-1][0] * 10) == curve[-1][1]
+        assert interpolate(curve, size, SLOWEST) == pytest.approx(rate)
+    assert interpolate(curve, curve[-1][0] * 10) == curve[-1][1]
 
 
 def test_between_two_sizes_the_line_is_straight_in_logarithms() -> None:
     curve = ((100.0, 10.0), (10_000.0, 1000.0))
-    assert interpolated(curve, 1000.0) == pytest.approx(100.0)
-    assert interpolated(curve, 10.0, SLOWEST) == pytest.approx(1.0)
+    assert interpolate(curve, 1000.0) == pytest.approx(100.0)
+    assert interpolate(curve, 10.0, SLOWEST) == pytest.approx(1.0)
     flat = ((100.0, 10.0), (10_000.0, 10.0))
-    assert interpolated(flat, 50.0, SLOWEST) == pytest.approx(5.0)  # in proportion to the size, at least
+    assert interpolate(flat, 50.0, SLOWEST) == pytest.approx(5.0)  # in proportion to the size, at least
 
 
 # -- times of calls ----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_what_a_table_leaves_out_runs_at_constant_rates() -> None:
 
 def test_mixes_of_equal_blocks_share_rows() -> None:
     block = both(product(512, 512, 512), attention(512, 64))
-    stage = merged([block, block, product(512, 512, 512)])
+    stage = merge_mixes([block, block, product(512, 512, 512)])
     assert [row.count for row in stage.products] == [3] and [row.count for row in stage.attention] == [2]
     assert stage.flops == 2 * block.flops + product(512, 512, 512).flops
     assert stage.traffic_bytes == 2 * block.traffic_bytes + product(512, 512, 512).traffic_bytes

@@ -38,8 +38,8 @@ def test_messages_reach_their_share_of_the_network_and_of_what_joins_devices() -
 def test_many_hosts_reach_less_of_the_network_each() -> None:
     network = machine(message_shares=MESSAGES, host_shares=HOSTS).network
     assert network is not None
-    assert [network.reached(1e9, hosts) / 1e9 for hosts in (2, 8, 16, 32, 99)] == pytest.approx([10, 9, 6, 4, 4])
-    assert network.reached(1e6, 8) == pytest.approx(0.5 * 9e9)
+    assert [network.bandwidth_at(1e9, hosts) / 1e9 for hosts in (2, 8, 16, 32, 99)] == pytest.approx([10, 9, 6, 4, 4])
+    assert network.bandwidth_at(1e6, 8) == pytest.approx(0.5 * 9e9)
 
 
 def test_disks_reach_a_share_of_the_sum_of_their_rates() -> None:

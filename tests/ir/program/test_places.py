@@ -73,7 +73,7 @@ def test_no_two_values_meet(steps: list[tuple[bool, int, int]]) -> None:
         spans[now] = (now, len(steps), -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         there.append(now)
         most = max(most, sum(spans[key][2] for key in there))
-    offsets = places.placed.offsets
+    offsets = places.offsets.offsets
     assert most <= places.bytes and offsets.keys() == spans.keys()
     assert places.bytes == max((offsets[key] + size for key, (_, _, size) in spans.items()), default=0)
     for a, (a_from, a_to, a_size) in spans.items():
@@ -104,7 +104,7 @@ def test_neighbours_take_no_more_than_both_of_them(sizes: list[int]) -> None:
 
 
 def test_equal_values_lie_as_low_as_they_can() -> None:
-    assert [*chained([4, 4, 4, 4], parts=False).placed.offsets.values()] == [0, 4, 0, 4]
+    assert [*chained([4, 4, 4, 4], parts=False).offsets.offsets.values()] == [0, 4, 0, 4]
 
 
 def test_what_is_fetched_in_two_parts_lies_together() -> None:

@@ -12,7 +12,7 @@ from penstock.ir.documents import Unreadable
 from penstock.ir.errors import VerifyError
 from penstock.ir.program import Earlier, HookCall, Interface, Program, elementwise, parse_program, print_program
 from penstock.ir.verify import verify
-from penstock.runtime.optimizer.hooks import hooked
+from penstock.runtime.optimizer.hooks import call_hooks
 from penstock.tests.ir.program.two_stages import interface_of, models, training, with_hooks
 
 CLAMP = HookCall("aten.clamp.default", (Earlier(0), -0.5, None))
@@ -31,7 +31,7 @@ def test_only_elementwise_operators_are_found(name: str) -> None:
 
 def test_a_hook_is_run_as_written() -> None:
     gradient = torch.tensor([-2.0, 0.25])
-    assert hooked((CLAMP, CAST), gradient).equal(torch.tensor([-0.5, 0.25], dtype=torch.float64))
+    assert call_hooks((CLAMP, CAST), gradient).equal(torch.tensor([-0.5, 0.25], dtype=torch.float64))
     assert str(CLAMP) == "clamp(v0, -0.5, None)" and str(CAST) == "_to_copy(v1, dtype=float64)"
 
 

@@ -24,7 +24,7 @@ from penstock.ir.program import (
     Program,
     add_host_waits,
     build_order,
-    donated,
+    donated_operands,
     find_cycle,
     operands,
     place_frees,
@@ -87,7 +87,7 @@ class Model:
                 return False
             self.memory(node)
             self.queues[issue.stream].append(self.cursor)
-        for value in operands(node) if node.target is ops.free else donated(node):
+        for value in operands(node) if node.target is ops.free else donated_operands(node):
             self.boxes.pop(value, None)
         self.cursor += 1
         return True
@@ -120,7 +120,7 @@ class Model:
                 self.loans.lend(self.boxes[value], stream, self.cursor)
         foreign = [self.boxes[v] for v in operands(node) if v in self.boxes and self.boxes[v].stream is not stream]
         made = {(v.meta["type"].kind, v.meta["type"].stage) for v in values_of(node)}
-        olds = {(v.meta["type"].kind, v.meta["type"].stage): self.boxes.pop(v, None) for v in donated(node)}
+        olds = {(v.meta["type"].kind, v.meta["type"].stage): self.boxes.pop(v, None) for v in donated_operands(node)}
         olds = {key: box for key, box in olds.items() if key in made}
         for value in values_of(node):
             kind = value.meta["type"]

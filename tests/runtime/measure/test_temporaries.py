@@ -42,7 +42,7 @@ def found_bytes(spec: OptimizerSpec, dtype: torch.dtype = torch.float32) -> int:
         for _ in range(8):
             part.step(grads)
     assert part.optimizer is not None
-    return living.beside(part.optimizer)
+    return living.most_beside(part.optimizer)
 
 
 def assert_counted(found: int, counted: int) -> None:
@@ -89,6 +89,6 @@ def test_groups_are_stepped_one_after_the_other() -> None:
 def test_many_large_parameters_are_counted_without_memory_by_one_trial() -> None:
     large = [(f"layer{index}", (16384, 65536), torch.float32) for index in range(200)]
     spec = OptimizerSpec("torch.optim:Adadelta", json.loads('{"lr": 0.123}'))
-    before = temporaries._found.cache_info().misses
+    before = temporaries._temporaries_of_group.cache_info().misses
     assert step_bytes(spec, large, "cuda") == 2 * 4 * 16384 * 65536  # of one parameter, which is more than a portion
-    assert temporaries._found.cache_info().misses == before + 1
+    assert temporaries._temporaries_of_group.cache_info().misses == before + 1

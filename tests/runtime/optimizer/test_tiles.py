@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.ir import ops
-from penstock.ir.program import Interface, ParamSpec, StageSpec, interface
+from penstock.ir.program import Interface, ParamSpec, StageSpec
+from penstock.ir.stages import interface
 from penstock.runtime.optimizer import tiles
 from penstock.runtime.optimizer.rounding import Rounding, round_into
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer, Workspace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.ir.machine.hardware import Hardware
-from penstock.runtime.processes.agreement import differences, misplaced
+from penstock.runtime.processes.agreement import differences, placement_text
 from penstock.runtime.processes.rows import Member
 
 
@@ -51,13 +51,13 @@ def test_of_long_values_the_part_that_differs_is_shown() -> None:
 )
 def test_ranks_stand_where_the_plan_has_their_devices(nodes: list[str], hosts: int, fits: bool) -> None:
     devices = Hardware.cpu(4, hosts=hosts).devices
-    found = misplaced([member(rank, node) for rank, node in enumerate(nodes)], devices)
+    found = placement_text([member(rank, node) for rank, node in enumerate(nodes)], devices)
     assert (found == "") == fits
     assert fits or ("the plan has" in found and "torchrun has started" in found)
 
 
 def test_gpus_of_several_hosts_are_not_emulated() -> None:
     devices = Hardware.preset("mics-p3dn:2").devices[6:10]
-    assert misplaced([member(rank) for rank in range(4)], devices).startswith(
+    assert placement_text([member(rank) for rank in range(4)], devices).startswith(
         "the plan has 2 devices on each of 2 hosts"
     )

@@ -15,7 +15,7 @@ from penstock.ir.errors import BatchError, CheckpointError, PlanError, WorkerErr
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import PAGE, Program
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.processes.driver import InProcessDriver, without_waiting
+from penstock.runtime.processes.driver import InProcessDriver, cut_waiting
 from penstock.runtime.processes.local import LocalWorkers, start_driver, worker_environment
 from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.reference.run import Reference
@@ -132,7 +132,7 @@ def test_waiting_is_cut_from_both_sides_of_a_transfer() -> None:
         Span(1, "recv", "recv", 'h_m0 = rt.recv("stage0.h", src=0, tag="f.m0")', 0.0, 4.1),
         Span(1, "compute", "add", "rt.add(a, b)", 0.0, 1.0),
     ]
-    assert [(s.start_s, s.end_s) for s in without_waiting(spans)] == [(3.0, 4.0), (3.0, 4.1), (0.0, 1.0)]
+    assert [(s.start_s, s.end_s) for s in cut_waiting(spans)] == [(3.0, 4.0), (3.0, 4.1), (0.0, 1.0)]
 
 
 def test_one_device_runs_in_this_process(tmp_path: Path) -> None:

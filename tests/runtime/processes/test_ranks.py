@@ -61,7 +61,7 @@ def test_what_an_earlier_attempt_left_counts_for_nothing(server: dist.TCPStore) 
     first[1].report(Failure(1, error_to_data(WorkerError("an old failure"))))
     second = arrive(server, 2)
     assert on_all(2, lambda rank: second[rank].exchange(rank)) == [[0, 1]] * 2
-    assert second[0].told() is None and first[0].members[0].id != second[0].members[0].id
+    assert second[0].reported_failure() is None and first[0].members[0].id != second[0].members[0].id
 
 
 def test_ranks_that_do_not_come_are_named(server: dist.TCPStore) -> None:
@@ -98,13 +98,13 @@ def test_leaving_matters_only_to_those_who_go_on(server: dist.TCPStore) -> None:
     on_all(2, lambda rank: ranks[rank].exchange(rank))
     ranks[1].leave("ValueError: no such column")
     deadline_s = time.monotonic() + 5
-    while ranks[0].told() is None and time.monotonic() < deadline_s:
+    while ranks[0].reported_failure() is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     with pytest.raises(Told, match=r"rank 1 \(on .*\) has left: ValueError: no such column"):
         ranks[0].exchange("one more")
     after = Failure(1, error_to_data(WorkerError("left")), left_round=5)
     ranks[0]._heard.failures[:] = [after]  # rank 1 has finished rounds that this one is still in
-    assert ranks[0].told() is None
+    assert ranks[0].reported_failure() is None
 
 
 def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
@@ -131,7 +131,7 @@ def watched(
     def step(rank: int) -> None:
         mine = Ranks(client(server), rank, 2, TIMEOUT_S, node=str(rank), alarm=heard.append, beat=places[rank])
         mine.timeout_s = 1.0
-        with mine.watched():
+        with mine.watch():
             end_s = time.monotonic() + step_s
             while time.monotonic() < end_s and not heard:
                 time.sleep(0.05)
@@ -201,13 +201,13 @@ def test_what_others_write_into_the_store_ends_nothing(server: dist.TCPStore) ->
     for rank in (0, 1):
         other.set(f"{room}/beat/{rank}", to_row({"number": "x", "place": [["y"]]}, run))
     time.sleep(0.3)
-    assert ranks[0].told() is None and ranks[1].last_place(0) == ""
+    assert ranks[0].reported_failure() is None and ranks[1].last_place(0) == ""
     assert on_all(2, lambda rank: ranks[rank].exchange(rank)) == [[0, 1]] * 2
     ranks[1].report(Failure(1, error_to_data(WorkerError("a report behind the others' rows"))))
     deadline_s = time.monotonic() + 5
-    while ranks[0].told() is None and time.monotonic() < deadline_s:
+    while ranks[0].reported_failure() is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert "behind the others' rows" in ranks[0].told().error["message"]
+    assert "behind the others' rows" in ranks[0].reported_failure().error["message"]
     assert all(each._watch._thread.is_alive() and not each._watch.lost for each in ranks)
     on_all(2, lambda rank: ranks[rank].leave())
 

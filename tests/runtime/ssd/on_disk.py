@@ -63,8 +63,8 @@ class Faults:
         else:
             assert isinstance(engine, RingEngine)
             ring = engine.write_ring if write else engine.read_ring
-            self.put, self.finished = ring.put, ring.finished
-            ring.put, ring.finished = self.spoiled_put, self.spoiled_finished  # type: ignore[method-assign]
+            self.put, self.finished = ring.put, ring.await_completions
+            ring.put, ring.await_completions = self.spoiled_put, self.spoiled_finished  # type: ignore[method-assign]
 
     def next(self) -> tuple[int | None, int | None]:
         """The length of the next transfer and its answer, None for each that is left alone."""

@@ -234,7 +234,7 @@ def test_a_kernel_that_forbids_rings_or_answers_wrongly_is_found_out(
     folder.close()
     with monkeypatch.context() as patch:
         patch.setattr(direct_io.Ring, "put", lambda ring, tag, *_, write: ring._flying.add(tag))  # moves nothing
-        patch.setattr(direct_io.Ring, "finished", lambda ring: [(ring._flying.pop(), PAGE)])
+        patch.setattr(direct_io.Ring, "await_completions", lambda ring: [(ring._flying.pop(), PAGE)])
         folder = SsdFolder([disk], "gpu0")
     assert folder.engine == "threads"
     folder.close()

@@ -135,7 +135,7 @@ def test_no_step_compiles_what_was_not_tried() -> None:
     assert runner.compiled is not None and not runner.compiled.reasons
     counters.clear()
     x = torch.randn(5, 8)  # not the plan's shape
-    with runner.compiled.within(nullcontext()), torch.no_grad():
+    with runner.compiled.run_compiled(nullcontext()), torch.no_grad():
         (found,) = runner.module(x)
     assert "no step compiles" in runner.compiled.reasons["Block"] and not counters["aot_autograd"]
     with torch.no_grad():

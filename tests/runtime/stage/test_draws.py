@@ -54,7 +54,7 @@ def wanted(seed: int, place: str, number: int, x: Tensor) -> Tensor:
 
 
 def run(stage: Stage, x: Tensor, seed: int) -> tuple[Tensor, ...]:
-    with Draws("stage0", stage, CPU).seeded(seed):
+    with Draws("stage0", stage, CPU).seed_draws(seed):
         found: tuple[Tensor, ...] = stage(x)
     return found
 
@@ -78,7 +78,7 @@ def test_a_second_run_draws_the_same_and_the_users_generator_goes_on() -> None:
     before = torch.get_rng_state()
     rows = []
     for seed in (1, 1, 2):
-        with draws.seeded(seed):
+        with draws.seed_draws(seed):
             rows.append(torch.stack(stage(x)))
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
     assert torch.equal(before, torch.get_rng_state())

@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.ir.errors import CheckpointError, PlanError
 from penstock.ir.program import ParamSpec, StageSpec
-from penstock.runtime.model_names import named_tensors, never_saved, ties_of
+from penstock.runtime.model_names import named_tensors, ties_of, unsaved_buffers
 from penstock.runtime.state.weights import (
     DirectoryWeights,
     FreshWeights,
@@ -362,7 +362,7 @@ class Plain(nn.Module):
 
 def test_buffers_of_plain_modules_are_found_again() -> None:
     model, empty = Plain(), on_meta(Plain)
-    assert never_saved(empty) == {"rotary.frequency", "rotary.index"}
+    assert unsaved_buffers(empty) == {"rotary.frequency", "rotary.index"}
     fresh = FreshWeights(empty)
     assert same(stage_buffers(fresh, spec_of(empty)), dict(model.named_buffers()))
     values = stage_weights(fresh, spec_of(empty))

@@ -103,13 +103,13 @@ def test_stages_of_a_swapped_base_on_meta_are_merged_one_layer_at_a_time(
 ) -> None:
     llama().save_pretrained(tmp_path / "base")
     held: list[int] = []
-    merge = merged.AdaptedLayer.merged
+    merge = merged.AdaptedLayer.merge
 
     def counted(layer: merged.AdaptedLayer) -> dict[str, Tensor]:
         held.append(sum(t.numel() for t in layer.given.values()))
         return merge(layer)
 
-    monkeypatch.setattr(merged.AdaptedLayer, "merged", counted)
+    monkeypatch.setattr(merged.AdaptedLayer, "merge", counted)
     model = lora(on_meta(llama), init_lora_weights=True)
     job = compiled(model, weights=tmp_path / "base", strategy="mobius", memory="150kB")
     with pytest.warns(UserWarning, match="absent and start from"), job:
