@@ -110,7 +110,7 @@ def compile(
     )  # fmt: skip
 
 
-compile.__doc__ = f"{compile.__doc__}{Request.__doc__}"  # `help` shows what each argument is
+compile.__doc__ = f"{compile.__doc__}\n    {Request.__doc__}"  # `help` shows what each argument is
 
 
 def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:

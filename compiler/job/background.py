@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +19,13 @@ from ...ir.program import Interface
 from ...ir.units import format_bytes
 from ...runtime.processes.commands import STAGE_SEPARATOR, Tensors, pack_state, shard_record
 from ...runtime.processes.driver import Driver
+from ...runtime.processes.interrupt import finishing
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity
 from ...runtime.state.manifest import RunPosition
 from ...runtime.state.plain_json import decode, encode
-from .state import bytes_on_disk, progress_of, whole_state
+from .run import JobRun
+from .state import bytes_on_disk, progress_of, save_checkpoint, whole_state
 
 
 class BackgroundSave:
@@ -166,3 +169,43 @@ class BackgroundSave:
     def _abort(self) -> None:
         if self._driver.is_main:
             checkpoint.abort(self._temporary)
+
+
+class Saves:
+    """The saves of a job, of which the last may still be under way in the background."""
+
+    def __init__(self, run: JobRun, ties: Mapping[str, str]):
+        self.run, self.ties = run, ties
+        self._last: BackgroundSave | None = None
+        self._count = 0  # of saves in the background, since the job began
+
+    def save(self, directory: str | Path, data: Mapping[str, Any], wait: bool) -> Path | BackgroundSave:
+        """Write a checkpoint, once the save before has ended."""
+        self.wait()
+        driver, state, interface = self.run.driver, self.run.feed.state(data), self.run.folder.interface
+        with finishing("save"):
+            if wait:
+                return save_checkpoint(driver, interface, self.ties, directory, state, self.run.base)
+            self._count += 1
+            self._last = BackgroundSave(
+                self._count, driver, interface, self.ties, directory, state, self.run.base
+            )
+        return self._last
+
+    def wait(self, only_warn: bool = False) -> None:
+        """Wait for the save in the background. Raises what went wrong with it, unless `wait()` has; only warns where
+        something else went wrong before."""
+        if self._last is None:
+            return
+        save, self._last = self._last, None
+        try:
+            save.finish()
+        except CheckpointError as error:
+            if not (only_warn or self.run.broken):
+                raise
+            warnings.warn(str(error), stacklevel=4)
+
+    def tell_failed(self) -> None:
+        """Raise what went wrong with the save in the background; under torchrun on all ranks at the same step."""
+        if self.run.live_driver is not None and self.run.live_driver.save_failed:
+            self.wait()

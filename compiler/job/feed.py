@@ -10,11 +10,13 @@ from collections.abc import Collection, Mapping, Sized
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
-from ..batches.shape import BatchShape
+from ..batches.shape import BatchShape, number_of_rows
+from ..folder import Folder
 from .any_size import AnySizes, MicroBatch, is_listed, joined
 from .sampler import RankSampler, lane_rows
 
@@ -40,6 +42,19 @@ class Feed:
         self.sampler: RankSampler | None = None
         self._kinds: dict[str, str] = {}  # function of the job -> kind of its batches
         self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is yet to be made
+
+    @staticmethod
+    def for_folder(model: nn.Module, folder: Folder, device: int | None) -> Feed:
+        """The feed of a job with these files."""
+        settings, interface = folder.settings, folder.interface
+        leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in settings.batch}
+        shape = BatchShape(leaves, number_of_rows([dims[0] for dims, _ in leaves.values()]), settings.flags)
+        if settings.sizes is None:
+            return Feed(model, shape, interface, device)
+        alike = [term for term in settings.loss if term.kind not in ("counted", "weighted")]
+        uneven = f"the loss of {alike[0].source or 'the model'} is a mean to which each adds alike" if alike else ""
+        sizes = AnySizes(model, shape, settings.sizes, interface.total_micro_batches, uneven)
+        return Feed(model, shape, interface, device, sizes)
 
     @cached_property
     def rows(self) -> range:

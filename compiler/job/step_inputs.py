@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError
-from ...ir.program import SIZES
-from ...runtime.processes.driver import Driver
+from ...ir.program import SIZES, place_of
+from ...runtime.processes.driver import Driver, loaded_names
 from ...runtime.state.weights import WeightSource, stage_buffers
-from ..folder import Folder
+from ..batches.shape import as_dicts
+from ..folder import COUNTS_FILE, Folder
 from ..packing.limit import DocumentLimit
-from .counts import BatchCounts, Counts, counts_spec, mini_batches, of_all_lanes, rows_of
-from .feed import PART, WHOLE, Feed
+from .counts import BatchCounts, Counts, LossWeight, counts_spec, mini_batches, of_all_lanes, rows_of
+from .feed import PART, WHOLE
+from .run import JobRun
 from .state import whole_state
 
 
@@ -37,27 +39,30 @@ class ReadBatch:
 
 
 class StepInputs:
-    """`make_counter` is called with the first batch that is counted."""
+    """The inputs of a run's steps. `loss_weight`: the user's own count of a micro-batch."""
 
-    def __init__(self, feed: Feed, folder: Folder, make_counter: Callable[[], BatchCounts]):
-        self.feed, self.interface, self.rules = feed, folder.interface, folder.settings.counts
-        self.make_counter = make_counter
+    def __init__(self, run: JobRun, loss_weight: LossWeight | None):
+        folder = run.folder
+        self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
+        self.interface, self.rules = folder.interface, folder.settings.counts
         self._counter: BatchCounts | None = None
         self.documents = DocumentLimit.of(folder.plan)
 
-    def of(self, function: str, batch: Any, call: str, driver: Driver | None) -> dict[str, Tensor]:
-        """The inputs of a step. `driver`: where each rank hands over a batch; then all ranks raise if one batch is
-        wrong, or if their calls differ."""
-        if driver is None:
+    def of(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
+        """The inputs of a call. A rank of torchrun starts its device first, and learns from the others: all ranks raise
+        if one batch is wrong, or if their calls differ."""
+        batch = as_dicts(batch)
+        if self.feed.device is None:
             given = self._read(function, batch, ())
             return self._inputs(function, given, [given.counts], [given.sizes])
+        driver = self.run.driver
         refused, given = None, ReadBatch()
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
             given = self._read(function, batch, self.needed(driver.inputs.get(function, ())))
         except BatchError as error:
             refused = error
-        rows = driver.agree_on_batch(call, given.kind, refused, [given.counts, given.sizes])
+        rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
         self.feed.keep_to(function, given.kind)
         return self._inputs(function, given, [counts for counts, _ in rows], [sizes for _, sizes in rows])
 
@@ -105,10 +110,25 @@ class StepInputs:
             return sorted(own)
         return sorted(own.union(self.rules.inputs) or self.feed.shape.leaves)
 
+    def needed_here(self) -> list[str]:
+        """The inputs of the user's batch that this process's devices need."""
+        programs, device = self.run.programs, self.feed.device
+        here = programs if device is None else [programs[place_of(self.interface, device)[1]]]
+        return self.needed(set().union(*(loaded_names(program) for program in here)))
+
     def counter(self) -> BatchCounts:
         if self._counter is None:
-            self._counter = self.make_counter()
+            self._counter = self._new_counter()
         return self._counter
+
+    def _new_counter(self) -> BatchCounts:
+        """Counts batches with the running devices' buffers (class weights). Under torchrun it asks other ranks."""
+        if not self.rules.means:
+            return BatchCounts(self.rules, loss_weight=self.loss_weight)
+        run, driver = self.run, self.run.driver
+        assert run.directory is not None
+        buffers = counted_buffers(run.folder, driver, run.source)
+        return BatchCounts.from_file(self.rules, run.directory / COUNTS_FILE, buffers, run.trust)
 
     def forget(self) -> None:
         """Make the counter anew for the next batch: the devices may have other buffers."""

@@ -27,4 +27,4 @@ def test_tied_weights_over_two_gpus() -> None:
     found = [job.rehearse(2.0 / simulated_s) for _ in range(2)]
     assert min(timeline.step_s for timeline in found) == pytest.approx(simulated_s, rel=0.05)
     assert set(found[0].device_names[:2]) == {"gpu0", "gpu1"}
-    assert job.step_count == 0 and job._driver is None  # a rehearsal starts no training
+    assert job.step_count == 0 and job._run.live_driver is None  # a rehearsal starts no training

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.compiler.job.job import Job
+from penstock.compiler.job.run import JobRun
 from penstock.ir.errors import HardwareError, NonFiniteLoss, PlanError, SsdError, WorkerError
 from penstock.runtime.measure.detect import ram_bytes
 from penstock.runtime.processes.driver import InProcessDriver
@@ -240,7 +241,7 @@ def test_directories_that_cannot_be_used(
         if os.access(directory, os.W_OK):
             pytest.skip("this user may write everywhere")
     job, batch = job_of("gpt2", on_ssd(), [directory])
-    monkeypatch.setattr(Job, "_source", lambda self: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(JobRun, "source", lambda self: pytest.fail("weights are loaded"))
     with pytest.raises(HardwareError, match=rf"ssd directory {directory}: .*{said}"):
         job.step(batch)
     if place == "buffered":

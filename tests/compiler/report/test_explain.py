@@ -73,7 +73,7 @@ def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
     ]
     plan = job.plan.model_copy(update={"rivals": rivals})
     spec = OptimizerSpec.from_json(job.folder.settings.optimizer)
-    golden(normalised(explain(plan, job.programs, job.hardware, job._records, optimizer=spec)) + "\n", "explain")
+    golden(normalised(explain(plan, job.programs, job.hardware, job._pages.records, optimizer=spec)) + "\n", "explain")
 
 
 @pytest.mark.slow
@@ -108,10 +108,10 @@ def test_what_would_help_is_planned_anew_once() -> None:
         )
 
     job = planned(penstock.Hardware.cpu(num_devices=2), "balanced")
-    assert job._helps is None
+    assert job._pages.helps is None
     text = job.explain()
-    found = job._helps
-    assert found and job.explain() == text and job._helps is found
+    found = job._pages.helps
+    assert found and job.explain() == text and job._pages.helps is found
     for help in found:
         machine = machines_of(job.hardware)[help.change]
         assert machine is not None and help.step_s is not None

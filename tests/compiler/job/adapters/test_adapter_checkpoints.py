@@ -139,7 +139,7 @@ def test_a_full_checkpoint_of_a_frozen_base_is_read_and_its_base_kept(tmp_path: 
     def old(model: Any, directory: Path) -> tuple[Any, list[float]]:
         job = compiled(model)
         job.step(BATCH)
-        job._base = None
+        job._run.base = None
         job.save(directory)
         return job, [float(job.step(BATCH)) for _ in range(STEPS)]
 
