@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
-from .options import JobOptions, PlanOptions, TrainOptions, machine, takes
+from .options import AnswerOptions, JobOptions, PlanOptions, TrainOptions, machine, takes
 from .working import working
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock
     "--sequence 2048 --precision fp16. To compare: penstock plan --model gpt2-xl --hardware mobius-8gpu "
     "--hardware mobius-v100 --precision fp16"
 )
-@takes(PlanOptions)
+@takes(PlanOptions, AnswerOptions)
 def plan(
     options: PlanOptions,
     out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
@@ -56,23 +56,8 @@ def plan(
         bool, typer.Option("--dump-passes", help="also the programs after each pass: in OUT/passes, or printed")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write a page that shows the plan, for a browser")] = None,
-    tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, where the hardware has none")] = None,
-    mtbf: Annotated[
-        str | None,
-        typer.Option(help="mean time between failures of a device, such as 50000h: how often to save, what is lost"),
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option(help="at which all hosts together write checkpoints, such as 100GB/s; default: SSDs")
-    ] = None,
-    alternatives: Annotated[
-        bool | None,
-        typer.Option(
-            help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes; without it: unless "
-            "that would take minutes"
-        ),
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="stages, memories, links, rivals and remarks as tables")] = False,
+    *,
+    shown: AnswerOptions,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
@@ -83,13 +68,13 @@ def plan(
     from .answer import alternatives as other_plans
     from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
 
-    count = None if tokens is None else parse_tokens(tokens)
+    count = None if shown.tokens is None else parse_tokens(shown.tokens)
     several = len(options.hardware or ()) > 1
-    if several and (out is not None or dump_passes or options.plan is not None or full):
+    if several and (out is not None or dump_passes or options.plan is not None or shown.full):
         raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
-    if (several or as_json) and (count is not None or price is not None):
+    if (several or as_json) and (count is not None or shown.price is not None):
         raise PlanError("--tokens and --price are for the answer in words about one machine; leave them out")
-    if several and (mtbf is not None or storage is not None):
+    if several and (shown.mtbf is not None or shown.storage is not None):
         raise PlanError("--mtbf and --storage are for one machine; give one --hardware with them")
     if count is not None:
         require_tokens(options)
@@ -101,20 +86,20 @@ def plan(
         if several:
             compare(options, as_json, html)
             return
-        looks = alternatives is not False and not as_json and options.plan is None
-        failing = with_failures(options.machine(), mtbf, storage)
+        looks = shown.alternatives is not False and not as_json and options.plan is None
+        failing = with_failures(options.machine(), shown.mtbf, shown.storage)
         try:
             job = options.compile(Dump(out) if dump_passes else None)
         except DoesNotFit as miss:
             raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
-        skips = looks and alternatives is None and has_many_stages(job)
+        skips = looks and shown.alternatives is None and has_many_stages(job)
         others = None if skips else other_plans(options, job, tell) if looks else []
     failures = failure_report(job.plan, job.folder.interface, failing)
     if out is not None:
         job.write(out)
         options.remember(out)
     if html is not None:
-        job.report(html, price_per_hour=price)
+        job.report(html, price_per_hour=shown.price)
     if as_json:
         document = {"hash": job.plan.hash, **job.plan.model_dump(mode="json")}
         if failures is not None:
@@ -124,8 +109,8 @@ def plan(
     from .tables import console, plan_tables
 
     screen = console()
-    print_answer(screen, answer(options, job, count, price, others, failures))
-    if full:
+    print_answer(screen, answer(options, job, count, shown.price, others, failures))
+    if shown.full:
         for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
             screen.print(table)
     if html is not None:

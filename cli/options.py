@@ -408,6 +408,7 @@ def with_ssds(hardware: Hardware, text: str) -> Hardware:
 def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
     """The hardware of `--hardware` with every `--set key=value` applied."""
     from ..ir.machine.hardware import Hardware
+    from ..ir.machine.presets import CopyRates
     from ..runtime.processes.joint_hardware import detect
 
     values: dict[str, Any] = {}
@@ -415,7 +416,9 @@ def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hard
         key, text = _key_and_value("set", change, "dram=4TB")
         values[key] = _plain(text)
     if name == "cpu":
-        known = list(inspect.signature(Hardware.cpu).parameters)
+        known = list(inspect.signature(Hardware.cpu).parameters)[:-1]  # the last stands for all rates
+        after = known.index("ssd") + 1
+        known[after:after] = CopyRates._fields
         wrong = [key for key in values if key not in known]
         if wrong:
             raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
@@ -439,27 +442,56 @@ def _plain(text: str) -> Any:
         return text
 
 
-def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command whose keyword `options` is this dataclass: each of its fields becomes an option."""
+@dataclass
+class AnswerOptions:
+    """Options of the answer of `penstock plan`."""
+
+    tokens: Annotated[str | None, typer.Option(help="to be trained in all, such as 100M: hours, SSD life")] = None
+    price: Annotated[float | None, typer.Option(min=0.0, help="dollars an hour, where the hardware has none")] = None
+    mtbf: Annotated[
+        str | None,
+        typer.Option(help="mean time between failures of a device, such as 50000h: how often to save, what is lost"),
+    ] = None
+    storage: Annotated[
+        str | None, typer.Option(help="at which all hosts together write checkpoints, such as 100GB/s; default: SSDs")
+    ] = None
+    alternatives: Annotated[
+        bool | None,
+        typer.Option(
+            help="also plan a larger batch, more DRAM, LoRA and bf16, each with the same passes; without it: unless "
+            "that would take minutes"
+        ),
+    ] = None
+    full: Annotated[bool, typer.Option("--full", help="stages, memories, links, rivals and remarks as tables")] = False
+
+
+def _options_of(group: type) -> list[inspect.Parameter]:
+    """A parameter for each field of a dataclass."""
+    hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+        for field in dataclasses.fields(group)
+    ]
+
+
+def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command that has parameters of these dataclasses: each of their fields becomes an option."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(options, include_extras=True)
-        own = inspect.signature(command, eval_str=True).parameters
-        fields = [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-            for f in dataclasses.fields(options)
-        ]
-        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name != "options"]
-        names = {f.name for f in dataclasses.fields(options)}
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        taken = {p.name: p.annotation for p in own if p.annotation in groups}
+        kept = [field for p in own for field in (_options_of(taken[p.name]) if p.name in taken else [p])]
+        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
 
         @functools.wraps(command)
         def call(**given: Any) -> None:
-            chosen = options(**{name: value for name, value in given.items() if name in names})
-            command(**{name: value for name, value in given.items() if name not in names}, options=chosen)
+            for name, group in taken.items():
+                given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+            command(**given)
 
         del call.__wrapped__  # typer would look at the signature of the wrapped function
-        call.__signature__ = inspect.Signature([*fields, *kept])  # type: ignore[attr-defined]
-        call.__annotations__ = {p.name: p.annotation for p in (*fields, *kept)}
+        call.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in kept}
         return call
 
     return decorate

@@ -24,7 +24,7 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "graph": (110, 29, 78, 5, 11, 1, 57, 0),
     "passes": (52, 59, 91, 32, 63, 0, 81, 0),
     "codegen": (5, 2, 12, 0, 0, 0, 22, 0),
-    "compiler": (70, 38, 87, 2, 15, 0, 23, 0),
+    "compiler": (70, 38, 86, 2, 15, 0, 23, 0),
     "data": (0, 1, 0, 0, 1, 0, 0, 0),
     "training": (15, 0, 0, 0, 1, 2, 4, 0),
     "integrations": (0, 0, 0, 1, 4, 0, 3, 0),

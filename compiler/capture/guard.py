@@ -31,7 +31,21 @@ LossFn = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The options of `trace`, whose docstring describes them."""
+    """The options of a trace.
+
+    loss_fn: `loss_fn(output, batch) -> scalar`; default: output.loss, output["loss"], or the output itself if scalar.
+    dynamic: which sizes of the batch stay symbolic, so that the graph runs at others.
+    autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
+        without autocast may run under it, too, but a dtype that the model reads and casts back to stays as traced.
+    device_kind: "cpu" or "cuda", where the graph will run: each has its own rules of autocast.
+    param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
+    input_dtype: cast the floating tensors that forward is given to this dtype first, as FSDP2 does. `loss_fn` gets the
+        batch as it is.
+    training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
+    evaluation: also find out which arguments differ in evaluation mode.
+    count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
+    any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
+    """
 
     loss_fn: LossFn | None = None
     dynamic: DynamicDims | None = None

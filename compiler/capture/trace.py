@@ -23,7 +23,7 @@ from ...ir.errors import CaptureError
 from ...ir.precision import Precision
 from ..packing.varying_inputs import ValueRead
 from .calls import take_zeros
-from .dynamic import DynamicDims, LinedShapeEnv, require_any_size
+from .dynamic import LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
@@ -49,55 +49,17 @@ _CHECKPOINTS = (
 )
 
 
-def trace(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    loss_fn: LossFn | None = None,
-    dynamic: DynamicDims | None = None,
-    autocast: torch.dtype | None = None,
-    device_kind: str = "cpu",
-    param_dtype: torch.dtype | None = None,
-    input_dtype: torch.dtype | None = None,
-    training: bool = True,
-    evaluation: bool = True,
-    count_items: bool = False,
-    any_rows: bool = False,
-) -> OpGraph:
-    """Capture one training step of `model` on `example_inputs`.
+def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
+    """Capture one training step of `model` on `example_inputs`. `options`: the fields of `TraceOptions`.
 
     example_inputs: dict, tuple or tensor; each leaf a tensor (real, fake or meta) or {"shape": [...], "dtype": "..."}.
-    loss_fn: `loss_fn(output, batch) -> scalar`; default: output.loss, output["loss"], or the output itself if scalar.
-    dynamic: which sizes of the batch stay symbolic, so that the graph runs at others.
-    autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
-        without autocast may run under it, too, but a dtype that the model reads and casts back to stays as traced.
-    device_kind: "cpu" or "cuda", where the graph will run: each has its own rules of autocast.
-    param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
-    input_dtype: cast the floating tensors that forward is given to this dtype first, as FSDP2 does. `loss_fn` gets the
-        batch as it is.
-    training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
-    evaluation: also find out which arguments differ in evaluation mode.
-    count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
-    any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
 
     Every module trains in its own mode (`training`). The model is left exactly as it was. Raises CaptureError with the
     user's source line and what to do.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
-    hooks = hooks_of(model)
-    options = TraceOptions(
-        loss_fn,
-        dynamic,
-        autocast,
-        device_kind,
-        param_dtype,
-        training,
-        evaluation and training,
-        count_items,
-        input_dtype,
-        any_rows,
-    )
+    hooks, how = hooks_of(model), TraceOptions(**options)
 
     def finished(found: OpGraph) -> OpGraph:
         found.hooks = hooks
@@ -108,7 +70,7 @@ def trace(
         return found
 
     try:
-        found = _record(model, example_inputs, options)
+        found = _record(model, example_inputs, how)
     except CaptureError as error:
         raise refused(error) from error.__cause__
     at_inputs = found.at_inputs
@@ -158,7 +120,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         number_draws(recorder.graph)
         unused, removable = _unused(recorder.graph)
         eval_error = "it was not asked for" if options.training else None
-        if options.evaluation:
+        if options.evaluation and options.training:
             eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
             if recorder.rows is not None and eval_error is None:
                 _require_plain(recorder, inputs, options.loss_fn, nodes, unused)

@@ -8,7 +8,6 @@ takes from each member's classes three numbers a token, which all members gather
 
 from __future__ import annotations
 
-import inspect
 import operator
 from typing import Any
 
@@ -27,12 +26,10 @@ from ..edit import GraphEdit
 from ..loss.chunk_head import LossChunk, chunk_head, is_large, tokens_of_chunk
 from ..opgraph import OpGraph
 from ..tables.split_table import drop_outputs
-from ..tables.tables import Head, Lookup, TokenTable, find_tables
+from ..tables.tables import OF_PARTS, OF_SUM, Head, Lookup, TokenTable, find_tables, loss_arguments
 from .exchanges import insert_exchange, is_exchange
 from .member_experts import add_team_part
 from .placements import Placement
-
-_LOSS = ("class_weight", "ignore_index", "label_smoothing")  # what members and their sum both know of a loss
 
 
 def dividable_tables(graph: OpGraph, team: int) -> dict[str, TokenTable]:
@@ -79,9 +76,7 @@ def divide_table(graph: OpGraph, name: str, member: fx.Node, team: int, room_byt
 
 
 def _given(head: Head) -> dict[str, Any]:
-    if head.node.target is not chunked_cross_entropy:
-        return {}
-    return dict(inspect.signature(chunked_cross_entropy).bind(*head.node.args, **head.node.kwargs).arguments)
+    return loss_arguments(head.node) if head.node.target is chunked_cross_entropy else {}
 
 
 def _read(edit: GraphEdit, part: str) -> fx.Node:
@@ -105,10 +100,10 @@ def _lose(graph: OpGraph, head: Head, table: TokenTable, parts: dict[str, str], 
         hidden = insert_exchange(edit, hidden, Placement.WHOLE, Placement.SHARED, team)
     weight, bias = _read(edit, parts[table.name]), _read(edit, parts[head.bias]) if head.bias else None
     begin = edit.call(operator.mul, member, table.rows // team)
-    options = {name: value for name, value in given.items() if name in (*_LOSS, "scale", "cap")}
+    options = {name: given[name] for name in OF_PARTS if name in given}
     own = edit.call(part_statistics, hidden, weight, bias, given["labels"], begin, given["tokens"], **options)
     joined = edit.call(joined_members, insert_exchange(edit, own, Placement.PART, Placement.WHOLE, team, 0))
-    kept = {name: value for name, value in given.items() if name in (*_LOSS, "reduction")}
+    kept = {name: given[name] for name in OF_SUM if name in given}
     name = head.node.name
     loss = edit.call(cross_entropy_of_parts, joined, given["labels"], table.rows, **kept)
     edit.replace(head.node, loss)

@@ -7,7 +7,6 @@ otherwise are put side by side.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,9 +27,7 @@ from ...runtime.functions import (
 from ..edit import GraphEdit
 from ..opgraph import OpGraph
 from ..row_parts import add_part
-from .tables import Head, Lookup, TokenTable
-
-_LOSS = ("class_weight", "ignore_index", "label_smoothing")  # what parts and their sum both know of a loss
+from .tables import OF_PARTS, OF_SUM, Head, Lookup, TokenTable, loss_arguments
 
 
 def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
@@ -122,15 +119,15 @@ class _Reader:
 
     def lose(self, head: Head) -> None:
         """The statistics of each part, joined to those of the parts before it, and the loss of all."""
-        given = inspect.signature(chunked_cross_entropy).bind(*self.node.args, **self.node.kwargs).arguments
-        options = {name: value for name, value in given.items() if name in (*_LOSS, "scale", "cap")}
+        given = loss_arguments(self.node)
+        options = {name: given[name] for name in OF_PARTS if name in given}
         found: fx.Node | None = None
         for part, weight, bias in self.each(head.bias):
             own = {**options, **self.own_weight(options.get("class_weight"), part)}
             operands = (head.hidden, weight, bias, given["labels"], part.begin, given["tokens"])
             made = self.edit.call(part_statistics, *operands, **own)
             found = made if found is None else self.edit.call(joined_statistics, found, made)
-        kept = {name: value for name, value in given.items() if name in (*_LOSS, "reduction")}
+        kept = {name: given[name] for name in OF_SUM if name in given}
         name = self.node.name
         loss = self.edit.call(cross_entropy_of_parts, found, given["labels"], self.table.rows, **kept)
         self.edit.replace(self.node, loss)

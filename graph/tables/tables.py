@@ -21,6 +21,9 @@ from ..opgraph import OpGraph
 
 _SAFE = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}  # values with which rows are independent
 _OWN, _OPERANDS = (chunked_cross_entropy, evaluation_logits), ("hidden", "weight", "bias")
+# The arguments of a chunked loss that its parts have, and those of the sum of the parts.
+OF_PARTS = ("class_weight", "ignore_index", "label_smoothing", "scale", "cap")
+OF_SUM = ("class_weight", "ignore_index", "reduction", "label_smoothing")
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,10 @@ class _Finder:
         if padding is not None and padding < 0:  # of a function; modules have counted it from 0
             padding += int(given["weight"].meta["val"].shape[0])
         return Lookup(node, given["input"], padding, refusal)
+
+
+def loss_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of `chunked_cross_entropy` by name."""
+    arguments: dict[str, Any] = inspect.signature(chunked_cross_entropy).bind(*node.args, **node.kwargs).arguments
+    more = arguments.pop("more", {})
+    return {**arguments, **more}

@@ -25,7 +25,7 @@ from .host import Host, Network
 from .links import Link, build_graph, build_links, find_path, goes_direct, unknown_memory
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
-from .presets import cpu_document, preset_document
+from .presets import CopyRates, cpu_document, preset_document
 from .rates import ConstantRates, RateTable, mix_seconds, with_numbers
 from .spelling import preset_of
 from .validation import explain_validation
@@ -366,13 +366,11 @@ class Hardware(MachinePart):
         memory: str | int = "64MB",
         dram: str | int = "2GB",
         ssd: str | int | None = None,
-        h2d: str | float | None = None,
-        d2h: str | float | None = None,
-        link: str | float | None = None,
         threads: int = 1,
         ssd_dir: str | Path | None = None,
         hosts: int = 1,
         network: str | float | None = None,
+        **rates: str | float | None,
     ) -> Hardware:
         """CPU devices with a memory budget each, all of it usable, on which every plan runs for real.
 
@@ -382,7 +380,9 @@ class Hardware(MachinePart):
         """
         if ssd is None and ssd_dir is not None:
             raise HardwareError(f'ssd_dir={str(ssd_dir)!r}, but ssd=None: say how much of it, such as ssd="20GB"')
-        document = cpu_document(num_devices, memory, dram, ssd, h2d, d2h, link, threads, hosts=hosts, network=network)
+        document = cpu_document(
+            num_devices, memory, dram, ssd, threads, hosts=hosts, network=network, rates=CopyRates(**rates)
+        )
         if ssd_dir is not None:
             document["hosts"][0]["ssds"][0]["directory"] = str(ssd_dir)
         return cls.model_validate(document)

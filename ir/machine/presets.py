@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import HardwareError
 from ..units import parse_bytes
@@ -466,21 +466,28 @@ def _counts(name: str, texts: Iterable[str]) -> list[int]:
     return counts
 
 
+class CopyRates(NamedTuple):
+    """Bytes/s from DRAM to a device, back, and between devices; None: not held down."""
+
+    h2d: str | float | None = None
+    d2h: str | float | None = None
+    link: str | float | None = None
+
+
 def cpu_document(
     num_devices: int,
     memory: str | int,
     dram: str | int,
     ssd: str | int | None = None,
-    h2d: str | float | None = None,
-    d2h: str | float | None = None,
-    link: str | float | None = None,
     threads: int = 1,
     name: str = "cpu",
     hosts: int = 1,
     network: str | float | None = None,
+    rates: CopyRates | None = None,
 ) -> Document:
     """CPU devices with a memory budget each, joined by loopback, divided over hosts in their order. If any of the rates
     is given, transfers are throttled."""
+    h2d, d2h, link = rates or CopyRates()
     if not 1 <= hosts <= max(1, num_devices):
         raise HardwareError(f"hosts={hosts}: found {num_devices} devices, allowed: 1 to {num_devices}, one on each")
     if network is not None and hosts == 1:

@@ -22,7 +22,7 @@ from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
 from ..stage.compiled_blocks import BACKEND, require_compiler
 from ..stage.shards import FlatStage
-from ..stage.store import StagePart, StageStore
+from ..stage.store import StagePart, StageStore, StoreSetup
 from .file import DeviceFile
 from .host import node_of
 from .prepare import Issues
@@ -182,13 +182,10 @@ class DeviceState:
         module, trained = file.build(stage), home.states is not None
         if trained and setup.optimizer is None:
             raise PlanError(f"device {self.index}: the program updates {stage}, but there is no optimizer")
-        return StageStore(
-            self.interface.stages[stage],
-            module,
+        how = StoreSetup(
             self.device,
             home,
             setup.precision,
-            self.interface,
             optimizer=setup.optimizer if trained else None,
             flat_stage=self._flat_stage(stage, home.group),
             folder=self.memory.folder,
@@ -199,6 +196,7 @@ class DeviceState:
             compiler=self.compiler,
             member=team_of(self.interface, self.index).index(self.index),
         )
+        return StageStore(self.interface.stages[stage], module, self.interface, how)
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:
         """The layout of a stage that is spread over its group, as this device has it; None for a whole stage."""

@@ -22,13 +22,23 @@ COLUMNS = 64  # the size of a slice of classes is a multiple of it, for kernels 
 PieceBounds = Callable[[int, int], Iterable[slice]]  # by the number of all, and that of a piece
 
 
+def slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
+
+
 class LossRule(NamedTuple):
+    """The loss of a head in pieces, with the logits of `tokens` tokens at once.
+
+    The logits are multiplied by `scale`; with a `cap` they are `cap * tanh(scale * product)`. `pieces`: what chunks of
+    tokens and slices of classes there are.
+    """
+
     tokens: int
-    ignore_index: int
-    label_smoothing: float
-    scale: float
-    cap: float | None
-    pieces: PieceBounds
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    scale: float = 1.0
+    cap: float | None = None
+    pieces: PieceBounds = slices
 
 
 def chunked_cross_entropy(
@@ -38,32 +48,27 @@ def chunked_cross_entropy(
     labels: Tensor,
     tokens: int,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    cap: float | None = None,
-    pieces: PieceBounds | None = None,
+    **more: Any,
 ) -> Tensor:
     """The cross entropy of `F.linear(hidden, weight, bias)` and `labels`, with the logits of `tokens` tokens at once.
 
-    The logits are multiplied by `scale`; with a `cap` they are `cap * tanh(scale * product)`. The product is made in
-    the dtype of autocast or of `hidden`, the loss in fp32 at least. `pieces`: what chunks of tokens and slices of
-    classes there are; `slices` unless given. Raises IndexError for a label that is no class and not `ignore_index`; on
-    a GPU that is an assertion on the device.
+    more: other fields of `LossRule`. The product is made in the dtype of autocast or of `hidden`, the loss in fp32 at
+    least. Raises IndexError for a label that is no class and not `ignore_index`; on a GPU that is an assertion on the
+    device.
     """
-    check_labels(labels, weight.shape[0], ignore_index)
+    rule = LossRule(tokens, **more)
+    check_labels(labels, weight.shape[0], rule.ignore_index)
     kind, shape = hidden.device.type, labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap, pieces or slices)
     with torch.autocast(kind, enabled=False):
         losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, class_weight, rule)
         if reduction == "none":
             return losses.reshape(shape)
         total = losses.sum()
-        return total if reduction == "sum" else total / factors(labels, class_weight, ignore_index).sum()
+        return total if reduction == "sum" else total / factors(labels, class_weight, rule.ignore_index).sum()
 
 
 def evaluation_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
@@ -243,10 +248,6 @@ def factors(labels: Tensor, class_weight: Tensor | None, ignore_index: int) -> T
     if class_weight is None:
         return counts
     return class_weight[labels.where(counts, 0)].masked_fill(~counts, 0.0)
-
-
-def slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
 def slice_width(num_classes: int, num_tokens: int, tokens: int) -> int:

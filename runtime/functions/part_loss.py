@@ -19,11 +19,9 @@ from .chunked_loss import (
     LogitRoom,
     LossRule,
     OperandGradients,
-    PieceBounds,
     check_labels,
     factors,
     slice_width,
-    slices,
 )
 
 
@@ -35,20 +33,16 @@ def part_statistics(
     begin: int | Tensor,
     tokens: int,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    cap: float | None = None,
-    pieces: PieceBounds | None = None,
+    **more: Any,
 ) -> Tensor:
     """The statistics that the loss needs of the classes from `begin` on, whose rows `weight`, `bias` and `class_weight`
-    hold: three numbers for each token, in fp32 at least. `begin` may be [1], a number that the device alone knows. The
-    other arguments are those of `chunked_cross_entropy`."""
+    hold: three numbers for each token, in fp32 at least. `begin` may be [1], a number that the device alone knows.
+    `more`: other fields of `LossRule`."""
     kind = hidden.device.type
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap, pieces or slices)
+    rule = LossRule(tokens, **more)
     with torch.autocast(kind, enabled=False):
         found: Tensor = _PartStatistics.apply(hidden, weight, bias, labels, class_weight, begin, rule)
         return found

@@ -39,22 +39,47 @@ BlockTiles = list[tuple[slice, slice]]  # queries, and the keys around those tha
 Some = Callable[[BlockTiles], Iterable[tuple[slice, slice]]]
 
 
+class _Way(NamedTuple):
+    step: int
+    team: int
+    zigzag: bool
+    before: int | None
+    after: int | None
+    scale: float | None
+
+
+class Visible(NamedTuple):
+    """The keys that queries see, and the scale of their scores.
+
+    The query at place i sees the keys from place i - before to i + after, all of them where that is None, as far as
+    `mask` [rows, heads, all tokens, all tokens] shows them (booleans, or numbers to add; dimensions may be 1), of its
+    own document (documents: [rows, all tokens]).
+    """
+
+    before: int | None = None
+    after: int | None = None
+    scale: float | None = None
+    mask: Tensor | None = None
+    documents: Tensor | None = None
+
+    def way(self, step: int, team: int, zigzag: bool) -> _Way:
+        return _Way(step, team, zigzag, self.before, self.after, self.scale)
+
+
 @torch.no_grad()
 def attend_block(
     partial: Tensor | None, query: Tensor, key: Tensor, value: Tensor, member: Tensor, step: int, team: int,
-    zigzag: bool = False, before: int | None = None, after: int | None = None, scale: float | None = None,
-    mask: Tensor | None = None, documents: Tensor | None = None, some: Some | None = None,
+    zigzag: bool = False, some: Some | None = None, **visible: Any,
 ) -> Tensor:  # fmt: skip
     """The partial attention of a member's queries [rows, heads, tokens, width] with the keys and values, too, that have
     come round `step` members; with its own, step 0, there is no `partial` before. Heads of keys may each serve several
     of the queries'.
 
-    member: [1], the number of this one among `team`. The query at place i sees the keys from place i - before to
-    i + after, all of them where that is None, as far as `mask` [rows, heads, all tokens, all tokens] shows them
-    (booleans, or numbers to add; dimensions may be 1), of its own document (documents: [rows, all tokens]). `some`:
-    those of the tiles of a product that are computed; all unless given.
+    member: [1], the number of this one among `team`; in `zigzag` each has two runs of tokens. `some`: those of the
+    tiles of a product that are computed; all unless given. `visible`: the fields of `Visible`.
     """
-    block = _Block(query, key, value, member, mask, documents, _Way(step, team, zigzag, before, after, scale), some)
+    keys = Visible(**visible)
+    block = _Block(query, key, value, member, keys.mask, keys.documents, keys.way(step, team, zigzag), some)
     found = block.empty_result() if partial is None else partial.clone()
     for product in block.products():
         product.attend(found)
@@ -63,13 +88,14 @@ def attend_block(
 
 def with_gradients(
     partial: Tensor | None, query: Tensor, key: Tensor, value: Tensor, member: Tensor, step: int, team: int,
-    zigzag: bool = False, before: int | None = None, after: int | None = None, scale: float | None = None,
-    mask: Tensor | None = None, documents: Tensor | None = None, some: Some | None = None,
+    zigzag: bool = False, some: Some | None = None, **visible: Any,
 ) -> Tensor:  # fmt: skip
     """The result of `attend_block` for these operands, unchanged; the gradients of the queries, keys and values follow
     from that of the result. None in a rematerialisation, for which this needs no value."""
-    way = _Way(step, team, zigzag, before, after, scale)
-    found: Tensor = _Gradients.apply(partial, query, key, value, member, mask, documents, way, some)
+    keys = Visible(**visible)
+    found: Tensor = _Gradients.apply(
+        partial, query, key, value, member, keys.mask, keys.documents, keys.way(step, team, zigzag), some
+    )
     return found
 
 
@@ -90,15 +116,6 @@ def as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(kind):
         return operands
     return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
-
-
-class _Way(NamedTuple):
-    step: int
-    team: int
-    zigzag: bool
-    before: int | None
-    after: int | None
-    scale: float | None
 
 
 class _Pair(NamedTuple):

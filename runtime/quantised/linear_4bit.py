@@ -22,7 +22,7 @@ NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
 class Format4bit:
     """The packed form of a weight of this shape; `dtype`: its type before, which the library unpacks it to."""
 
-    shape: tuple[int, int]
+    shape: Sequence[int]
     blocksize: int
     quant_type: str
     dtype: torch.dtype
@@ -53,30 +53,27 @@ def linear_4bit(
     nested_quant_map: Tensor | None = None,
     nested_offset: Tensor | None = None,
     *,
-    shape: Sequence[int],
-    blocksize: int,
-    quant_type: str,
-    dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
+    **form: Any,
 ) -> Tensor:
     """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward.
 
     absmax: of each block of `blocksize` weights, fp32; or, where that is quantised itself, 8 bits each, beside
         `nested_absmax`, `nested_quant_map` and `nested_offset`.
-    dtype: of the weight before it was quantised. compute_dtype: of the product; None for that of the input.
+    compute_dtype: of the product; None for that of the input. form: the fields of `Format4bit`.
     """
     if has_torch_function((input,)):
         found: Tensor = handle_torch_function(
             linear_4bit, (input,), input, weight, absmax, bias, nested_absmax, nested_quant_map, nested_offset,
-            shape=shape, blocksize=blocksize, quant_type=quant_type, dtype=dtype, compute_dtype=compute_dtype,
+            **form, compute_dtype=compute_dtype,
         )  # fmt: skip
         return found
     own = input.dtype
     compute = compute_dtype or own
     given = bias if bias is None else bias.to(compute)
-    form = Format4bit((shape[0], shape[1]), blocksize, quant_type, dtype)
+    packing = Format4bit(**form)
     found = _Linear4bit.apply(
-        input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, form
+        input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, packing
     )
     return found.to(own)
 

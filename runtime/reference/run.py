@@ -85,7 +85,6 @@ class Reference:
                 made = _module(module)
                 members = interface.members(group) if group else []
                 piece = (members.index(device), len(members)) if group else None
-                masters = not Precision.of(precision).is_pure
                 state = ReferenceStage(
                     interface.stages[name],
                     made,
@@ -94,7 +93,6 @@ class Reference:
                     optimizer,
                     precision,
                     piece,
-                    masters,
                     interface.rounds,
                     team_of(interface, device).index(device),
                 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import PlanError
+from ...ir.precision import Precision
 from ...ir.program import StageSpec, TeamPart, aligned
 from ..optimizer.gradients import Grads
 from ..optimizer.hooks import change_params
@@ -30,11 +31,12 @@ class ReferenceStage:
     def __init__(
         self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
         optimizer: OptimizerSpec | None, precision: str, piece: tuple[int, int] | None = None,
-        has_masters: bool = True, rounds: bool = False, member: int = 0,
+        rounds: bool = False, member: int = 0,
     ):  # fmt: skip
         self.spec = spec
         self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
         self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
+        has_masters = not Precision.of(precision).is_pure
         self.masters: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}  # in the dtype of the computation; the masters themselves if that is full
         divided = {param.name: param for param in spec.params if isinstance(param.part, TeamPart)}

@@ -4,7 +4,7 @@ too."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,49 +40,53 @@ class StagePart:
         return {name: {**found["states"].get(name, {}), **found["scalars"].get(name, {})} for name in names}
 
 
+@dataclass(frozen=True)
+class StoreSetup:
+    """The way in which a device keeps a stage.
+
+    `optimizer` is None if the stage is not trained here. `flat_stage`: how the stage is spread, if only a shard of it
+    is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`; `staging(num_bytes)` lends a
+    buffer of DRAM between steps. `constants`: buffers that are neither loaded nor saved. `node`: where DRAM near the
+    device is, see `nodes`. `compiler`: see `StageRunner`.
+    """
+
+    device: torch.device
+    home: StageHome
+    precision: str
+    optimizer: OptimizerSpec | None = None
+    flat_stage: FlatStage | None = None
+    folder: SsdFolder | None = None
+    staging: Callable[[int], Tensor] | None = None
+    workspace: Workspace | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    node: int | None = None
+    compiler: str | None = None
+    member: int = 0
+
+
 class StageStore:
     """The weights, states and buffers of one stage. The weights lie in one flat buffer, on the device or, for a swapped
     stage, in (pinned) DRAM; or on SSD. Those that stay are on the device in any case, in a buffer of their own.
 
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
-    precision. `optimizer` is None if the stage is not trained here. `flat_stage`: how the
-    stage is spread, if only a shard of it is kept here; `load` takes whole tensors, `state` gives pieces. Files go to
-    `folder`; `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`: buffers that are neither loaded
-    nor saved. `node`: where DRAM near the device is, see `nodes`. `compiler`: see `StageRunner`.
+    precision.
     """
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        module: nn.Module,
-        device: torch.device,
-        home: StageHome,
-        precision: str,
-        interface: Interface,
-        *,
-        optimizer: OptimizerSpec | None = None,
-        flat_stage: FlatStage | None = None,
-        folder: SsdFolder | None = None,
-        staging: Callable[[int], Tensor] | None = None,
-        workspace: Workspace | None = None,
-        constants: Mapping[str, Tensor] | None = None,
-        node: int | None = None,
-        compiler: str | None = None,
-        member: int = 0,
-    ):
-        self.spec, self.home, self.flat_stage, self.member = spec, home, flat_stage, member
+    def __init__(self, spec: StageSpec, module: nn.Module, interface: Interface, setup: StoreSetup):
+        device, home, optimizer, flat_stage = setup.device, setup.home, setup.optimizer, setup.flat_stage
+        self.spec, self.home, self.flat_stage, self.member = spec, home, flat_stage, setup.member
         self._divided = member_params(spec)
-        self._constants = dict(constants or {})
+        self._constants = dict(setup.constants)
         self.part = spec if flat_stage is None else flat_stage.part
         moving = home.weights != ops.DEVICE or flat_stage is not None
-        self.runner = StageRunner(spec, module, device, precision, moving, compiler)
+        self.runner = StageRunner(spec, module, device, setup.precision, moving, setup.compiler)
         self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
-        self._staging = staging
+        self._staging = setup.staging
         self.layout = weights_layout(spec) if flat_stage is None else flat_stage.own
-        self.node = node
+        self.node = setup.node
         num_bytes = 0 if home.weights == ops.SSD else self.layout.total_bytes
-        self.flat = allocate(num_bytes, self._where, self._pinned, node)
+        self.flat = allocate(num_bytes, self._where, self._pinned, self.node)
         self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
         self.staying: dict[str, Tensor] = {}
         if spec.staying:
@@ -92,8 +96,8 @@ class StageStore:
             self.weights |= self.staying
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
-            assert folder is not None and staging is not None
-            self.file = StageFile(self.part, self.layout, interface, home, optimizer, folder)
+            assert setup.folder is not None and setup.staging is not None
+            self.file = StageFile(self.part, self.layout, interface, home, optimizer, setup.folder)
         self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
         staged = None if self.file is None else self.file.views(self._stage())
         self.masters = self._make_masters(interface.master and optimizer is not None, staged)
@@ -102,7 +106,7 @@ class StageStore:
             places = staged.states if staged is not None and home.states == ops.SSD else None
             firsts = {} if flat_stage is None else flat_stage.firsts
             rounding = rounding_of(spec, firsts) if interface.rounds else None
-            self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace, rounding)
+            self.optimizer = StageOptimizer(optimizer, self.masters, places, setup.workspace, rounding)
         self._bound = None if staged is None else staged.flat.data_ptr()
         self._before: OptimizerSnapshot | None = None  # before a speculative step
         self._flat_before: Tensor | None = None

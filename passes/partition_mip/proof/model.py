@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mip
@@ -32,8 +33,19 @@ MOST_PLACES = 2500  # runs times stages: of more, order is left out of a relaxat
 MOST_RUNS = 12  # of more runs of identical blocks the order is left out, and blocks of one kind are one row
 
 
+@dataclass(frozen=True)
+class CountScope:
+    """The partitions that a model speaks of; see the module's docstring."""
+
+    fewest: int | None = None
+    cutoff_s: float = math.inf
+    largest: Largest = ANY_LARGEST
+    kept: float = math.inf
+    left: BlockIntervals | None = None
+
+
 class CountModel:
-    """`model` minimises `end`; `cuts` reads a solution."""
+    """`model` minimises `end`; `cuts` reads a solution. `scope`: the fields of `CountScope`."""
 
     def __init__(
         self,
@@ -41,18 +53,14 @@ class CountModel:
         count: int,
         resident: Sequence[bool],
         integer: bool = False,
-        fewest: int | None = None,
-        cutoff_s: float = math.inf,
-        largest: Largest = ANY_LARGEST,
         ordered: bool = False,
         whole: bool = False,
-        kept: float = math.inf,
-        left: BlockIntervals | None = None,
+        **scope: Any,
     ):
-        p = limits.p
+        p, within = limits.p, CountScope(**scope)
         self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
         self.resident = resident
-        self.idle = count - (count if fewest is None else fewest)  # stages that may be empty
+        self.idle = count - (count if within.fewest is None else within.fewest)  # stages that may be empty
         self.model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS)
         self.model.verbose = 0
         self.kind = mip.INTEGER if integer else mip.CONTINUOUS
@@ -62,19 +70,19 @@ class CountModel:
         else:
             self.ordered = len(runs) <= MOST_RUNS
         self.runs = runs if self.ordered else [(p.kinds.index(k), size) for k, size in Counter(p.kinds).items()]
-        self.of_largest = largest
-        self.limits, self.left = limits, left
-        self.stages = StageLimits(limits, count, resident, self.idle, cutoff_s, left)
+        self.of_largest = within.largest
+        self.limits, self.left = limits, within.left
+        self.stages = StageLimits(limits, count, resident, self.idle, within.cutoff_s, within.left)
         self.counts: list[dict[int, Any]] = []
         self.again: list[dict[int, Any]] = []
         self.place_blocks()
         if whole:
             self.whole_on_devices()
         self.bound_the_largest()
-        if kept < math.inf:
+        if within.kept < math.inf:
             common = [r for r, (at, _) in enumerate(self.runs) if p.kinds[at] == limits.common]
             pairs = zip(self.counts, self.again)
-            self.row(kept, mip.xsum(mine[r] - again[r] for mine, again in pairs for r in common if r in mine))
+            self.row(within.kept, mip.xsum(mine[r] - again[r] for mine, again in pairs for r in common if r in mine))
         if integer and self.ordered:
             self.keep_order()
         self.passed = PassedRuns(self) if ordered and self.ordered and not integer else None
@@ -85,7 +93,7 @@ class CountModel:
         self.forward()
         self.backward()
         self.update()
-        if largest.least:
+        if within.largest.least:
             self.through_the_largest()
 
     def real(self) -> Any:
