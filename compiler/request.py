@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.operators.workspace.table import workspace_bytes
+from ..graph.operators.table import workspace_bytes
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.ops import DEVICE, DRAM

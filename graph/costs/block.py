@@ -4,7 +4,7 @@ In: a block of the op graph. Out: its `BlockCost`, which `measured.py` keeps for
 materialised. FLOPs come from torch's own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks
 from the births and deaths of storages. For plans on CUDA, attention and dropout are counted as CUDA's kernels behave
 (`graph/kernels/attention.py`); dropout saves one byte per element; peaks have what operators hold while they run
-(`graph/operators/workspace/table.py`), and the gaps that large tensors leave in the allocator's memory. Fake tensors do
+(`graph/operators/table.py`), and the gaps that large tensors leave in the allocator's memory. Fake tensors do
 not show the workspace that oneDNN's recurrent layers keep on CPU.
 """
 
@@ -47,7 +47,7 @@ from ..kernels.attention import cuda_attention
 from ..kernels.call_rows import KernelCalls, MixRows
 from ..kernels.cuda_autocast import autocast_as
 from ..kernels.stand_ins import CUDA_STAND_INS, STAND_INS, cuda_dropout
-from ..operators.workspace.table import workspace_bytes
+from ..operators.table import workspace_bytes
 from ..opgraph import OpGraph
 
 IN_PIECES = (chunked_cross_entropy, part_statistics)

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...runtime.stage.saved_classes import written_tensors
 from ..kernels.call_node import call_key, call_node
 from ..kernels.cuda_autocast import autocast_as
-from ..operators import contractions, indexing, layers, pointwise, reductions, views
-from ..operators.record import RULES, OperatorCall, nonlinear, operator_name, plain
+from ..operators.pointwise import elementwise
+from ..operators.record import RowCall, nonlinear, operator_name, plain
 from ..operators.states import ByRow, Free, Kind, Mixed, RowState, Scale, whole
+from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 
-RULE_FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its rules
 Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
 
 
@@ -125,7 +125,7 @@ class Follower(TorchDispatchMode):
     def state(self, tensor: torch.Tensor) -> RowState:
         return self.states.get(id(tensor)) or Free(varies=whole(d for d, n in enumerate(tensor.shape) if n != 1))
 
-    def met(self, kind: Kind) -> None:
+    def note(self, kind: Kind) -> None:
         self.now[0].append((kind, self.operator))
 
     def new_order(self) -> int:
@@ -198,11 +198,11 @@ class Follower(TorchDispatchMode):
                 out = call_node(self.graph, node, args, kwargs, self._fake)
         except Exception as error:  # a call that works only while it is traced
             self.operator = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self.met(Kind.UNKNOWN)
+            self.note(Kind.UNKNOWN)
             return (Mixed(),) * len(tensors)
         made = list(value_tensors(out))
         if len(made) != len(tensors):
-            self.met(Kind.UNKNOWN)
+            self.note(Kind.UNKNOWN)
             return (Mixed(),) * len(tensors)
         return tuple(self.state(tensor) for tensor in made)
 
@@ -266,7 +266,7 @@ class Follower(TorchDispatchMode):
                 agrees = isinstance(old, Free) or (isinstance(old, ByRow) and (old.dim, old.inner) == (dim, inner))
                 if agrees and (self.rows > 1 or other.shape[dim] == inner):
                     return new
-        self.met(Kind.UNKNOWN)
+        self.note(Kind.UNKNOWN)
         return Mixed()
 
     # --- operators
@@ -278,7 +278,7 @@ class Follower(TorchDispatchMode):
         if not made and not func._schema.is_mutable:
             return out
         self.operator = operator_name(func)
-        call = OperatorCall(self, func, args, kwargs, out)
+        call = RowCall(self, func, args, kwargs, out)
         found = self._effect_of(call)
         states = found if isinstance(found, list) else [found] * len(made)
         assert len(states) >= len(made), f"the rule of {call.name} lacks results"
@@ -291,13 +291,13 @@ class Follower(TorchDispatchMode):
             self._written(tensor)
         return out
 
-    def _effect_of(self, call: OperatorCall) -> RowState | list[RowState]:
-        known = RULES.get(call.name)
-        if known is not None:
-            return known(call)
+    def _effect_of(self, call: RowCall) -> RowState | list[RowState]:
+        rule = operator_of(call.func).rows
+        if rule is not None:
+            return rule(call)
         states = [self.state(tensor) for tensor in call.tensors()]
         if torch.Tag.pointwise in call.func.tags:
-            return pointwise.elementwise(call)
+            return elementwise(call)
         if all(isinstance(state, Free) for state in states):
             return [Free(varies=whole(range(t.dim()))) for t in call.results()]
         return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)

@@ -1,4 +1,4 @@
-"""Rules for products of matrices and what is made of them: attention, convolution, embedding."""
+"""Records of products of matrices and what is made of them: attention, convolution, embedding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .pointwise import spread
-from .record import OperatorCall, nonlinear, plain, rule
+from .record import RowCall, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Stretch, differs, whole
+from .workspace import indexing as workspace_indexing
+from .workspace import layers as workspace_layers
 
 
-def contracted(call: OperatorCall, first: str, second: str, out: str, left: RowState, right: RowState) -> RowState:
+def contracted(call: RowCall, first: str, second: str, out: str, left: RowState, right: RowState) -> RowState:
     """The state of a product with these labels of dimensions, as in einsum; labels not in `out` are summed."""
     states = (left, right)
     if any(isinstance(state, Mixed) for state in states):
@@ -32,7 +34,7 @@ def contracted(call: OperatorCall, first: str, second: str, out: str, left: RowS
         return call.mix(Kind.PAIRS)
     for state, labels in zip(states, (first, second)):
         if isinstance(state, Free) and label in labels and differs(state, labels.index(label), row.inner, call.rows):
-            call.watcher.met(Kind.ROW_NUMBER)
+            call.watcher.note(Kind.ROW_NUMBER)
     if label not in out:
         return OverRows(scale=scale.times(PER_ROW))
     return ByRow(scale=scale, dim=out.index(label), inner=row.inner, order=row.order)
@@ -44,7 +46,7 @@ def _free_varies(first: str, second: str, out: str, states: Sequence[RowState]) 
     return frozenset((out.index(label), low, high) for label, low, high in spans if label in out)
 
 
-def product(call: OperatorCall, first: str, second: str) -> RowState:
+def product(call: RowCall, first: str, second: str) -> RowState:
     """A product of two matrices, or two batches of such."""
     a, b = call[first], call[second]
     labels = {
@@ -54,28 +56,26 @@ def product(call: OperatorCall, first: str, second: str) -> RowState:
         (3, 3): ("bnk", "bkm", "bnm"),
     }
     x, y, out = labels[a.dim(), b.dim()]
-    return contracted(call, x, y, out, call.of(a), call.of(b))
+    return contracted(call, x, y, out, call.tensor_state(a), call.tensor_state(b))
 
 
-@rule("mm", "bmm", "mv", "dot", "vdot")
-def matrices(call: OperatorCall) -> RowState:
+def matrices(call: RowCall) -> RowState:
     names = list(call.given)
     return product(call, names[0], names[1])
 
 
-@rule("addmm", "baddbmm", "addbmm", "addmv", "addr")
-def added_product(call: OperatorCall) -> RowState:
+def added_product(call: RowCall) -> RowState:
     names = list(call.given)
     if call.name in ("addbmm", "addr"):
-        return nonlinear(call, *map(call.of, call.tensors())) or call.mix(Kind.UNKNOWN)
+        return nonlinear(call, *map(call.tensor_state, call.tensors())) or call.mix(Kind.UNKNOWN)
     found, value = product(call, names[1], names[2]), call["self"]
-    offset = call.of(value)
+    offset = call.tensor_state(value)
     if call.given.get("beta") == 0 or isinstance(found, Mixed):
         return found
     return _with_offset(call, found, offset, value.shape)
 
 
-def _with_offset(call: OperatorCall, found: RowState, offset: RowState, shape: Sequence[int]) -> RowState:
+def _with_offset(call: RowCall, found: RowState, offset: RowState, shape: Sequence[int]) -> RowState:
     out = call.results()[0].shape
     if isinstance(offset, Mixed) or isinstance(found, Mixed):
         return Mixed()
@@ -90,27 +90,14 @@ def _with_offset(call: OperatorCall, found: RowState, offset: RowState, shape: S
             same = (spread_out.dim, spread_out.inner) == (found.dim, found.inner)
             return found if same else call.mix(Kind.PAIRS)
         if isinstance(spread_out, Free) and differs(spread_out, found.dim, found.inner, call.rows):
-            call.watcher.met(Kind.ROW_NUMBER)
+            call.watcher.note(Kind.ROW_NUMBER)
         return found
     if isinstance(spread_out, Free) and isinstance(found, Free):
         return replace(found, varies=found.varies | spread_out.varies)
     return spread_out
 
 
-@rule("linear")
-def linear(call: OperatorCall) -> RowState:
-    value = call["input"]
-    labels = "abcdefgh"[: value.dim() - 1]
-    found = contracted(call, labels + "k", "mk", labels + "m", call.of(value), call.state("weight"))
-    bias = call["bias"]
-    return found if bias is None else _with_offset(call, found, call.of(bias), bias.shape)
-
-
-@rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-      "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-      "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
-      "_scaled_dot_product_attention_math_for_mps", "scaled_dot_product_attention")  # fmt: skip
-def attention(call: OperatorCall) -> RowState:
+def attention(call: RowCall) -> RowState:
     """Queries meet keys of the same row and head, or of the head that serves theirs; rows lie along the dimensions
     before the last two."""
     parts = [(call.state(name), call[name]) for name in ("query", "key", "value")]
@@ -136,12 +123,11 @@ def attention(call: OperatorCall) -> RowState:
     if len(rows) > 1 or dim >= count - 2:
         return call.mix(Kind.PAIRS)
     if differs(Free(varies=frozenset(varies)), dim, inner, call.rows):
-        call.watcher.met(Kind.ROW_NUMBER)
+        call.watcher.note(Kind.ROW_NUMBER)
     return ByRow(dim=dim, inner=inner, order=order)
 
 
-@rule("convolution", "_convolution", "mkldnn_convolution", "convolution_overrideable")
-def convolved(call: OperatorCall) -> RowState:
+def convolved(call: RowCall) -> RowState:
     state, weight = call.state("input"), call.state("weight")
     mixed = nonlinear(call, weight) if not isinstance(weight, Free) else None
     if mixed is not None:
@@ -159,13 +145,14 @@ def convolved(call: OperatorCall) -> RowState:
     )
 
 
-@rule("embedding")
-def embedded(call: OperatorCall) -> RowState:
+def embedded(call: RowCall) -> RowState:
     """Rows of a table by their numbers."""
     table, numbers = call.state("weight"), call.state("indices")
     mixed = nonlinear(call, numbers)
     if mixed is not None or isinstance(table, Mixed):
         return mixed or Mixed()
+    if isinstance(table, ByRow) and table.dim == 1 and isinstance(numbers, Free):  # whole columns of the table
+        return replace(table, dim=call["indices"].dim())
     if isinstance(table, ByRow):
         return call.mix(Kind.REORDERED)
     if isinstance(table, OverRows):
@@ -175,10 +162,9 @@ def embedded(call: OperatorCall) -> RowState:
     return plain(numbers)
 
 
-@rule("_embedding_bag", "_embedding_bag_forward_only")
-def bagged(call: OperatorCall) -> RowState:
+def bagged(call: RowCall) -> RowState:
     """Bags are found by offsets into all numbers, so that rows are where the offsets say."""
-    states = [call.of(tensor) for tensor in call.tensors()]
+    states = [call.tensor_state(tensor) for tensor in call.tensors()]
     if all(isinstance(state, Free) for state in states):
         return Free(varies=whole({0, 1}))
     offsets, numbers = call.state("offsets"), call.state("indices")
@@ -187,8 +173,7 @@ def bagged(call: OperatorCall) -> RowState:
     return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
 
 
-@rule("_grouped_mm", "_scaled_grouped_mm")
-def grouped(call: OperatorCall) -> RowState:
+def grouped(call: RowCall) -> RowState:
     """Runs of places with a matrix each; `offs` counts the places of each run."""
     state, weight = call.state("self"), call.state("mat2")
     if not isinstance(weight, Free) or isinstance(state, Mixed):
@@ -197,3 +182,23 @@ def grouped(call: OperatorCall) -> RowState:
     if isinstance(state, ByRow) and isinstance(offsets, OverRows | Free) and call["self"].dim() == 2 and state.dim == 0:
         return plain(state)
     return nonlinear(call, state, offsets) or (state if isinstance(state, Free) else call.mix(Kind.UNKNOWN))
+
+
+record("mm", "bmm", rows=matrices, workspace=workspace_layers.product)
+record("mv", "vdot", rows=matrices)
+record("dot", rows=matrices, workspace=nothing)
+record("addmm", "baddbmm", rows=added_product, workspace=workspace_layers.product)
+record("addbmm", "addmv", "addr", rows=added_product)
+record(
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps", rows=attention,
+)  # fmt: skip
+record("convolution", "_convolution", rows=convolved, workspace=workspace_layers.convolution)
+record("mkldnn_convolution", "convolution_overrideable", rows=convolved)
+record("embedding", rows=embedded, workspace=nothing)
+record("_embedding_bag", "_embedding_bag_forward_only", rows=bagged)
+record("_grouped_mm", "_scaled_grouped_mm", rows=grouped)
+record("embedding_dense_backward", workspace=workspace_indexing.embedding)
+record("cudnn_convolution", workspace=workspace_layers.convolution)
+record("convolution_backward", workspace=workspace_layers.convolution_backward)

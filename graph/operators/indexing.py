@@ -1,4 +1,4 @@
-"""Rules for operators that pick elements by number, or write them to numbered places."""
+"""Records of operators that pick elements by number, or write them to numbered places."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import replace
 import torch
 
 from .pointwise import Operand, combined, fill_state, operands, together
-from .record import OperatorCall, nonlinear, plain, rule
+from .record import RowCall, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
 from .views import moved
+from .workspace import indexing as workspace_indexing
+from .workspace import scans as workspace_scans
 
 
-@rule("gather")
-def gathered(call: OperatorCall) -> RowState:
+def gathered(call: RowCall) -> RowState:
     """Elements at numbers along one dimension; the others are aligned."""
     value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     state, numbers = call.state("self"), call.state("index")
@@ -41,23 +42,21 @@ def _cut(value: torch.Tensor, shape: Sequence[int], dim: int) -> list[int]:
     return [*shape[: value.dim()]]
 
 
-@rule("index_select")
-def picked(call: OperatorCall) -> RowState:
+def picked(call: RowCall) -> RowState:
     numbers = [None] * call["self"].dim()
     numbers[call["dim"] % max(1, call["self"].dim())] = call["index"]
     return at_numbers(call, call["self"], numbers)
 
 
-@rule("index", "_unsafe_index", "index_copy_view")
-def indexed(call: OperatorCall) -> RowState:
+def indexed(call: RowCall) -> RowState:
     value = call["self"]
     return at_numbers(call, value, [*call["indices"], *[None] * (value.dim() - len(call["indices"]))])
 
 
-def at_numbers(call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None]) -> RowState:
+def at_numbers(call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None]) -> RowState:
     """The state of `value[numbers]`; None takes a whole dimension."""
     used = [(d, n) for d, n in enumerate(numbers) if n is not None]
-    state, states = call.of(value), [call.of(n) for _, n in used]
+    state, states = call.tensor_state(value), [call.tensor_state(n) for _, n in used]
     if isinstance(state, Mixed) or any(isinstance(s, Mixed) for s in states):
         return Mixed()
     if any(isinstance(s, OverRows) for s in states):
@@ -91,7 +90,7 @@ def at_numbers(call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.
 
 
 def _rows_by_number(
-    call: OperatorCall,
+    call: RowCall,
     state: ByRow,
     value: torch.Tensor,
     numbers: Sequence[torch.Tensor | None],
@@ -102,7 +101,7 @@ def _rows_by_number(
     """Rows picked by numbers: their own, in order, or a permutation of them."""
     own = numbers[state.dim]
     assert own is not None
-    which = call.of(own)
+    which = call.tensor_state(own)
     others = [part for part, n in zip(parts, [n for n in numbers if n is not None]) if n is not own]
     if isinstance(which, Permutation) and not others and own.dim() == 1:
         return _permuted(call, state, which, at)
@@ -129,7 +128,7 @@ def _rows_by_number(
     return call.mix(Kind.REORDERED)
 
 
-def _permuted(call: OperatorCall, state: ByRow, which: Permutation, at: int) -> RowState:
+def _permuted(call: RowCall, state: ByRow, which: Permutation, at: int) -> RowState:
     if state.order is None and not which.is_inverse and which.inner == state.inner * which.share:
         return replace(state, dim=at, inner=which.inner, order=which.order)
     if state.order == which.order and which.is_inverse and which.share == 1:
@@ -137,8 +136,7 @@ def _permuted(call: OperatorCall, state: ByRow, which: Permutation, at: int) -> 
     return call.mix(Kind.REORDERED)
 
 
-@rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def put(call: OperatorCall) -> RowState:
+def put(call: RowCall) -> RowState:
     """Elements written to numbered places."""
     value = call["self"]
     chosen, *others = [index for index in call["indices"] if index is not None]
@@ -148,14 +146,14 @@ def put(call: OperatorCall) -> RowState:
     return written(call, value, numbers, call["values"], bool(call["accumulate"]))
 
 
-def _masked_write(call: OperatorCall, value: torch.Tensor, mask: torch.Tensor, first: int) -> RowState:
+def _masked_write(call: RowCall, value: torch.Tensor, mask: torch.Tensor, first: int) -> RowState:
     """The state of a value after one number is written where a mask of its dimensions from `first` on holds."""
     aligned = [*mask.shape, *[1] * (value.dim() - first - mask.dim())]
-    return fill_state(call, (call.of(value), value.shape), (call.of(mask), aligned), operands(call, "values"))
+    chosen = (call.tensor_state(mask), aligned)
+    return fill_state(call, (call.tensor_state(value), value.shape), chosen, operands(call, "values"))
 
 
-@rule("index_add", "index_copy", "index_fill")
-def put_along(call: OperatorCall) -> RowState:
+def put_along(call: RowCall) -> RowState:
     value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     numbers = [None] * value.dim()
     numbers[dim] = call["index"]
@@ -166,12 +164,12 @@ def put_along(call: OperatorCall) -> RowState:
 
 
 def written(
-    call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None], source: torch.Tensor, adds: bool
+    call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None], source: torch.Tensor, adds: bool
 ) -> RowState:
     """The state of `value` after `value[numbers] = source`, or `+=` where it `adds`."""
-    state, new = call.of(value), call.of(source)
+    state, new = call.tensor_state(value), call.tensor_state(source)
     used = [(d, n) for d, n in enumerate(numbers) if n is not None]
-    states = [call.of(n) for _, n in used]
+    states = [call.tensor_state(n) for _, n in used]
     if any(isinstance(s, Mixed) for s in (state, new, *states)):
         return Mixed()
     if any(isinstance(s, OverRows) for s in (state, new, *states)):
@@ -198,7 +196,7 @@ def written(
     return call.mix(Kind.REORDERED)
 
 
-def _by_row(states: Sequence[RowState], call: OperatorCall, used: Sequence[tuple[int, torch.Tensor]]) -> bool:
+def _by_row(states: Sequence[RowState], call: RowCall, used: Sequence[tuple[int, torch.Tensor]]) -> bool:
     """Whether the places written are each row's own."""
     return any(
         isinstance(s, Free) and s.counts is not None and s.counts[1] == 1 and n.shape[s.counts[0]] == call.rows
@@ -207,10 +205,10 @@ def _by_row(states: Sequence[RowState], call: OperatorCall, used: Sequence[tuple
 
 
 def _written_along(
-    call: OperatorCall, value: torch.Tensor, dim: int, numbers: torch.Tensor, source: torch.Tensor, adds: bool
+    call: RowCall, value: torch.Tensor, dim: int, numbers: torch.Tensor, source: torch.Tensor, adds: bool
 ) -> RowState:
     """Places along one dimension; the source is aligned with the value along the others."""
-    state, which, new = call.of(value), call.of(numbers), call.of(source)
+    state, which, new = call.tensor_state(value), call.tensor_state(numbers), call.tensor_state(source)
     if isinstance(which, Permutation) and isinstance(new, Free) and new.counts == (0, 1) and value.dim() == 1:
         return replace(which, is_inverse=not which.is_inverse)  # inverse[order] = arange(n)
     if isinstance(which, Permutation) and isinstance(new, ByRow) and new.order == which.order and not which.is_inverse:
@@ -230,21 +228,20 @@ def _written_along(
     return call.mix(Kind.REORDERED)
 
 
-def _agreeing(call: OperatorCall, state: RowState, new: ByRow) -> RowState:
+def _agreeing(call: RowCall, state: RowState, new: ByRow) -> RowState:
     """The state of a value of which a part is now `new`."""
     if isinstance(state, ByRow) and (state.dim, state.inner, state.order) != (new.dim, new.inner, new.order):
         return call.mix(Kind.PAIRS)
     return new
 
 
-@rule("scatter", "scatter_add", "scatter_reduce")
-def scattered(call: OperatorCall) -> RowState:
+def scattered(call: RowCall) -> RowState:
     """Places along one dimension by aligned numbers."""
     value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     parts: list[Operand] = [(call.state("self"), value.shape), (call.state("index"), call["index"].shape)]
     source = call.given.get("src")
     if isinstance(source, torch.Tensor):
-        parts.append((call.of(source), call["index"].shape))
+        parts.append((call.tensor_state(source), call["index"].shape))
     along = [s for s, _ in parts[1:] if isinstance(s, ByRow) and s.dim == dim]
     if along:
         base, new = parts[0][0], parts[-1][0]
@@ -265,17 +262,15 @@ def _full(found: RowState, parts: Sequence[Operand]) -> RowState:
     return Free(varies=whole(range(len(parts[0][1])))) if isinstance(found, Free) else found
 
 
-@rule("masked_scatter", "masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim")
-def compacted(call: OperatorCall) -> RowState:
+def compacted(call: RowCall) -> RowState:
     """What is picked depends on how many elements earlier rows have."""
-    states = [call.of(tensor) for tensor in call.tensors()]
+    states = [call.tensor_state(tensor) for tensor in call.tensors()]
     return nonlinear(call, *states) or (
         Free(varies=whole(range(8))) if all(isinstance(s, Free) for s in states) else call.mix(Kind.REORDERED)
     )
 
 
-@rule("slice_scatter", "select_scatter")
-def part_written(call: OperatorCall) -> RowState:
+def part_written(call: RowCall) -> RowState:
     source, state = call.state("src"), call.state("self")
     value, dim = call["self"], call["dim"] % call["self"].dim()
     if call.name == "select_scatter":
@@ -291,16 +286,29 @@ def part_written(call: OperatorCall) -> RowState:
         if rows.dim == dim and part:
             return call.mix(Kind.ROW_NUMBER)
         if isinstance(other, Free) and differs(other, rows.dim, rows.inner, call.rows):
-            call.watcher.met(Kind.ROW_NUMBER)
+            call.watcher.note(Kind.ROW_NUMBER)
     if isinstance(source, ByRow):
         return _agreeing(call, state, source)
     return state if isinstance(state, ByRow) else Free(varies=whole(range(value.dim())))
 
 
-@rule("triu", "tril")
-def triangle(call: OperatorCall) -> RowState:
+def triangle(call: RowCall) -> RowState:
     value, state = call["self"], call.state("self")
     last = {value.dim() - 1, value.dim() - 2}
     if isinstance(state, ByRow) and state.dim in last:
-        call.watcher.met(Kind.ROW_NUMBER)
+        call.watcher.note(Kind.ROW_NUMBER)
     return Free(varies=state.varies | whole(last)) if isinstance(state, Free) else state
+
+
+record("gather", rows=gathered, workspace=nothing)
+record("index_select", rows=picked, workspace=nothing)
+record("index", rows=indexed, workspace=nothing)
+record("_unsafe_index", rows=indexed)
+record("index_put", "_index_put_impl", "_unsafe_index_put", rows=put, workspace=workspace_indexing.index_put)
+record("index_add", "index_copy", rows=put_along, workspace=nothing)
+record("index_fill", rows=put_along)
+record("scatter", "scatter_add", "scatter_reduce", rows=scattered, workspace=nothing)
+record("masked_scatter", rows=compacted, workspace=workspace_scans.masked_scatter)
+record("masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim", rows=compacted)
+record("slice_scatter", "select_scatter", rows=part_written)
+record("triu", "tril", rows=triangle, workspace=nothing)

@@ -1,4 +1,4 @@
-"""Rules for operators that work element by element, with broadcasting."""
+"""Records of operators that work element by element, with broadcasting."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import torch
 
-from .record import OperatorCall, nonlinear, plain, rule
-from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, differs
+from .record import Elements, RowCall, nonlinear, nothing, plain, record
+from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, differs, whole
 
 LIMITS = ("clamp", "clamp_min", "clamp_max")  # which keep a count from being zero
 Operand = tuple[RowState, Sequence[int]]  # a value's state and shape
 
 
-def operands(call: OperatorCall, *names: str) -> list[Operand]:
+def operands(call: RowCall, *names: str) -> list[Operand]:
     """States and shapes of the tensors among these arguments; without names, of all."""
     values = [call[name] for name in names] if names else list(call.tensors())
-    return [(call.of(value), value.shape) for value in values if isinstance(value, torch.Tensor)]
+    return [(call.tensor_state(value), value.shape) for value in values if isinstance(value, torch.Tensor)]
 
 
-def combined(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
+def combined(call: RowCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
     """The state of a value whose element depends on one element of each operand, broadcast to `shape`, in some way that
     is not linear."""
     states = [state for state, _ in parts]
@@ -33,7 +33,7 @@ def combined(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int])
     return found
 
 
-def together(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
+def together(call: RowCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
     """The state of a value whose element depends on one element of each operand; none is a total or mixed. The scale is
     left open."""
     found = [_broadcast(call, state, own, shape) for state, own in parts if isinstance(state, ByRow)]
@@ -52,11 +52,11 @@ def together(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int])
     if call.rows == 1 and any(free.counts and free.counts[0] == first.dim for free in frees):
         return call.unclear()
     if any(differs(free, first.dim, first.inner, call.rows) for free in frees):
-        call.watcher.met(Kind.ROW_NUMBER)
+        call.watcher.note(Kind.ROW_NUMBER)
     return replace(first, step=max(row.step for row in rows))
 
 
-def _broadcast(call: OperatorCall, state: ByRow, own: Sequence[int], shape: Sequence[int]) -> ByRow | Mixed:
+def _broadcast(call: RowCall, state: ByRow, own: Sequence[int], shape: Sequence[int]) -> ByRow | Mixed:
     dim = state.dim + len(shape) - len(own)
     return replace(state, dim=dim) if own[state.dim] == shape[dim] else call.unclear()
 
@@ -69,41 +69,48 @@ def _broadcast_free(state: Free, own: Sequence[int], shape: Sequence[int]) -> Fr
     )
 
 
-def elementwise(call: OperatorCall) -> RowState:
+def elementwise(call: RowCall) -> RowState:
     """Any operator that torch marks as pointwise and that has no rule of its own."""
     return combined(call, operands(call), call.results()[0].shape)
 
 
-rule("native_dropout", "glu", "bernoulli", "rrelu_with_noise", "_fake_quantize_learnable_per_tensor_affine",
-     "fake_quantize_per_tensor_affine", "isin", "bucketize", "complex", "view_as_real", "view_as_complex", "frexp",
-     "_fused_dropout", "dropout", "log_sigmoid_forward")(elementwise)  # fmt: skip
+def membership(call: RowCall) -> RowState:
+    """Each element's place among those of another value, or whether it is one of them."""
+    names = ("elements", "test_elements") if call.name == "isin" else ("self", "boundaries")
+    if not isinstance(call.state(names[1]), Free):
+        return call.mix(Kind.PAIRS)
+    return combined(call, operands(call, names[0]), call.results()[0].shape)
 
 
-@rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "neg", "contiguous", "positive",
-      "conj", "_conj", "real", "imag", "resolve_conj", "_neg_view")  # fmt: skip
-def same(call: OperatorCall) -> RowState:
+def complex_parts(call: RowCall) -> RowState:
+    """A complex number as two along a last dimension, or the reverse."""
+    state = call.state("self")
+    if isinstance(state, ByRow) and state.dim == call.results()[0].dim():
+        return call.mix(Kind.ACROSS)
+    return state if isinstance(state, ByRow | OverRows | Mixed) else Free(varies=whole(range(call["self"].dim() + 1)))
+
+
+def same(call: RowCall) -> RowState:
     """Linear in its only operand, and of its shape."""
-    state = next(call.of(tensor) for tensor in call.tensors())
+    state = next(call.tensor_state(tensor) for tensor in call.tensors())
     if isinstance(state, ByRow | Free) and call.name == "neg":
         return replace(state, **({"step": 0} if isinstance(state, ByRow) else {"counts": None}))
     return state
 
 
-@rule("copy")
-def copied(call: OperatorCall) -> RowState:
+def copied(call: RowCall) -> RowState:
     source = call["src"]
-    return spread(call, call.of(source), source.shape, call["self"].shape)
+    return spread(call, call.tensor_state(source), source.shape, call["self"].shape)
 
 
-def spread(call: OperatorCall, state: RowState, own: Sequence[int], shape: Sequence[int]) -> RowState:
+def spread(call: RowCall, state: RowState, own: Sequence[int], shape: Sequence[int]) -> RowState:
     """The state of a value broadcast to a shape."""
     if isinstance(state, ByRow):
         return _broadcast(call, state, own, shape)
     return _broadcast_free(state, own, shape) if isinstance(state, Free) else state
 
 
-@rule("add", "sub", "rsub", "__add__", "__sub__", "lerp")
-def added(call: OperatorCall) -> RowState:
+def added(call: RowCall) -> RowState:
     """A sum: of totals with the same scale a total, else row by row."""
     parts = operands(call)
     states = [state for state, _ in parts]
@@ -128,7 +135,7 @@ def added(call: OperatorCall) -> RowState:
     return OverRows(scale=_same_scale(call, scales, factor))
 
 
-def _sum_of(call: OperatorCall, found: RowState, parts: Sequence[Operand]) -> RowState:
+def _sum_of(call: RowCall, found: RowState, parts: Sequence[Operand]) -> RowState:
     """Row numbers stay so if a constant is added to them; zeros stay zeros if zeros are."""
     if not isinstance(found, Free):
         return found
@@ -138,7 +145,7 @@ def _sum_of(call: OperatorCall, found: RowState, parts: Sequence[Operand]) -> Ro
     return found
 
 
-def _same_scale(call: OperatorCall, scales: Sequence[Scale], factor: float) -> Scale:
+def _same_scale(call: RowCall, scales: Sequence[Scale], factor: float) -> Scale:
     """The scale of a sum; a scale differs between row by row values only where the model divides by the number of rows
     in one place and not in another, which is left to the totals."""
     unsure = any(scale.unsure for scale in scales)
@@ -146,12 +153,11 @@ def _same_scale(call: OperatorCall, scales: Sequence[Scale], factor: float) -> S
     return first if factor == 1 else first.times(call.watcher.scale(factor))
 
 
-@rule("mul", "div", "true_divide", "__mul__", "floor_divide")
-def multiplied(call: OperatorCall) -> RowState:
+def multiplied(call: RowCall) -> RowState:
     """A product: of a total and a constant a total, of two totals a mix."""
     parts = operands(call)
     states = [state for state, _ in parts]
-    over = call.name in ("div", "true_divide", "floor_divide")
+    over = call.name in ("div", "floor_divide")
     rounds = call.given.get("rounding_mode") is not None or call.name == "floor_divide"
     scale = _product_scale(call, over)
     if any(isinstance(state, Mixed) for state in states):
@@ -174,7 +180,7 @@ def multiplied(call: OperatorCall) -> RowState:
     return OverRows(scale=scale)
 
 
-def _product_scale(call: OperatorCall, over: bool) -> Scale:
+def _product_scale(call: RowCall, over: bool) -> Scale:
     scales = []
     for name in ("self", "other"):
         value = call.given.get(name)
@@ -182,7 +188,7 @@ def _product_scale(call: OperatorCall, over: bool) -> Scale:
     return scales[0].over(scales[1]) if over else scales[0].times(scales[1])
 
 
-def _constant_product(call: OperatorCall, found: Free, states: Sequence[RowState]) -> Free:
+def _constant_product(call: RowCall, found: Free, states: Sequence[RowState]) -> Free:
     """A product of constants: zeros stay zeros, row numbers times a number are further apart."""
     is_zero = any(isinstance(state, Free) and state.is_zero for state in states) and call.name == "mul"
     first, number = states[0], call.given.get("other")
@@ -191,8 +197,7 @@ def _constant_product(call: OperatorCall, found: Free, states: Sequence[RowState
     return replace(found, is_zero=is_zero)
 
 
-@rule("where")
-def chosen(call: OperatorCall) -> RowState:
+def chosen(call: RowCall) -> RowState:
     """Linear in its two values where the condition is a constant."""
     parts = operands(call)
     values, condition = operands(call, "self", "other"), call.state("condition")
@@ -205,15 +210,14 @@ def chosen(call: OperatorCall) -> RowState:
     return found
 
 
-def _linear_choice(call: OperatorCall, states: Sequence[RowState]) -> RowState:
+def _linear_choice(call: RowCall, states: Sequence[RowState]) -> RowState:
     if any(isinstance(state, ByRow | Mixed | Permutation) for state in states):
         return call.mix(Kind.REUSED)
     scales = [state.scale for state in states if not (isinstance(state, Free) and state.is_zero)]
     return OverRows(scale=scales[0]) if len({s.power for s in scales}) == 1 else call.mix(Kind.UNEVEN)
 
 
-@rule("masked_fill")
-def filled(call: OperatorCall) -> RowState:
+def filled(call: RowCall) -> RowState:
     state, mask = call.state("self"), call.state("mask")
     if isinstance(state, OverRows) and isinstance(mask, Free) and call["value"] == 0:
         return state
@@ -221,7 +225,27 @@ def filled(call: OperatorCall) -> RowState:
     return fill_state(call, value, chosen, operands(call, "value"))
 
 
-def fill_state(call: OperatorCall, value: Operand, mask: Operand, number: Sequence[Operand]) -> RowState:
+def fill_state(call: RowCall, value: Operand, mask: Operand, number: Sequence[Operand]) -> RowState:
     """The state of a value with one number in the places where a mask of its shape holds."""
     found = combined(call, [value, mask, *number], value[1])
     return replace(found, scale=value[0].scale) if isinstance(found, ByRow) else found
+
+
+record("native_dropout", "glu", rows=elementwise, workspace=nothing)
+record("bucketize", rows=membership, workspace=nothing)
+record(
+    "bernoulli", "rrelu_with_noise", "_fake_quantize_learnable_per_tensor_affine", "complex", "frexp",
+    "_fused_dropout", "log_sigmoid_forward", rows=elementwise,
+)  # fmt: skip
+record("isin", rows=membership)
+record("view_as_real", "view_as_complex", rows=complex_parts)
+record("clone", "_to_copy", rows=same, elements=Elements.SAME, workspace=nothing)
+record("detach", "alias", "lift_fresh", "lift_fresh_copy", rows=same, elements=Elements.SAME)
+record("neg", "_conj", "_neg_view", rows=same)
+record("copy", rows=copied, workspace=nothing)
+record("add", "sub", "rsub", "lerp", rows=added)
+record("mul", "div", rows=multiplied)
+record("floor_divide", rows=multiplied, workspace=nothing)
+record("where", rows=chosen)
+record("masked_fill", rows=filled)
+record("leaky_relu_backward", "bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", workspace=nothing)

@@ -1,9 +1,13 @@
-"""One operator call as the rules see it, and the table that the rules are in."""
+"""One record for each operator of torch that is known, and a call of one as the rules see it.
+
+The records are at the end of the files beside this one, after the rules that they name. A further operator is one
+record there. Operators that torch decomposes before a dispatch mode sees them need none."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,32 +23,39 @@ class Watcher(Protocol):
     is_clear: bool
 
     def state(self, tensor: torch.Tensor) -> RowState: ...
-    def met(self, kind: Kind) -> None: ...
+    def note(self, kind: Kind) -> None: ...
     def scale(self, number: float) -> Scale: ...
     def new_order(self) -> int: ...
 
 
-class OperatorCall:
-    """A call of one of torch's operators: arguments by the names of its schema, the result, and the states."""
+@dataclass(frozen=True)
+class GpuSize:
+    """The number of a GPU's multiprocessors, and of threads that each of them holds."""
 
-    def __init__(self, watcher: Watcher, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any):
-        self.watcher, self.func, self.out = watcher, func, out
+    processors: int
+    threads: int
+
+
+LARGEST = GpuSize(132, 2048)  # an H100 or H200
+
+
+class OperatorCall:
+    """A call of one of torch's operators: arguments by the names of its schema, and the result."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, gpu: GpuSize = LARGEST):
+        self.func, self.out, self.gpu = func, out, gpu
         names = [argument.name for argument in func._schema.arguments]
         defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
         self.given: dict[str, Any] = {**defaults, **dict(zip(names, args)), **kwargs}
-        self.name: str = operator_name(func)
-        self.rows = watcher.rows
+        self.name = operator_name(func)
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]
 
-    def state(self, name: str) -> RowState:
-        """The state of a tensor argument; that of a number or None is `Free`."""
+    def tensor(self, name: str) -> torch.Tensor:
         value = self.given[name]
-        return self.watcher.state(value) if isinstance(value, torch.Tensor) else Free()
-
-    def of(self, tensor: torch.Tensor) -> RowState:
-        return self.watcher.state(tensor)
+        assert isinstance(value, torch.Tensor), name
+        return value
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Its tensor arguments."""
@@ -54,13 +65,29 @@ class OperatorCall:
     def results(self) -> list[torch.Tensor]:
         return list(value_tensors(self.out))
 
-    def mix(self, kind: Kind) -> Mixed:
-        """The state of a result in which rows meet."""
-        self.watcher.met(kind)
-        return Mixed()
-
     def result_is_float(self) -> bool:
         return self.results()[0].is_floating_point()
+
+
+class RowCall(OperatorCall):
+    """A call, and the states of its tensors."""
+
+    def __init__(self, watcher: Watcher, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any):
+        super().__init__(func, args, kwargs, out)
+        self.watcher, self.rows = watcher, watcher.rows
+
+    def state(self, name: str) -> RowState:
+        """The state of a tensor argument; that of a number or None is `Free`."""
+        value = self.given[name]
+        return self.watcher.state(value) if isinstance(value, torch.Tensor) else Free()
+
+    def tensor_state(self, tensor: torch.Tensor) -> RowState:
+        return self.watcher.state(tensor)
+
+    def mix(self, kind: Kind) -> Mixed:
+        """The state of a result in which rows meet."""
+        self.watcher.note(kind)
+        return Mixed()
 
     def unclear(self) -> Mixed:
         """The state of a result that only a micro-batch of more than one row would show."""
@@ -68,24 +95,58 @@ class OperatorCall:
         return Mixed()
 
 
-RowRule = Callable[[OperatorCall], "RowState | list[RowState]"]
-RULES: dict[str, RowRule] = {}
+class Elements(enum.Enum):
+    """The elements of its first operand that a result has."""
+
+    SAME = "same"  # all in their places, perhaps as another type
+    RESHAPED = "reshaped"  # all in their order, in another shape
+    MOVED = "moved"  # all, in another order of dimensions
+    SPREAD = "spread"  # each once or several times
+    PART = "part"  # some of them
+    NONE = "none"  # none: it has the shape or the type of the operand
 
 
-def rule(*names: str) -> Callable[[RowRule], RowRule]:
-    """Enter a rule for operators of these names; in-place forms have the name without the underscore."""
+RowRule = Callable[[RowCall], "RowState | list[RowState]"]
+WorkspaceRule = Callable[[OperatorCall], int]
 
-    def enter(function: RowRule) -> RowRule:
-        for name in names:
-            assert name not in RULES, name
-            RULES[name] = function
-        return function
 
-    return enter
+@dataclass(frozen=True)
+class Operator:
+    """Knowledge of one of torch's operators. None stands for "not known": who needs it refuses.
+
+    `rows`: the states of its results, by those of its operands. `elements`: what its only result has of its first
+    operand. `workspace`: the bytes that its kernel on CUDA holds beside operands and results."""
+
+    rows: RowRule | None = None
+    elements: Elements | None = None
+    workspace: WorkspaceRule | None = None
+
+
+OPERATORS: dict[str, Operator] = {}
+UNKNOWN = Operator()
+
+
+def record(*names: str, **known: Any) -> None:
+    """Enter one record for each operator of these names. In-place forms have the name without the underscore, operators
+    that are not torch's own have their namespace before it."""
+    for name in names:
+        assert name not in OPERATORS, name
+        OPERATORS[name] = Operator(**known)
+
+
+def nothing(call: OperatorCall) -> int:
+    """The workspace of a kernel that only reads operands and writes results."""
+    return 0
+
+
+def operator_of(func: Any) -> Operator:
+    """The record of an operator: `aten::add_` is "add", since it gives the same, wherever that is written."""
+    namespace, _, name = str(func._schema.name).rpartition("::")
+    return OPERATORS.get(operator_name(func) if namespace == "aten" else f"{namespace}::{name}", UNKNOWN)
 
 
 def operator_name(func: Any) -> str:
-    """`aten::add_` is "add": a rule says what a call gives, wherever it is written."""
+    """The name of an operator without its namespace, and without the underscore of an in-place form."""
     name = str(func._schema.name).rpartition("::")[2]
     return name if name.startswith("__") else name.rstrip("_")
 
@@ -102,7 +163,7 @@ def bent(scale: Scale) -> Scale:
     return Scale(unsure=scale != Scale())
 
 
-def nonlinear(call: OperatorCall, *states: RowState) -> Mixed | None:
+def nonlinear(call: RowCall, *states: RowState) -> Mixed | None:
     """The result's state if one of `states` is no value of single rows, so that any nonlinear function of it mixes."""
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()

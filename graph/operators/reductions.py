@@ -1,4 +1,4 @@
-"""Rules for operators that work along dimensions: sums, averages, extremes, normalisations, orders."""
+"""Records of operators that work along dimensions: sums, averages, extremes, normalisations, orders."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 
-from .record import OperatorCall, nonlinear, plain, rule
+from .pointwise import combined, elementwise, operands, together
+from .record import RowCall, nonlinear, nothing, plain, record
 from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, whole
 from .views import moved
+from .workspace import layers as workspace_layers
+from .workspace import orders as workspace_orders
+from .workspace import reductions as workspace_reductions
+from .workspace import scans as workspace_scans
 
 PER_ROW = Scale(power=1)
 
@@ -29,8 +34,7 @@ def reduced(state: RowState, value: torch.Tensor, dims: set[int], keep: bool) ->
                          for d in range(value.dim())])  # fmt: skip
 
 
-@rule("sum", "mean", "nansum")
-def added_up(call: OperatorCall) -> RowState:
+def added_up(call: RowCall) -> RowState:
     """A sum or average: over rows it gives a total."""
     value, state = call["self"], call.state("self")
     dims, keep = dims_of(call.given.get("dim"), value), bool(call.given.get("keepdim"))
@@ -45,27 +49,42 @@ def added_up(call: OperatorCall) -> RowState:
     return replace(found, step=0) if isinstance(found, ByRow) else found
 
 
-@rule("cumsum")
-def summed_so_far(call: OperatorCall) -> RowState:
+def summed_so_far(call: RowCall) -> RowState:
     return along(call, "self", {call["dim"] % max(1, call["self"].dim())}, keep=True, linear=True)
 
 
-@rule("amax", "amin", "prod", "var", "std", "linalg_vector_norm", "norm", "logsumexp", "all", "any", "argmax",
-      "argmin", "count_nonzero", "nanmedian", "max", "min", "median", "mode", "kthvalue", "var_mean", "std_mean",
-      "aminmax")  # fmt: skip
-def extreme(call: OperatorCall) -> RowState:
+def fourier(call: RowCall) -> RowState:
+    """A Fourier transform: linear, each element of all elements along its dimensions."""
+    return along(call, "self", dims_of(call["dim"], call["self"]), keep=True, linear=True)
+
+
+def cross_product(call: RowCall) -> RowState:
+    """A cross product of vectors along a dimension."""
+    out = call.results()[0]
+    state = combined(call, operands(call), out.shape)
+    is_along = isinstance(state, ByRow) and state.dim == call["dim"] % out.dim()
+    return call.mix(Kind.ACROSS) if is_along else state
+
+
+def matrix_function(call: RowCall) -> RowState:
+    """A function of each of several matrices, which have their rows and columns along the last two dimensions."""
+    value = next(call.tensors())
+    state = call.tensor_state(value)
+    if isinstance(state, ByRow) and state.dim >= value.dim() - 2:
+        return call.mix(Kind.ACROSS)
+    free = Free(varies=whole(range(value.dim())))
+    return nonlinear(call, state) or (free if isinstance(state, Free) else plain(state))
+
+
+def extreme(call: RowCall) -> RowState:
     """A reduction that is not linear."""
     if isinstance(call.given.get("other"), torch.Tensor):  # max and min of two tensors
-        from .pointwise import elementwise
-
         return elementwise(call)
     value = call["self"]
     return along(call, "self", dims_of(call.given.get("dim"), value), bool(call.given.get("keepdim")))
 
 
-@rule("_softmax", "_log_softmax", "softmax", "log_softmax", "cumprod", "logcumsumexp", "cummax", "cummin", "topk",
-      "_safe_softmax", "renorm", "_weight_norm_interface")  # fmt: skip
-def normalised(call: OperatorCall) -> RowState:
+def normalised(call: RowCall) -> RowState:
     """The same dimensions; each element depends on all others along one of them."""
     if call.name == "_weight_norm_interface":
         return Free(varies=whole(range(call["v"].dim()))) if _all_free(call) else call.mix(Kind.UNKNOWN)
@@ -73,11 +92,11 @@ def normalised(call: OperatorCall) -> RowState:
     return along(call, "self", dims_of(call["dim"], value), keep=True)
 
 
-def _all_free(call: OperatorCall) -> bool:
-    return all(isinstance(call.of(tensor), Free) for tensor in call.tensors())
+def _all_free(call: RowCall) -> bool:
+    return all(isinstance(call.tensor_state(tensor), Free) for tensor in call.tensors())
 
 
-def along(call: OperatorCall, name: str, dims: set[int], keep: bool, linear: bool = False) -> RowState:
+def along(call: RowCall, name: str, dims: set[int], keep: bool, linear: bool = False) -> RowState:
     """The state of a result each of whose elements depends on all elements along `dims`."""
     value, state = call[name], call.state(name)
     if isinstance(state, OverRows) and linear:
@@ -93,15 +112,13 @@ def along(call: OperatorCall, name: str, dims: set[int], keep: bool, linear: boo
     return found if linear else plain(found)
 
 
-@rule("sort", "argsort", "msort")
-def ordered(call: OperatorCall) -> RowState | list[RowState]:
+def ordered(call: RowCall) -> RowState | list[RowState]:
     """Sorting along rows permutes them, and tells how; sorting a permutation gives its inverse."""
     value, state = call["self"], call.state("self")
     dim = call.given.get("dim")
     dim = (-1 if dim is None else dim) % max(1, value.dim())
     if isinstance(state, Permutation) and state.dim == dim and state.share == 1:
-        inverse = replace(state, is_inverse=not state.is_inverse)
-        return inverse if call.name == "argsort" else [Free(varies=whole({dim})), inverse]
+        return [Free(varies=whole({dim})), replace(state, is_inverse=not state.is_inverse)]
     mixed = nonlinear(call, state)
     if mixed is not None:
         return mixed
@@ -111,11 +128,10 @@ def ordered(call: OperatorCall) -> RowState | list[RowState]:
     places = Permutation(dim=dim, inner=state.inner, order=order)
     if value.dim() != 1:
         return call.mix(Kind.REORDERED)
-    return places if call.name == "argsort" else [ByRow(dim=dim, inner=state.inner, order=order), places]
+    return [ByRow(dim=dim, inner=state.inner, order=order), places]
 
 
-@rule("bincount", "histc", "histogram")
-def counted(call: OperatorCall) -> RowState:
+def counted(call: RowCall) -> RowState:
     """How many elements have each value: a sum over rows of what each row contributes."""
     state = call.state("self")
     mixed = nonlinear(call, state)
@@ -124,20 +140,17 @@ def counted(call: OperatorCall) -> RowState:
     return OverRows(scale=PER_ROW) if isinstance(state, ByRow) else Free(varies=whole({0}))
 
 
-@rule("searchsorted")
-def found_places(call: OperatorCall) -> RowState:
+def found_places(call: RowCall) -> RowState:
     """Positions of constants among sorted rows are counts of rows."""
     among, wanted = call.state("sorted_sequence"), call.state("self")
     if isinstance(among, ByRow) and among.order is not None and isinstance(wanted, Free):
         return OverRows(scale=PER_ROW)
-    from .pointwise import operands, together
-
     if isinstance(among, Free) and call["sorted_sequence"].dim() == 1:
         return nonlinear(call, wanted) or plain(together(call, operands(call, "self"), call.results()[0].shape))
     return nonlinear(call, among, wanted) or call.mix(Kind.ACROSS)
 
 
-def total_of(call: OperatorCall, states: Sequence[RowState], reduction: int) -> RowState:
+def total_of(call: RowCall, states: Sequence[RowState], reduction: int) -> RowState:
     """The state of a loss over rows, by torch's number of the reduction: 0 for none, 1 for mean, 2 for sum."""
     mixed = nonlinear(call, *states)
     if mixed is not None:
@@ -148,3 +161,30 @@ def total_of(call: OperatorCall, states: Sequence[RowState], reduction: int) -> 
 
 
 __all__ = ["Mixed", "along", "dims_of", "reduced", "total_of"]
+
+
+record("_fft_c2c", "_fft_r2c", "_fft_c2r", rows=fourier)
+record("linalg_cross", rows=cross_product)
+record("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_cholesky_ex", rows=matrix_function)
+record("sum", "mean", "nansum", rows=added_up, workspace=workspace_reductions.reduction)
+record("cumsum", rows=summed_so_far, workspace=workspace_scans.scan)
+record(
+    "amax", "amin", "prod", "linalg_vector_norm", "norm", "all", "any", rows=extreme,
+    workspace=workspace_reductions.reduction,
+)  # fmt: skip
+record("var", "std", "var_mean", "std_mean", rows=extreme, workspace=workspace_reductions.variance)
+record("logsumexp", rows=extreme, workspace=workspace_reductions.logsumexp)
+record("argmax", "argmin", "max", "min", rows=extreme, workspace=workspace_reductions.largest)
+record("count_nonzero", "nanmedian", "median", "mode", "kthvalue", "aminmax", rows=extreme)
+record("_softmax", "_log_softmax", rows=normalised, workspace=nothing)
+record("cumprod", "logcumsumexp", rows=normalised, workspace=workspace_scans.scan)
+record("cummax", "cummin", rows=normalised, workspace=workspace_scans.largest_so_far)
+record("topk", rows=normalised, workspace=workspace_orders.topk)
+record("_safe_softmax", "renorm", "_weight_norm_interface", rows=normalised)
+record("sort", rows=ordered, workspace=workspace_orders.sort)
+record("bincount", "histc", "histogram", rows=counted)
+record("searchsorted", rows=found_places, workspace=nothing)
+record("_softmax_backward_data", workspace=workspace_layers.softmax_backward)
+record("_logcumsumexp", workspace=workspace_scans.scan)
+record("_cummax_helper", "_cummin_helper", workspace=workspace_scans.largest_so_far)
+record("_log_softmax_backward_data", workspace=nothing)

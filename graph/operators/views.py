@@ -1,4 +1,4 @@
-"""Rules for operators that give the same elements another shape, or a part of them, or several values as one."""
+"""Records of operators that give the same elements another shape, or a part of them, or several values as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from .pointwise import spread
-from .record import OperatorCall, rule
+from .record import Elements, RowCall, nothing, record
 from .states import (
     ByRow,
     Free,
@@ -42,8 +42,7 @@ def moved(state: RowState, dims: Sequence[int | None]) -> RowState:
     return state
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "_reshape_copy", "view_copy")
-def reshaped(call: OperatorCall) -> RowState:
+def reshaped(call: RowCall) -> RowState:
     old, new, state = call["self"].shape, call.results()[0].shape, call.state("self")
     if isinstance(state, ByRow | Permutation):
         found = place(new, flat_inner(old, state.dim, state.inner), call.rows)
@@ -78,47 +77,40 @@ def _flat(shape: Sequence[int], span: Stretch) -> tuple[int, int]:
     return each * low, each * min(high, shape[dim])
 
 
-@rule("permute", "transpose", "t", "numpy_T", "movedim", "swapaxes")
-def permuted(call: OperatorCall) -> RowState:
+def permuted(call: RowCall) -> RowState:
     value = call["self"]
     count = value.dim()
     order = list(range(count))
     if call.name == "permute":
         order = [d % count for d in call["dims"]]
-    elif call.name == "transpose" and count:
-        a, b = call["dim0"] % count, call["dim1"] % count
+    elif count > 1:
+        a, b = (call["dim0"] % count, call["dim1"] % count) if call.name == "transpose" else (0, 1)
         order[a], order[b] = b, a
-    else:
-        order = order[::-1]
-    return moved(call.of(value), [order.index(d) for d in range(count)])
+    return moved(call.tensor_state(value), [order.index(d) for d in range(count)])
 
 
-@rule("unsqueeze")
-def unsqueezed(call: OperatorCall) -> RowState:
+def unsqueezed(call: RowCall) -> RowState:
     value = call["self"]
     at = call["dim"] % (value.dim() + 1)
-    return moved(call.of(value), [d + (d >= at) for d in range(value.dim())])
+    return moved(call.tensor_state(value), [d + (d >= at) for d in range(value.dim())])
 
 
-@rule("squeeze")
-def squeezed(call: OperatorCall) -> RowState:
+def squeezed(call: RowCall) -> RowState:
     value, given = call["self"], call.given.get("dim")
     asked = range(value.dim()) if given is None else [given] if isinstance(given, int) else given
     gone = {d % value.dim() for d in asked if value.dim() and value.shape[d % value.dim()] == 1}
-    state = call.of(value)
+    state = call.tensor_state(value)
     if isinstance(state, ByRow | Permutation) and state.dim in gone:
         return call.unclear()
     left = [d for d in range(value.dim()) if d not in gone]
     return moved(state, [left.index(d) if d in left else None for d in range(value.dim())])
 
 
-@rule("expand", "broadcast_to", "expand_copy")
-def expanded(call: OperatorCall) -> RowState:
+def expanded(call: RowCall) -> RowState:
     return spread(call, call.state("self"), call["self"].shape, call.results()[0].shape)
 
 
-@rule("repeat")
-def repeated(call: OperatorCall) -> RowState:
+def repeated(call: RowCall) -> RowState:
     value, times, state = call["self"], call["repeats"], call.state("self")
     before = len(times) - value.dim()
     if isinstance(state, Free):
@@ -137,18 +129,15 @@ def _shifted(value: torch.Tensor, before: int) -> list[int | None]:
     return [d + before for d in range(value.dim())]
 
 
-@rule("slice", "slice_copy", "narrow")
-def sliced(call: OperatorCall) -> RowState:
+def sliced(call: RowCall) -> RowState:
     value = call["self"]
-    if call.name == "narrow":
-        dim, start, step = call["dim"] % value.dim(), call["start"], 1
-    else:
-        dim, start, step = call["dim"] % value.dim(), call["start"] or 0, call["step"] or 1
-    return part(call, call.of(value), value, dim, start % max(1, value.shape[dim]), call.results()[0].shape[dim], step)
+    dim, start, step = call["dim"] % value.dim(), call["start"] or 0, call["step"] or 1
+    size = call.results()[0].shape[dim]
+    return part(call, call.tensor_state(value), value, dim, start % max(1, value.shape[dim]), size, step)
 
 
 def part(
-    call: OperatorCall, state: RowState, value: torch.Tensor, dim: int, start: int, size: int, step: int = 1
+    call: RowCall, state: RowState, value: torch.Tensor, dim: int, start: int, size: int, step: int = 1
 ) -> RowState:
     """The state of `size` elements of a value along a dimension, `step` apart. Whole runs of rows stay rows."""
     if isinstance(state, Free):
@@ -163,8 +152,7 @@ def part(
     return call.mix(Kind.REORDERED)
 
 
-@rule("select", "select_copy", "unbind")
-def selected(call: OperatorCall) -> RowState:
+def selected(call: RowCall) -> RowState:
     value, state = call["self"], call.state("self")
     dim = call["dim"] % value.dim()
     if isinstance(state, ByRow | Permutation) and state.dim == dim:
@@ -172,32 +160,29 @@ def selected(call: OperatorCall) -> RowState:
     return moved(state, [d - (d > dim) if d != dim else None for d in range(value.dim())])
 
 
-@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "tensor_split", "unsafe_chunk")
-def split(call: OperatorCall) -> list[RowState]:
+def split(call: RowCall) -> list[RowState]:
     value = call["self"]
     dim, start, found = call["dim"] % value.dim(), 0, []
     for piece in call.results():
-        found.append(part(call, call.of(value), value, dim, start, piece.shape[dim]))
+        found.append(part(call, call.tensor_state(value), value, dim, start, piece.shape[dim]))
         start += piece.shape[dim]
     return found
 
 
-@rule("cat", "concat")
-def concatenated(call: OperatorCall) -> RowState:
+def concatenated(call: RowCall) -> RowState:
     values = [value for value in call["tensors"] if value.shape != (0,)]
     out = call.results()[0]
-    return joined(call, values, call["dim"] % max(1, out.dim()), [call.of(value) for value in values])
+    return joined(call, values, call["dim"] % max(1, out.dim()), [call.tensor_state(value) for value in values])
 
 
-@rule("stack")
-def stacked(call: OperatorCall) -> RowState:
+def stacked(call: RowCall) -> RowState:
     out = call.results()[0]
     at = call["dim"] % out.dim()
-    states = [moved(call.of(v), [d + (d >= at) for d in range(v.dim())]) for v in call["tensors"]]
+    states = [moved(call.tensor_state(v), [d + (d >= at) for d in range(v.dim())]) for v in call["tensors"]]
     return joined(call, call["tensors"], at, states)
 
 
-def joined(call: OperatorCall, values: Sequence[torch.Tensor], dim: int, states: Sequence[RowState]) -> RowState:
+def joined(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequence[RowState]) -> RowState:
     """The state of values put one after another along a dimension."""
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()
@@ -217,7 +202,7 @@ def joined(call: OperatorCall, values: Sequence[torch.Tensor], dim: int, states:
     if first.dim == dim and (len(rows) < len(states) or first.order is not None):
         return call.mix(Kind.ROW_NUMBER)
     if any(isinstance(state, Free) and differs(state, first.dim, first.inner, call.rows) for state in states):
-        call.watcher.met(Kind.ROW_NUMBER)
+        call.watcher.note(Kind.ROW_NUMBER)
     return first
 
 
@@ -226,24 +211,21 @@ def _joined_constants(states: Sequence[RowState], dim: int) -> Free:
     return Free(varies=varies | whole({dim}) if len(states) > 1 else varies)
 
 
-@rule("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-      "replication_pad2d", "replication_pad3d", "_pad_circular", "_pad_enum")  # fmt: skip
-def padded(call: OperatorCall) -> RowState:
+def padded(call: RowCall) -> RowState:
     """The last dimensions grow, or shrink where a number is negative; they may move and keep their size."""
     numbers = call.given["padding"] if "padding" in call.given else call["pad"]
     last = call["self"].dim() - 1
     return _but_dims(call, {last - i // 2 for i, number in enumerate(numbers) if number})
 
 
-def _but_dims(call: OperatorCall, changed: set[int]) -> RowState:
+def _but_dims(call: RowCall, changed: set[int]) -> RowState:
     state = call.state("self")
     if isinstance(state, ByRow | Permutation) and state.dim in changed:
         return call.mix(Kind.ROW_NUMBER)
     return Free(varies=state.varies | whole(changed)) if isinstance(state, Free) else state
 
 
-@rule("flip", "roll")
-def turned(call: OperatorCall) -> RowState:
+def turned(call: RowCall) -> RowState:
     value, state = call["self"], call.state("self")
     dims = {d % value.dim() for d in call["dims"]} or set(range(value.dim()))
     if isinstance(state, ByRow | Permutation) and state.dim in dims:
@@ -251,8 +233,7 @@ def turned(call: OperatorCall) -> RowState:
     return replace(state, counts=None) if isinstance(state, Free) else state
 
 
-@rule("unfold")
-def unfolded(call: OperatorCall) -> RowState:
+def unfolded(call: RowCall) -> RowState:
     """Windows along a dimension; their elements become the last one."""
     value = call["self"]
     dim, state = call["dimension"] % max(1, value.dim()), call.state("self")
@@ -261,8 +242,7 @@ def unfolded(call: OperatorCall) -> RowState:
     return Free(varies=state.varies | whole({dim, value.dim()})) if isinstance(state, Free) else state
 
 
-@rule("diagonal", "diagonal_copy")
-def on_diagonal(call: OperatorCall) -> RowState:
+def on_diagonal(call: RowCall) -> RowState:
     value, state = call["self"], call.state("self")
     taken = {call["dim1"] % value.dim(), call["dim2"] % value.dim()}
     if isinstance(state, ByRow | Permutation) and state.dim in taken:
@@ -272,16 +252,14 @@ def on_diagonal(call: OperatorCall) -> RowState:
     return Free(varies=found.varies | whole({len(left)})) if isinstance(found, Free) else found
 
 
-@rule("trace")
-def traced(call: OperatorCall) -> RowState:
+def traced(call: RowCall) -> RowState:
     state = call.state("self")
     if isinstance(state, ByRow | Permutation):
         return call.mix(Kind.REORDERED)
     return Free() if isinstance(state, Free) else state
 
 
-@rule("as_strided", "as_strided_copy")
-def restrided(call: OperatorCall) -> RowState:
+def restrided(call: RowCall) -> RowState:
     value, out, state = call["self"], call.results()[0], call.state("self")
     if isinstance(state, Free):
         return Free(varies=whole(range(out.dim())) if state.varies else frozenset())
@@ -294,3 +272,29 @@ def restrided(call: OperatorCall) -> RowState:
         if len(dims) == 1 and reach < step:  # the others stay within a row
             return replace(state, dim=dims[0], inner=1)
     return state if isinstance(state, OverRows | Mixed) else call.mix(Kind.REORDERED)
+
+
+record("view", "_reshape_alias", "_reshape_copy", "view_copy", rows=reshaped, elements=Elements.RESHAPED)
+record("_unsafe_view", rows=reshaped, elements=Elements.RESHAPED, workspace=nothing)
+record("permute", "transpose", "t", rows=permuted, elements=Elements.MOVED)
+record("unsqueeze", rows=unsqueezed, elements=Elements.RESHAPED)
+record("squeeze", rows=squeezed, elements=Elements.RESHAPED)
+record("expand", "expand_copy", rows=expanded, elements=Elements.SPREAD)
+record("repeat", rows=repeated)
+record("slice", "slice_copy", rows=sliced, elements=Elements.PART)
+record("select", "select_copy", rows=selected, elements=Elements.PART)
+record("unbind", rows=selected)
+record("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", rows=split)
+record("cat", rows=concatenated, workspace=nothing)
+record("stack", rows=stacked, workspace=nothing)
+record("constant_pad_nd", rows=padded, workspace=nothing)
+record(
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", rows=padded,
+)  # fmt: skip
+record("flip", "roll", rows=turned, workspace=nothing)
+record("unfold", rows=unfolded)
+record("diagonal", "diagonal_copy", rows=on_diagonal)
+record("trace", rows=traced)
+record("as_strided", "as_strided_copy", rows=restrided)
+record("select_backward", "slice_backward", workspace=nothing)

@@ -10,7 +10,7 @@ import torch
 
 from penstock.bench.gpu.machine import is_emulated
 from penstock.bench.peers.gpu_sections import allocator_peak
-from penstock.graph.operators.workspace.table import workspace_bytes
+from penstock.graph.operators.table import workspace_bytes
 from penstock.ir import ops
 from penstock.runtime.measure.temporaries import step_bytes
 from penstock.runtime.optimizer.spec import OptimizerSpec

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.graph.operators.record import GpuSize
+from penstock.graph.operators.table import workspace_bytes
 from penstock.graph.operators.workspace import attention
-from penstock.graph.operators.workspace.call import GpuSize, rounded
-from penstock.graph.operators.workspace.table import workspace_bytes
+from penstock.graph.operators.workspace.sizes import rounded
 from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS, PACKED
 from penstock.tests.gpu.rehearsal import needs_documents, on_gpu, only_on_gpu
 

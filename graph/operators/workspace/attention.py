@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from .call import LARGEST, GpuSize, ceil_div, rounded
+from ..record import LARGEST, GpuSize
+from .sizes import ceil_div, rounded
 
 FLASH_ROWS = 64  # queries of a block of threads in forward
 MOST_SPLITS = 128

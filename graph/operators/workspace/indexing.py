@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .call import WorkspaceCall, rule
+from ..record import OperatorCall
 
 INDEX_BYTES = 8
 SORT_BYTES = 64 * 1024  # histograms of a sort, whatever its size
@@ -14,8 +14,7 @@ FEW_INDICES = 3072  # so many are added up without a sort
 ROWS_OF_A_PART = 10
 
 
-@rule("embedding_dense_backward")
-def embedding(call: WorkspaceCall) -> int:
+def embedding(call: OperatorCall) -> int:
     """`embedding_dense_backward_cuda` (Embedding.cu) sorts the indices and their places, then
     `embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu) adds up at most ten rows at a time in fp32.
 
@@ -32,8 +31,7 @@ def embedding(call: WorkspaceCall) -> int:
     return sorted_indices + max(sorting, adding)
 
 
-@rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def index_put(call: WorkspaceCall) -> int:
+def index_put(call: OperatorCall) -> int:
     """`index_put_with_sort_kernel` (Indexing.cu): the indices as one number each, these sorted, their places before and
     after, and the sort's own copies. Without `accumulate`, and for masks, nothing is sorted."""
     indices = [index for index in call["indices"] if isinstance(index, torch.Tensor)]

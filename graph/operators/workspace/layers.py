@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from .call import WorkspaceCall, ceil_div, rule
+from ..record import OperatorCall
 from .reductions import reduction_bytes
+from .sizes import ceil_div
 
 FP32_BYTES = 4
 MANY_ROWS = 64 * 1024
@@ -16,8 +17,7 @@ COLUMNS = ROWS = 32  # of a block of threads
 MOST_BLOCKS = 64 * 1024 // 2
 
 
-@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
-def norm_backward(call: WorkspaceCall) -> int:
+def norm_backward(call: OperatorCall) -> int:
     """`LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu): many short rows are added up in parts, for weight and
     bias each, which a sum then adds up."""
     grad, wanted = call.tensor("grad_out"), call["output_mask"][1:]
@@ -30,28 +30,24 @@ def norm_backward(call: WorkspaceCall) -> int:
     return sum(map(bool, wanted)) * parts * width * grad.itemsize + adding
 
 
-@rule("native_group_norm")
-def group_norm(call: WorkspaceCall) -> int:
+def group_norm(call: OperatorCall) -> int:
     """`GroupNormKernelImplInternal` (group_norm_kernel.cu): a factor and a summand for each channel of each sample."""
     return 2 * FP32_BYTES * int(call["N"]) * int(call["C"])
 
 
-@rule("native_group_norm_backward")
-def group_norm_backward(call: WorkspaceCall) -> int:
+def group_norm_backward(call: OperatorCall) -> int:
     """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): for each channel of each sample two sums and a
     factor, for each group of each sample two numbers."""
     samples, channels, groups = (int(call[name]) for name in ("N", "C", "group"))
     return FP32_BYTES * samples * (3 * channels + 2 * groups)
 
 
-@rule("_softmax_backward_data")
-def softmax_backward(call: WorkspaceCall) -> int:
+def softmax_backward(call: OperatorCall) -> int:
     """`softmax_backward_cuda_out` (SoftMax.cu): the gradient times the result."""
     return call.tensor("grad_output").nbytes
 
 
-@rule("mm", "addmm", "bmm", "baddbmm")
-def product(call: WorkspaceCall) -> int:
+def product(call: OperatorCall) -> int:
     """`prepare_matrix_for_cublas` and `prepare_batch_matrix_for_cublas` (Blas.cpp): a copy of an operand in which
     neither rows nor columns lie together."""
     names = [name for name in ("mat1", "mat2", "batch1", "batch2") if name in call.given]
@@ -67,12 +63,7 @@ def _is_matrix(value: Tensor) -> bool:
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
-@rule(
-    "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
-    "upsample_nearest2d", "upsample_nearest2d_backward",
-)  # fmt: skip
-def grid(call: WorkspaceCall) -> int:
+def grid(call: OperatorCall) -> int:
     """`AveragePool2d.cu`, `DilatedMaxPool2d.cu`, `AdaptiveAveragePooling.cu`, `UpSampleBilinear2d.cu` and
     `UpSampleNearest2d.cu`: copies of operands with gaps, or in the layout of another one."""
     operands = [value for value in call.given.values() if isinstance(value, Tensor)]
@@ -81,8 +72,7 @@ def grid(call: WorkspaceCall) -> int:
     return sum(value.nbytes for value in operands)
 
 
-@rule("convolution", "_convolution", "cudnn_convolution")
-def convolution(call: WorkspaceCall) -> int:
+def convolution(call: OperatorCall) -> int:
     """`run_conv_plan` (Conv_v8.cpp) takes what the plan that cuDNN's heuristics put first asks for.
 
     No source bounds it. Kernels for tensor cores take channels last, so that operands and result in another layout are
@@ -90,8 +80,7 @@ def convolution(call: WorkspaceCall) -> int:
     return _copied_bytes(call.tensor("input"), call.tensor("weight"), result=call.out)
 
 
-@rule("convolution_backward", "cudnn_convolution_backward")
-def convolution_backward(call: WorkspaceCall) -> int:
+def convolution_backward(call: OperatorCall) -> int:
     """`run_conv_plan` (Conv_v8.cpp), once for the gradient of the input and once for that of the weight: copies with
     channels last as in forward, and the weight's gradient in fp32, which several blocks of threads add up."""
     grad, value, weight = (call.tensor(name) for name in ("grad_output", "input", "weight"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .call import WorkspaceCall, ceil_div, rule
+from ..record import OperatorCall
+from .sizes import ceil_div
 
 INDEX_BYTES = 8
 SORTED_IN_A_BLOCK = 4096  # elements of a row
@@ -14,8 +15,7 @@ SHARED_FROM = ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000), (
 SHARED_ANYWAY = 400
 
 
-@rule("sort")
-def sort(call: WorkspaceCall) -> int:
+def sort(call: OperatorCall) -> int:
     """`sort_stable_kernel` and `sortKeyValueInplace` (SortStable.cu, Sort.cu): the numbers of a row's places; rows that
     no block of threads sorts alone go through CUB's radix sort, which has a copy of keys and places, and of several
     rows also the number of each element's row."""
@@ -33,8 +33,7 @@ def sort(call: WorkspaceCall) -> int:
     return each * count + count // 2 + SORT_BYTES
 
 
-@rule("topk")
-def topk(call: WorkspaceCall) -> int:
+def topk(call: OperatorCall) -> int:
     """`launch_gather_topk_kernel` (TensorTopK.cu), of which `mbtopk` has counts of digits for each block of a row."""
     value = call.tensor("self")
     if value.dim() == 0 or value.numel() == 0:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .call import GpuSize, WorkspaceCall, ceil_div, rule
+from ..record import GpuSize, OperatorCall
+from .sizes import ceil_div
 
 Dims = list[tuple[int, int]]  # size and stride, the smallest stride first
 MOST_THREADS = 512  # of a block
@@ -19,8 +20,7 @@ WELFORD_BYTES = 16  # a part of a variance: mean, squares, and the count twice
 PLACED_BYTES = 16  # a part of a largest element: itself, and its place
 
 
-@rule("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm", "amax", "amin", "all", "any")
-def reduction(call: WorkspaceCall) -> int:
+def reduction(call: OperatorCall) -> int:
     """`gpu_reduce_kernel` (Reduce.cuh): the staging buffer, and a counter for each block of outputs."""
     value, given = call.tensor("self"), call.given.get("dim")
     dtype = call.given.get("dtype") or value.dtype
@@ -29,14 +29,12 @@ def reduction(call: WorkspaceCall) -> int:
     return reduction_bytes(value, given, PART_BYTES.get(dtype, 4), call.gpu)
 
 
-@rule("var", "std", "var_mean", "std_mean")
-def variance(call: WorkspaceCall) -> int:
+def variance(call: OperatorCall) -> int:
     """`gpu_reduce_kernel` (Reduce.cuh) with `WelfordData` as the part."""
     return reduction_bytes(call.tensor("self"), call.given.get("dim"), WELFORD_BYTES, call.gpu)
 
 
-@rule("max", "min", "argmax", "argmin")
-def largest(call: WorkspaceCall) -> int:
+def largest(call: OperatorCall) -> int:
     """`gpu_reduce_kernel` (Reduce.cuh), of whole tensors with their own type as the part (`max_values_kernel_cuda`), of
     dimensions with a pair of a value and its place (`argmax_kernel_impl` and `max_launch_kernel`)."""
     value, dim = call.tensor("self"), call.given.get("dim")
@@ -46,8 +44,7 @@ def largest(call: WorkspaceCall) -> int:
     return reduction_bytes(value, dim, PLACED_BYTES if has_places else max(4, value.itemsize), call.gpu)
 
 
-@rule("logsumexp")
-def logsumexp(call: WorkspaceCall) -> int:
+def logsumexp(call: OperatorCall) -> int:
     """`logsumexp_out_impl` (ReduceOps.cpp): the exponents of all elements less the largest, these, and the parts of
     their sum."""
     value = call.tensor("self")

@@ -6,15 +6,14 @@ import math
 
 import torch
 
-from .call import WorkspaceCall, rule
+from ..record import OperatorCall
 
 TILE_BYTES = 4096  # the fewest bytes of values that a block of threads of CUB scans at once
 STATUS_BYTES = 16  # of such a tile: its sum, and how far it is
 SMALL_BYTES = 4096  # of CUB, whatever the size
 
 
-@rule("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp")
-def scan(call: WorkspaceCall) -> int:
+def scan(call: OperatorCall) -> int:
     """`scan_dim` (ScanUtils.cuh): a copy of what is not contiguous, after one in the result's dtype where that is
     another (`impl_func_cum_ops`, ReduceOps.cpp); the states of CUB's tiles where there is one row only."""
     value, result = call.tensor("self"), call.out
@@ -25,15 +24,13 @@ def scan(call: WorkspaceCall) -> int:
     return int(copies * result.nbytes + (scan_bytes(value.numel(), result.itemsize) if is_one_row else 0))
 
 
-@rule("cummax", "cummin", "_cummax_helper", "_cummin_helper")
-def largest_so_far(call: WorkspaceCall) -> int:
+def largest_so_far(call: OperatorCall) -> int:
     """`scan_dim_with_indices` (ScanUtils.cuh): a copy of what is not contiguous."""
     value = call.tensor("self")
     return 0 if value.is_contiguous() else value.nbytes
 
 
-@rule("masked_scatter")
-def masked_scatter(call: WorkspaceCall) -> int:
+def masked_scatter(call: OperatorCall) -> int:
     """`masked_scatter_cuda` and `launch_masked_scatter_kernel` (IndexKernel.cpp, IndexKernel.cu): the number of chosen
     places before each, which a scan finds, and copies of a mask that is broadcast and of a source that is not
     contiguous."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.graph.costs import block as costs
+from penstock.graph.operators.record import LARGEST, GpuSize
+from penstock.graph.operators.table import workspace_bytes
 from penstock.graph.operators.workspace import attention
-from penstock.graph.operators.workspace.call import LARGEST, GpuSize
-from penstock.graph.operators.workspace.table import workspace_bytes
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, draft_of

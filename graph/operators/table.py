@@ -1,0 +1,34 @@
+"""The records of all operators, and the bytes that CUDA's operators hold beside operands and results while they run.
+
+In: a call of an aten operator on fake tensors. Out: bytes, None for an operator of which nothing is known. Fake tensors
+do not show them, since torch's host code allocates them inside the operator. Each function in `workspace/` names the
+function of PyTorch (2.13) that it follows. What depends on the GPU is that of `LARGEST`: smaller ones need about as
+much or less. Attention, which is no single operator here, has its functions in `workspace/attention.py`.
+
+Nothing is known of operators whose kernels are a library's that tells its sizes only to a running program: cuDNN's
+batch norm (`native_batch_norm` here), recurrent layers, and attention, which torch takes first on GPUs of compute
+capability 9.0 and 10.0.
+
+cuBLAS's workspace is none of a call: it stays for as long as the process does (`Reserve.libraries_bytes`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import contractions, indexing, layers, pointwise, reductions, views
+from .record import LARGEST, OPERATORS, GpuSize, OperatorCall, operator_of
+
+__all__ = ["OPERATORS", "operator_of", "workspace_bytes"]
+FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its records
+
+
+def workspace_bytes(func: Any, args: Any, kwargs: Any, out: Any, gpu: GpuSize = LARGEST) -> int | None:
+    """The most bytes that a call on CUDA holds at once beside its operands and results; None if it is not known."""
+    rule = operator_of(func).workspace
+    if rule is not None:
+        return rule(OperatorCall(func, args, kwargs, out, gpu))
+    is_query = func.namespace == "prim"  # of a tensor's device or layout
+    return 0 if is_query or torch.Tag.pointwise in func.tags or func.is_view else None
