@@ -141,7 +141,10 @@ def insert_exchange(
 
 
 def member_input(graph: OpGraph) -> fx.Node:
-    """A new input of the graph, which has the device's number in its team: [1], int64."""
+    """The input of the graph that has the device's number in its team: [1], int64; written where there is none."""
+    known = next((n for n in graph.nodes if n.op == "placeholder" and n.target == MEMBER), None)
+    if known is not None:
+        return known
     last = next(n for n in reversed(graph.nodes) if n.op == "placeholder")
     with graph.graph.inserting_after(last):
         node = graph.graph.placeholder(MEMBER)

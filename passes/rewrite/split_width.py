@@ -170,10 +170,8 @@ def _parts_of_model(graph: OpGraph, team: int) -> dict[str, PartOfModel]:
     """What members can divide: regions by the name of a weight, layers of experts by that of their module, and tables
     that no region divides."""
     found: dict[str, PartOfModel] = {region.name: region for region in find_regions(graph, team)}
-    if graph.apart:  # tables and experts need the tokens of all members in one order
-        return found
     used = {p.weight for r in found.values() if isinstance(r, WidthRegion) for p in (*r.columns, *r.rows)}
-    layers = find_expert_layers(graph).items()
+    layers = () if graph.apart else find_expert_layers(graph).items()  # split-context shares these out
     found |= {name: layer for name, layer in layers if not layer.refusal and layer.experts % team == 0}
     return found | {name: table for name, table in dividable_tables(graph, team).items() if name not in used}
 

@@ -38,7 +38,7 @@ from .member_tables import joined_members, member_lookup
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 from .ring_attention import as_autocast, attend_block, attention_of, with_gradients
 from .tiles import in_tiles
-from .token_parts import among_zeros, own_tokens
+from .token_parts import among_zeros, own_tokens, tokens_of_all
 
 __all__ = [
     "among_zeros",
@@ -71,6 +71,7 @@ __all__ = [
     "rows_of_tokens",
     "token_experts",
     "token_shares",
+    "tokens_of_all",
     "tokens_to_send",
     "weighted",
     "window_attention",

@@ -19,6 +19,12 @@ def own_tokens(
     return runs.index_select(dim + 1, _numbers(member, team, zigzag)).flatten(dim, dim + 2)
 
 
+def tokens_of_all(value: Tensor, team: int, dim: int, length: int, inner: int = 1, zigzag: bool = False) -> Tensor:
+    """The tokens of each member (`own_tokens`), those of one member after those of another along dimension 0."""
+    members = torch.arange(team, device=value.device).split(1)
+    return torch.cat([own_tokens(value, member, team, dim, length, inner, zigzag) for member in members])
+
+
 def among_zeros(
     value: Tensor, member: Tensor, team: int, dim: int, length: int, inner: int = 1, zigzag: bool = False
 ) -> Tensor:

@@ -81,9 +81,9 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
         assert on_links_bytes(job, ops.to_experts) == pytest.approx(sent_bytes, rel=1e-3)  # whole bytes of a message
         returned_bytes = leaves * (2 * tokens_bytes + shares_bytes)
         assert on_links_bytes(job, ops.from_experts) == pytest.approx(returned_bytes, rel=1e-3)
-    if "width" in pair and way != "width":  # each region takes the rows of all, and gives each its own of a sum
-        regions = len(job.plan.decisions.width.regions)
-        assert on_links_bytes(job, ops.scatter_sum) == 2 * (team - 1) * tokens_bytes * regions
+    if "width" in pair and way != "width":  # sums of a region's results and of their gradients; of what is looked up
+        sums = sum(1 if "embed" in name else 2 for name in job.plan.decisions.width.regions)
+        assert on_links_bytes(job, ops.scatter_sum) == sums * (team - 1) * tokens_bytes
     if way != "routing":
         op = {"Ulysses": ops.all_to_all, "ring": ops.pass_on, "width": ops.sum_parts}[way]
         times = 3 if way == "ring" and "depth" not in pair.mesh else 2

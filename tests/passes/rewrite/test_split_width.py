@@ -178,6 +178,15 @@ def test_members_have_rows_of_the_vocabulary(team: int) -> None:
     assert_trains_like_eager(job, table_batch(), TOLERANCE)
 
 
+@pytest.mark.parametrize("by", slow_but(("heads",), ("heads", "rows")))
+def test_members_with_different_tokens_have_rows_of_the_vocabulary(by: str) -> None:
+    torch.manual_seed(0)
+    text = strategy(2).replace("split-width", f"split-context{{team=2, by={by}}}, split-width")
+    job = job_of(Tables(), table_batch(), 2, text)
+    assert {"table.weight", "head.weight"} <= {*job.plan.decisions.width.regions}
+    assert_trains_like_eager(job, table_batch(), TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("passes", "said"),
     [
