@@ -31,10 +31,10 @@ def main() -> None:
     for name in MODELS:
         for base in ("bf16", "nf4") if args.only in (None, name) else ():
             for machine in MACHINES:
-                rows.save("adapter_plans", planned(name, base, machine, args.search_s))
+                rows.save("adapter_plans", plan_for(name, base, machine, args.search_s))
 
 
-def planned(name: str, base: str, machine: str, search_s: float) -> dict[str, Any]:
+def plan_for(name: str, base: str, machine: str, search_s: float) -> dict[str, Any]:
     """The row of one plan, or why there is none."""
     named = find_model(name, adapter=ADAPTER, base=base)
     hardware = penstock.Hardware.preset(machine).with_(dram=DRAM)

@@ -93,11 +93,11 @@ def main() -> None:
 
 def equal(family: str, adapter: str) -> dict[str, Any]:
     """Train by both and compare."""
-    model = adapted(family, adapter)
+    model = adapt(family, adapter)
     batch = random_batch(family)
     eager = copy.deepcopy(model)
     expected = train(eager, batch)
-    with compiled(model, batch) as job:
+    with compile_job(model, batch) as job:
         assert job.plan.decisions.fetch
         losses = [float(job.step(batch)) for _ in range(STEPS)]
         found = job.state_dict()
@@ -114,7 +114,7 @@ def equal(family: str, adapter: str) -> dict[str, Any]:
     }
 
 
-def adapted(family: str, adapter: str) -> nn.Module:
+def adapt(family: str, adapter: str) -> nn.Module:
     kind, dimensions, head = FAMILIES[family]
     config = transformers.AutoConfig.for_model(family, **dimensions)
     dropouts = {key: 0.0 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
@@ -151,7 +151,7 @@ def train(model: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
     return losses
 
 
-def compiled(model: nn.Module, batch: Mapping[str, Tensor], memory: str = "64MB", strategy: str = SWAPPED) -> Any:
+def compile_job(model: nn.Module, batch: Mapping[str, Tensor], memory: str = "64MB", strategy: str = SWAPPED) -> Any:
     machine = penstock.Hardware.cpu(num_devices=1, memory=memory, dram="1GB")
     return penstock.compile(
         model, machine, example_inputs=batch, optimizer=ADAMW, micro_batches=MICRO_BATCHES, strategy=strategy
@@ -169,7 +169,7 @@ def traffic() -> Iterator[dict[str, Any]]:
             layers = [14, 15] if "last" in what else None
             chosen = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=layers)
             model = peft.get_peft_model(model, chosen)
-        with compiled(model, batch, "700kB", SWAPPED.replace("stages=3", "stages=8")) as job:
+        with compile_job(model, batch, "700kB", SWAPPED.replace("stages=3", "stages=8")) as job:
             told = job.simulate().moved_bytes
             for _ in range(2):
                 job.step(batch)

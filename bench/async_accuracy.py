@@ -149,10 +149,10 @@ def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: floa
     count = 1 if way == "synchronous" else each
     calls = [[task.batch(part) for part in order[i : i + count]] for i in range(0, len(order), count)]
     took_s, losses = 0.0, []
-    with compiled(model, way, calls[0], falling(len(order), lr, warmup), lr, seed) as job:
+    with compile_job(model, way, calls[0], falling(len(order), lr, warmup), lr, seed) as job:
         for number, call in enumerate(calls, 1):
             begin_s = time.perf_counter()
-            losses.append(float(job.step(joined(call))))
+            losses.append(float(job.step(join_batches(call))))
             if number % (each // count) == 0:
                 job.sync()
                 took_s += time.perf_counter() - begin_s
@@ -186,14 +186,14 @@ def falling(updates: int, lr: float, warmup: float) -> Any:
     )  # fmt: skip
 
 
-def compiled(model: nn.Module, way: str, call: Sequence[Batch], schedule: Any, lr: float, seed: int) -> penstock.Job:
+def compile_job(model: nn.Module, way: str, call: Sequence[Batch], schedule: Any, lr: float, seed: int) -> penstock.Job:
     """The synchronous pipeline, or an asynchronous one in which a call has several mini-batches."""
     own = f"schedule-async{{weights={way}, accumulate={ACCUMULATE}}}"
     strategy = "1f1b" if way == "synchronous" else STRATEGIES["async"].replace("schedule-async", own)
     return penstock.compile(
         model,
         penstock.Hardware.cpu(num_devices=DEVICES, memory="2GB", dram="8GB"),
-        example_inputs=joined(call),
+        example_inputs=join_batches(call),
         micro_batches=ACCUMULATE * len(call),
         strategy=strategy,
         optimizer=partial(torch.optim.AdamW, lr=lr, fused=True),
@@ -220,7 +220,7 @@ def _outputs(model: nn.Module, tests: Sequence[Batch]) -> Iterator[tuple[Batch, 
         yield batch, made.loss, made.logits
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def join_batches(batches: Sequence[Batch]) -> Batch:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 

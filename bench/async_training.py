@@ -79,12 +79,12 @@ def fine_tuned(
     job = penstock.compile(
         model, penstock.Hardware.cpu(num_devices=DEVICES), optimizer=partial(torch.optim.AdamW, lr=LR),
         lr_scheduler=falling(len(text)),
-        example_inputs=joined(text[:UPDATES_A_CALL]), micro_batches=UPDATES_A_CALL,
+        example_inputs=join_batches(text[:UPDATES_A_CALL]), micro_batches=UPDATES_A_CALL,
         strategy=STRATEGIES["async"].replace("schedule-async", f"schedule-async{{weights={weights}}}"),
     )  # fmt: skip
     with job:
         starts = range(0, len(text), UPDATES_A_CALL)
-        losses = [float(job.step(joined(text[i : i + UPDATES_A_CALL]))) for i in starts]
+        losses = [float(job.step(join_batches(text[i : i + UPDATES_A_CALL]))) for i in starts]
         job.sync()
     found = {"last_losses": tail(losses), "held_out": loss_of(model, held_out)}
     return {
@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, batches: list[Batch]) -> float:
     return float(torch.stack(found).mean())
 
 
-def joined(batches: list[Batch]) -> Batch:
+def join_batches(batches: list[Batch]) -> Batch:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 

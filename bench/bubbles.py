@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     args = parser.parse_args()
     hardware = penstock.Hardware.preset(args.hardware)
-    model, batch = made(args.model, args.micro_batches, args.sequence)
+    model, batch = make(args.model, args.micro_batches, args.sequence)
     print(f"{'schedule':34} {'step':>9} {'bubble':>7}  GiB per device")
     for name, each, schedule in SCHEDULES:
         stages = each * hardware.num_devices
@@ -53,7 +53,7 @@ def main() -> None:
         rows.save("bubbles", {"model": args.model, "hardware": args.hardware, "stages": stages, **options, **row})
 
 
-def made(name: str, micro_batches: int, sequence: int) -> tuple[nn.Module, dict[str, dict[str, object]]]:
+def make(name: str, micro_batches: int, sequence: int) -> tuple[nn.Module, dict[str, dict[str, object]]]:
     """A model without weights, and the shapes of a batch with one sequence per micro-batch."""
     from penstock.compiler.models.named import find_model
 

@@ -44,7 +44,7 @@ Batch = Mapping[str, Tensor]
 
 
 def main() -> None:
-    args = parsed()
+    args = parsed_texts()
     hardware = machine(args)
     for mode in args.mode or MODES:
         for side in args.side or SIDES:
@@ -61,7 +61,7 @@ def main() -> None:
             rows.save("card", what, args.out)
 
 
-def parsed() -> argparse.Namespace:
+def parsed_texts() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", help="a document of this machine; without it rates are those of datasheets")
     parser.add_argument("--mode", action="append", choices=list(MODES))

@@ -34,7 +34,7 @@ def main() -> None:
     names = [args.only] if args.only else list(CASES)
     for name in names:
         if args.here:
-            print(json.dumps(measured(name)), flush=True)
+            print(json.dumps(measured_blocks(name)), flush=True)
         else:
             rows.save("cards", run(name))
 
@@ -57,7 +57,7 @@ def run(name: str, **settings: str) -> dict[str, Any]:
     return {**row, **found[-1]}
 
 
-def measured(name: str) -> dict[str, Any]:
+def measured_blocks(name: str) -> dict[str, Any]:
     case = {**CASES, **SMALL_CASES}[name]
     with tempfile.TemporaryDirectory() as directory:
         job, length = case.filled(case.hardware(directory))

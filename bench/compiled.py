@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     batch = models.batch()
-    jobs = {name: compiled(args.model, batch, name == "compiled") for name in ("eager", "compiled")}
+    jobs = {name: compile_job(args.model, batch, name == "compiled") for name in ("eager", "compiled")}
     losses: dict[str, list[float]] = {name: [] for name in jobs}
     first_s = {}
     for name, job in jobs.items():
@@ -56,7 +56,7 @@ def main() -> None:
         job.close()
 
 
-def compiled(model: str, batch: dict[str, torch.Tensor], compile_stages: bool) -> penstock.Job:
+def compile_job(model: str, batch: dict[str, torch.Tensor], compile_stages: bool) -> penstock.Job:
     return penstock.compile(
         models.by_name(model),
         penstock.Hardware.cpu(num_devices=1, memory="4GB", dram="4GB"),

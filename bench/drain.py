@@ -38,15 +38,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.only in (None, "simulated"):
         for preset in PRESETS:
-            simulated(preset)
+            simulate_plan(preset)
     if args.only in (None, "swapped"):
         for num_devices in (1, 2):
-            swapped(num_devices, args.rounds)
+            swapping_job(num_devices, args.rounds)
     if args.only in (None, "frozen"):
-        frozen(args.rounds)
+        freeze(args.rounds)
 
 
-def simulated(preset: str) -> None:
+def simulate_plan(preset: str) -> None:
     """Save the seconds of a step of the chosen plan, with and without the drain."""
     named = find_model(MODEL)
     job = penstock.compile(
@@ -65,7 +65,7 @@ def both(job: penstock.Job) -> tuple[float, float]:
     return timeline.from_rest_s, timeline.step_s
 
 
-def swapped(num_devices: int, rounds: int) -> None:
+def swapping_job(num_devices: int, rounds: int) -> None:
     """Weights come from DRAM, over links that are held down."""
     batch = models.batch(vocabulary=VOCABULARY)
     machine = penstock.Hardware.cpu(num_devices=num_devices, memory=MEMORY, dram="2GB", h2d="400MB/s", d2h="400MB/s")
@@ -74,10 +74,10 @@ def swapped(num_devices: int, rounds: int) -> None:
         models.gpt2(layers=LAYERS, vocabulary=VOCABULARY), machine, example_inputs=batch, micro_batches=4,
         optimizer=partial(torch.optim.AdamW, lr=1e-4),
     ) as job:  # fmt: skip
-        measured(job, batch, where, rounds)
+        measured_blocks(job, batch, where, rounds)
 
 
-def frozen(rounds: int) -> None:
+def freeze(rounds: int) -> None:
     """One micro-batch: from rest each device waits while the other computes."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(FROZEN + TRAINED)))
@@ -90,10 +90,10 @@ def frozen(rounds: int) -> None:
         layers, machine, example_inputs=batch, micro_batches=1, strategy="gpipe",
         optimizer=partial(torch.optim.SGD, lr=1e-3), loss_fn=lambda output, batch: output.square().mean(),
     ) as job:  # fmt: skip
-        measured(job, batch, where, rounds)
+        measured_blocks(job, batch, where, rounds)
 
 
-def measured(job: penstock.Job, batch: Any, where: dict[str, Any], rounds: int) -> None:
+def measured_blocks(job: penstock.Job, batch: Any, where: dict[str, Any], rounds: int) -> None:
     """Save the seconds of a step of one plan on CPU devices, both ways in turns."""
     turns: dict[str, list[float]] = {"drained": [], "one_after_another": []}
     losses: list[float] = []

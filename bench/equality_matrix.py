@@ -26,7 +26,7 @@ def main() -> None:
 
     def save(row: dict[str, Any]) -> None:
         pair = by_name[row["case"]]
-        rows.save("equality_matrix", {**row, **described(pair)})
+        rows.save("equality_matrix", {**row, **describe_kernel(pair)})
 
     for devices in args.devices:
         train_on_ranks([pair for pair in chosen if not pair.refused], devices, save)
@@ -35,7 +35,7 @@ def main() -> None:
                 save({"case": pair.name, "refused": refusal(pair)})
 
 
-def described(pair: Pair) -> dict[str, Any]:
+def describe_kernel(pair: Pair) -> dict[str, Any]:
     return {
         "processes": pair.devices, "model": pair.model, "micro_batches": pair.micro_batches, "steps": STEPS,
         "tolerance": TOLERANCE, "strategy": pair.strategy,

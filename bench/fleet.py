@@ -81,13 +81,13 @@ def main() -> None:
         "micro_batches": args.micro_batches, "ranks": "2 hosts x 2", "link_mbit_s": args.rate_mbit,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, two_hosts(rate_bytes_s) as hosts, ExitStack() as stack:
-        jobs = planned(settings, rate_bytes_s, Path(folder))
-        sides = started(stack, hosts, settings, Path(folder), list(jobs))
+        jobs = plan_for(settings, rate_bytes_s, Path(folder))
+        sides = start(stack, hosts, settings, Path(folder), list(jobs))
         theory = theories(jobs, settings)
-        found = counted(sides, theory)
+        found = count(sides, theory)
         for name, row in found.items():
             rows.save("fleet", {"figure": "bytes", **facts, "side": name, **row, "target": TARGET_BYTES})
-        timed(sides, jobs, args.rounds, facts, rate_bytes_s)
+        time_of(sides, jobs, args.rounds, facts, rate_bytes_s)
 
 
 def machine(rate_bytes_s: float) -> penstock.Hardware:
@@ -110,18 +110,18 @@ def machine(rate_bytes_s: float) -> penstock.Hardware:
     )  # fmt: skip
 
 
-def planned(settings: dict[str, Any], rate_bytes_s: float, folder: Path) -> dict[str, penstock.Job]:
+def plan_for(settings: dict[str, Any], rate_bytes_s: float, folder: Path) -> dict[str, penstock.Job]:
     """Make every plan once, and save it for the ranks."""
     settings["hardware"], settings["plans"] = str(folder / "hardware.yaml"), {}
     machine(rate_bytes_s).save(settings["hardware"])
-    jobs = {name: penstock_fleet.compiled(settings, strategy=text) for name, text in STRATEGIES.items()}
+    jobs = {name: penstock_fleet.compile_job(settings, strategy=text) for name, text in STRATEGIES.items()}
     for number, (name, job) in enumerate(jobs.items()):
         settings["plans"][name] = str(folder / f"plan{number}.json")
         job.plan.save(settings["plans"][name])
     return jobs
 
 
-def started(
+def start(
     stack: ExitStack, hosts: TwoHosts, settings: Mapping[str, Any], folder: Path, plans: list[str]
 ) -> Sides:  # fmt: skip
     """For each side, a function that trains one step on all its ranks."""
@@ -174,7 +174,7 @@ def sent_by(op: Any, work: ops.Work, shards: int) -> float:
     return shards * fleet.sum_replicas(shards)  # the op sums one piece, and a stage has as many pieces as shards
 
 
-def counted(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, dict[str, Any]]:
+def count(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, dict[str, Any]]:
     """Run two steps of each side; a row has the losses and the second step's bytes. Raises RuntimeError if losses
     differ."""
     found = {}
@@ -193,7 +193,7 @@ def counted(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, 
     return found
 
 
-def timed(
+def time_of(
     sides: Sides, jobs: Mapping[str, penstock.Job], rounds: int, facts: Mapping[str, Any], rate_bytes_s: float
 ) -> None:  # fmt: skip
     """Time the fastest settings of FSDP2 and our plans, one after another in each round."""

@@ -53,7 +53,7 @@ DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 def main(arguments: Sequence[str] | None = None) -> int:
     """One call, or what the options ask for instead. Returns the exit status."""
     begin_s = time.monotonic()
-    args = parsed(arguments)
+    args = parsed_texts(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         make_importable(Path(folder))
         from penstock.bench.gpu import libaio, wheels
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return call(args, carried, Path(folder), begin_s)
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parsed_texts(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path, help="fill this folder with wheels, and do nothing else")
     parser.add_argument("--python", default="3.12", help="of the machine that they are for (default %(default)s)")
@@ -213,7 +213,7 @@ def run_part(args: argparse.Namespace) -> int:
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # a call that is cut leaves no child behind
     from penstock.bench.gpu.ledger import FILE, Ledger
     from penstock.bench.gpu.parts import PARTS, rows_of
-    from penstock.bench.peers.rows import rounded
+    from penstock.bench.peers.rows import round_weights
 
     origin = json.loads(args.origin)
     ledger = Ledger(args.out / FILE, origin, () if origin["small"] else (RESULTS / FILE,))
@@ -221,7 +221,7 @@ def run_part(args: argparse.Namespace) -> int:
     status = 0
     try:
         for row in rows_of(part, args, ledger):
-            ledger.write(part, rounded(row))
+            ledger.write(part, round_weights(row))
             status |= "error" in row
     except Exception as error:
         traceback.print_exc()

@@ -35,7 +35,7 @@ from torch import Tensor
 import penstock
 from penstock.bench.peers import rows
 from penstock.bench.peers.gpt import GptSize, batch_of, gpt
-from penstock.bench.peers.gpu_sections import ADAMW, Setup, compiled, swapped
+from penstock.bench.peers.gpu_sections import ADAMW, Setup, compile_job, swapping_job
 from penstock.compiler.models.named import find_model
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.calls import op_of
@@ -76,10 +76,10 @@ def main() -> None:
     batch = batch_of(SIZE, MICRO_BATCHES)
     options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "optimizer": ADAMW}
     jobs: dict[str, Callable[[], penstock.Job]] = {
-        "resident": lambda: compiled(setup, gpt(SIZE), batch, stages=4, **options),
-        "resident, pointwise again": lambda: compiled(setup, gpt(SIZE), batch, strategy=AGAIN, **options),
-        "swapped": lambda: swapped(setup, gpt(SIZE), batch, strategy=FETCHING, **options),
-        "swapped, classes kept": lambda: compiled(setup, gpt(SIZE), batch, strategy=KEEPING, **options),
+        "resident": lambda: compile_job(setup, gpt(SIZE), batch, stages=4, **options),
+        "resident, pointwise again": lambda: compile_job(setup, gpt(SIZE), batch, strategy=AGAIN, **options),
+        "swapped": lambda: swapping_job(setup, gpt(SIZE), batch, strategy=FETCHING, **options),
+        "swapped, classes kept": lambda: compile_job(setup, gpt(SIZE), batch, strategy=KEEPING, **options),
     }
     for plan, make in jobs.items():
         if args.only in (None, plan):
@@ -104,7 +104,7 @@ def with_graphs(setup: Setup) -> dict[str, Any]:
     found: dict[str, Any] = {"plan": "resident, with graphs and as written"}
     with ExitStack() as jobs:
         both = {
-            name: jobs.enter_context(compiled(setup, gpt(SIZE), batch, stages=4, cuda_graphs=graphs, **options))
+            name: jobs.enter_context(compile_job(setup, gpt(SIZE), batch, stages=4, cuda_graphs=graphs, **options))
             for name, graphs in (("graphs", True), ("as written", False))
         }
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in both}
@@ -126,12 +126,12 @@ def whole_spans(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, flo
     clock, spans = Clock(), Kinds()
     with ExitStack() as patches:
         for kind in COMPUTED:
-            patches.enter_context(patch.object(DeviceRuntime, kind, noted(getattr(DeviceRuntime, kind), clock, spans)))
+            patches.enter_context(patch.object(DeviceRuntime, kind, note(getattr(DeviceRuntime, kind), clock, spans)))
         spans.add("step", clock.span_ns(lambda: job.step(batch)))
     return spans.means()
 
 
-def noted(call: Callable[..., Any], clock: Clock, spans: Kinds) -> Callable[..., Any]:
+def note(call: Callable[..., Any], clock: Clock, spans: Kinds) -> Callable[..., Any]:
     def noted_call(*args: Any, **kwargs: Any) -> Any:
         start_ns = clock.now_ns()
         result = call(*args, **kwargs)
@@ -151,7 +151,7 @@ def whole_steps(setup: Setup) -> Iterator[dict[str, Any]]:
     narrow = find_model(f"{model}:{NARROW}")
     batch = narrow.random_batch(num_rows, FEW_TOKENS)
     options: dict[str, Any] = {"precision": "bf16-true", "micro_batches": num_rows, "optimizer": ADAMW}
-    with swapped(setup, narrow.in_memory(), batch, strategy=REAL_STRATEGY, **options) as job:
+    with swapping_job(setup, narrow.in_memory(), batch, strategy=REAL_STRATEGY, **options) as job:
         counts = counts_of(job)[0]
         found = measure(job, batch)
     same = {"instructions_of_the_real_plan": wanted, "same_program": counts == wanted}
@@ -229,11 +229,11 @@ class TorchShare:
         self.clock, self.least_ns = clock, clock.least_ns()
         self.launches_ns = self.events_ns = self.calls = 0
         self._inside, self._thread = False, threading.get_ident()
-        nothing = self.timed(lambda: None)
+        nothing = self.time_of(lambda: None)
         spans_ns = [clock.span_ns(nothing) for _ in range(1000)]
         self.around_ns = max(int(statistics.median(spans_ns)) - self.least_ns, 0)
 
-    def timed(self, call: Callable[..., Any], kind: str = "launches_ns") -> Callable[..., Any]:
+    def time_of(self, call: Callable[..., Any], kind: str = "launches_ns") -> Callable[..., Any]:
         def timed_call(*args: Any, **kwargs: Any) -> Any:
             if self._inside or threading.get_ident() != self._thread:
                 return call(*args, **kwargs)
@@ -255,16 +255,16 @@ class TorchShare:
         with ExitStack() as patches:
             for name in ("copy_", "to", "pin_memory"):
                 call = getattr(Tensor, name)
-                patches.enter_context(patch.object(Tensor, name, self.timed(call)))
+                patches.enter_context(patch.object(Tensor, name, self.time_of(call)))
             for owner, name in ((torch.cuda.Event, "record"), (torch.cuda.Stream, "wait_event")):
-                patches.enter_context(patch.object(owner, name, self.timed(getattr(owner, name), "events_ns")))
+                patches.enter_context(patch.object(owner, name, self.time_of(getattr(owner, name), "events_ns")))
             engine = stage_runner._engine_run_backward
-            patches.enter_context(patch.object(stage_runner, "_engine_run_backward", self.timed(engine)))
+            patches.enter_context(patch.object(stage_runner, "_engine_run_backward", self.time_of(engine)))
             for store in stores:
-                patches.enter_context(patch.object(store.runner, "module", self.timed(store.runner.module)))
+                patches.enter_context(patch.object(store.runner, "module", self.time_of(store.runner.module)))
                 if store.optimizer is not None and store.optimizer.optimizer is not None:
                     optimizer = store.optimizer.optimizer
-                    patches.enter_context(patch.object(optimizer, "step", self.timed(optimizer.step)))
+                    patches.enter_context(patch.object(optimizer, "step", self.time_of(optimizer.step)))
             yield
 
 
@@ -305,13 +305,13 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         method, watch, taken = getattr(self._runtime, name), self._watch, self.taken
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def time_of(*args: Any, **kwargs: Any) -> Any:
             result, found = watch.call(method, *args, **kwargs)
             taken.append((name, found))
             return result
 
-        setattr(self, name, timed)
-        return timed
+        setattr(self, name, time_of)
+        return time_of
 
 
 def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def main() -> None:
     save(found)
 
 
-def compiled(folder: Path) -> tuple[Job, Any]:
+def compile_job(folder: Path) -> tuple[Job, Any]:
     strategy = on_ssd(stages=CROSSED)
     return job_of("gpt2", strategy, [folder / "disk"], num_devices=2, timeout_s=TIMEOUT_S)
 
@@ -100,7 +100,7 @@ def hang(number: int, frame: FrameType | None) -> None:
 
 def strike_workers(folder: Path, chance: random.Random, signals: Mapping[int, int]) -> list[dict[str, Any]]:
     """One row per worker, call and round: the run is struck, and resumed."""
-    job, batch = compiled(folder)
+    job, batch = compile_job(folder)
     checkpoint = folder / "checkpoints" / "last"
     job.step(batch)
     job.save(checkpoint)

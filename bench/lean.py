@@ -59,10 +59,10 @@ def main() -> None:
         return
     case = sys.argv[1]
     for setting in SETTINGS:
-        rows.save("lean", {"case": case, **dataclasses.asdict(setting), **planned(case, setting)})
+        rows.save("lean", {"case": case, **dataclasses.asdict(setting), **plan_for(case, setting)})
 
 
-def planned(case: str, setting: Setting) -> dict[str, Any]:
+def plan_for(case: str, setting: Setting) -> dict[str, Any]:
     """The predicted step and peaks of the case's batch, or what it lacks."""
     name, batch, sequence, micro_batches, preset, strategy = CASES[case]
     found = find_model(name)

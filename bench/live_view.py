@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock.bench.peers import rows
-from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, timed
+from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, time_of
 from penstock.compiler.job.job import Job
 from penstock.training.broadcast import Broadcast, facts_of
 from penstock.training.listener import Listener
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     job, batch = small_job()
     with job:
-        timed(job, batch, STEPS, None, [])
+        time_of(job, batch, STEPS, None, [])
         for names in [args.views] if args.views else VIEWS:
             rows.save("live_view", {"views": names, **measure(job, batch, names, args.pairs)})
 
@@ -49,7 +49,7 @@ def measure(job: Job, batch: Any, names: list[str], pairs: int) -> dict[str, Any
 
     def plain() -> float:
         job.take_reports()
-        return timed(job, batch, STEPS, None, [])
+        return time_of(job, batch, STEPS, None, [])
 
     found = in_turns(pairs, plain, lambda: with_views(job, batch, names, telling_s))
     waits = {"script_waits_us": statistics.median(telling_s) * 1e6, "refreshes_per_s": REFRESHES_PER_S}
@@ -72,7 +72,7 @@ def with_views(job: Job, batch: Any, names: list[str], telling_s: list[float]) -
         job.take_reports()
         broadcast = Broadcast(job, listeners)
         broadcast.begin(facts_of(job, "bench", "", job.step_count + STEPS, ROWS))
-        found_s = timed(job, batch, STEPS, broadcast, telling_s)
+        found_s = time_of(job, batch, STEPS, broadcast, telling_s)
         broadcast.end()
         if reader is not None:
             _, _ = reader.communicate(timeout=30)

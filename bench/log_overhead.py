@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.peers import rows
-from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, timed
+from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, time_of
 from penstock.compiler.job.job import Job
 from penstock.training.broadcast import Broadcast, facts_of
 from penstock.training.logs.find import find_logs
@@ -34,7 +34,7 @@ def main() -> None:
     os.environ["WANDB_MODE"] = "offline"
     job, batch = small_job()
     with job:
-        timed(job, batch, STEPS, None, [])
+        time_of(job, batch, STEPS, None, [])
         for names in [args.logs] if args.logs else LOGS:
             with tempfile.TemporaryDirectory() as folder:
                 rows.save("log_overhead", {"logs": names, **measure(job, batch, names, Path(folder), args.pairs)})
@@ -45,11 +45,11 @@ def measure(job: Job, batch: Any, names: list[str], folder: Path, pairs: int) ->
     broadcast.begin(facts_of(job, "bench", str(folder), job.step_count + STEPS * pairs, ROWS))
 
     def plain() -> float:
-        found_s = timed(job, batch, STEPS, None, [])
+        found_s = time_of(job, batch, STEPS, None, [])
         job.take_reports()
         return found_s
 
-    found = in_turns(pairs, plain, lambda: timed(job, batch, STEPS, broadcast, telling_s))
+    found = in_turns(pairs, plain, lambda: time_of(job, batch, STEPS, broadcast, telling_s))
     broadcast.end()
     return {**found, "script_waits_us": statistics.median(telling_s) * 1e6, "pairs": pairs, "steps_in_a_block": STEPS}
 

@@ -58,7 +58,7 @@ def curve(tied: bool, steps: int, folder: str) -> dict[str, Any]:
     return {
         "model": f"gpt2 {LAYERS} x {WIDTH}, {'one table' if tied else 'two tables'} of 256 bytes, sequence {LENGTH}",
         "text": "pydoc_data.topics", "steps": steps, "batch": BATCH, "micro_batches": MICRO_BATCHES,
-        "stages": len(job.plan.decisions.stages), "written_to_disk_per_step_bytes": written(job.last.moved_bytes),
+        "stages": len(job.plan.decisions.stages), "written_to_disk_per_step_bytes": write(job.last.moved_bytes),
         "largest_loss_difference": max(abs(a - b) for a, b in zip(found, wanted)),
         "steps_with_equal_loss": sum(a == b for a, b in zip(found, wanted)),
         "largest_weight_difference": apart, "target": None if tied else 0.0,
@@ -79,7 +79,7 @@ def batches(steps: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": piece, "attention_mask": torch.ones_like(piece), "labels": piece.clone()} for piece in words]
 
 
-def written(moved_bytes: dict[str, int]) -> int:
+def write(moved_bytes: dict[str, int]) -> int:
     return sum(n for route, n in moved_bytes.items() if " -> ssd" in route)
 
 

@@ -61,7 +61,7 @@ def main() -> None:
         "lora on nf4": (lambda: get_peft_model(base(NF4), LORA), 2e-3),
     }
     for kind, (make, lr) in kinds.items():
-        rows.save("minilm_lora", {"kind": kind, "epochs": args.epochs, **trained(make, lr, batches, encoder, held_out)})
+        rows.save("minilm_lora", {"kind": kind, "epochs": args.epochs, **train(make, lr, batches, encoder, held_out)})
 
 
 def base(quantised: BitsAndBytesConfig | None = None) -> Any:
@@ -71,7 +71,7 @@ def base(quantised: BitsAndBytesConfig | None = None) -> Any:
     ).train()
 
 
-def trained(
+def train(
     make: Callable[[], Any], lr: float, batches: Sequence[dict[str, Tensor]], encoder: Encoder, held_out: list[Passage]
 ) -> dict[str, Any]:
     model = make()

@@ -51,12 +51,12 @@ class TowerAndLanguage(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
-def named(name: str, batch: int, sequence: int) -> OpGraph:
+def name_of(name: str, batch: int, sequence: int) -> OpGraph:
     found = find_model(name)
-    return traced(found.on_meta(), found.batch_spec(batch, sequence))
+    return trace_case(found.on_meta(), found.batch_spec(batch, sequence))
 
 
-def traced(model: nn.Module, spec: dict[str, object]) -> OpGraph:
+def trace_case(model: nn.Module, spec: dict[str, object]) -> OpGraph:
     half = torch.float16
     return trace(model, spec, autocast=half, device_kind="cuda", param_dtype=half)
 
@@ -66,7 +66,7 @@ def tower() -> OpGraph:
         model = TowerAndLanguage().train()
     tokens = {"shape": [1, 512], "dtype": "int64"}
     images = {"shape": [1, 3, 336, 336], "dtype": "float32"}
-    return traced(model, {"pixel_values": images, "input_ids": tokens, "labels": tokens})
+    return trace_case(model, {"pixel_values": images, "input_ids": tokens, "labels": tokens})
 
 
 def mixture() -> OpGraph:
@@ -78,22 +78,22 @@ def mixture() -> OpGraph:
         model = transformers.Qwen3MoeForCausalLM(config).train()
     model.set_experts_implementation("grouped_mm")
     tokens = {"shape": [1, 1024], "dtype": "int64"}
-    return traced(model, {"input_ids": tokens, "labels": tokens})
+    return trace_case(model, {"input_ids": tokens, "labels": tokens})
 
 
 def wide_resnet() -> OpGraph:
     with torch.device("meta"):
         model = models.WideResNet().train()
     images, labels = {"shape": [8, 3, 224, 224], "dtype": "float32"}, {"shape": [8], "dtype": "int64"}
-    return traced(model, {"pixel_values": images, "labels": labels})
+    return trace_case(model, {"pixel_values": images, "labels": labels})
 
 
 SHAPES: dict[str, Callable[[], OpGraph]] = {
-    "GPT-3 175B, 96 equal layers": lambda: named("gpt3-175b", 1, 2048),
-    "GPT-2 of 96 layers of 2048": lambda: named("gpt2:n_layer=96,n_embd=2048,n_head=16", 2, 1024),
-    "Llama 8B": lambda: named("llama-8b", 1, 2048),
-    "BERT 10B, 127 layers": lambda: named("mics-bert-10b", 4, 512),
-    "T5 3B": lambda: named("t5-3b", 2, 512),
+    "GPT-3 175B, 96 equal layers": lambda: name_of("gpt3-175b", 1, 2048),
+    "GPT-2 of 96 layers of 2048": lambda: name_of("gpt2:n_layer=96,n_embd=2048,n_head=16", 2, 1024),
+    "Llama 8B": lambda: name_of("llama-8b", 1, 2048),
+    "BERT 10B, 127 layers": lambda: name_of("mics-bert-10b", 4, 512),
+    "T5 3B": lambda: name_of("t5-3b", 2, 512),
     "vision tower and Llama 7B": tower,
     "dense and expert layers in turn": mixture,
     "WideResNet 3B": wide_resnet,

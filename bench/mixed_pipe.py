@@ -60,12 +60,14 @@ def balance() -> Iterator[dict[str, Any]]:
     """A batch of 20 rows in micro-batches of 4 (the paper's for BoolQ), and one with twice as many micro-batches."""
     hardware = Hardware.preset("ftpipe-2080ti")
     for micro_batches in (5, 10):
-        layers = drafted("t5-3b", hardware, "layer", 4, micro_batches)
-        operators = drafted("t5-3b", hardware, "operator", 4, micro_batches, layers)
-        found = [simulated(layers, PartitionBalanced(stages=n), f"contiguous, {n} stages") for n in (8, 16, 32, 40, 53)]
+        layers = make_draft("t5-3b", hardware, "layer", 4, micro_batches)
+        operators = make_draft("t5-3b", hardware, "operator", 4, micro_batches, layers)
+        found = [
+            simulate_plan(layers, PartitionBalanced(stages=n), f"contiguous, {n} stages") for n in (8, 16, 32, 40, 53)
+        ]
         seq_s, best_s = found[0]["step_s"], min(row["step_s"] for row in found)
-        found.append(simulated(layers, PartitionMixed(), "mixed, layers"))
-        found.append(simulated(operators, PartitionMixed(), "mixed, operators"))
+        found.append(simulate_plan(layers, PartitionMixed(), "mixed, layers"))
+        found.append(simulate_plan(operators, PartitionMixed(), "mixed, operators"))
         for row in found:
             yield {
                 "micro_batches": micro_batches, **row, "over_one_stage_per_gpu": seq_s / row["step_s"],
@@ -79,7 +81,7 @@ def granularity() -> Iterator[dict[str, Any]]:
         hardware = Hardware.preset(name).with_(num_devices=2)
         found = {}
         for level in ("layer", "operator"):
-            draft = drafted(SMALL_T5_11B, hardware, level, 4, 16)
+            draft = make_draft(SMALL_T5_11B, hardware, level, 4, 16)
             begin_s = time.process_time()
             decision = PartitionMixed().plan(draft)
             search_s = time.process_time() - begin_s
@@ -98,11 +100,11 @@ def memory() -> Iterator[dict[str, Any]]:
     if its programs keep everything on the GPUs, without swapping."""
     hardware = Hardware.preset("mics-p3dn:1").with_(num_devices=4)
     for size in (1, 2, 4, 8, 16):
-        draft = drafted("t5-11b", hardware, "layer", size, 4)
+        draft = make_draft("t5-11b", hardware, "layer", size, 4)
         plans = {"mixed": PartitionMixed(), "contiguous": ByMemory(), "equal time": ByTime()}
         for what, partition in plans.items():
             try:
-                row = simulated(draft, partition, what)
+                row = simulate_plan(draft, partition, what)
             except VerifyError as error:  # memories are so tight that devices wait for each other for ever
                 row = {"plan": what, "fits": False, "swapped": None, "note": str(error).split("\n")[0]}
             yield {
@@ -153,7 +155,7 @@ class ByTime(Partition):
         return contiguous(draft, [0, *cuts, len(passed)])
 
 
-def drafted(
+def make_draft(
     name: str, hardware: Hardware, level: str, micro_batch: int, micro_batches: int, like: Draft | None = None
 ) -> Draft:
     """A draft with blocks. If `like` is given, its graph is used instead of a new trace."""
@@ -171,7 +173,7 @@ def drafted(
     return draft
 
 
-def simulated(base: Draft, partition: Partition, what: str) -> dict[str, Any]:
+def simulate_plan(base: Draft, partition: Partition, what: str) -> dict[str, Any]:
     """Make and simulate a plan, and return its row."""
     draft = Draft(base.graph, base.machine, base.options, blocks=base.blocks)
     begin_s = time.process_time()

@@ -114,7 +114,7 @@ def _loop(optimizer: Any, masters: list[nn.Parameter], precision: str) -> Step:
     return step
 
 
-def _counted(step: Step, cpu_s: list[float]) -> Step:
+def _count(step: Step, cpu_s: list[float]) -> Step:
     """The step, which adds the seconds of all its threads' cores to the list."""
 
     def run() -> None:
@@ -137,7 +137,7 @@ def figures(precision: str, threads: int, rounds: int) -> dict[str, Any]:
     sides["placed"] = stage_step(precision, placed=True)
     sides["undoable"] = stage_step(precision, undoable=True)
     cpu_s: dict[str, list[float]] = {name: [] for name in sides}
-    times_s = alternate({name: _counted(step, cpu_s[name]) for name, step in sides.items()}, rounds)
+    times_s = alternate({name: _count(step, cpu_s[name]) for name, step in sides.items()}, rounds)
     cpu_median_s = {name: statistics.median(own[-rounds:]) for name, own in cpu_s.items()}
     numel = sum(t.numel() for t in tensors(0.0).values())
     rivals = {name: times_s[name] for name in ("torch", "deepspeed") if name in times_s}

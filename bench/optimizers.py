@@ -70,7 +70,7 @@ def main() -> None:
             wanted, eager = eager_losses(name, args.steps)
             for place in PLACES:
                 with tempfile.TemporaryDirectory(prefix="optimizers-", dir=args.directory) as folder:
-                    row = compared(name, place, folder, wanted, eager)
+                    row = compare(name, place, folder, wanted, eager)
                 rows.save("optimizers", {**row, "compiled": args.compiled}, args.out)
 
 
@@ -118,7 +118,7 @@ class _Together:
             member.zero_grad(set_to_none)
 
 
-def compared(name: str, place: str, folder: str, wanted: list[float], eager: nn.Module) -> dict[str, Any]:
+def compare(name: str, place: str, folder: str, wanted: list[float], eager: nn.Module) -> dict[str, Any]:
     """Train the job; the row has its state bytes, and the largest differences of a loss, and of a weight at the end."""
     made, text = model(), batches(len(wanted))
     optimizer, groups = chosen(name, made)

@@ -32,8 +32,8 @@ def main() -> None:
     torch.set_num_threads(1)
     batch = {name: value for name, value in models.batch().items() if name != "attention_mask"}
     machine = penstock.Hardware.detect(measure=True)
-    same = compiled(batch, machine, strategy="gpipe", micro_batches=args.micro_batches)
-    auto = compiled(batch, machine)
+    same = compile_job(batch, machine, strategy="gpipe", micro_batches=args.micro_batches)
+    auto = compile_job(batch, machine)
     split = first_module(same.plan.decisions.stages[1])
     losses: dict[str, list[float]] = {"penstock": [], AUTO: [], "torch gpipe": [], "torch 1f1b": []}
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def main() -> None:
     )  # fmt: skip
 
 
-def compiled(batch: dict[str, torch.Tensor], machine: penstock.Hardware, **options: object) -> penstock.Job:
+def compile_job(batch: dict[str, torch.Tensor], machine: penstock.Hardware, **options: object) -> penstock.Job:
     return penstock.compile(
         models.gpt2(tied=False), machine, example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=LR), **options
     )

@@ -58,11 +58,11 @@ def plan_toy() -> dict[str, Any]:
 
     traces, record = [], trace._record
 
-    def counted(*args: Any) -> Any:
+    def count_calls(*args: Any) -> Any:
         traces.append(args)
         return record(*args)
 
-    trace._record = counted
+    trace._record = count_calls
     model, batch = models.gpt2(layers=4, vocabulary=1024), models.batch(vocabulary=1024)
     begin_s = time.process_time()
     plan = penstock.compile(model, penstock.Hardware.cpu(2, memory="64MB"), example_inputs=batch).plan

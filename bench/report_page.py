@@ -39,14 +39,16 @@ def main() -> None:
         path = Path(folder, "report.html")
         spans = many_spans(path)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        found = [measured(browser.new_page(viewport={"width": 1400, "height": 1000}), path) for _ in range(args.times)]
+        found = [
+            measured_blocks(browser.new_page(viewport={"width": 1400, "height": 1000}), path) for _ in range(args.times)
+        ]
         paint, drawn, zoom = (statistics.median(each) for each in zip(*found))
         browser.close()
         figures = {"first_paint_s": paint, "all_drawn_s": drawn, "zoom_s": zoom}
         rows.save("report_page", {"spans": spans, "file_bytes": path.stat().st_size, **figures, "openings": args.times})
 
 
-def measured(page: Page, path: Path) -> tuple[float, float, float]:
+def measured_blocks(page: Page, path: Path) -> tuple[float, float, float]:
     began_s = time.perf_counter()
     page.goto(path.as_uri())
     page.wait_for_selector("html[data-ready=yes]", timeout=60_000)

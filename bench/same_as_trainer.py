@@ -124,7 +124,7 @@ def t5() -> Made:
 CASES: dict[str, Callable[[], Made]] = {"minilm": minilm, "chat": chat, "t5": t5}
 
 
-def made(kind: type, make: Callable[[], Made], known: dict[str, Any]) -> Any:
+def make_case(kind: type, make: Callable[[], Made], known: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model, data, collator, hardware, changes = make()
     given = {} if kind is Trainer else {"hardware": hardware}
@@ -139,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.only:
-        plain, ours = (partial(made, kind, CASES[name]) for kind in (Trainer, PenstockTrainer))
+        plain, ours = (partial(make_case, kind, CASES[name]) for kind in (Trainer, PenstockTrainer))
         same_run.save("same_as_trainer", name, args.steps, plain, ours)
 
 

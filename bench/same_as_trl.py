@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def made(kind: type, make: Callable[..., Any], known: dict[str, Any]) -> Any:
+def make_case(kind: type, make: Callable[..., Any], known: dict[str, Any]) -> Any:
     given = {"hardware": ONE} if hasattr(kind, "own_loss") else {}
     return make(kind, {**known, "gradient_accumulation_steps": 2}, given)
 
@@ -82,7 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in args.only:
         theirs, ours, make = CASES[name]
-        same_run.save("same_as_trl", name, args.steps, partial(made, theirs, make), partial(made, ours, make))
+        same_run.save("same_as_trl", name, args.steps, partial(make_case, theirs, make), partial(make_case, ours, make))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ def main() -> None:
         draw(args.chart)
         return
     for gpus in sorted(args.gpus):
-        row = planned(args.model, args.strategy, gpus, args.over)
+        row = plan_for(args.model, args.strategy, gpus, args.over)
         rows.save("scale", row | ({"note": " ".join(args.note)} if args.note else {}))
 
 
-def planned(model: str, strategy: str, gpus: int, over: float) -> dict[str, object]:
+def plan_for(model: str, strategy: str, gpus: int, over: float) -> dict[str, object]:
     """The figures of one plan."""
     named = find_model(model)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()

@@ -79,7 +79,7 @@ def machine(presets: tuple[str, ...] | str) -> penstock.Hardware:
     return penstock.Hardware.model_validate({**document, "name": " and ".join(presets), "devices": devices})
 
 
-def compiled(case: str) -> Job:
+def compile_job(case: str) -> Job:
     """The job of a case."""
     if case in MIXTURES:
         return JobOptions(**{"batch": 8, "sequence": 1024, **MIXTURES[case]}).compile()
@@ -101,7 +101,7 @@ def main() -> None:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     miss, plan = None, None
     try:
-        plan = compiled(case).plan
+        plan = compile_job(case).plan
     except DoesNotFit as error:
         miss = error
     took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s

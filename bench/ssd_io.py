@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--region", type=parse_bytes, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    memory = aligned(args.region)
+    memory = aligned_memory(args.region)
     memory.random_()
     with tempfile.TemporaryDirectory(dir=args.directory) as folder, movers(Path(folder), args.size) as all_movers:
         jobs = {
@@ -160,7 +160,7 @@ def ratio(peer_s: list[float], own_s: list[float]) -> float:
     return statistics.median(peer / own for peer, own in zip(peer_s, own_s, strict=True))
 
 
-def aligned(num_bytes: int) -> Tensor:
+def aligned_memory(num_bytes: int) -> Tensor:
     whole = torch.empty(num_bytes + 4096, dtype=torch.uint8)
     start = -whole.data_ptr() % 4096
     return whole[start : start + num_bytes]

@@ -54,30 +54,30 @@ def start_penstock() -> dict[str, float]:
         strategy="gpipe", micro_batches=MICRO_BATCHES,
     )  # fmt: skip
     found = {}
-    found["compile_s"], job = timed(make)
+    found["compile_s"], job = time_of(make)
     with job:
-        found["start_s"], _ = timed(lambda: job.driver)
-        found["first_step_s"], _ = timed(lambda: whole_step(job, batch))
-        found["second_step_s"], _ = timed(lambda: whole_step(job, batch))
+        found["start_s"], _ = time_of(lambda: job.driver)
+        found["first_step_s"], _ = time_of(lambda: whole_step(job, batch))
+        found["second_step_s"], _ = time_of(lambda: whole_step(job, batch))
     return found
 
 
 def start_torch() -> dict[str, float]:
-    start_s, peer = timed(lambda: TorchPipeline("gpipe", [SPLIT], MICRO_BATCHES))
+    start_s, peer = time_of(lambda: TorchPipeline("gpipe", [SPLIT], MICRO_BATCHES))
     with peer:
         return {
             "start_s": start_s,  # imports, model and tracing included
-            "first_step_s": timed(peer.step)[0],
-            "second_step_s": timed(peer.step)[0],
+            "first_step_s": time_of(peer.step)[0],
+            "second_step_s": time_of(peer.step)[0],
         }
 
 
 def imported_s(module: str) -> float:
     """Seconds of a process that only imports a module."""
-    return timed(lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True))[0]
+    return time_of(lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True))[0]
 
 
-def timed(work: Callable[[], object]) -> tuple[float, object]:
+def time_of(work: Callable[[], object]) -> tuple[float, object]:
     begin_s = time.perf_counter()
     result = work()
     return time.perf_counter() - begin_s, result

@@ -36,12 +36,12 @@ def main() -> None:
     torch.set_num_threads(1)
     batch = models.batch(vocabulary=VOCABULARY)
     with ExitStack() as stack:
-        free = stack.enter_context(compiled(batch, machine()))
+        free = stack.enter_context(compile_job(batch, machine()))
         alone = alternate({"free": lambda: whole_step(free, batch)}, 3)["free"]
         moved = max(free.last.moved_bytes.values())
         for share in SHARES:
-            slow = stack.enter_context(compiled(batch, machine(moved / (share * min(alone)))))
-            unbound = stack.enter_context(compiled(batch, machine(), plan=slow.plan))
+            slow = stack.enter_context(compile_job(batch, machine(moved / (share * min(alone)))))
+            unbound = stack.enter_context(compile_job(batch, machine(), plan=slow.plan))
             measure(share, slow, unbound, batch, args.rounds)
 
 
@@ -49,7 +49,7 @@ def machine(rate: float | None = None) -> penstock.Hardware:
     return penstock.Hardware.cpu(num_devices=1, memory=MEMORY, dram="2GB", h2d=rate, d2h=rate)
 
 
-def compiled(batch: dict[str, torch.Tensor], hardware: penstock.Hardware, plan: penstock.Plan | None = None):
+def compile_job(batch: dict[str, torch.Tensor], hardware: penstock.Hardware, plan: penstock.Plan | None = None):
     return penstock.compile(
         models.gpt2(layers=LAYERS, vocabulary=VOCABULARY), hardware, example_inputs=batch, plan=plan, micro_batches=4,
         optimizer=partial(torch.optim.AdamW, lr=1e-4),

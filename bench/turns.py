@@ -69,13 +69,13 @@ def main() -> None:
         run(args.steps)
     for case in CASES if args.only in (None, "rehearsed") else ():
         if args.machines is None or case[0] in args.machines:
-            rehearsed(*case, args.runs)
+            rehearse(*case, args.runs)
 
 
 # --- rehearsed
 
 
-def rehearsed(machine: str, name: str, mapping: str, runs: int) -> None:
+def rehearse(machine: str, name: str, mapping: str, runs: int) -> None:
     """Save one row of two plans."""
     model, count = find_model(name), penstock.Hardware.preset(machine).num_devices
     jobs = {}

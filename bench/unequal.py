@@ -105,14 +105,14 @@ def throttled(rounds: int, steps: int, duty: float) -> None:
     losses: dict[str, list[float]] = {}
     offer = None
     for _ in range(rounds):
-        with compiled(hardware=hardware, strategy=EQUAL, micro_batches=MICRO_BATCHES) as job:
+        with compile_job(hardware=hardware, strategy=EQUAL, micro_batches=MICRO_BATCHES) as job:
             seconds, losses["equal"], timelines = run(job, steps, duty)
             took["equal"] += seconds
             if offer is None:
                 offer = job.offer(timelines)
                 assert offer is not None, "the throttled device was not seen"
                 print(offer)
-        with compiled(hardware=offer.hardware, plan=offer.plan) as job:
+        with compile_job(hardware=offer.hardware, plan=offer.plan) as job:
             seconds, losses["by speed"], _ = run(job, steps, duty)
             took["by speed"] += seconds
     assert offer is not None
@@ -126,7 +126,7 @@ def throttled(rounds: int, steps: int, duty: float) -> None:
     save("throttled", facts, {side: statistics.median(values) for side, values in took.items()})
 
 
-def made() -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
+def make_case() -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=6, n_embd=192, n_head=6, vocab_size=2048, n_positions=SEQUENCE, use_cache=False, bos_token_id=0,
@@ -136,14 +136,14 @@ def made() -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
-def compiled(**options: Any) -> penstock.Job:
-    model, batch = made()
+def compile_job(**options: Any) -> penstock.Job:
+    model, batch = make_case()
     return penstock.compile(model, example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=1e-3), **options)
 
 
 def run(job: penstock.Job, steps: int, duty: float) -> tuple[list[float], list[float], list[Timeline]]:
     """Seconds and timelines of all steps but the first two, and all losses, while the second device is throttled."""
-    _, batch = made()
+    _, batch = make_case()
     losses, seconds, timelines = [float(job.step(batch))], [], []
     worker = job.driver.workers[1]  # type: ignore[attr-defined]
     with Throttle(worker.process.pid, duty):

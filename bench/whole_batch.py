@@ -60,7 +60,7 @@ def main() -> None:
 
 def row_of(name: str, dropout: float) -> dict[str, Any]:
     """The largest differences of a model's plans, by the share of labels that are ignored."""
-    model, batches = made(name, dropout)
+    model, batches = make_case(name, dropout)
     steps = {share: step for step, share in enumerate(SHARES)}  # a plan's first steps draw masks of their own each
     wanted = functools.cache(lambda share, m: drawn_step(model, batches[share], m if dropout else 1, steps[share]))
     worst = dict.fromkeys(SHARES, 0.0)
@@ -134,7 +134,7 @@ def micro_batched(model: nn.Module, batch: dict[str, Tensor], m: int) -> Step:
     return Step(sum(step.loss for step in steps) / m, gradients)
 
 
-def made(name: str, dropout: float) -> tuple[nn.Module, dict[str, dict[str, Tensor]]]:
+def make_case(name: str, dropout: float) -> tuple[nn.Module, dict[str, dict[str, Tensor]]]:
     """A model, and a global batch for each share of ignored labels."""
     parts = [zoo()[name](dropout=dropout, seed=seed) for seed in range(BATCH // 2)]
     batch = {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}

@@ -40,7 +40,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*at, key))
 
 
-def changed(document: Any, draw: random.Random, values: list[Any]) -> Any:
+def change_values(document: Any, draw: random.Random, values: list[Any]) -> Any:
     """A copy of a document of plain data with one change. Short paths are as likely as the many long ones."""
     document = copy.deepcopy(document)
     by_depth: dict[int, list[tuple[Any, ...]]] = {}
@@ -109,5 +109,5 @@ def mutate(path: Path, draw: random.Random, values: list[Any], write: Callable[[
     elif what < 0.15 or write is None:
         path.write_bytes(changed_bytes(path.read_bytes(), draw))
     else:
-        text = write(changed(json.loads(path.read_text()), draw, values))
+        text = write(change_values(json.loads(path.read_text()), draw, values))
         path.write_bytes(text.encode("utf-8", "surrogatepass"))

@@ -13,7 +13,7 @@ VOCABULARY = 61
 SIDES = ("chosen", "rejected")
 
 
-def adapted(
+def adapt(
     kind: str = "llama", dropout: float = 0.0, num_layers: int = 3, seed: int = 0, vocabulary: int = VOCABULARY,
     **lora: Any,
 ) -> Any:  # fmt: skip

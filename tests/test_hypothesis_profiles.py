@@ -20,7 +20,7 @@ def test_drawn(number):
 """
 
 
-def drawn(folder: Path, *arguments: str) -> list[str]:
+def draw(folder: Path, *arguments: str) -> list[str]:
     """The examples that a run of pytest in `folder` tries."""
     (folder / "test_drawn.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", PLUGIN, "-p", "no:cacheprovider", *arguments]
@@ -31,12 +31,12 @@ def drawn(folder: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_same_examples_are_tried_again(tmp_path: Path) -> None:
-    first = drawn(tmp_path)
-    assert len(first) == 20 and drawn(tmp_path) == first
+    first = draw(tmp_path)
+    assert len(first) == 20 and draw(tmp_path) == first
 
 
 @pytest.mark.slow
 def test_a_random_run_tries_others_and_more_and_can_be_repeated(tmp_path: Path) -> None:
     random = ("--hypothesis-profile", "random", "--examples", "3", "--hypothesis-seed")
-    seven, eight, again = (drawn(tmp_path, *random, seed) for seed in ("7", "8", "7"))
+    seven, eight, again = (draw(tmp_path, *random, seed) for seed in ("7", "8", "7"))
     assert len(seven) == len(eight) == 60 and seven == again != eight

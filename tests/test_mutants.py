@@ -24,12 +24,12 @@ def f(x: Literal[True], *rest, max=None) -> Literal[False]:
 '''
 
 
-def changed(source: str) -> list[str]:
+def change(source: str) -> list[str]:
     return [mutant.applied(source).splitlines()[mutant.line - 1].strip() for mutant in mutants_of("a.py", source)]
 
 
 def test_messages_annotations_and_what_only_type_checkers_read_are_left_out() -> None:
-    assert changed(SOURCE) == [
+    assert change(SOURCE) == [
         "b: Literal[0] = 0",
         "assert x <= 3, 0 + x",
         'if x  in "é" and y.min(x) == max(x):',

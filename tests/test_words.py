@@ -30,10 +30,10 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "integrations": (0, 0, 0, 1, 4, 0, 3, 0),
     "cli": (0, 0, 2, 0, 4, 0, 5, 0),
     "papers": (14, 9, 6, 4, 6, 0, 11, 0),
-    "bench": (83, 21, 35, 15, 12, 0, 17, 1),
+    "bench": (21, 21, 35, 15, 12, 0, 17, 1),
     "docs": (1, 0, 0, 9, 26, 4, 68, 0),
     "examples": (1, 0, 1, 1, 0, 0, 1, 0),
-    "tests": (303, 53, 141, 113, 40, 0, 126, 0),
+    "tests": (56, 53, 140, 113, 40, 0, 126, 0),
     ".": (0, 0, 0, 0, 1, 0, 5, 0),
 }
 UNCOUNTED = {"CHANGELOG.md", "style.md", Path(__file__).name}  # the past, and the habits themselves
@@ -66,7 +66,9 @@ PHRASES = {
     "lies, stands": re.compile(r"\b(lies?|lying|lain|stands?|stood|standing)\b(?! for\b)", re.IGNORECASE),
 }
 ANY_PHRASE = re.compile("|".join(phrase.pattern for phrase in PHRASES.values()), re.IGNORECASE)
-FIRST_WORDS = re.compile(r"behind|many|such|(\b|_)(lie|lying|lain|stand|stood)")
+MAYBE_PHRASE = re.compile(  # also over the seams of strings and of comments, and in names
+    r"behind|(so|as)\W+many|such\W+as|(\b|_)(lies?|lying|lain|stands?|stood|standing)(\b|_)", re.IGNORECASE
+)
 VAGUE = {"parts", "facts", "work", "sight", "taken", "unread", "alike"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = Function | ast.ClassDef | ast.Module

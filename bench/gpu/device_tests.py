@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from penstock.bench.gpu.machine import is_emulated
-from penstock.bench.peers.gpu_setup import Row, Setup, holds, noted
+from penstock.bench.peers.gpu_setup import Row, Setup, holds, note_call
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BEGUN, OVER = "a test begins", "a test passes"
@@ -53,14 +53,14 @@ class Recorder:
 
     def collected(self, tests: Iterable[str]) -> None:
         self.open = set(tests)
-        self.write(noted("tests to run, and left out as they ran before", [len(self.open), len(self.left_out)]))
+        self.write(note_call("tests to run, and left out as they ran before", [len(self.open), len(self.left_out)]))
 
     def pytest_runtest_protocol(self, item: Any) -> None:
         if time.monotonic() > self.end_s:
             pytest.exit("the time is over", returncode=int(pytest.ExitCode.TESTS_FAILED))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.write(noted(BEGUN, None, test=nodeid))
+        self.write(note_call(BEGUN, None, test=nodeid))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.passed:
@@ -68,7 +68,7 @@ class Recorder:
         facts: Row = {"test": report.nodeid, "seconds": report.duration}
         if report.skipped:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.write(noted(OVER, "skipped", why=why, **facts))
+            self.write(note_call(OVER, "skipped", why=why, **facts))
             self.open.discard(report.nodeid)
             return
         words = {} if report.passed else {"why": _reason(report.longrepr)}

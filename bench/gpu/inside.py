@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.bench.peers.gpu_setup import Row, Setup, noted
+from penstock.bench.peers.gpu_setup import Row, Setup, note_call
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -43,7 +43,9 @@ def look_inside(setup: Setup, job: Any, batch: Mapping[str, Tensor], what: Row) 
     }
     why = {} if seen else {"why": "the profiler saw nothing on this GPU"}
     counts = {kind: len(events) for kind, events in kinds.items()}
-    yield noted("share of a profiled step at work", busy, profiled_step_s=step_us / 1e6, calls=counts, **why, **what)
+    yield note_call(
+        "share of a profiled step at work", busy, profiled_step_s=step_us / 1e6, calls=counts, **why, **what
+    )
     yield from _memory(job, batch, what)
 
 
@@ -58,7 +60,7 @@ def _memory(job: Any, batch: Mapping[str, Tensor], what: Row) -> Iterator[Row]:
     segments = snapshot["segments"]
     idle = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
     accounted = max(job.last.peak_bytes[device.name] for device in job.hardware.devices)
-    yield noted(
+    yield note_call(
         "reserved over accounted bytes", stats["reserved_bytes.all.peak"] / max(1, accounted), accounted=accounted,
         reserved=stats["reserved_bytes.all.peak"], allocated=stats["allocated_bytes.all.peak"],
         segments=len(segments), streams=len({segment["stream"] for segment in segments}),

@@ -47,7 +47,7 @@ def driver_version() -> str:
     return lines[0].strip() or "unknown"
 
 
-def described(kind: str) -> dict[str, Any]:
+def describe_kernel(kind: str) -> dict[str, Any]:
     """The facts of a machine that has such a device."""
     import torch
 
@@ -82,4 +82,4 @@ def has(kind: str) -> bool:
 if __name__ == "__main__":
     if not has(sys.argv[1]):
         sys.exit(NO_DEVICE)
-    print(json.dumps(described(sys.argv[1])))
+    print(json.dumps(describe_kernel(sys.argv[1])))

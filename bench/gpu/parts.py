@@ -72,7 +72,7 @@ def _hardware(setup: Any, ledger: Ledger) -> Iterator[Row]:
     """Put the file that the part `hardware` has measured where all sections look for it. If it failed, put what needs
     no measuring, and say so: rates are then those of datasheets, or guesses."""
     import penstock
-    from penstock.bench.peers.gpu_setup import noted
+    from penstock.bench.peers.gpu_setup import note_call
 
     path = setup.scratch / "hardware.yaml"
     found = [row["measured"] for row in ledger.rows(HARDWARE.name) if row["figure"] == DOCUMENT]
@@ -80,4 +80,4 @@ def _hardware(setup: Any, ledger: Ledger) -> Iterator[Row]:
         path.write_text(found[-1])
     elif setup.on_gpu:
         penstock.Hardware.detect().save(path)
-        yield noted("the machine is not measured", f"the part {HARDWARE.name} did not end well")
+        yield note_call("the machine is not measured", f"the part {HARDWARE.name} did not end well")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.bench import host_cost, optimizer
 from penstock.bench.peers.gpt import batch_of, gpt
-from penstock.bench.peers.gpu_sections import compiled, swapped
-from penstock.bench.peers.gpu_setup import Row, Setup, noted
+from penstock.bench.peers.gpu_sections import compile_job, swapping_job
+from penstock.bench.peers.gpu_setup import Row, Setup, note_call
 from penstock.runtime.accelerator import lock_pages
 from penstock.runtime.measure import cuda
 from penstock.runtime.nodes import map_pages
@@ -30,7 +30,7 @@ PIECE_BYTES = 64 * MIB
 def context(setup: Setup) -> Iterator[Row]:
     """What the card holds beside tensors, as each library comes: the context, products, convolution."""
 
-    def held() -> dict[str, float]:
+    def hold_back() -> dict[str, float]:
         torch.cuda.synchronize()
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
@@ -40,26 +40,26 @@ def context(setup: Setup) -> Iterator[Row]:
         }  # fmt: skip
 
     if not setup.on_gpu:
-        yield noted("memory of a context", "a CPU device has none")
+        yield note_call("memory of a context", "a CPU device has none")
         return
-    yield noted("MiB held by the context and other programs", held())
+    yield note_call("MiB held by the context and other programs", hold_back())
     ones = torch.ones(1024, 1024, device="cuda")
-    yield noted("MiB held after the first kernel", held())
+    yield note_call("MiB held after the first kernel", hold_back())
     ones @ ones
-    yield noted("MiB held after a product in fp32", held())
+    yield note_call("MiB held after a product in fp32", hold_back())
     half = ones.bfloat16()
     half @ half
-    yield noted("MiB held after a product in bf16", held())
+    yield note_call("MiB held after a product in bf16", hold_back())
     torch.nn.functional.conv2d(torch.ones(1, 8, 64, 64, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda"))
-    yield noted("MiB held after a convolution", held())
+    yield note_call("MiB held after a convolution", hold_back())
     (reserves,) = cuda.measured_reserves(1)
-    yield noted("bytes that a plan is told to leave", reserves)
+    yield note_call("bytes that a plan is told to leave", reserves)
 
 
 def pinning(setup: Setup) -> Iterator[Row]:
     """Seconds to take pages of each kind and to lock them, and the rate of copies out of them."""
     if not setup.on_gpu:
-        yield noted("locking pages", "a CPU device locks none")
+        yield note_call("locking pages", "a CPU device locks none")
         return
     torch.cuda.init()
     num_bytes = (4 if setup.small else 2048) * MIB
@@ -77,7 +77,7 @@ def pinning(setup: Setup) -> Iterator[Row]:
         try:
             found = dict(take(num_bytes))
         except (OSError, RuntimeError) as error:
-            yield noted("locking pages fails", f"{type(error).__name__}: {error}", pages=name)
+            yield note_call("locking pages fails", f"{type(error).__name__}: {error}", pages=name)
             continue
         flat, unlock = found.pop("flat"), found.pop("unlock", None)
         here = target[: flat.numel()]
@@ -92,7 +92,7 @@ def pinning(setup: Setup) -> Iterator[Row]:
             unlock()
             found["unlock_s"] = time.perf_counter() - begin_s
         total_s = found["touch_s"] + found["lock_s"]
-        yield noted("locked, GB/s", num_bytes / total_s / GB, pages=name, copy_gb_s=copy_gb_s, **found)
+        yield note_call("locked, GB/s", num_bytes / total_s / GB, pages=name, copy_gb_s=copy_gb_s, **found)
         del flat, copy
 
 
@@ -143,12 +143,12 @@ def _by_arena(num_bytes: int) -> dict[str, Any]:
 def copies(setup: Setup) -> Iterator[Row]:
     """Copies one way, the other, and both at once; by size; from pages that are not locked."""
     if not setup.on_gpu:
-        yield noted("copies", "a CPU device makes none")
+        yield note_call("copies", "a CPU device makes none")
         return
     ways = {"to the GPU": (True, False), "from the GPU": (False, True), "both at once": (True, True)}
     rates = {name: cuda.Copies([0], *way).bandwidth() / GB for name, way in ways.items()}
-    yield noted("copies, GB/s", rates)
-    yield noted("both at once over the sum of each alone", rates["both at once"] / sum(list(rates.values())[:2]))
+    yield note_call("copies, GB/s", rates)
+    yield note_call("both at once over the sum of each alone", rates["both at once"] / sum(list(rates.values())[:2]))
     for num_bytes in (64, 64 * 1024, MIB, 16 * MIB, *(() if setup.small else (256 * MIB,))):
         here = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         for kind, there in (("locked", here.cpu().pin_memory()), ("pageable", here.cpu())):
@@ -157,7 +157,7 @@ def copies(setup: Setup) -> Iterator[Row]:
                 here.copy_(there, non_blocking=True)
 
             seconds = cuda.mean_s(copy, 0, 0.05)
-            yield noted(
+            yield note_call(
                 "copy to the GPU, us", seconds * 1e6, bytes=num_bytes, pages=kind, gb_s=num_bytes / seconds / GB
             )
 
@@ -168,8 +168,8 @@ def host(setup: Setup) -> Iterator[Row]:
     batch = batch_of(host_cost.SIZE, host_cost.MICRO_BATCHES)
     options: dict[str, Any] = {"micro_batches": host_cost.MICRO_BATCHES, "optimizer": host_cost.ADAMW}
     jobs = {
-        "resident": lambda: compiled(little, gpt(host_cost.SIZE), batch, stages=4, **options),
-        "swapped": lambda: swapped(little, gpt(host_cost.SIZE), batch, strategy=host_cost.FETCHING, **options),
+        "resident": lambda: compile_job(little, gpt(host_cost.SIZE), batch, stages=4, **options),
+        "swapped": lambda: swapping_job(little, gpt(host_cost.SIZE), batch, strategy=host_cost.FETCHING, **options),
     }
     for plan, make in jobs.items():
         with make() as job:
@@ -177,7 +177,7 @@ def host(setup: Setup) -> Iterator[Row]:
             if setup.on_gpu:  # launches are timed on a stream of their own, whose workspaces no plan has room for
                 torch.cuda.set_per_process_memory_fraction(1.0)
             found = host_cost.measure(job, batch)
-        yield noted("us of the host for an instruction", found.pop("us_an_instruction"), plan=plan, **found)
+        yield note_call("us of the host for an instruction", found.pop("us_an_instruction"), plan=plan, **found)
 
 
 def adam(setup: Setup) -> Iterator[Row]:
@@ -186,17 +186,17 @@ def adam(setup: Setup) -> Iterator[Row]:
     for threads in dict.fromkeys((1, every)):
         for precision in ("fp32", "bf16"):
             found = optimizer.figures(precision, threads, rounds=2 if setup.small else 8)
-            yield noted("parameters a second over the faster rival's", found.pop("ratio"), **found)
+            yield note_call("parameters a second over the faster rival's", found.pop("ratio"), **found)
     if setup.on_gpu:
         torch.set_num_threads(every)
         threads, params_per_s = cuda.busy_adamw([[0]])
-        yield noted("parameters a second while links are busy", params_per_s, threads=threads)
+        yield note_call("parameters a second while links are busy", params_per_s, threads=threads)
 
 
 def nccl(setup: Setup) -> Iterator[Row]:
     """What NCCL takes and costs with one rank: its start, its memory, and a call of each collective."""
     if not setup.on_gpu:
-        yield noted("NCCL", "a CPU device has none")
+        yield note_call("NCCL", "a CPU device has none")
         return
     torch.cuda.init()
     ones = torch.ones((1 if setup.small else 64) * MIB, device="cuda")
@@ -208,7 +208,7 @@ def nccl(setup: Setup) -> Iterator[Row]:
         torch.cuda.synchronize()
         start_s, taken = time.perf_counter() - begin_s, free_bytes - torch.cuda.mem_get_info()[0]
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        yield noted("seconds to start NCCL", start_s, communicator_mib=taken / MIB, version=version)
+        yield note_call("seconds to start NCCL", start_s, communicator_mib=taken / MIB, version=version)
         out = torch.empty_like(ones)
         calls: dict[str, Callable[[Tensor, Tensor], Any]] = {
             "all_reduce": lambda a, b: dist.all_reduce(a),
@@ -221,6 +221,8 @@ def nccl(setup: Setup) -> Iterator[Row]:
             for _ in range(100):
                 collective(ones[:64], out[:64])
             host_us = (time.perf_counter() - begin_s) * 1e4
-            yield noted("collective of one rank, GB/s", ones.nbytes / seconds / GB, collective=name, host_us=host_us)
+            yield note_call(
+                "collective of one rank, GB/s", ones.nbytes / seconds / GB, collective=name, host_us=host_us
+            )
     finally:
         dist.destroy_process_group()

@@ -45,7 +45,7 @@ class Watch:
         self.thread.join()
 
 
-def compiled(settings: dict[str, Any], weights: str | None) -> penstock.Job:
+def compile_job(settings: dict[str, Any], weights: str | None) -> penstock.Job:
     """Compile a job. `settings` has the fields of a `reservoir.Case`, `machine` (a document), `directory` and
     `strategy`."""
     shape = {name: settings[name] for name in ("layers", "width", "tied", "vocabulary")}
@@ -63,9 +63,9 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Run `settings["steps"]` steps and return the predicted and measured bytes."""
     torch.set_num_threads(1)
     tiny = {**settings, "layers": 2, "width": 64, "vocabulary": 64}
-    with compiled(tiny, None) as job:
+    with compile_job(tiny, None) as job:
         job.step(models.batch(settings["batch"], vocabulary=64))
-    job = compiled(settings, settings["weights"])
+    job = compile_job(settings, settings["weights"])
     batch = models.batch(settings["batch"], vocabulary=settings["vocabulary"])
     gc.collect()
     with Watch() as watch, job:

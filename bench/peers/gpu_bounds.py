@@ -17,7 +17,7 @@ import penstock
 from penstock.bench.peers.bound import Disk
 from penstock.bench.peers.gpt import Gpt, GptSize, batch_of
 from penstock.bench.peers.gpu_cases import SMALL, Case
-from penstock.bench.peers.gpu_setup import Row, Setup, noted
+from penstock.bench.peers.gpu_setup import Row, Setup, note_call
 from penstock.ir import ops
 from penstock.runtime.measure.detect import ram_bytes
 from penstock.runtime.measure.disks import disk_directories, disk_rates
@@ -49,15 +49,15 @@ class Bench:
         sample_bytes = (16 if self.setup.small else 512) << 20
         found: dict[tuple[int, int], float] = {}
 
-        def measured(read_bytes: int, write_bytes: int) -> float:
+        def measured_blocks(read_bytes: int, write_bytes: int) -> float:
             share = min(1.0, 4 * sample_bytes / (read_bytes + write_bytes))
             key = (math.ceil(share * read_bytes), math.ceil(share * write_bytes))
             if key not in found:
                 with Disk(self.directory or "", *key, file_bytes=sample_bytes) as disk:
-                    found[key] = min(timed(disk.in_turn), timed(disk.at_once))
+                    found[key] = min(time_of(disk.in_turn), time_of(disk.at_once))
             return found[key] / share
 
-        return measured
+        return measured_blocks
 
 
 def bench_of(setup: Setup, memory: str | None) -> Bench:
@@ -101,7 +101,7 @@ def bound_rows(
     parts = parts_alone(bench, job, computation_s(bench, Case("speed", size, rows, micro_batches, {})))
     bound_by = max(parts, key=lambda name: parts[name])
     more = {**what, "parts_s": parts, "bound_by": bound_by}
-    yield noted("step over the longest of its parts alone", step_s / parts[bound_by], **more)
+    yield note_call("step over the longest of its parts alone", step_s / parts[bound_by], **more)
 
 
 def parts_alone(bench: Bench, job: penstock.Job, computed_s: float) -> dict[str, float]:
@@ -153,7 +153,7 @@ def micro_batch_s(bench: Bench, case: Case, layers: int) -> float:
             bench.setup.synchronize()
 
         compute()
-        bench.known_s[size] = min(timed(compute) for _ in range(3))
+        bench.known_s[size] = min(time_of(compute) for _ in range(3))
     return bench.known_s[size]
 
 
@@ -167,7 +167,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def timed(run: Callable[[], object]) -> float:
+def time_of(run: Callable[[], object]) -> float:
     begin_s = time.perf_counter()
     run()
     return time.perf_counter() - begin_s

@@ -10,8 +10,8 @@ from dataclasses import replace
 from penstock.bench.peers.gpu_bounds import Bench, bench_of, computation_s, seconds_alone
 from penstock.bench.peers.gpu_cases import CASES, SIDES_PLANS, SMALL, Case
 from penstock.bench.peers.gpu_offload import NoTime, Unavailable, peers
-from penstock.bench.peers.gpu_reservoir import ROUNDS, STEP, described, run_case
-from penstock.bench.peers.gpu_setup import Row, Setup, holds, noted
+from penstock.bench.peers.gpu_reservoir import ROUNDS, STEP, describe_kernel, run_case
+from penstock.bench.peers.gpu_setup import Row, Setup, holds, note_call
 from penstock.runtime.measure.detect import ram_bytes
 
 PEERS = {"fsdp2": "fsdp2, all in DRAM", "zero-offload": "zero-offload", "zero-infinity": "zero-infinity"}
@@ -31,7 +31,7 @@ def one_side(setup: Setup, side: str, memory: str | None, ours: Sequence[Row] = 
         case = CASES[1]
     case = replace(case, precision="bf16-true", most=0.9, plans=SIDES_PLANS)
     if side == "penstock":
-        yield from described(bench)
+        yield from describe_kernel(bench)
         yield from run_case(bench, case)
     else:
         yield from run_peer(bench, case, PEERS[side], ours)
@@ -54,19 +54,19 @@ def run_peer(bench: Bench, case: Case, name: str, ours: Sequence[Row] = ()) -> I
             moved = peer.moved_bytes()
     except (Unavailable, NoTime) as error:
         again = {"error": str(error)} if isinstance(error, NoTime) else {}
-        yield noted("a peer is skipped", str(error), **again, **what)
+        yield note_call("a peer is skipped", str(error), **again, **what)
         return
     except RuntimeError as error:  # with the end of the peer's output
         yield holds("the peer runs", False, error=str(error), **what)
         return
     step_s = statistics.median(times_s)
     what |= {"step_s": step_s, "facts": peer.facts, "peak_rss_bytes": peer.peak_bytes, "losses": [first, last]}
-    yield noted("step of a peer, tokens a second", case.rows * case.size.length / step_s, **what)
+    yield note_call("step of a peer, tokens a second", case.rows * case.size.length / step_s, **what)
     yield from against_ours(step_s, ours, what)
     alone = seconds_alone(bench, moved, computation_s(bench, case), case.parameters)
     bound_by = max(alone, key=lambda part: alone[part])
     more = {"parts_s": alone, "bound_by": bound_by, "moved_bytes": moved, **what}
-    yield noted("step of a peer over the longest of its parts alone", step_s / alone[bound_by], **more)
+    yield note_call("step of a peer over the longest of its parts alone", step_s / alone[bound_by], **more)
 
 
 def against_ours(step_s: float, ours: Sequence[Row], what: Row) -> Iterator[Row]:
@@ -76,4 +76,4 @@ def against_ours(step_s: float, ours: Sequence[Row], what: Row) -> Iterator[Row]
     if found:
         best = min(found, key=lambda row: float(row["step_s"]))
         ratio = step_s / best["step_s"]
-        yield noted("step of a peer over ours", ratio, our_step_s=best["step_s"], our_plan=best["plan"], **what)
+        yield note_call("step of a peer over ours", ratio, our_step_s=best["step_s"], our_plan=best["plan"], **what)

@@ -21,7 +21,7 @@ from penstock.bench.gpu.inside import look_inside
 from penstock.bench.longest_sequence import ALONE
 from penstock.bench.peers.gpu_bounds import bench_of
 from penstock.bench.peers.gpu_reservoir import SEARCH_S, give_values, limited, predictions
-from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, holds, noted
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, holds, note_call
 from penstock.compiler.models.named import find_model
 
 NAME, LENGTH = "llama-8b:num_hidden_layers=8", 131_072
@@ -54,11 +54,11 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
         "model": name, "sequence": length, "parameters": sum(param.numel() for param in model.parameters()),
         "device_bytes": hardware.devices[0].memory_bytes, "precision": "bf16-true",
     }  # fmt: skip
-    yield noted("seconds of planning", time.perf_counter() - begin_s, **what)
+    yield note_call("seconds of planning", time.perf_counter() - begin_s, **what)
     begin_s = time.perf_counter()
     with limited(bench), job:
         losses, times_s = [float(job.step(batch))], list[float]()
-        yield noted("seconds to start and for the first step", time.perf_counter() - begin_s, **what)
+        yield note_call("seconds to start and for the first step", time.perf_counter() - begin_s, **what)
         while not times_s or (time.perf_counter() - begin_s < SHARE * setup.seconds and len(times_s) < 3):
             step_begin_s = time.perf_counter()
             losses.append(float(job.step(batch)))
@@ -66,10 +66,10 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
         step_s = statistics.median(times_s)
         what |= {"step_s": step_s, "steps": len(times_s), "tiles": max(job.plan.decisions.tiles.values(), default=0)}
         yield holds("the loss falls", losses[-1] < losses[0], losses=losses, **what)
-        yield noted("tokens a second", length / step_s, **what)
+        yield note_call("tokens a second", length / step_s, **what)
         yield from predictions(bench, job, step_s, what)
         if setup.on_gpu:
-            yield noted("reserved by the allocator, GiB", torch.cuda.max_memory_reserved() / GIB, **what)
+            yield note_call("reserved by the allocator, GiB", torch.cuda.max_memory_reserved() / GIB, **what)
         yield from look_inside(setup, job, batch, what)
     setup.tidy()
     wanted = eager_loss(model, batch, setup.device)

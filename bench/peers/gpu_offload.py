@@ -16,7 +16,7 @@ from typing import Any
 from penstock.bench.peers.children import Child
 from penstock.bench.peers.extensions import BUILDERS, built, ready_to_build
 from penstock.bench.peers.gpt import GptSize
-from penstock.bench.peers.gpu_setup import Row, Setup, holds, noted
+from penstock.bench.peers.gpu_setup import Row, Setup, holds, note_call
 
 SCRIPT = Path(__file__).resolve().parent / "gpu_offload_child.py"
 LR = 1e-4
@@ -41,7 +41,7 @@ def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[
     them.
     """
 
-    def named(peer: str) -> Start:
+    def name_of(peer: str) -> Start:
         @contextmanager
         def start(size: GptSize, rows: int, micro_batches: int, limit_s: float) -> Iterator[Child]:
             _require(peer, device, directory)
@@ -56,7 +56,7 @@ def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[
 
         return start
 
-    return {name: named(name) for name in ("fsdp2, all in DRAM", "zero-offload", "zero-infinity")}
+    return {name: name_of(name) for name in ("fsdp2, all in DRAM", "zero-offload", "zero-infinity")}
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def extensions(setup: Setup) -> Iterator[Row]:
     try:
         _require("zero-offload", setup.device, None)
     except Unavailable as error:
-        yield noted("DeepSpeed's extensions are not built", str(error))
+        yield note_call("DeepSpeed's extensions are not built", str(error))
         return
     ready_to_build()
     with ThreadPoolExecutor(len(BUILDERS)) as pool:
@@ -108,7 +108,7 @@ def extensions(setup: Setup) -> Iterator[Row]:
             if complaint:
                 yield holds("the extension is built", False, builder=builder, error=complaint)
             else:
-                yield noted("seconds until the extension is built and loaded", took_s, builder=builder)
+                yield note_call("seconds until the extension is built and loaded", took_s, builder=builder)
 
 
 def _require(peer: str, device: str, directory: str | None) -> None:

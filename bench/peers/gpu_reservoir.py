@@ -28,7 +28,7 @@ from penstock.bench.gpu.inside import look_inside
 from penstock.bench.peers.gpt import Gpt, batch_of
 from penstock.bench.peers.gpu_bounds import Bench, bench_of, computation_s, parts_alone
 from penstock.bench.peers.gpu_cases import AS_DRAM_LACKS, CASES, SMALL, Case
-from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, between, holds, noted
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, between, holds, note_call
 from penstock.ir.errors import DoesNotFit, PassError, PenstockError
 
 STEP_TARGET = 1.15
@@ -42,17 +42,19 @@ SHARE = 0.15  # of the section's time, for the steps of one plan; at least two s
 def reservoir(setup: Setup) -> Iterator[Row]:
     """Run the section. Rows of its model have a step's time, its bounds, and the predictions."""
     bench = bench_of(setup, "24GB")
-    yield from described(bench)
+    yield from describe_kernel(bench)
     case = SMALL[setup.device].case if setup.small else CASES[-1]
     yield from run_case(bench, case)
     yield from run_largest(bench, case)
 
 
-def described(bench: Bench) -> Iterator[Row]:
+def describe_kernel(bench: Bench) -> Iterator[Row]:
     directory = bench.directory
-    yield noted("memory and disks", bench.hardware.describe(), files=directory is not None)
+    yield note_call("memory and disks", bench.hardware.describe(), files=directory is not None)
     if directory is None:
-        yield noted("plans have DRAM only", "no files past the page cache in the scratch folder, or less than 1 GiB")
+        yield note_call(
+            "plans have DRAM only", "no files past the page cache in the scratch folder, or less than 1 GiB"
+        )
 
 
 def run_case(bench: Bench, case: Case) -> Iterator[Row]:
@@ -62,19 +64,19 @@ def run_case(bench: Bench, case: Case) -> Iterator[Row]:
     for name, line in case.plans.items():
         what = {**case.described(), "plan": name, "files": bench.directory is not None}
         try:
-            job = compiled(bench, case, line)
+            job = compile_job(bench, case, line)
         except (DoesNotFit, PassError) as error:
-            yield noted("a plan is skipped", str(error), **what)
+            yield note_call("a plan is skipped", str(error), **what)
             why = str(error)
             continue
         yield from run_plan(bench, case, job, what, steps_s)
     if not steps_s:
         yield holds("one of the plans runs", False, error=why or "no time was left, or each failed", **case.described())
     if {"fuyou", "no overlap"} <= steps_s.keys():
-        yield noted("step without overlap over step", steps_s["no overlap"] / steps_s["fuyou"], **case.described())
+        yield note_call("step without overlap over step", steps_s["no overlap"] / steps_s["fuyou"], **case.described())
 
 
-def compiled(bench: Bench, case: Case, line: str) -> penstock.Job:
+def compile_job(bench: Bench, case: Case, line: str) -> penstock.Job:
     """Compile a job. The model is on the meta device during planning, and then gets values that take no memory. Without
     a directory for files, the plan may keep everything in DRAM."""
     if bench.directory is None:
@@ -128,14 +130,14 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
     need_s = start_s + 2 * predicted.step_s
     if need_s > most_s:
         took = f"the start and two steps take about {need_s:.0f} s, and it may have {max(0.0, most_s):.0f} s"
-        yield noted("a plan is skipped", took, predicted_s=predicted.step_s, **what)
+        yield note_call("a plan is skipped", took, predicted_s=predicted.step_s, **what)
         return
     batch, computed_s = batch_of(case.size, case.rows), computation_s(bench, case)
     bench.setup.tidy()
     begin_s = time.perf_counter()
     with limited(bench), job:
         losses = [float(job.step(batch))]
-        yield noted("seconds to start and for the first step", time.perf_counter() - begin_s, **what)
+        yield note_call("seconds to start and for the first step", time.perf_counter() - begin_s, **what)
         times_s, busy = [], []
         for _ in range(rounds):
             begin_s = time.perf_counter()
@@ -147,7 +149,7 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
         steps_s[what["plan"]] = step_s
         what |= {"step_s": step_s, "steps": rounds, "bottleneck": predicted.bottleneck}
         yield holds("the loss falls", losses[-1] < losses[0], losses=losses, **what)
-        yield noted(STEP, case.rows * case.size.length / step_s, **what)
+        yield note_call(STEP, case.rows * case.size.length / step_s, **what)
         streams = {name: statistics.median(row.get(name, 0.0) for row in busy) for name in busy[0]}
         alone = parts_alone(bench, job, computed_s)
         for figure, parts in (("its own streams", streams), ("its parts alone", alone)):
@@ -157,7 +159,7 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
             if bench.setup.on_gpu:
                 yield at_most(f"step over the longest of {figure}", ratio, STEP_TARGET, **more)
             else:
-                yield noted(f"step over the longest of {figure}", ratio, **more)
+                yield note_call(f"step over the longest of {figure}", ratio, **more)
         yield from predictions(bench, job, step_s, what)
         yield from look_inside(bench.setup, job, batch, what)
 
@@ -184,7 +186,7 @@ def predictions(bench: Bench, job: penstock.Job, step_s: float, what: Row) -> It
         reserved = torch.cuda.max_memory_reserved() / job.hardware.devices[0].memory_bytes
         yield at_most("reserved by the allocator over the memory named", reserved, 1.0, **what)
     else:
-        yield noted("predicted over measured step", ratio, **more)
+        yield note_call("predicted over measured step", ratio, **more)
     for memory, peak in job.last.peak_bytes.items():
         share = (predicted.peak_bytes.get(memory, 0) + 1) / (peak + 1)
         yield between(f"predicted over accounted peak of {memory}", share, 0.95, 1.05, peak_bytes=peak, **what)
@@ -203,18 +205,18 @@ def run_largest(bench: Bench, case: Case) -> Iterator[Row]:
     while high - low > max(1, guess // 12) and time.perf_counter() - begin_s < most_s:
         grown = replace(case, name="largest", size=replace(case.size, layers=trial))
         try:
-            job = compiled(bench, grown, AS_DRAM_LACKS)
+            job = compile_job(bench, grown, AS_DRAM_LACKS)
             low, best = trial, (grown, job)
         except (DoesNotFit, PassError) as error:
             high, misses = trial, str(error)
         trial = (low + high) // 2
     if best is None:
-        yield noted("the largest model that fits, a plan is skipped", misses or "no time is left to look for one")
+        yield note_call("the largest model that fits, a plan is skipped", misses or "no time is left to look for one")
         return
     grown, job = best
     what = {**grown.described(), "plan": "fuyou, on SSD what DRAM lacks"}
     bounds = {"layers_that_do_not_fit": high if misses else None, "why": misses}
     more = {"seconds_of_planning": time.perf_counter() - begin_s, **bounds, **what}
-    yield noted("the largest model that fits, billions of parameters", grown.parameters / 1e9, **more)
-    yield noted("DRAM and disk, GiB", room_bytes / GIB, **what)
+    yield note_call("the largest model that fits, billions of parameters", grown.parameters / 1e9, **more)
+    yield note_call("DRAM and disk, GiB", room_bytes / GIB, **what)
     yield from run_plan(bench, grown, job, what, {})

@@ -24,7 +24,7 @@ from penstock.bench.peers.gpt import BASE, MEDIUM, SMALL, XL, GptSize, batch_of,
 from penstock.bench.peers.gpu_bounds import bound_rows
 from penstock.bench.peers.gpu_long import long_sequence
 from penstock.bench.peers.gpu_reservoir import reservoir
-from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, noted
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, note_call
 from penstock.bench.peers.timing import alternate
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
@@ -41,7 +41,7 @@ TINY = GptSize(layers=2, width=32, heads=2, vocabulary=64, length=16)
 FRACTIONS = (0.35, 0.45, 0.55, 0.7, 0.85)  # of the memory that a resident plan takes
 
 
-def compiled(
+def compile_job(
     setup: Setup, model: nn.Module, batch: Mapping[str, Tensor], memory: str | int | None = None, stages: int = 0,
     **options: Any,
 ) -> penstock.Job:  # fmt: skip
@@ -53,17 +53,17 @@ def compiled(
     return penstock.compile(model, setup.hardware(memory), example_inputs=batch, **given)
 
 
-def swapped(
+def swapping_job(
     setup: Setup, model: nn.Module, batch: Mapping[str, Tensor], roomy: bool = False, **options: Any
 ) -> penstock.Job:
     """Compile a job for a device so small that stages are fetched: the smallest of `FRACTIONS` that works, or with
     `roomy` the largest."""
-    resident = compiled(setup, model, batch, **options)
+    resident = compile_job(setup, model, batch, **options)
     peak_bytes = max(resident.plan.predicted.peak_bytes[device.name] for device in resident.hardware.devices)
     misses = []
     for fraction in reversed(FRACTIONS) if roomy else FRACTIONS:
         try:
-            job = compiled(setup, model, batch, memory=int(fraction * peak_bytes), **options)
+            job = compile_job(setup, model, batch, memory=int(fraction * peak_bytes), **options)
         except DoesNotFit as error:
             misses.append(str(error))
             continue
@@ -96,9 +96,9 @@ def machine(setup: Setup) -> Iterator[Row]:
     found = penstock.Hardware.detect(measure=setup.on_gpu)
     if setup.on_gpu:
         found.save(setup.scratch / "hardware.yaml")
-        yield noted("hardware document", (setup.scratch / "hardware.yaml").read_text())
+        yield note_call("hardware document", (setup.scratch / "hardware.yaml").read_text())
     device, host = found.devices[0], found.hosts[0]
-    yield noted("hardware", found.describe())
+    yield note_call("hardware", found.describe())
     part = known_part(torch.cuda.get_device_name()) if setup.on_gpu else None
     if part is not None:
         sheet = gpu(part, 0)
@@ -126,19 +126,19 @@ def same_numbers(setup: Setup) -> Iterator[Row]:
         wanted = parity.train_eager(model, batches, setup.device, precision)
         setup.tidy()
         for name, make in (
-            ("resident", partial(compiled, stages=1)),
-            ("resident, 2 stages", partial(compiled, stages=2)),
-            ("swapped", swapped),
+            ("resident", partial(compile_job, stages=1)),
+            ("resident, 2 stages", partial(compile_job, stages=2)),
+            ("swapped", swapping_job),
         ):
             yield from _parity(name, precision, make(setup, model, batches[0], **shared), model, batches, wanted)
         wanted = parity.train_eager(dropping, batches, setup.device, precision)
         setup.tidy()
-        job = compiled(setup, dropping, batches[0], stages=1, **shared)
+        job = compile_job(setup, dropping, batches[0], stages=1, **shared)
         yield from _parity("dropout", precision, job, dropping, batches, wanted)
     convolutions, _ = wide_resnet(dropout=0.0)
     images = [_images(seed) for seed in range(parity.STEPS)]
     wanted = parity.train_eager(convolutions, images, setup.device)
-    job = compiled(setup, convolutions, images[0], stages=1, optimizer=parity.SGD)
+    job = compile_job(setup, convolutions, images[0], stages=1, optimizer=parity.SGD)
     yield from _parity("BatchNorm", "fp32", job, convolutions, images, wanted)
 
 
@@ -171,7 +171,7 @@ def step_time(setup: Setup) -> Iterator[Row]:
     for precision in ("fp32", "bf16"):
         model = gpt(size, setup.device)
         eager = _Eager(model, setup.device, precision, micro_batches)
-        with compiled(setup, model, batch, stages=1, precision=precision, micro_batches=micro_batches) as job:
+        with compile_job(setup, model, batch, stages=1, precision=precision, micro_batches=micro_batches) as job:
 
             def run_eager(eager: _Eager = eager) -> None:
                 eager.step(batch)
@@ -218,7 +218,7 @@ def accounting(setup: Setup) -> Iterator[Row]:
     size, rows = (SMALL, 4) if setup.small else (MEDIUM, 16)
     for precision in ("fp32", "bf16"):
         model, batch = gpt(size), batch_of(size, rows)
-        for name, make in (("resident", partial(compiled, stages=2)), ("swapped", swapped)):
+        for name, make in (("resident", partial(compile_job, stages=2)), ("swapped", swapping_job)):
             setup.tidy()
             before = torch.cuda.memory_allocated() if setup.on_gpu else 0
             with make(setup, model, batch, precision=precision) as job:
@@ -234,7 +234,7 @@ def accounting(setup: Setup) -> Iterator[Row]:
                     accounted = job.last.peak_bytes[job.hardware.devices[0].name]
                     yield between("allocated over accounted peak", taken_bytes / accounted, 0.6, 1.05, **what)
                     yield at_most("allocated for libraries, MiB", library_bytes / 2**20, MOST_LIBRARY_MIB, **what)
-                    yield noted("reserved by the allocator, bytes", torch.cuda.max_memory_reserved(), **what)
+                    yield note_call("reserved by the allocator, bytes", torch.cuda.max_memory_reserved(), **what)
 
 
 def swapping(setup: Setup) -> Iterator[Row]:
@@ -242,7 +242,7 @@ def swapping(setup: Setup) -> Iterator[Row]:
     size, rows, micro_batches, memory = (SMALL, 4, 2, None) if setup.small else (WIDE, 32, 8, "6GB")
     model, batch = gpt(size, setup.device), batch_of(size, rows)
     options = {"precision": "bf16", "micro_batches": micro_batches}
-    make = partial(compiled, memory=memory) if memory else partial(swapped, roomy=True)
+    make = partial(compile_job, memory=memory) if memory else partial(swapping_job, roomy=True)
     with make(setup, model, batch, **options) as job:
         yield holds("stages are fetched", bool(job.plan.decisions.fetch))
         yield from _busy_rows(setup, job, batch, size, rows, rounds=3 if setup.small else 6)
@@ -257,9 +257,9 @@ def large_model(setup: Setup) -> Iterator[Row]:
     for memory in ("1MB",) if setup.small else ("8GB", "24GB"):
         setup.tidy()
         begin_s = time.perf_counter()
-        with compiled(setup, model, batch, memory, precision="bf16", micro_batches=micro_batches) as job:
+        with compile_job(setup, model, batch, memory, precision="bf16", micro_batches=micro_batches) as job:
             planned_s = time.perf_counter() - begin_s
-            yield noted("plan and print, s", planned_s, memory=memory, stages=len(job.plan.decisions.stages))
+            yield note_call("plan and print, s", planned_s, memory=memory, stages=len(job.plan.decisions.stages))
             yield from _busy_rows(setup, job, batch, size, rows, rounds=3, memory=memory)
             if setup.on_gpu:
                 share = torch.cuda.max_memory_reserved() / job.hardware.devices[0].memory_bytes
@@ -281,11 +281,13 @@ def _busy_rows(
     streams = {name: statistics.median(row.get(name, 0.0) for row in busy) for name in busy[0]}
     what = {"model": _words(size), "batch": rows, "step_s": step_s, "busy_s": streams, **more}
     yield holds("the loss falls", losses[-1] < losses[0], losses=losses, **more)
-    yield noted("tokens a second", rows * size.length / step_s, **more)
+    yield note_call("tokens a second", rows * size.length / step_s, **more)
     links = max(streams.get(name, 0.0) for name in (ops.H2D, ops.D2H))
     bound_s = max(streams.get(ops.COMPUTE, 0.0), links)
     yield at_most("step over the larger of computation and transfers", step_s / bound_s, 1.15, **what)
-    yield noted("step over the busiest stream, the optimizer's on the host too", step_s / max(streams.values()), **what)
+    yield note_call(
+        "step over the busiest stream, the optimizer's on the host too", step_s / max(streams.values()), **what
+    )
     yield from _prediction(job, step_s, setup, **more)
     yield from bound_rows(setup, job, size, rows, job.plan.micro_batches, step_s, what)
     yield from look_inside(setup, job, batch, what)
@@ -296,7 +298,7 @@ def _prediction(job: penstock.Job, step_s: float, setup: Setup, **more: Any) -> 
     if setup.on_gpu:
         yield between("predicted over measured step", predicted_s / step_s, 0.8, 1.2, predicted_s=predicted_s, **more)
     else:
-        yield noted("predicted over measured step", predicted_s / step_s, predicted_s=predicted_s, **more)
+        yield note_call("predicted over measured step", predicted_s / step_s, predicted_s=predicted_s, **more)
 
 
 def under(timeline: Timeline, inner: str, outer: str) -> float:

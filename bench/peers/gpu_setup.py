@@ -67,6 +67,6 @@ def holds(figure: str, found: bool, **more: Any) -> Row:
     return {"figure": figure, "measured": found, "target": "true", "ok": found, **more}
 
 
-def noted(figure: str, measured: Any, **more: Any) -> Row:
+def note_call(figure: str, measured: Any, **more: Any) -> Row:
     """A figure without a target."""
     return {"figure": figure, "measured": measured, "target": None, "ok": None, **more}

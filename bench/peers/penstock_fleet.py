@@ -1,7 +1,7 @@
 """Penstock's jobs on the ranks of two hosts; run by torchrun, see `ranks`. One job per plan, all in the same processes.
 
 `settings["plans"]` maps names to files of plans; `settings["hardware"]` is the document that they were made for. The
-script that starts the ranks makes the plans, with the same function `compiled`.
+script that starts the ranks makes the plans, with the same function `compile_job`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def main(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     batch = models.batch(settings["batch"], vocabulary=settings["vocabulary"])
     with ExitStack() as stack:
-        jobs = {name: stack.enter_context(compiled(settings, plan=path)) for name, path in settings["plans"].items()}
+        jobs = {name: stack.enter_context(compile_job(settings, plan=path)) for name, path in settings["plans"].items()}
         serve({name: partial(whole_step, job, batch) for name, job in jobs.items()}, settings["socket"])
 
 
-def compiled(settings: Mapping[str, Any], **how: Any) -> penstock.Job:
+def compile_job(settings: Mapping[str, Any], **how: Any) -> penstock.Job:
     """A job for the model of the settings. `how` has its strategy or its plan."""
     model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"])
     return penstock.compile(

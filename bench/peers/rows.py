@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 def save(bench: str, row: dict[str, Any], path: Path | None = None) -> dict[str, Any]:
     """Print one row of `bench` and append it to its file, or to `path`. Floats keep four digits."""
-    whole = {"bench": bench, **rounded(row), **provenance()}
+    whole = {"bench": bench, **round_weights(row), **provenance()}
     print(json.dumps(whole), flush=True)
     path = path or RESULTS / f"{bench}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -57,9 +57,9 @@ def spread(times_s: list[float]) -> dict[str, float | int]:
     }  # fmt: skip
 
 
-def rounded(value: Any) -> Any:
+def round_weights(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: round_weights(item) for key, item in value.items()}
+    return [round_weights(item) for item in value] if isinstance(value, list) else value

@@ -20,10 +20,10 @@ def save(bench: str, case: str, steps: int, plain: Make, ours: Make) -> None:
     """A row with the largest differences of the losses of all steps, relative to the others', and of the weights
     afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        expected, plain_s = _trained(plain, steps, Path(folder, "plain"))
-        found, ours_s = _trained(ours, steps, Path(folder, "ours"))
+        expected, plain_s = _train(plain, steps, Path(folder, "plain"))
+        found, ours_s = _train(ours, steps, Path(folder, "ours"))
         middle = str(Path(folder, "ours", f"checkpoint-{steps // 2}"))
-        resumed, _ = _trained(ours, steps, Path(folder, "ours"), middle)
+        resumed, _ = _train(ours, steps, Path(folder, "ours"), middle)
     wanted = _losses(expected)
     row = {"case": case, "steps": steps, "first_loss": float(wanted[0]), "last_loss": float(wanted[-1])}
     for prefix, trainer in (("", found), ("resumed_", resumed)):
@@ -32,7 +32,7 @@ def save(bench: str, case: str, steps: int, plain: Make, ours: Make) -> None:
     rows.save(bench, {**row, "seconds": ours_s, "plain_seconds": plain_s})
 
 
-def _trained(make: Make, steps: int, folder: Path, resume: str | None = None) -> tuple[Any, float]:
+def _train(make: Make, steps: int, folder: Path, resume: str | None = None) -> tuple[Any, float]:
     trainer = make(
         {
             "output_dir": str(folder), "max_steps": steps, "learning_rate": 1e-4, "warmup_steps": 20,

@@ -31,7 +31,7 @@ def small_job() -> tuple[Job, Any]:
     return job, batch
 
 
-def timed(job: Job, batch: Any, steps: int, broadcast: Broadcast | None, telling_s: list[float]) -> float:
+def time_of(job: Job, batch: Any, steps: int, broadcast: Broadcast | None, telling_s: list[float]) -> float:
     """Seconds of each of some steps, until the broadcast's listeners have shown and written all. `telling_s` gets what
     the script waits for each."""
     start_s = time.perf_counter()

@@ -32,7 +32,7 @@ def test_bytes_of_both_sides_are_the_theorys(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fleet, "STRATEGIES", {name: text.replace("=10", "=4") for name, text in plans.items()})
     monkeypatch.setattr(fleet, "machine", machine)
     settings: dict[str, Any] = dict(SMALL)
-    jobs = fleet.planned(settings, RATE_BYTES_S, tmp_path)
+    jobs = fleet.plan_for(settings, RATE_BYTES_S, tmp_path)
     theory = fleet.theories(jobs, settings)
     peers = {**settings, "sides": (fsdp_fleet.FULL, fsdp_fleet.HSDP)}
     sides: fleet.Sides = {}
@@ -44,7 +44,7 @@ def test_bytes_of_both_sides_are_the_theorys(tmp_path: Path, monkeypatch: pytest
     ):
         sides |= {name: lambda name=name: ours.run(name) for name in jobs}  # type: ignore[misc]
         sides |= {fleet.PEER + name: lambda name=name: theirs.run(name) for name in peers["sides"]}  # type: ignore[misc]
-        found = fleet.counted(sides, theory)  # which compares the losses
+        found = fleet.count(sides, theory)  # which compares the losses
     ratios = {name: row["ratio"] for name, row in found.items()}
     assert all(OVER[0] <= ratio <= OVER[1] for ratio in ratios.values()), ratios
     sent = {name: row["sent_bytes"] for name, row in found.items()}

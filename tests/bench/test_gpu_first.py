@@ -165,7 +165,7 @@ def test_sections_run_and_their_rows_are_written(tmp_path: Path, capfd: pytest.C
 
 
 def test_a_part_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = gpu_first.parsed(["--device", "cpu", "--small", "--out", str(tmp_path)])
+    args = gpu_first.parsed_texts(["--device", "cpu", "--small", "--out", str(tmp_path)])
     ledger, child = ledger_at(tmp_path), tmp_path / "child.py"
     monkeypatch.setenv(gpu_first.EXTENSIONS, str(tmp_path))
     lock = tmp_path / "cpu_adam" / "lock"  # of a build that was killed with an earlier part
@@ -195,9 +195,9 @@ def test_a_row_with_an_error_fails_its_part(tmp_path: Path, monkeypatch: pytest.
         "--origin",
         '{"device": "a GPU", "small": true}',
     ]
-    assert gpu_first.run_part(gpu_first.parsed(words)) == 1 and len(rows_of(tmp_path / FILE)) == 2
+    assert gpu_first.run_part(gpu_first.parsed_texts(words)) == 1 and len(rows_of(tmp_path / FILE)) == 2
     rows.pop(0)
-    assert gpu_first.run_part(gpu_first.parsed(words)) == 0
+    assert gpu_first.run_part(gpu_first.parsed_texts(words)) == 0
 
 
 @pytest.mark.parametrize("device", ["emulated NVIDIA GeForce RTX 4090", "cpu", "NVIDIA H100"])
@@ -209,7 +209,7 @@ def test_rows_that_are_not_of_a_real_gpu_are_refused(
     monkeypatch.setattr(gpu_first, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_first, "run_child", lambda *_: pytest.fail("a part began"))
     small = ["--small"] if device == "NVIDIA H100" else []
-    args = gpu_first.parsed(["--out", str(tmp_path), "--device", "cpu" if device == "cpu" else "cuda", *small])
+    args = gpu_first.parsed_texts(["--out", str(tmp_path), "--device", "cpu" if device == "cpu" else "cuda", *small])
     assert gpu_first.call(args, {}, tmp_path, 0.0) == 2 and not list(tmp_path.iterdir())
     assert "name a folder by --out" in capsys.readouterr().err
 

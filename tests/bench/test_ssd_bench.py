@@ -10,7 +10,7 @@ import torch
 
 from penstock.bench import ssd_io
 from penstock.bench.peers import rows
-from penstock.tests.runtime.ssd.on_disk import aligned, directories, make_engine
+from penstock.tests.runtime.ssd.on_disk import aligned_memory, directories, make_engine
 
 
 def test_each_engine_is_measured_against_both_plain_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_each_engine_is_measured_against_both_plain_loops(tmp_path: Path, monkey
 def test_the_plain_loop_moves_the_same_bytes(tmp_path: Path) -> None:
     path = directories(tmp_path)[0] / "file"
     loop = ssd_io.PlainLoop(path, 16 << 20, depth=2)
-    source, into = aligned(8 << 20, seed=1), aligned(8 << 20)
+    source, into = aligned_memory(8 << 20, seed=1), aligned_memory(8 << 20)
     loop.write(8 << 20, source)
     loop.read(8 << 20, into)
     loop.close()

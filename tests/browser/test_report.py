@@ -18,7 +18,7 @@ PARTS = ("machine", "timeline", "memory", "spent", "whatif")
 ZOOM = "drawn['timeline-chart'].getOption().dataZoom[0]"
 
 
-def shown(page: Any) -> float:
+def show(page: Any) -> float:
     """The share of the step that the timeline shows, in per cent."""
     return page.evaluate(f"{ZOOM}.end - {ZOOM}.start")  # type: ignore[no-any-return]
 
@@ -85,31 +85,31 @@ def test_a_wheel_buttons_and_keys_zoom(report: Path, opened: Open) -> None:
     before = page.evaluate("scrollY")
     page.mouse.wheel(0, 100)
     until(page, f"scrollY > {before}")
-    assert shown(page) == pytest.approx(100)  # the wheel alone is the page's own
+    assert show(page) == pytest.approx(100)  # the wheel alone is the page's own
     page.mouse.move(*place_of(page, longest(page)))
     page.keyboard.down("Control")
     page.mouse.wheel(0, -300)
     page.keyboard.up("Control")
     until(page, f"{ZOOM}.end - {ZOOM}.start < 99")
     page.click("#whole")
-    assert shown(page) == pytest.approx(100)
+    assert show(page) == pytest.approx(100)
     page.click("#in")
-    assert shown(page) == pytest.approx(50)
+    assert show(page) == pytest.approx(50)
     page.focus("#timeline-chart")
     page.keyboard.press("+")
-    assert shown(page) == pytest.approx(25)
+    assert show(page) == pytest.approx(25)
     before = page.evaluate(f"{ZOOM}.start")
     page.keyboard.press("ArrowRight")
     now = page.evaluate(f"{ZOOM}.start")
     assert now > before
     assert page.evaluate("window.memoryChart.getOption().dataZoom[0].start") == pytest.approx(now)
     page.evaluate("memoryChart.dispatchAction({type: 'dataZoom', start: 10, end: 20})")
-    assert shown(page) == pytest.approx(10)
+    assert show(page) == pytest.approx(10)
     for _ in range(40):
         page.keyboard.press("+")
-    assert 0 < shown(page) < 0.01
+    assert 0 < show(page) < 0.01
     page.keyboard.press("0")
-    assert shown(page) == pytest.approx(100)
+    assert show(page) == pytest.approx(100)
 
 
 def test_pointing_at_a_span_tells_of_it_and_lights_its_line(report: Path, opened: Open) -> None:
@@ -243,4 +243,4 @@ def test_ten_thousand_instructions(tmp_path: Path, opened: Open) -> None:
     page = opened(path)
     assert page.evaluate("spans.length") >= MANY
     page.click("#in")
-    assert shown(page) == pytest.approx(50)
+    assert show(page) == pytest.approx(50)

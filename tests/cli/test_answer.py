@@ -36,7 +36,7 @@ def job() -> Job:
     return options().compile()
 
 
-def printed(lines: list[str]) -> list[str]:
+def print_screen(lines: list[str]) -> list[str]:
     screen = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_answer(screen, lines)
     return screen.export_text().splitlines()
@@ -48,7 +48,7 @@ def test_it_answers_on_one_screen(job: Job) -> None:
     tried: list[str] = []
     others = alternatives(chosen, job, tried.append)
     assert tried == ["with --batch 8", "with --dram 128GB", "with --adapter lora:r=16"]
-    lines = printed(answer(chosen, job, parse_tokens("100M"), 0.4, others))
+    lines = print_screen(answer(chosen, job, parse_tokens("100M"), 0.4, others))
     assert len(lines) <= 30 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
     parts: tuple[str, ...]

@@ -16,7 +16,7 @@ from penstock.ir.errors import PlanError
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.yaml"
 
 
-def written(folder: Path, text: str) -> Path:
+def write(folder: Path, text: str) -> Path:
     path = folder / "config.yaml"
     path.write_text(text)
     return path
@@ -28,25 +28,25 @@ def test_every_option_has_a_section() -> None:
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path, "model: {model: gpt2}\ndata:\n  data: a.txt\noptimizer:\n  lr: 5e-5\ntraining:\n")
+    path = write(tmp_path, "model: {model: gpt2}\ndata:\n  data: a.txt\noptimizer:\n  lr: 5e-5\ntraining:\n")
     assert read_config(path) == {"model": "gpt2", "data": [Path("a.txt")], "lr": 5e-5}
 
 
 def test_numbers_are_texts_where_a_text_is_asked_for(tmp_path: Path) -> None:
-    path = written(tmp_path, "hardware: {hardware: 4090, ssd: 0, set: [a=1, 2]}\n")
+    path = write(tmp_path, "hardware: {hardware: 4090, ssd: 0, set: [a=1, 2]}\n")
     assert read_config(path) == {"hardware": ["4090"], "ssd": "0", "set": ["a=1", "2"]}
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    path = written(tmp_path, "model: {model: ~/gpt}\ndata: {data: [~/a.txt, b~.txt]}\nsaving: {out: ~/out}\n")
+    path = write(tmp_path, "model: {model: ~/gpt}\ndata: {data: [~/a.txt, b~.txt]}\nsaving: {out: ~/out}\n")
     found = read_config(path)
     assert found["model"] == "/home/me/gpt" and found["out"] == Path("/home/me/out")
     assert found["data"] == [Path("/home/me/a.txt"), Path("b~.txt")]
 
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
-    assert read_config(written(tmp_path, "# nothing\n")) == {}
+    assert read_config(write(tmp_path, "# nothing\n")) == {}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_printed_is_read_back(options: TrainOptions, tmp_path: Path) -> None:
     text = config_text(options)
-    assert TrainOptions(**read_config(written(tmp_path, text))) == options
+    assert TrainOptions(**read_config(write(tmp_path, text))) == options
     assert max(map(len, text.splitlines())) <= 120
     for keys in yaml.safe_load(text).values():
         assert keys
@@ -75,11 +75,11 @@ def test_the_example_is_a_run() -> None:
 
 def test_options_count_more_than_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also flags, which the file sets and the line takes back."""
-    path = written(tmp_path, "data: {pack: true, data: [a, b]}\noptimizer: {lr: 1e-3}\nsaving: {resume: true}\n")
+    path = write(tmp_path, "data: {pack: true, data: [a, b]}\noptimizer: {lr: 1e-3}\nsaving: {resume: true}\n")
     line = [str(path), "--no-pack", "--no-resume", "--lr", "0.5", "--data", "c"]
     with pytest.raises(SystemExit, match="0"):
         main(["train", *line, "--print-config"])
-    found = read_config(written(tmp_path, capsys.readouterr().out))
+    found = read_config(write(tmp_path, capsys.readouterr().out))
     assert (found["pack"], found["resume"], found["lr"], found["data"]) == (False, False, 0.5, [Path("c")])
 
 
@@ -104,7 +104,7 @@ def test_options_count_more_than_the_file(tmp_path: Path, capsys: pytest.Capture
 )
 def test_mistakes_are_told_with_their_line(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
-        read_config(written(tmp_path, text))
+        read_config(write(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -114,5 +114,5 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_the_file_in_the_documents_is_a_run(tmp_path: Path) -> None:
     page = (EXAMPLE.parents[1] / "docs" / "train_config.md").read_text()
-    found = read_config(written(tmp_path, page.split("```yaml\n")[1].split("```")[0]))
+    found = read_config(write(tmp_path, page.split("```yaml\n")[1].split("```")[0]))
     assert found["log"] == ["jsonl", "tensorboard"] and found["patience"] == 2

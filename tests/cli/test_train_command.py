@@ -51,11 +51,11 @@ def test_it_learns_and_says_what_it_does(text: Path, tmp_path: Path, monkeypatch
     """No line holds up a step: a job itself waits for its first, and saving for the last."""
     finished, finish = set[int](), InProcessDriver.finish_step
 
-    def noted(driver: InProcessDriver) -> dict[str, Any]:
+    def note(driver: InProcessDriver) -> dict[str, Any]:
         finished.add(driver.session.state.step_count)
         return finish(driver)
 
-    monkeypatch.setattr(InProcessDriver, "finish_step", noted)
+    monkeypatch.setattr(InProcessDriver, "finish_step", note)
     monkeypatch.setattr(lines, "LINES", 4)
     result, said = run(options(text, tmp_path / "out", eval_fraction=0.1, max_steps=12))
     assert result.steps == len(result.losses) == 12
@@ -146,10 +146,10 @@ def test_it_trains_on_packed_texts(tmp_path: Path) -> None:
 
 def test_texts_of_a_classifier_are_not_packed(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--pack: classification has one row for each record"):
-        run(options(labelled(tmp_path / "data.jsonl"), tmp_path / "out", model=BERT, pack=True))
+        run(options(write_labelled(tmp_path / "data.jsonl"), tmp_path / "out", model=BERT, pack=True))
 
 
-def labelled(path: Path) -> Path:
+def write_labelled(path: Path) -> Path:
     """Two kinds of lines that one byte tells apart."""
     rows = [{"text": f"{'aaaa' if i % 2 else 'zzzz'} {i}", "label": "odd" if i % 2 else "even"} for i in range(40)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
@@ -158,7 +158,7 @@ def labelled(path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
-    data = labelled(tmp_path / "rows.jsonl")
+    data = write_labelled(tmp_path / "rows.jsonl")
     result, said = run(options(data, tmp_path / "out", model=BERT, eval_fraction=0.25, max_steps=15, dropout=False))
     assert result.after["accuracy"] == 1.0
     assert "2 classes" in said and "accuracy 100.0%" in said
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(
 ) -> None:
     step = Job.step
 
-    def interrupted(job: Job, batch: Any) -> Any:
+    def interrupt(job: Job, batch: Any) -> Any:
         loss = step(job, batch)
         if job.step_count == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(
 
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "step", interrupted)
+        patch.setattr(Job, "step", interrupt)
         result, said = run(options(text, tmp_path / "out", save_every=1))
     assert result.interrupted and result.steps == 2
     assert "step 2 of 6: loss" in said.partition("stopped at step 2 of 6; 0 steps not saved")[0]

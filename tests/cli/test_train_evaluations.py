@@ -40,11 +40,11 @@ def options(data: Path, out: Path, **changes: Any) -> TrainOptions:
     return small_runs.options(data, out, **{"eval_fraction": 0.1, "strategy": "mobius", **changes})
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> dict[float, dict[str, torch.Tensor]]:
+def script_losses(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> dict[float, dict[str, torch.Tensor]]:
     """Lets evaluations while training find these losses. Gives for each the weights of its step."""
     evaluate, coming, found = Job.evaluate, iter(values), dict[float, dict[str, torch.Tensor]]()
 
-    def told(job: Job, batch: Any, outputs: bool = True) -> Any:
+    def tell(job: Job, batch: Any, outputs: bool = True) -> Any:
         out = evaluate(job, batch, outputs)
         if job.step_count and (loss := next(coming, None)) is not None:
             job.sync()
@@ -52,7 +52,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> dict[float
             out["loss"] = torch.tensor(loss)
         return out
 
-    monkeypatch.setattr(Job, "evaluate", told)
+    monkeypatch.setattr(Job, "evaluate", tell)
     return found
 
 
@@ -65,7 +65,7 @@ def held_out(folder: Path) -> dict[str, Any]:
 def test_the_best_model_is_kept(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    weights = scripted(monkeypatch, [4.0, 3.0, 5.0, 3.5])
+    weights = script_losses(monkeypatch, [4.0, 3.0, 5.0, 3.5])
     run(options(text, tmp_path / "out", max_steps=4, **held_out(tmp_path)))
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best")
     for name, value in best.named_parameters():
@@ -75,7 +75,7 @@ def test_the_best_model_is_kept(text: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_ends_for_want_of_better_ones(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, [4.0, 4.5, 4.6])
+    script_losses(monkeypatch, [4.0, 4.5, 4.6])
     chosen = options(text, tmp_path / "out", patience=2, max_steps=9, **held_out(tmp_path))
     result, said = run(chosen)
     assert result.steps == 3 and not result.interrupted
@@ -124,24 +124,24 @@ def test_warm_up_is_that_of_transformers(name: str) -> None:
 def test_a_run_with_warm_up_resumes(text: Path, tmp_path: Path) -> None:
     given = {"schedule": "cosine", "warmup_steps": 2, "save_every": 3}
     whole, _ = run(options(text, tmp_path / "whole", **given))
-    (stopped, said) = _stopped(options(text, tmp_path / "parts", **{**given, "save_every": 0}), 3)
+    (stopped, said) = _stop(options(text, tmp_path / "parts", **{**given, "save_every": 0}), 3)
     assert stopped.interrupted and "stopped at step 3 of 6; 0 steps not saved" in said
     rest, _ = run(options(text, tmp_path / "parts", **given, resume=True))
     assert [*stopped.losses, *rest.losses] == whole.losses
 
 
-def _stopped(chosen: TrainOptions, step: int) -> tuple[TrainResult, str]:
+def _stop(chosen: TrainOptions, step: int) -> tuple[TrainResult, str]:
     """A run that Ctrl-C ends after a step."""
     own = Job.step
 
-    def interrupted(job: Job, batch: Any) -> Any:
+    def interrupt(job: Job, batch: Any) -> Any:
         loss = own(job, batch)
         if job.step_count == step:
             os.kill(os.getpid(), signal.SIGINT)
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "step", interrupted)
+        patch.setattr(Job, "step", interrupt)
         return run(chosen)
 
 

@@ -86,12 +86,12 @@ def test_ctrl_c_stops_the_page_too(text: Path, tmp_path: Path, monkeypatch: pyte
     screen = Console(file=StringIO(), width=200)
     step = Job.step
 
-    def interrupted(job: Job, batch: Any) -> Any:
+    def interrupt(job: Job, batch: Any) -> Any:
         if job.step_count == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return step(job, batch)
 
-    monkeypatch.setattr(Job, "step", interrupted)
+    monkeypatch.setattr(Job, "step", interrupt)
     browser = Browser(screen, monkeypatch)
     result = train(options(text, tmp_path / "out", serve="127.0.0.1:0"), screen)
     browser.close()

@@ -71,12 +71,12 @@ def test_a_run_and_its_resumption_are_one_log(text: Path, tmp_path: Path, monkey
 def test_a_run_that_breaks_off_ends_its_log(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Job.step
 
-    def broken(job: Job, batch: Any) -> Any:
+    def fail(job: Job, batch: Any) -> Any:
         if job.step_count == 3:
             raise KeyboardInterrupt
         return step(job, batch)
 
-    monkeypatch.setattr(Job, "step", broken)
+    monkeypatch.setattr(Job, "step", fail)
     with pytest.raises(KeyboardInterrupt):
         run(options(text, tmp_path / "out", log=["jsonl"]))
     found = rows(tmp_path / "out")

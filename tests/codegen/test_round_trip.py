@@ -16,7 +16,7 @@ MODELS = sorted(zoo())
 STAGES = {"gpt2": 3, "t5": 4, "bert": 2, "llama": 2, "wide_resnet": 3}
 
 
-def made(name: str):  # type: ignore[no-untyped-def]
+def make(name: str):  # type: ignore[no-untyped-def]
     options = {"experts": "batched_mm"} if name == "mixtral" else {}
     model, batch = zoo()[name](**options)
     return without_cache(model), batch
@@ -45,19 +45,19 @@ def assert_same(model, batch, num_stages: int, folder: Path) -> None:  # type: i
 
 @pytest.mark.parametrize("name", slow_but(("gpt2", "t5", "mixtral", "custom_function", "in_place", "lstm"), MODELS))
 def test_one_stage_equals_eager(name: str, tmp_path: Path) -> None:
-    model, batch = made(name)
+    model, batch = make(name)
     assert_same(model, batch, 1, tmp_path)
 
 
 @pytest.mark.parametrize("name", slow_but(("gpt2", "t5"), STAGES))
 def test_several_stages_equal_eager(name: str, tmp_path: Path) -> None:
-    model, batch = made(name)
+    model, batch = make(name)
     assert_same(model, batch, STAGES[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", slow_but(("gpt2", "wide_resnet"), ["gpt2", "t5", "wide_resnet", "llama"]))
 def test_state_dict_has_the_names_of_the_interface(name: str, tmp_path: Path) -> None:
-    model, batch = made(name)
+    model, batch = make(name)
     generated = generate(model, batch, 2)
     file = generated.load(tmp_path)
     known = model.state_dict().keys()
@@ -68,7 +68,7 @@ def test_state_dict_has_the_names_of_the_interface(name: str, tmp_path: Path) ->
 
 
 def test_a_frozen_half_stays_frozen(tmp_path: Path) -> None:
-    model, batch = made("gpt2")
+    model, batch = make("gpt2")
     model.transformer.wpe.weight.requires_grad_(False)
     model.transformer.h[0].ln_1.bias.requires_grad_(False)
     model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
@@ -96,7 +96,7 @@ class OnlyOn(TorchFunctionMode):
     "name", slow_but(("gpt2", "mixtral"), ["gpt2", "t5", "llama", "bert", "vit", "mixtral", "wide_resnet"])
 )
 def test_nothing_is_tied_to_the_device_of_the_capture(name: str, tmp_path: Path) -> None:
-    model, batch = made(name)
+    model, batch = make(name)
     generated = generate(model, batch)
     file = generated.load(tmp_path)
     (spec,) = (stage.spec for stage in generated.stages)

@@ -113,9 +113,9 @@ class Outcome:
 
 
 def outcome_of(case: Combination) -> Outcome:
-    model, batch = made(case.model)
+    model, batch = make(case.model)
     try:
-        job = compiled(case)
+        job = compile_job(case)
     except REFUSALS as error:
         return Outcome(refused=f"{type(error).__name__}: {str(error).splitlines()[0]}")
     machine = in_process(job, model)
@@ -129,8 +129,8 @@ def outcome_of(case: Combination) -> Outcome:
     return Outcome(loss=loss, weights=distance(found, want) / distance(want, start))
 
 
-def compiled(case: Combination) -> penstock.Job:
-    model, batch = made(case.model)
+def compile_job(case: Combination) -> penstock.Job:
+    model, batch = make(case.model)
     hardware = penstock.Hardware.cpu(num_devices=DEVICES, memory="64MB", dram="1GB", ssd="1GB")
     return penstock.compile(
         model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=MICRO_BATCHES, strategy=case.strategy,
@@ -139,7 +139,7 @@ def compiled(case: Combination) -> penstock.Job:
 
 
 @functools.cache
-def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model and a global batch of different micro-batches; neither is changed."""
     parts = [MODELS[name](seed=seed)[1] for seed in range(MICRO_BATCHES)]
     return MODELS[name](seed=0)[0], {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
@@ -170,7 +170,7 @@ def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor
 @functools.cache
 def by_eager(name: str, precision: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """All losses, weights after the last and before the first, as plain PyTorch has them on whole batches."""
-    model, batch = made(name)
+    model, batch = make(name)
     mine = copy.deepcopy(model)
     spec = OptimizerSpec.from_callable(SGD)
     eager = Eager(mine, module_runner(mine, precision, draws=MICRO_BATCHES), spec, micro_batches=1, precision=precision)

@@ -180,8 +180,8 @@ class Pair:
         dense = "qwen3" if dense == "llama" and "width" in self else dense
         return sparse if any(way.experts for way in self.ways) else dense
 
-    def made(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        return made(self.model, self.dropout, self.is_padded)
+    def make_case(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        return make_case(self.model, self.dropout, self.is_padded)
 
     @property
     def is_padded(self) -> bool:
@@ -193,7 +193,7 @@ class Pair:
         return 0.0 if self.divides else 0.1
 
     def compiled(self, ssd_dir: str | None = None) -> penstock.Job:
-        model, batch = self.made()
+        model, batch = self.make_case()
         return penstock.compile(
             model, self.hardware, example_inputs=batch, optimizer=SGD, micro_batches=self.micro_batches,
             strategy=self.strategy, timeout_s=120.0, ssd_dirs=[ssd_dir] if ssd_dir and "ssd" in self else None,
@@ -231,7 +231,7 @@ class Difference:
 
 def by_reference(pair: Pair) -> Difference:
     """How far the reference runtime's run is from eager's, in this process."""
-    model, batch = pair.made()
+    model, batch = pair.make_case()
     job = pair.compiled()
     assert bool(job.folder.smaller) == pair.unequal
     machine, given = in_process(job, model), with_counts(job, batch)
@@ -240,7 +240,7 @@ def by_reference(pair: Pair) -> Difference:
         losses.append(float(machine.step(given)["loss"]))
         grads = by_own_names(job, machine.stage_grads)
         sums = {name: grad + MOMENTUM * sums.get(name, torch.zeros(())) for name, grad in grads.items()}
-    return compared(pair, losses, sums, by_own_names(job, machine.stage_weights))
+    return compare_to(pair, losses, sums, by_own_names(job, machine.stage_weights))
 
 
 def by_own_names(job: penstock.Job, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -253,18 +253,20 @@ def by_own_names(job: penstock.Job, found: Mapping[str, Mapping[str, Tensor]]) -
 
 def on_processes(pair: Pair, rank: int, ssd_dir: str) -> Difference | None:
     """The same of this rank of torchrun with all others; the first one compares. `ssd_dir`: of files of stages."""
-    _, batch = pair.made()
+    _, batch = pair.make_case()
     with pair.compiled(ssd_dir) as job:
         losses = [float(job.step(batch)) for _ in range(STEPS)]
         sums = {name: row["momentum_buffer"] for (_, name), row in optimizer_states(job).items()}
         weights = job.state_dict()
-    return compared(pair, losses, sums, weights) if rank == 0 else None
+    return compare_to(pair, losses, sums, weights) if rank == 0 else None
 
 
-def compared(pair: Pair, losses: list[float], sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Difference:
+def compare_to(
+    pair: Pair, losses: list[float], sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> Difference:
     """`sums`: by parameter, the gradients of all steps as SGD's momentum adds them up."""
     want = by_eager(pair.model, pair.dropout, pair.micro_batches, pair.is_padded)
-    ties = ties_of(pair.made()[0])
+    ties = ties_of(pair.make_case()[0])
     sums = {ties.get(name, name): value for name, value in sums.items()}
     found = {ties.get(name, name): value for name, value in weights.items()}
     assert sums.keys() == want.sums.keys()
@@ -293,7 +295,7 @@ MODELS = {
 
 
 @functools.cache
-def made(name: str, dropout: float, is_padded: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
+def make_case(name: str, dropout: float, is_padded: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model, and a global batch whose micro-batches count different tokens."""
     parts = [MODELS[name](dropout, seed=seed)[1] for seed in range(ROWS // 2)]
     ids = torch.cat([part["input_ids"] for part in parts])
@@ -307,7 +309,7 @@ def made(name: str, dropout: float, is_padded: bool = False) -> tuple[nn.Module,
 @functools.cache
 def by_eager(name: str, dropout: float, micro_batches: int, is_padded: bool) -> EagerRun:
     """What plain PyTorch has on whole batches; dropout draws what as many micro-batches draw."""
-    model, batch = made(name, dropout, is_padded)
+    model, batch = make_case(name, dropout, is_padded)
     mine = copy.deepcopy(model)
     eager = Eager(mine, module_runner(mine, "fp32", draws=micro_batches), OptimizerSpec.from_callable(SGD),
                   micro_batches=1, precision="fp32")  # fmt: skip

@@ -19,9 +19,9 @@ from penstock.tests.compiler.fleet_matrix import (
     Outcome,
     by_eager,
     combinations,
-    compiled,
+    compile_job,
     distance,
-    made,
+    make,
     outcome_of,
 )
 
@@ -88,9 +88,9 @@ def summary(found: dict[Combination, Outcome]) -> str:
 )
 def test_processes_train_as_eager(case: Combination) -> None:
     """On four processes joined by gloo."""
-    model, batch = made(case.model)
+    model, batch = make(case.model)
     want_losses, want, start = by_eager(case.model, case.precision)
-    with compiled(case) as job:
+    with compile_job(case) as job:
         losses = [float(job.step(batch)) for _ in range(STEPS)]
         assert losses == pytest.approx(want_losses, rel=TOLERANCE[case.precision])
         ties = ties_of(model)

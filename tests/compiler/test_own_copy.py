@@ -19,7 +19,7 @@ from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 MEMORY = "250kB"
 
 
-def compiled(model: nn.Module, batch: Any, dram: str | int, **options: Any) -> penstock.Job:
+def compile_job(model: nn.Module, batch: Any, dram: str | int, **options: Any) -> penstock.Job:
     hardware = penstock.Hardware.cpu(num_devices=1, memory=MEMORY, dram=dram)
     return penstock.compile(
         model,
@@ -56,29 +56,29 @@ def test_each_storage_counts_once_and_meta_takes_nothing() -> None:
 @pytest.mark.slow
 def test_a_plan_that_fits_beside_nothing_does_not_fit_beside_the_model() -> None:
     meta, batch = meta_case("gpt2")
-    alone = compiled(meta, batch, "10MB")
+    alone = compile_job(meta, batch, "10MB")
     need_bytes, model = dram_need_bytes(alone), zoo_case("gpt2")[0]
     own_bytes = own_copy_bytes(model)["cpu"]
-    exactly = compiled(meta, batch, need_bytes)
+    exactly = compile_job(meta, batch, need_bytes)
     assert "own copy" not in exactly.explain()
     with pytest.raises(
         DoesNotFit, match=r"hold your own copy of the model; built on the meta device.*weights="
     ) as miss:
-        compiled(model, batch, need_bytes)
+        compile_job(model, batch, need_bytes)
     assert miss.value.memory == "dram0" and miss.value.missing_bytes == own_bytes
-    both = compiled(model, batch, need_bytes + own_bytes)
+    both = compile_job(model, batch, need_bytes + own_bytes)
     assert both.code() == exactly.code()
     assert both.plan.hash == exactly.plan.hash
     assert both.hardware.dram_budget_bytes() == need_bytes
     assert re.search(r"dram0 +your own copy of the model 120 KiB", both.explain())
     found = re.search(r'this hardware with dram="(\w+)"', str(miss.value))
     assert found, miss.value
-    assert compiled(model, batch, found[1]).plan.hash == both.plan.hash  # the advice counts it, too
+    assert compile_job(model, batch, found[1]).plan.hash == both.plan.hash  # the advice counts it, too
 
 
 def test_hardware_that_came_out_of_a_job_is_counted_anew() -> None:
     model, batch = zoo_case("mlp")
-    job = compiled(model, batch, "10MB")
+    job = compile_job(model, batch, "10MB")
     assert job.hardware.hosts[0].model_bytes == own_copy_bytes(model)["cpu"]
     again = penstock.compile(meta_case("mlp")[0], job.hardware, example_inputs=batch, optimizer=SGD, micro_batches=4)
     assert again.hardware == penstock.Hardware.cpu(num_devices=1, memory=MEMORY, dram="10MB")
@@ -87,10 +87,10 @@ def test_hardware_that_came_out_of_a_job_is_counted_anew() -> None:
 @pytest.mark.slow
 def test_files_that_were_written_for_a_model_on_meta_have_no_room_beside_a_live_one(tmp_path: Path) -> None:
     meta, batch = meta_case("gpt2")
-    need_bytes = compiled(meta, batch, "10MB").plan.predicted.peak_bytes["dram0"]  # type: ignore[union-attr]
-    loading = dram_need_bytes(compiled(meta, batch, "10MB"))
-    compiled(meta, batch, max(need_bytes, loading)).write(tmp_path / "tight")
-    compiled(meta, batch, "10MB").write(tmp_path / "roomy")
+    need_bytes = compile_job(meta, batch, "10MB").plan.predicted.peak_bytes["dram0"]  # type: ignore[union-attr]
+    loading = dram_need_bytes(compile_job(meta, batch, "10MB"))
+    compile_job(meta, batch, max(need_bytes, loading)).write(tmp_path / "tight")
+    compile_job(meta, batch, "10MB").write(tmp_path / "roomy")
     model, _ = zoo_case("gpt2")
     with penstock.load(tmp_path / "roomy", model) as job:
         assert job.hardware.hosts[0].model_bytes == own_copy_bytes(model)["cpu"]

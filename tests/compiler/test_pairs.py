@@ -58,7 +58,7 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
     where each expert gets its own). As much goes back in backward, for which keys and values go round once more, unless
     a ring's stages lie on several devices of a pipeline, and tokens go to experts once more that run again."""
     way = next(name for name in ("Ulysses", "ring", "routing", "width") if name in pair)
-    config: Any = pair.made()[0].config
+    config: Any = pair.make_case()[0].config
     heads, team = config.num_attention_heads, pair.beside
     groups = getattr(config, "num_key_value_heads", heads)
     tokens_bytes = ROWS * SEQUENCE * config.hidden_size * 4
@@ -109,12 +109,12 @@ def test_processes_train_as_eager(devices: int) -> None:
     """On 2 and 4 processes joined by gloo."""
     wrong = []
 
-    def told(row: dict[str, Any]) -> None:
+    def tell(row: dict[str, Any]) -> None:
         print(row)
         found = None if "error" in row else Difference(row["loss"], row["gradients"], row["weights"])
         if found is None or not found.largest <= TOLERANCE:
             wrong.append(row)
 
-    rows = train_on_ranks(TRAINED, devices, told)
+    rows = train_on_ranks(TRAINED, devices, tell)
     assert len(rows) == sum(pair.devices == devices for pair in TRAINED)
     assert wrong == []

@@ -24,7 +24,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 MACHINE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
 
 
-def compiled(model: nn.Module, batch: Any, precision: str, micro_batches: int = 2, **options: Any) -> penstock.Job:
+def compile_job(model: nn.Module, batch: Any, precision: str, micro_batches: int = 2, **options: Any) -> penstock.Job:
     return penstock.compile(
         model, options.pop("hardware", MACHINE), example_inputs=batch, precision=precision,
         **{"optimizer": SGD, "micro_batches": micro_batches, **options},
@@ -35,7 +35,7 @@ def test_true_bf16_of_a_model_that_upcasts_inside_is_that_of_cast_parameters() -
     """One micro-batch: the same calls in the same order, so that every bit is the same."""
     model, batch = upcasting()
     plain = Plain(model, SGD, 1)
-    with compiled(model, batch, "bf16-true", 1) as job:
+    with compile_job(model, batch, "bf16-true", 1) as job:
         specs = job.folder.interface.stages.values()
         assert {p.dtype for spec in specs for p in spec.params} == {"bfloat16"}
         assert {b.dtype for spec in specs for b in spec.buffers} == {"float32"}
@@ -51,21 +51,21 @@ def test_the_model_is_neither_cast_nor_made_for_the_capture() -> None:
     with torch.device("meta"):
         hollow = Upcasts()
     spec = {name: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for name, x in batch.items()}
-    job = compiled(hollow, spec, "bf16-true")
+    job = compile_job(hollow, spec, "bf16-true")
     assert all(p.is_meta and p.dtype == torch.float32 for p in hollow.parameters())
-    assert job.plan.hash == compiled(model, batch, "bf16-true").plan.hash
+    assert job.plan.hash == compile_job(model, batch, "bf16-true").plan.hash
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_true_bf16_passes_the_check_against_eager() -> None:
     model, batch = upcasting()
-    report = check(compiled(model, batch, "bf16-true", max_grad_norm=0.5), model, [batch] * 2)
+    report = check(compile_job(model, batch, "bf16-true", max_grad_norm=0.5), model, [batch] * 2)
     assert report.passed and report.skipped is None
 
 
 def test_names_are_what_plans_and_people_see_and_old_words_still_load(tmp_path: Path) -> None:
     model, batch = upcasting()
-    job = compiled(model, batch, "bf16")
+    job = compile_job(model, batch, "bf16")
     assert job.plan.precision == "bf16-mixed" and "bf16-mixed" in job.explain()
     job.write(tmp_path)
     for name in ("plan.json", "settings.json"):
@@ -79,7 +79,7 @@ def test_names_are_what_plans_and_people_see_and_old_words_still_load(tmp_path: 
 def test_an_unknown_precision_is_refused_with_the_nearest() -> None:
     model, batch = upcasting()
     with pytest.raises(penstock.errors.PlanError, match='the nearest is "bf16-true"'):
-        compiled(model, batch, "bf16-tru")
+        compile_job(model, batch, "bf16-tru")
 
 
 # By name: devices, shards, depth of a pipeline, tier, schedule.
@@ -102,7 +102,7 @@ def placed(model: nn.Module, batch: Any, precision: str, place: str, **options: 
     passes = f"coarsen, {mesh}, partition-balanced{{stages={2 * depth}}}, map-round-robin, {schedule}"
     hardware = penstock.Hardware.cpu(num_devices=devices, memory="64MB", dram="1GB", ssd="1GB")
     line = f"{passes}, {TIERS[tier, shards > 1]}"
-    return compiled(model, batch, precision, 4, hardware=hardware, strategy=line, **options)
+    return compile_job(model, batch, precision, 4, hardware=hardware, strategy=line, **options)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32(place: str, precision: str) -
 def test_gradients_add_up_in_their_own_type_if_asked() -> None:
     model, batch = upcasting()
     wide, own = Plain(model, SGD, 8), Plain(model, SGD, 8, sums=torch.bfloat16)
-    with compiled(model, batch, "bf16-true", 8, gradient_dtype="compute") as job:
+    with compile_job(model, batch, "bf16-true", 8, gradient_dtype="compute") as job:
         assert {p.grad_bytes for s in job.folder.interface.stages.values() for p in s.params if p.numel == 6 * 16} == {
             192
         }
@@ -143,9 +143,9 @@ def test_gradients_add_up_in_their_own_type_if_asked() -> None:
         assert_close(job.state_dict(), {**job.state_dict(), **{n: p.data for n, p in own.masters.items()}}, 0.0)
         plan = job.plan
     assert any(not torch.equal(own.masters[n], p) for n, p in wide.masters.items())
-    assert compiled(model, batch, "bf16-true", 8, plan=plan, gradient_dtype="fp32").plan.gradient_dtype == "compute"
+    assert compile_job(model, batch, "bf16-true", 8, plan=plan, gradient_dtype="fp32").plan.gradient_dtype == "compute"
     with pytest.raises(penstock.errors.PlanError, match='gradient_dtype=\'bf16\'; it is "fp32", or "compute"'):
-        compiled(model, batch, "bf16-true", gradient_dtype="bf16")
+        compile_job(model, batch, "bf16-true", gradient_dtype="bf16")
 
 
 @pytest.mark.parametrize("place", ["two devices", "states on SSD", "two hops"])
@@ -168,7 +168,7 @@ def promoting(tier: str, keeps: bool = False, schedule: str = "schedule-pipeline
     model, (_, batch) = Promotes(keeps), upcasting()
     line = f"coarsen, mesh, partition-balanced{{stages=2}}, map-round-robin, {schedule}, {TIERS[tier, False]}"
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB", ssd="1GB")
-    job = compiled(model, batch, "bf16-mixed", 4, hardware=hardware, strategy=line, **options)
+    job = compile_job(model, batch, "bf16-mixed", 4, hardware=hardware, strategy=line, **options)
     last = [name for name in job.plan.decisions.stages[0] if name.startswith("layers.")][-1]
     cuts = (int(last.split(".")[1].partition("#")[0]),)
     like = Promotes(keeps, () if keeps or options else cuts)
@@ -255,11 +255,11 @@ def test_pure_bf16_on_a_real_device_saved_and_resumed(tmp_path: Path, norm: floa
     model, batch = upcasting()
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
     plain = pure(model, 2, optimizer, max_norm=norm)
-    with compiled(model, batch, "bf16-pure", optimizer=optimizer, max_grad_norm=norm) as job:
+    with compile_job(model, batch, "bf16-pure", optimizer=optimizer, max_grad_norm=norm) as job:
         for _ in range(2):
             assert float(job.step(batch)) == pytest.approx(plain.step(batch), rel=near, abs=0.0)
         job.save(tmp_path / "checkpoint")
-    with compiled(model, batch, "bf16-pure", optimizer=optimizer, max_grad_norm=norm) as job:
+    with compile_job(model, batch, "bf16-pure", optimizer=optimizer, max_grad_norm=norm) as job:
         job.resume(tmp_path / "checkpoint")
         assert float(job.step(batch)) == pytest.approx(plain.step(batch), rel=near, abs=0.0)
         found = job.state_dict()
@@ -268,14 +268,14 @@ def test_pure_bf16_on_a_real_device_saved_and_resumed(tmp_path: Path, norm: floa
 
 def test_pure_bf16_passes_the_check_against_eager() -> None:
     model, batch = upcasting()
-    report = check(compiled(model, batch, "bf16-pure"), model, [batch] * 2)
+    report = check(compile_job(model, batch, "bf16-pure"), model, [batch] * 2)
     assert [d for d in report.differences if d.against == "captured graph" and d.largest] == []
 
 
 @pytest.mark.slow
 def test_an_optimizer_that_rounds_itself_is_left_to_it() -> None:
     model, batch = upcasting()
-    job = compiled(model, batch, "bf16-pure", optimizer=partial(torchao_adamw(), bf16_stochastic_round=True))
+    job = compile_job(model, batch, "bf16-pure", optimizer=partial(torchao_adamw(), bf16_stochastic_round=True))
     assert not job.folder.interface.rounds and not job.folder.interface.master
     with job:
         losses = [float(job.step(batch)) for _ in range(3)]
@@ -313,14 +313,14 @@ def test_an_optimizer_without_a_step_is_refused_with_what_works(
 ) -> None:
     model, batch = upcasting()
     with pytest.raises(penstock.errors.PlanError, match=told):
-        compiled(model.to(dtype), batch, precision, optimizer=optimizer)
+        compile_job(model.to(dtype), batch, precision, optimizer=optimizer)
 
 
 @pytest.mark.slow
 def test_masters_and_rounded_weights_need_no_step_for_bf16() -> None:
     model, batch = upcasting()
     for precision in ("bf16-true", "bf16-pure"):
-        compiled(model, batch, precision, optimizer=OnlyFull)
+        compile_job(model, batch, precision, optimizer=OnlyFull)
 
 
 class Small(nn.Module):
@@ -333,7 +333,7 @@ class Small(nn.Module):
         return found
 
 
-def weighted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def weighted_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (output.float().sum(-1) * batch["weight"]).mean()
 
 
@@ -347,7 +347,7 @@ def test_an_overflow_in_one_replica_undoes_the_step_in_all(shards: int) -> None:
     tier = TIERS[DEVICE, shards > 1]
     line = f"coarsen, mesh{{shards={shards}, depth=1}}, partition-balanced{{stages=2}}, map-round-robin, schedule-1f1b"
     hardware = penstock.Hardware.cpu(num_devices=4, memory="64MB", dram="1GB")
-    job = compiled(model, good, "fp16", 4, hardware=hardware, strategy=f"{line}, {tier}", loss_fn=weighted)
+    job = compile_job(model, good, "fp16", 4, hardware=hardware, strategy=f"{line}, {tier}", loss_fn=weighted_loss)
     assert job.plan.precision == "fp16-mixed" and len(job.folder.interface.lanes) == 4
     machine = in_process(job, model)
 

@@ -19,7 +19,7 @@ from penstock.compiler.job.job import Job
 from penstock.errors import CaptureError, PlanError
 from penstock.graph.follow.rows import RowFacts
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
-from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.preference_case import adapt, pairs
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
@@ -98,7 +98,7 @@ def assert_trains_like_eager(
 
 
 def test_the_loss_is_equation_7_of_the_paper() -> None:
-    model, batch, beta = adapted(), pairs(), 0.3
+    model, batch, beta = adapt(), pairs(), 0.3
 
     def log_prob(side: str) -> Tensor:
         tokens, mask, labels = (batch[f"{side}_{part}"] for part in ("input_ids", "attention_mask", "labels"))
@@ -123,7 +123,7 @@ def test_the_loss_is_equation_7_of_the_paper() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_resident_on_one_device(kind: str) -> None:
-    model = penstock.DPO(adapted(kind))
+    model = penstock.DPO(adapt(kind))
     job = job_of(model, "balanced")
     assert not job.plan.decisions.fetch and job.folder.settings.rows == RowFacts()
     assert_trains_like_eager(job, model)
@@ -131,7 +131,7 @@ def test_resident_on_one_device(kind: str) -> None:
 
 @pytest.mark.slow
 def test_weights_swapped_from_dram() -> None:
-    model = penstock.DPO(adapted(num_layers=6))
+    model = penstock.DPO(adapt(num_layers=6))
     job = job_of(model, "mobius", memory="270kB", micro_batches=4)
     # Once for all forwards, and once for all backwards; the weights of the last stage stay in between.
     assert fetches(job) == {"stage0": 2, "stage1": 2, "stage2": 1}
@@ -142,7 +142,7 @@ def test_weights_swapped_from_dram() -> None:
 @pytest.mark.multi
 def test_two_devices_with_dropout() -> None:
     """The reference draws masks of its own, as in eager: its modules are in training mode, too."""
-    model = penstock.DPO(adapted("gpt2", dropout=0.2))
+    model = penstock.DPO(adapt("gpt2", dropout=0.2))
     job = job_of(model, "mobius", num_devices=2)
     assert set(job.plan.decisions.devices) == {0, 1} and job.plan.decisions.interleaved
     assert_trains_like_eager(job, model)
@@ -150,13 +150,13 @@ def test_two_devices_with_dropout() -> None:
 
 @pytest.mark.parametrize("strategy", ["1f1b", pytest.param("ftpipe", marks=pytest.mark.slow)])
 def test_other_strategies(strategy: str) -> None:
-    model = penstock.DPO(adapted("gpt2", num_layers=2))
+    model = penstock.DPO(adapt("gpt2", num_layers=2))
     assert_trains_like_eager(job_of(model, strategy), model)
 
 
 @pytest.mark.parametrize("make", slow_but([Ipo], [Ipo, Distil]))
 def test_wrappers_of_ones_own(make: Any) -> None:
-    model = make(adapted())
+    model = make(adapt())
     batch = pairs() if make is Ipo else {"input_ids": pairs()["chosen_input_ids"], "labels": pairs()["chosen_labels"]}
     job = job_of(model, SWAPPED, batch=batch)
     assert job.plan.decisions.interleaved
@@ -176,11 +176,11 @@ def fetches(job: Job) -> Counter[str]:
 
 @pytest.mark.slow
 def test_every_stage_is_fetched_once_for_both_forwards() -> None:
-    plain = job_of(Plain(adapted()), SWAPPED)
-    plan = job_of(penstock.DPO(adapted()), SWAPPED).plan.model_copy(deep=True)
+    plain = job_of(Plain(adapt()), SWAPPED)
+    plan = job_of(penstock.DPO(adapt()), SWAPPED).plan.model_copy(deep=True)
     plan.decisions.stages = plain.plan.decisions.stages  # the same parts of the same model
     plan.decisions.fetch = plain.plan.decisions.fetch
-    found = job_of(penstock.DPO(adapted()), "auto", plan=plan)
+    found = job_of(penstock.DPO(adapt()), "auto", plan=plan)
     assert found.plan.decisions.interleaved and not plain.plan.decisions.interleaved
     assert fetches(found) == fetches(plain) == {"stage0": 1, "stage1": 1, "stage2": 1}  # they stay for backward
     stages, others = found.folder.interface.stages, plain.folder.interface.stages
@@ -198,15 +198,15 @@ def test_nothing_of_the_reference_is_saved() -> None:
     """What backward keeps is what a forward of the policy alone keeps, for twice the rows."""
     batch = pairs()
     doubled = {name: torch.cat([rows, rows]) for name, rows in batch.items()}
-    found = job_of(penstock.DPO(adapted()), "balanced").folder.interface.stages
-    alone = job_of(Plain(adapted()), "balanced", batch=doubled).folder.interface.stages
+    found = job_of(penstock.DPO(adapt()), "balanced").folder.interface.stages
+    alone = job_of(Plain(adapt()), "balanced", batch=doubled).folder.interface.stages
     kept = [sum(spec.kept_bytes for spec in stages.values()) for stages in (found, alone)]
     logits = 2 * 2 * 10 * 61 * 4  # `Plain` leaves the last place out and copies what is left
     assert abs(kept[0] - kept[1]) <= logits
 
 
 def test_the_adapter_is_saved(tmp_path: Path) -> None:
-    model = penstock.DPO(adapted())
+    model = penstock.DPO(adapt())
     with job_of(model, "balanced") as job:
         job.step(pairs())
         job.save_pretrained(tmp_path)
@@ -218,26 +218,26 @@ def test_the_adapter_is_saved(tmp_path: Path) -> None:
 
 
 def test_models_that_have_no_reference_are_refused() -> None:
-    base = adapted().get_base_model()
+    base = adapt().get_base_model()
     with pytest.raises(PlanError, match=r"LlamaForCausalLM is no PeftModel.*frozen copy.*get_peft_model"):
         penstock.DPO(base)
-    whole = adapted()
+    whole = adapt()
     whole.requires_grad_(True)
     with pytest.raises(PlanError, match=r"embed_tokens.weight and .* more of the base model is trained.*freeze"):
         penstock.DPO(whole)
     with pytest.raises(PlanError, match="bias"):
-        penstock.DPO(adapted("gpt2", bias="all"))
-    frozen = adapted()
+        penstock.DPO(adapt("gpt2", bias="all"))
+    frozen = adapt()
     frozen.requires_grad_(False)
     with pytest.raises(PlanError, match=r"no adapter is trained.*is_trainable=True"):
         penstock.DPO(frozen)
     with pytest.raises(PlanError, match="beta=0"):
-        penstock.DPO(adapted(), beta=0)
+        penstock.DPO(adapt(), beta=0)
 
 
 def test_models_that_are_called_otherwise_are_refused() -> None:
     prompted = get_peft_model(
-        adapted(num_layers=1).unload(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        adapt(num_layers=1).unload(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
     with pytest.raises(PlanError, match=r"PromptTuningConfig adds tokens.*LoRA"):
         penstock.DPO(prompted)
@@ -247,12 +247,12 @@ def test_models_that_are_called_otherwise_are_refused() -> None:
 
 
 def test_a_copy_of_a_layer_may_be_trained() -> None:
-    model = penstock.DPO(adapted(modules_to_save=["lm_head"]))
+    model = penstock.DPO(adapt(modules_to_save=["lm_head"]))
     assert_trains_like_eager(job_of(model, "balanced"), model)
 
 
 def test_bad_batches_are_refused() -> None:
-    model = penstock.DPO(adapted(num_layers=1))
+    model = penstock.DPO(adapt(num_layers=1))
     missing, more, shorter = pairs(), pairs(), pairs()
     missing.pop("rejected_labels")
     more["prompt_input_ids"] = more["chosen_input_ids"]
@@ -291,7 +291,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_logits_of_both_forwards_are_made_in_chunks() -> None:
     """Neither the policy's logits nor the reference's stand whole, and nothing else is as large."""
-    model, batch = penstock.DPO(adapted(vocabulary=20000)), pairs(rows=8)
+    model, batch = penstock.DPO(adapt(vocabulary=20000)), pairs(rows=8)
     whole_bytes = 8 * 10 * 20000 * 4  # logits of one forward of a micro-batch
     for memory in ("64MB", "4GB"):
         job = job_of(model, SWAPPED, batch=batch, memory=memory)

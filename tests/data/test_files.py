@@ -13,7 +13,7 @@ from penstock.ir.errors import PlanError
 ROWS = [{"text": "one", "label": 1}, {"text": "two", "label": 2}]
 
 
-def written(folder: Path, kind: str) -> Path:
+def write(folder: Path, kind: str) -> Path:
     path = folder / f"rows.{kind}"
     if kind == "jsonl":
         path.write_text("\n\n".join(json.dumps(row) for row in ROWS))
@@ -46,12 +46,12 @@ def datasets():  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "saved", "folder"])
 def test_same_records(kind: str, tmp_path: Path) -> None:
-    assert [record.values for record in read_records([written(tmp_path, kind)])] == ROWS
+    assert [record.values for record in read_records([write(tmp_path, kind)])] == ROWS
 
 
 def test_pages_and_hidden_files_of_a_folder_are_not_data(tmp_path: Path) -> None:
     """As a data set from the hub has them."""
-    folder = written(tmp_path, "folder")
+    folder = write(tmp_path, "folder")
     (folder / "README.md").write_text("# About these rows")
     (folder / ".cache").mkdir()
     (folder / ".cache" / "x.json").write_text("{}")
@@ -62,7 +62,7 @@ def test_pages_and_hidden_files_of_a_folder_are_not_data(tmp_path: Path) -> None
 
 
 def test_the_arrow_files_of_datasets_are_streams(tmp_path: Path) -> None:
-    (file,) = written(tmp_path, "saved").glob("*.arrow")
+    (file,) = write(tmp_path, "saved").glob("*.arrow")
     assert [record.values for record in read_records([file])] == ROWS
 
 
@@ -79,7 +79,7 @@ def test_a_split_by_name(tmp_path: Path) -> None:
 def test_files_from_windows(kind: str, tmp_path: Path) -> None:
     """They begin with a mark and end their lines with two characters."""
     path = tmp_path / f"rows.{kind}"
-    text = "one\ntwo" if kind == "txt" else written(tmp_path, kind).read_text()
+    text = "one\ntwo" if kind == "txt" else write(tmp_path, kind).read_text()
     path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     wanted = [{"text": text}] if kind == "txt" else ROWS
     assert [record.values for record in read_records([path])] == wanted
@@ -119,7 +119,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_of_all_bytes(tmp_path: Path) -> None:
-    path = written(tmp_path, "folder")
+    path = write(tmp_path, "folder")
     before = hash_of([path])
     (path / "1.jsonl").write_text(json.dumps({"text": "other"}))
     assert hash_of([path]) != before

@@ -7,25 +7,25 @@ import torch
 from penstock.data.rows import Rows, evaluation_batches
 
 
-def numbered(count: int) -> Rows:
+def number(count: int) -> Rows:
     ids = torch.arange(count).view(count, 1)
     return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
 
 
 def test_evaluation_counts_every_row_once() -> None:
-    batches = list(evaluation_batches(numbered(7), 3))
+    batches = list(evaluation_batches(number(7), 3))
     assert [count for _, count in batches] == [3, 3, 1]
     assert all(len(rows) == 3 for rows, _ in batches)
     assert [row for rows, count in batches for row in rows[:count]] == list(range(7))
 
 
 def test_held_out_rows_are_a_fixed_random_part() -> None:
-    rest, held = numbered(20).split(0.25, seed=0)
+    rest, held = number(20).split(0.25, seed=0)
     first = held.columns["input_ids"][:, 0].tolist()
     assert len(held) == 5
     assert sorted([*rest.columns["input_ids"][:, 0].tolist(), *first]) == list(range(20))
-    assert first == numbered(20).split(0.25, seed=0)[1].columns["input_ids"][:, 0].tolist()
-    assert first != numbered(20).split(0.25, seed=1)[1].columns["input_ids"][:, 0].tolist()
+    assert first == number(20).split(0.25, seed=0)[1].columns["input_ids"][:, 0].tolist()
+    assert first != number(20).split(0.25, seed=1)[1].columns["input_ids"][:, 0].tolist()
 
 
 def test_describes_its_inputs() -> None:

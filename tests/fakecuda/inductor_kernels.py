@@ -23,7 +23,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import GptSize
-from penstock.tests.gpu.rehearsal import batches, compiled, model_of
+from penstock.tests.gpu.rehearsal import batches, compile_job, model_of
 
 SIZE = GptSize(layers=4, width=32, heads=2, vocabulary=64, length=16)
 counts = {"kernels": 0, "launches": 0}
@@ -96,7 +96,7 @@ def main() -> None:
         torch._dynamo.reset()
         wanted = parity.train_eager(model, data, "cuda", precision)
         before = counts["launches"]
-        with compiled(model, data[0], precision=precision, compile_stages=True) as job:
+        with compile_job(model, data[0], precision=precision, compile_stages=True) as job:
             found = parity.train_job(job, data)
             assert job.last.eager_blocks == {}, job.last.eager_blocks
         apart = parity.compare(found, wanted, parity.start_of(model))

@@ -32,7 +32,7 @@ class OperatorRun:
     arguments: tuple[Any, ...]
 
     def on(self, device: str) -> tuple[Any, ...]:
-        return tuple(_made(argument, device) for argument in self.arguments)
+        return tuple(_make(argument, device) for argument in self.arguments)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class PackedRun:
     most: int
 
 
-def _made(argument: Any, device: str) -> Any:
+def _make(argument: Any, device: str) -> Any:
     if isinstance(argument, list):
-        return [_made(part, device) for part in argument]
+        return [_make(part, device) for part in argument]
     if not (isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[1], torch.dtype)):
         return argument
     return torch.zeros(argument[0], dtype=argument[1], device=device)

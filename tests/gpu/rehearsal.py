@@ -54,12 +54,12 @@ def model_of(size: GptSize = SIZE) -> nn.Module:
     return gpt(size)
 
 
-def compiled(model: nn.Module, batch: Mapping[str, Tensor], stages: int = 1, **options: Any) -> penstock.Job:
-    return gpu_sections.compiled(SETUP, model, batch, stages=stages, **{"optimizer": parity.SGD, **options})
+def compile_job(model: nn.Module, batch: Mapping[str, Tensor], stages: int = 1, **options: Any) -> penstock.Job:
+    return gpu_sections.compile_job(SETUP, model, batch, stages=stages, **{"optimizer": parity.SGD, **options})
 
 
-def swapped(model: nn.Module, batch: Mapping[str, Tensor], **options: Any) -> penstock.Job:
-    return gpu_sections.swapped(SETUP, model, batch, **{"optimizer": parity.SGD, **options})
+def swapping_job(model: nn.Module, batch: Mapping[str, Tensor], **options: Any) -> penstock.Job:
+    return gpu_sections.swapping_job(SETUP, model, batch, **{"optimizer": parity.SGD, **options})
 
 
 def session_of(job: penstock.Job) -> Any:

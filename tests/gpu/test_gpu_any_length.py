@@ -9,12 +9,16 @@ from torch.export import Dim
 
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import GptSize, batch_of
-from penstock.tests.gpu.rehearsal import DEVICE, SIZE, compiled, exact, model_of, on_gpu, swapped
+from penstock.tests.gpu.rehearsal import DEVICE, SIZE, compile_job, exact, model_of, on_gpu, swapping_job
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
-KINDS = {"resident": partial(compiled, stages=1), "2 stages": partial(compiled, stages=2), "swapped": swapped}
+KINDS = {
+    "resident": partial(compile_job, stages=1),
+    "2 stages": partial(compile_job, stages=2),
+    "swapped": swapping_job,
+}
 LENGTHS = (32, 7, 20, 32, 3)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.tests.compiler.job.held_writer import HeldWriter, saved
-from penstock.tests.gpu.rehearsal import DROPPING, batches, compiled, exact, model_of, on_gpu, swapped
+from penstock.tests.compiler.job.held_writer import HeldWriter, save_state
+from penstock.tests.gpu.rehearsal import DROPPING, batches, compile_job, exact, model_of, on_gpu, swapping_job
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
 
-@pytest.mark.parametrize("make", [compiled, swapped])
+@pytest.mark.parametrize("make", [compile_job, swapping_job])
 def test_the_state_between_two_steps_is_saved(
     make: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,8 +36,8 @@ def test_the_state_between_two_steps_is_saved(
             job.save(tmp_path / f"then {again}")
         writer.released.set()
         assert job.step_count == 4
-    assert saved(tmp_path / "behind 0") == saved(tmp_path / "at once") != saved(tmp_path / "behind 1")
-    assert saved(tmp_path / "behind 1") == saved(tmp_path / "then 0")
+    assert save_state(tmp_path / "behind 0") == save_state(tmp_path / "at once") != save_state(tmp_path / "behind 1")
+    assert save_state(tmp_path / "behind 1") == save_state(tmp_path / "then 0")
     with make(model_of(DROPPING), data[0], **options) as job:
         job.resume(tmp_path / "behind 0")
         assert [float(job.step(batch)) for batch in data[:2]] == losses

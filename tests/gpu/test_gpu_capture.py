@@ -19,7 +19,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def warmed(run: Callable[[], object]) -> None:
+def warm_up(run: Callable[[], object]) -> None:
     """As torch wants it before a capture: the first calls, on a stream of their own."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -35,7 +35,7 @@ def loss_of(x: Tensor, weights: Tensor) -> Tensor:
 @pytest.mark.emulated_core
 def test_launches_compute_from_what_their_inputs_then_are() -> None:
     x, weights = numbers(32, 64).cuda(), numbers(64, 64, seed=1).cuda().requires_grad_()
-    warmed(lambda: loss_of(x, weights).backward())
+    warm_up(lambda: loss_of(x, weights).backward())
     weights.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -71,7 +71,7 @@ def test_nothing_is_computed_while_a_stream_captures() -> None:
 
 def test_each_launch_draws_other_numbers_and_the_generator_goes_on() -> None:
     x, generator = torch.ones(4096, device="cuda"), torch.cuda.default_generators[0]
-    warmed(lambda: torch.nn.functional.dropout(x, 0.5))
+    warm_up(lambda: torch.nn.functional.dropout(x, 0.5))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dropped = torch.nn.functional.dropout(x, 0.5)

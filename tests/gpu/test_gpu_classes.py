@@ -17,7 +17,7 @@ from penstock.ir.program import StageSpec, aligned
 from penstock.runtime.stage.runner import StageRunner
 from penstock.runtime.stage.saved_classes import CUDA_ATTENTION
 from penstock.tests.gpu.rehearsal import DEVICE, exact, on_gpu, only_on_gpu
-from penstock.tests.passes.running import all_passes, apply, draft_of, generated
+from penstock.tests.passes.running import all_passes, apply, draft_of, generate_stages
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, only_on_gpu]
@@ -72,7 +72,7 @@ def runner_of(dropout: float, masked: bool, precision: str) -> tuple[StageSpec, 
     autocast = torch.bfloat16 if precision == "bf16" else None
     graph = trace(model, batch, autocast=autocast, param_dtype=autocast)
     draft = apply(draft_of(graph, Hardware.preset("rtx4090x1")), *all_passes(1)[:4])
-    ((_, kind),) = generated(draft).items()
+    ((_, kind),) = generate_stages(draft).items()
     spec = draft.stages[0].spec
     torch.cuda.init()
     device = torch.device(DEVICE, 0)

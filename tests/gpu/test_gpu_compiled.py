@@ -22,20 +22,24 @@ from penstock.tests.gpu.rehearsal import (
     REHEARSED,
     SETUP,
     batches,
-    compiled,
+    compile_job,
     exact,
     model_of,
     on_gpu,
     only_on_gpu,
     session_of,
-    swapped,
+    swapping_job,
 )
-from penstock.tests.gpu.test_gpu_parity import changed
+from penstock.tests.gpu.test_gpu_parity import change
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
-KINDS = {"resident": partial(compiled, stages=1), "2 stages": partial(compiled, stages=2), "swapped": swapped}
+KINDS = {
+    "resident": partial(compile_job, stages=1),
+    "2 stages": partial(compile_job, stages=2),
+    "swapped": swapping_job,
+}
 STATE = "penstock.runtime.device.state"
 # "eager" runs the block's own calls from Dynamo's graph; "aot_eager" those of its joint graph, forward and backward.
 BACKENDS = ["eager", "aot_eager"]
@@ -78,12 +82,12 @@ def test_a_step_takes_no_more_memory_than_as_written_or_counted(again: bool, bac
     and those of its weights, to its end; as written it lets go of each. A class for which the plan's account of its
     stage has no room for that runs as written."""
     model, data = model_of(), batches()
-    plan = compiled(model, data[0]).plan
+    plan = compile_job(model, data[0]).plan
     if again:
-        plan = changed(plan, rematerialise=["stage0"])
+        plan = change(plan, rematerialise=["stage0"])
     peaks, trained = [], []
     for compile_stages in (False, True):
-        with compiled(copy.deepcopy(model), data[0], stages=0, plan=plan, compile_stages=compile_stages) as job:
+        with compile_job(copy.deepcopy(model), data[0], stages=0, plan=plan, compile_stages=compile_stages) as job:
             trained.append(parity.train_job(job, data))
             assert job.last.eager_blocks == {}
             if not REHEARSED:
@@ -114,7 +118,7 @@ def test_compiled_code_runs_on_the_stream_of_its_instruction(monkeypatch: pytest
     torch._dynamo.reset()
     monkeypatch.setattr(f"{STATE}.BACKEND", "penstock_noting")
     data = batches()
-    with compiled(model_of(), data[0], compile_stages=True) as job:
+    with compile_job(model_of(), data[0], compile_stages=True) as job:
         job.step(data[0])
         assert job.last.eager_blocks == {}
         own = session_of(job).streams.made["compute"].stream
@@ -128,5 +132,5 @@ def test_compiled_code_runs_on_the_stream_of_its_instruction(monkeypatch: pytest
 def test_a_python_without_triton_is_told_so_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
     data = batches()
-    with compiled(model_of(), data[0], compile_stages=True) as job, pytest.raises(PlanError, match="needs Triton"):
+    with compile_job(model_of(), data[0], compile_stages=True) as job, pytest.raises(PlanError, match="needs Triton"):
         job.step(data[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.tests.compiler.job.compiled_devices import ranks, trained
+from penstock.tests.compiler.job.compiled_devices import ranks, train
 from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
 from penstock.tests.gpu.test_gpu_compiled import BACKENDS
 
@@ -23,7 +23,7 @@ def test_workers_on_two_gpus(strategy: str, backend: str, tmp_path: Path, monkey
     chosen = f"from penstock.runtime.device import state\nstate.BACKEND = {backend!r}\n"
     (tmp_path / "sitecustomize.py").write_text(chosen)
     monkeypatch.syspath_prepend(tmp_path)  # which workers inherit
-    apart, _, eager_blocks = trained(strategy)
+    apart, _, eager_blocks = train(strategy)
     assert apart.within("fp32") and eager_blocks == {}, (apart, eager_blocks)
 
 

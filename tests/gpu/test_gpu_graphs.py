@@ -12,8 +12,17 @@ from torch import Tensor, nn
 import penstock
 from penstock.bench.peers import parity
 from penstock.ir.errors import PlanError
-from penstock.tests.gpu.rehearsal import DROPPING, REHEARSED, batches, compiled, exact, model_of, session_of, swapped
-from penstock.tests.gpu.test_gpu_parity import changed
+from penstock.tests.gpu.rehearsal import (
+    DROPPING,
+    REHEARSED,
+    batches,
+    compile_job,
+    exact,
+    model_of,
+    session_of,
+    swapping_job,
+)
+from penstock.tests.gpu.test_gpu_parity import change
 
 __all__ = ["exact"]  # a fixture
 pytestmark = pytest.mark.gpu
@@ -22,7 +31,7 @@ STEPS = 4
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def trained(job: penstock.Job, data: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train(job: penstock.Job, data: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, Tensor]]:
     losses = [job.step(batch) for batch in data]
     return losses, job.state_dict()
 
@@ -36,8 +45,8 @@ def assert_same(found: tuple[list[Tensor], dict[str, Tensor]], wanted: tuple[lis
 def both(**options: Any) -> None:
     """Train with and without graphs, by one plan."""
     data = batches(count=STEPS)
-    with compiled(model_of(), data[0], cuda_graphs=True, **options) as job:
-        found, plan = trained(job, data), job.plan
+    with compile_job(model_of(), data[0], cuda_graphs=True, **options) as job:
+        found, plan = train(job, data), job.plan
         assert job.last is not None and job.last.ungraphed == {}
         graphs = [store.runner.graphs for store in session_of(job).state.stores.values()]
         assert graphs and all(graphs)
@@ -45,8 +54,8 @@ def both(**options: Any) -> None:
         assert 0 < sum(each.num_bytes for each in graphs) <= counted
     options.pop("stages", None)
     options.pop("micro_batches", None)
-    with compiled(model_of(), data[0], stages=0, plan=plan, **options) as job:
-        assert_same(found, trained(job, data))
+    with compile_job(model_of(), data[0], stages=0, plan=plan, **options) as job:
+        assert_same(found, train(job, data))
 
 
 @pytest.mark.parametrize(
@@ -60,23 +69,23 @@ def test_numbers_are_those_as_written(stages: int, precision: str) -> None:
 @pytest.mark.parametrize("rows", [4, 8])
 def test_each_micro_batch_in_flight_has_a_slot(rows: int) -> None:
     data = batches(rows=rows, count=STEPS)
-    with compiled(model_of(), data[0], cuda_graphs=True, micro_batches=rows, stages=2, max_grad_norm=0.5) as job:
-        found, plan = trained(job, data), job.plan
+    with compile_job(model_of(), data[0], cuda_graphs=True, micro_batches=rows, stages=2, max_grad_norm=0.5) as job:
+        found, plan = train(job, data), job.plan
         slots = [store.runner.graphs._graphs.slots for store in session_of(job).state.stores.values()]
     assert slots == [rows, rows]
-    with compiled(model_of(), data[0], stages=0, plan=plan, micro_batches=rows, max_grad_norm=0.5) as job:
-        assert_same(found, trained(job, data))
+    with compile_job(model_of(), data[0], stages=0, plan=plan, micro_batches=rows, max_grad_norm=0.5) as job:
+        assert_same(found, train(job, data))
 
 
 def test_a_stage_that_is_rematerialised_needs_one_slot() -> None:
     data = batches(count=STEPS)
-    plan = changed(compiled(model_of(), data[0], stages=2).plan, rematerialise=["stage0"])
-    with compiled(model_of(), data[0], stages=0, plan=plan, cuda_graphs=True) as job:
-        found = trained(job, data)
+    plan = change(compile_job(model_of(), data[0], stages=2).plan, rematerialise=["stage0"])
+    with compile_job(model_of(), data[0], stages=0, plan=plan, cuda_graphs=True) as job:
+        found = train(job, data)
         graphs = session_of(job).state.stores["stage0"].runner.graphs._graphs
         assert (graphs.slots, graphs.again) == (0, True)
-    with compiled(model_of(), data[0], stages=0, plan=plan) as job:
-        assert_same(found, trained(job, data))
+    with compile_job(model_of(), data[0], stages=0, plan=plan) as job:
+        assert_same(found, train(job, data))
 
 
 def test_evaluation_and_weights_that_are_loaded_later(tmp_path: Any) -> None:
@@ -84,7 +93,7 @@ def test_evaluation_and_weights_that_are_loaded_later(tmp_path: Any) -> None:
     data = batches(count=STEPS)
     losses: list[list[float]] = []
     for graphs in (True, False):
-        with compiled(model_of(), data[0], cuda_graphs=graphs, optimizer=ADAMW) as job:
+        with compile_job(model_of(), data[0], cuda_graphs=graphs, optimizer=ADAMW) as job:
             found = [job.step(data[0]).item(), float(job.evaluate(data[1]).loss)]
             job.save(tmp_path / str(graphs))
             found += [job.step(data[1]).item(), job.step(data[2]).item()]
@@ -112,13 +121,13 @@ def test_a_plan_without_a_stage_for_graphs_is_refused_with_the_reasons() -> None
     with pytest.raises(
         PlanError, match="no stage of this plan can run from CUDA graphs: stage0: it draws random numbers"
     ):
-        compiled(model_of(DROPPING), data[0], stages=1, cuda_graphs=True)
-    plan = swapped(model_of(), data[0]).plan
+        compile_job(model_of(DROPPING), data[0], stages=1, cuda_graphs=True)
+    plan = swapping_job(model_of(), data[0]).plan
     with pytest.raises(PlanError, match="its weights do not stay on the device"):
-        compiled(model_of(), data[0], stages=0, plan=plan, cuda_graphs=True)
+        compile_job(model_of(), data[0], stages=0, plan=plan, cuda_graphs=True)
     rows = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(0))}
     with (
-        compiled(Solves(), rows, stages=1, cuda_graphs=True) as job,
+        compile_job(Solves(), rows, stages=1, cuda_graphs=True) as job,
         pytest.raises(PlanError, match="stage0: it waits for the device: called a synchronizing CUDA operation"),
     ):
         job.step(rows)
@@ -134,14 +143,14 @@ def half_dropping() -> nn.Module:
 
 def test_a_stage_without_graphs_is_named_and_runs_as_written() -> None:
     data = batches(count=STEPS)
-    with compiled(half_dropping(), data[0], stages=2, cuda_graphs=True) as job:
+    with compile_job(half_dropping(), data[0], stages=2, cuda_graphs=True) as job:
         with pytest.warns(UserWarning, match="cuda_graphs: stage0 runs as written: it draws random numbers"):
-            found, plan = trained(job, data), job.plan
+            found, plan = train(job, data), job.plan
         assert job.last is not None and list(job.last.ungraphed) == ["stage0"]
         text = job.explain()
     assert "stage1  graphed, 2 slots" in text and "stage0  as written: it draws random numbers" in text
-    with compiled(half_dropping(), data[0], stages=0, plan=plan) as job:
-        assert_same(found, trained(job, data))
+    with compile_job(half_dropping(), data[0], stages=0, plan=plan) as job:
+        assert_same(found, train(job, data))
 
 
 @pytest.mark.skipif(not REHEARSED and torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -157,7 +166,7 @@ def test_two_gpus(strategy: str) -> None:
             model_of(), hardware, example_inputs=data[0], strategy=strategy, cuda_graphs=graphs, **options
         )
         with made as job:
-            found.append(trained(job, data))
+            found.append(train(job, data))
             assert job.last is not None and job.last.ungraphed == {}
     assert_same(*found)
 
@@ -181,7 +190,7 @@ def test_schedules_without_graphs_are_refused(strategy: str, why: str) -> None:
 
 def test_a_step_takes_no_more_memory_than_is_counted() -> None:
     data = batches()
-    with compiled(model_of(), data[0], stages=2, cuda_graphs=True) as job:
+    with compile_job(model_of(), data[0], stages=2, cuda_graphs=True) as job:
         before_bytes = torch.cuda.memory_allocated()
         job.step(data[0])
         torch.cuda.reset_peak_memory_stats()

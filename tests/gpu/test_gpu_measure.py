@@ -95,12 +95,12 @@ def test_a_machine_of_eight_gpus_is_measured_within_a_minute(monkeypatch: pytest
         budgets_s.append(slice_s)
         return 1e-6
 
-    def counted(work: Callable[[], object], device: int, repeats: int = 50) -> float:
+    def count_calls(work: Callable[[], object], device: int, repeats: int = 50) -> float:
         budgets_s.append(repeats * 1e-3)
         return 1e-6
 
     monkeypatch.setattr(cuda, "mean_s", budgeted)
-    monkeypatch.setattr(cuda, "alone_s", counted)
+    monkeypatch.setattr(cuda, "alone_s", count_calls)
     # An emulated GPU makes the scores of long rows whole: more than a machine has.
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda query, key, value: query * 1.0)
     monkeypatch.setattr(cuda, "COPY_BYTES", MIB)

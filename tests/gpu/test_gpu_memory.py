@@ -15,13 +15,13 @@ from penstock.tests.gpu.rehearsal import (
     SIZE,
     WIDE,
     batches,
-    compiled,
+    compile_job,
     exact,
     model_of,
     on_gpu,
     only_on_gpu,
     session_of,
-    swapped,
+    swapping_job,
 )
 
 __all__ = ["exact"]  # a fixture
@@ -35,7 +35,7 @@ def test_the_allocator_takes_what_was_accounted_and_that_is_what_was_predicted(k
     size = SIZE if SETUP.device == "cpu" else WIDE
     model, data = model_of(size), batches(size, rows=4, count=1)
     before = torch.cuda.memory_allocated() if SETUP.on_gpu else 0
-    make = swapped if kind == "swapped" else compiled
+    make = swapping_job if kind == "swapped" else compile_job
     with make(model, data[0], precision=precision) as job:
         job.step(data[0])
         job.step(data[0])  # from here on accounted as measured
@@ -50,7 +50,7 @@ def test_the_allocator_takes_what_was_accounted_and_that_is_what_was_predicted(k
 
 def test_host_buffers_are_page_locked_where_a_gpu_copies() -> None:
     model, data = model_of(), batches(count=1)
-    with swapped(model, data[0], precision="bf16") as job:
+    with swapping_job(model, data[0], precision="bf16") as job:
         job.step(data[0])
         arena = session_of(job).state.memory.dram_arena.flat  # of gradients on their way
         assert arena.numel() > 0 and arena.is_pinned() == SETUP.on_gpu
@@ -78,7 +78,7 @@ def test_page_locked_memory_is_exact_and_copies_run_asynchronously() -> None:
 
 def test_more_than_the_budget_raises_before_anything_is_allocated() -> None:
     model, data = model_of(), batches(count=1)
-    with compiled(model, data[0]) as job:
+    with compile_job(model, data[0]) as job:
         job.step(data[0])
         account = session_of(job).state.memory.accounts["device"]
         account.budget_bytes = account.live_bytes + 1000
@@ -92,7 +92,7 @@ def test_more_than_the_budget_raises_before_anything_is_allocated() -> None:
 @only_on_gpu
 def test_what_torch_itself_cannot_allocate_names_the_op() -> None:
     model, data = model_of(MEDIUM), batches(MEDIUM, count=1)
-    with compiled(model, data[0]) as job:
+    with compile_job(model, data[0]) as job:
         job.step(data[0])
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(0.0)
@@ -120,7 +120,7 @@ def test_nothing_stays_behind_a_closed_job() -> None:
     model, data = model_of(), batches(count=1)
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        job = swapped(model, data[0])
+        job = swapping_job(model, data[0])
         job.step(data[0])
         job.close()
         del job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.tests.gpu.rehearsal import batches, compiled, exact, model_of, session_of
+from penstock.tests.gpu.rehearsal import batches, compile_job, exact, model_of, session_of
 
 pytestmark = pytest.mark.gpu
 __all__ = ["exact"]
@@ -19,7 +19,7 @@ def test_the_current_device_stays() -> None:
         for device in (0, 1):
             torch.cuda.set_device(device)
             model = model_of()
-            with compiled(model, data[0]) as job:
+            with compile_job(model, data[0]) as job:
                 losses[device] = [float(job.step(batch)) for batch in data] + [float(job.evaluate(data[0]).loss)]
                 job.sync()
             assert torch.cuda.current_device() == device
@@ -31,7 +31,7 @@ def test_the_current_device_stays() -> None:
 def test_jobs_one_after_another_use_the_same_streams() -> None:
     batch, seen = batches(count=1)[0], []
     for _ in range(3):
-        with compiled(model_of(), batch) as job:
+        with compile_job(model_of(), batch) as job:
             job.step(batch)
             made = session_of(job).streams.made.values()
             handles = [stream.stream.cuda_stream for stream in made if stream.is_cuda]

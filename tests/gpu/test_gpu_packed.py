@@ -20,7 +20,7 @@ from penstock.runtime import functions
 from penstock.runtime.functions import document_borders, packed_attention
 from penstock.runtime.functions.document_borders import attend_in_borders
 from penstock.tests.compiler.job.test_packed_job import flattened
-from penstock.tests.gpu.rehearsal import DEVICE, compiled, exact, needs_documents, on_gpu, only_on_gpu
+from penstock.tests.gpu.rehearsal import DEVICE, compile_job, exact, needs_documents, on_gpu, only_on_gpu
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
 __all__ = ["exact"]  # a fixture
@@ -47,7 +47,7 @@ def packed_batches(times: int = 8) -> list[dict[str, Tensor]]:
 def test_losses_and_weights_are_eagers(precision: str) -> None:
     model, data = without_cache(zoo()["llama"](dropout=0.0)[0]), packed_batches()
     wanted = parity.train_eager(model, data, DEVICE, precision, micro_batches=1)
-    with compiled(model, data[0], strategy="balanced", micro_batches=1, precision=precision) as job:
+    with compile_job(model, data[0], strategy="balanced", micro_batches=1, precision=precision) as job:
         form = "documents" if precision == "fp32" else DocumentBorders(most=2 * 17, positions="position_ids")
         assert set(job.plan.decisions.masks.values()) == ({form} if DEVICE == "cuda" else set())
         found = parity.train_job(job, data)
@@ -119,7 +119,7 @@ def test_packed_training_is_that_of_each_document_by_itself(extra: str) -> None:
     alone, start = copy.deepcopy(model).to(DEVICE), {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = SGD(alone.parameters())
     graphs = {"cuda_graphs": True} if extra == "graphs" else {}
-    with compiled(model, data[0], micro_batches=1, precision="bf16", optimizer=SGD, **options, **graphs) as job:
+    with compile_job(model, data[0], micro_batches=1, precision="bf16", optimizer=SGD, **options, **graphs) as job:
         assert {type(form) for form in job.plan.decisions.masks.values()} == {DocumentBorders}
         for batch in data:
             with torch.autocast(DEVICE, torch.bfloat16):
@@ -153,7 +153,7 @@ def one_by_one(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def test_a_batch_that_fills_a_row_with_documents_is_refused() -> None:
     model, data = without_cache(zoo()["llama"](dropout=0.0)[0]), packed_batches(times=1)
     crowded = {**data[0], "position_ids": data[0]["position_ids"] % 2}  # 64 in each row
-    with compiled(model, data[0], strategy="balanced", micro_batches=1, precision="bf16") as job:
+    with compile_job(model, data[0], strategy="balanced", micro_batches=1, precision="bf16") as job:
         with pytest.raises(BatchError, match=r"documents in micro-batch 0, .*the plan has room for 16\."):
             job.step(crowded)
         job.step(data[0])
@@ -167,7 +167,7 @@ def test_any_number_of_tokens() -> None:
     still = partial(torch.optim.SGD, lr=0.0)
     tokens = torch.export.Dim("tokens", max=160)
     given = {"micro_batches": 1, "precision": "bf16", "optimizer": still, "dynamic_shapes": tokens}
-    with compiled(model, flattened((30, 50)), strategy="balanced", **given) as job:
+    with compile_job(model, flattened((30, 50)), strategy="balanced", **given) as job:
         assert set(job.plan.decisions.masks.values()) == {DocumentBorders(most=8, positions="position_ids")}
         for seed, lengths in enumerate([(30, 50), (90, 20, 2, 40), (2,), (10,) * 8]):
             batch = flattened(lengths, seed)

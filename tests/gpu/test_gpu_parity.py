@@ -17,12 +17,12 @@ from penstock.tests.gpu.rehearsal import (
     DROPPING,
     SIZE,
     batches,
-    compiled,
+    compile_job,
     exact,
     model_of,
     on_gpu,
     session_of,
-    swapped,
+    swapping_job,
 )
 from penstock.tests.zoo import wide_resnet, zoo
 
@@ -30,7 +30,11 @@ __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
 WITH_MASKS = ("gpt2", "bert", "llama", "t5")  # of transformers
-KINDS = {"resident": partial(compiled, stages=1), "2 stages": partial(compiled, stages=2), "swapped": swapped}
+KINDS = {
+    "resident": partial(compile_job, stages=1),
+    "2 stages": partial(compile_job, stages=2),
+    "swapped": swapping_job,
+}
 
 
 @pytest.mark.emulated_core
@@ -63,7 +67,7 @@ def test_adamw() -> None:
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     model, data = model_of(), batches()
     wanted = parity.train_eager(model, data, DEVICE, optimizer=optimizer)
-    with compiled(model, data[0], optimizer=optimizer) as job:
+    with compile_job(model, data[0], optimizer=optimizer) as job:
         found = parity.train_job(job, data)
     apart = parity.compare(found, wanted, parity.start_of(model))
     assert apart.loss <= 1e-5 and apart.weights <= 2e-2, apart
@@ -74,7 +78,7 @@ def test_dropout_draws_what_eager_draws(precision: str) -> None:
     model, data = model_of(DROPPING), batches(DROPPING)
     wanted = parity.train_eager(model, data, DEVICE, precision)
     without = parity.train_eager(model_of(SIZE), data, DEVICE, precision)
-    with compiled(model, data[0], precision=precision) as job:
+    with compile_job(model, data[0], precision=precision) as job:
         found = parity.train_job(job, data)
     assert parity.compare(found, wanted, parity.start_of(model)).within(precision)
     assert found.losses != without.losses
@@ -83,15 +87,15 @@ def test_dropout_draws_what_eager_draws(precision: str) -> None:
 def test_rematerialisation_and_swapping_draw_the_same_dropout_again() -> None:
     """Three plans of the same stages: saved tensors kept, all rematerialised, and weights fetched besides."""
     model, data = model_of(DROPPING), batches(DROPPING)
-    kept = compiled(model, data[0], stages=3)
+    kept = compile_job(model, data[0], stages=3)
     stages = [f"stage{i}" for i in range(3)]
     assert not kept.plan.decisions.rematerialise
-    again = changed(kept.plan, rematerialise=stages)
+    again = change(kept.plan, rematerialise=stages)
     in_dram = {"fetch": {stage: {} for stage in stages}, "optimizer": dict.fromkeys(stages, "dram")}
-    moved = changed(kept.plan, rematerialise=stages, **in_dram)
+    moved = change(kept.plan, rematerialise=stages, **in_dram)
     found = []
     for plan in (kept.plan, again, moved):
-        with compiled(model, data[0], stages=0, plan=plan) as job:
+        with compile_job(model, data[0], stages=0, plan=plan) as job:
             found.append(parity.train_job(job, data))
     assert bool(moved.decisions.fetch) and again.decisions.rematerialise == stages
     assert found[0].losses == found[1].losses
@@ -99,7 +103,7 @@ def test_rematerialisation_and_swapping_draw_the_same_dropout_again() -> None:
         assert parity.compare(other, found[0], parity.start_of(model)).within("fp32")
 
 
-def changed(plan: penstock.Plan, **decisions: Any) -> penstock.Plan:
+def change(plan: penstock.Plan, **decisions: Any) -> penstock.Plan:
     return plan.model_copy(update={"decisions": plan.decisions.model_copy(update=decisions)})
 
 
@@ -112,9 +116,9 @@ def test_batch_norm_sees_every_micro_batch_once(again: bool) -> None:
         for _ in range(parity.STEPS)
     ]
     wanted = parity.train_eager(model, data, DEVICE)
-    job = compiled(model, data[0])
+    job = compile_job(model, data[0])
     if again:
-        job = compiled(model, data[0], stages=0, plan=changed(job.plan, rematerialise=["stage0"]))
+        job = compile_job(model, data[0], stages=0, plan=change(job.plan, rematerialise=["stage0"]))
     with job:
         found = parity.train_job(job, data)
     assert parity.compare(found, wanted, parity.start_of(model)).within("fp32")
@@ -170,7 +174,7 @@ def test_a_checkpoint_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
 def test_the_users_own_model_gets_the_weights() -> None:
     model, data = model_of(), batches()
-    with compiled(model, data[0], stages=2) as job:
+    with compile_job(model, data[0], stages=2) as job:
         job.step(data[0])
         job.sync()
         trained = job.state_dict()
@@ -185,9 +189,9 @@ def test_other_models(name: str, precision: str) -> None:
         pytest.importorskip("transformers")
     make = zoo()[name]
     model, _ = make(dropout=0.0)
-    data = [joined([make(seed=seed)[1], make(seed=seed + 1)[1]]) for seed in range(parity.STEPS)]
+    data = [join_batches([make(seed=seed)[1], make(seed=seed + 1)[1]]) for seed in range(parity.STEPS)]
     wanted = parity.train_eager(model, data, DEVICE, precision)
-    with compiled(model, data[0], precision=precision) as job:
+    with compile_job(model, data[0], precision=precision) as job:
         found = parity.train_job(job, data)
     apart = parity.compare(found, wanted, parity.start_of(model))
     loss, weights = parity.LIMITS[precision]
@@ -195,5 +199,5 @@ def test_other_models(name: str, precision: str) -> None:
     assert apart.loss <= more * loss and apart.weights <= more * weights, apart
 
 
-def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def join_batches(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

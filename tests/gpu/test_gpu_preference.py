@@ -8,8 +8,8 @@ import pytest
 
 import penstock
 from penstock.bench.peers import parity
-from penstock.tests.gpu.rehearsal import DEVICE, compiled, exact, on_gpu
-from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.gpu.rehearsal import DEVICE, compile_job, exact, on_gpu
+from penstock.tests.preference_case import adapt, pairs
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -23,10 +23,10 @@ AGAIN = (
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_losses_and_weights_are_eagers(kind: str, how: str) -> None:
     """A graph holds no more than what runs, and takes no input that backward needs nothing of."""
-    model, data = penstock.DPO(adapted(kind)), [pairs(seed=seed) for seed in range(parity.STEPS)]
+    model, data = penstock.DPO(adapt(kind)), [pairs(seed=seed) for seed in range(parity.STEPS)]
     wanted = parity.train_eager(model, data, DEVICE, "fp32", micro_batches=2)
     graphs = {"cuda_graphs": True} if how == "graphs" and DEVICE == "cuda" else {}
-    with compiled(model, data[0], strategy=AGAIN, micro_batches=2, precision="fp32", **graphs) as job:
+    with compile_job(model, data[0], strategy=AGAIN, micro_batches=2, precision="fp32", **graphs) as job:
         stages = job.folder.interface.stages
         assert [spec.again is not None for spec in stages.values()] == [True, True, False]
         found = parity.train_job(job, data)

@@ -32,7 +32,7 @@ from penstock.tests.gpu.rehearsal import (
     on_gpu,
     only_on_gpu,
     session_of,
-    swapped,
+    swapping_job,
 )
 
 __all__ = ["exact"]  # a fixture
@@ -57,7 +57,7 @@ def disk(tmp_path: Path) -> str:
     return found[0]
 
 
-def compiled(model: Any, batch: Any, line: str, disk: str, **options: Any) -> penstock.Job:
+def compile_job(model: Any, batch: Any, line: str, disk: str, **options: Any) -> penstock.Job:
     ssd = {"size_bytes": "1GB", "read_bandwidth": "1GB/s", "write_bandwidth": "1GB/s"}
     given = {"optimizer": parity.SGD, "micro_batches": parity.MICRO_BATCHES, **options}
     return penstock.compile(
@@ -71,7 +71,7 @@ def compiled(model: Any, batch: Any, line: str, disk: str, **options: Any) -> pe
 def test_losses_and_weights_are_eagers(line: str, precision: str, disk: str) -> None:
     model, data = model_of(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision)
-    with compiled(model, data[0], LINES[line], disk, precision=precision) as job:
+    with compile_job(model, data[0], LINES[line], disk, precision=precision) as job:
         decided = job.plan.decisions
         assert set(decided.ssd.stages.values()) == {"states" if line == "states on SSD" else "all"}
         if line.startswith("activations"):
@@ -89,7 +89,7 @@ def test_a_speculative_step_that_is_clipped_leaves_what_an_exact_one_leaves(prec
     for clip in ("exact", "speculative"):
         line = FUYOU.replace("overlap-optimizer", f"overlap-optimizer{{clip={clip}}}")
         options = {"max_grad_norm": 0.5, "precision": precision, "optimizer": ADAMW}
-        with compiled(model, data[0], line, disk, **options) as job:
+        with compile_job(model, data[0], line, disk, **options) as job:
             assert job.plan.decisions.clipping == clip
             found[clip] = parity.train_job(job, data)
             assert job.last.gradient_norm is not None and job.last.gradient_norm > 0.5
@@ -105,7 +105,7 @@ def test_dropout_is_drawn_again_where_only_classes_are_kept(to: str, disk: str) 
     model, data, found = model_of(DROPPING), batches(DROPPING), {}
     for name, options in {"computed again": "to=none", "moved": f"to={to}, share=1.0"}.items():
         line = FUYOU.replace(CHOSEN, f"choose-activations{{swap=true, tier=all, {options}}}")
-        with compiled(model, data[0], line, disk) as job:
+        with compile_job(model, data[0], line, disk) as job:
             assert any(row.classes for row in job.plan.decisions.activations.values()) == (name == "moved")
             found[name] = parity.train_job(job, data)
     assert found["moved"].losses == found["computed again"].losses
@@ -117,12 +117,12 @@ def test_a_norm_over_resident_and_swapped_stages_is_eagers(disk: str) -> None:
     model, data = model_of(), batches()
     wanted = parity.train_eager(model, data, DEVICE, max_grad_norm=0.5)
     line = FUYOU.replace(CHOSEN, "insert-remat{always=true}").replace("insert-ssd{tier=all}, ", "")
-    plan = compiled(model, data[0], line, disk, max_grad_norm=0.5).plan.model_dump(mode="json")
+    plan = compile_job(model, data[0], line, disk, max_grad_norm=0.5).plan.model_dump(mode="json")
     stays = list(plan["decisions"]["fetch"])[2]
     del plan["decisions"]["fetch"][stays]
     plan["decisions"]["optimizer"][stays] = ops.DEVICE
     changed = penstock.Plan.model_validate(plan)
-    job = compiled(model, data[0], changed.strategy, disk, max_grad_norm=0.5, plan=changed)
+    job = compile_job(model, data[0], changed.strategy, disk, max_grad_norm=0.5, plan=changed)
     assert set(job.plan.decisions.optimizer.values()) == {ops.DEVICE, ops.DRAM}
     with job:
         found = parity.train_job(job, data)
@@ -132,7 +132,7 @@ def test_a_norm_over_resident_and_swapped_stages_is_eagers(disk: str) -> None:
 @pytest.mark.parametrize("line", LINES)
 def test_memory_in_dram_is_page_locked_and_peaks_are_predicted(line: str, disk: str) -> None:
     model, data = model_of(), batches(count=1)
-    with compiled(model, data[0], LINES[line], disk, precision="bf16") as job:
+    with compile_job(model, data[0], LINES[line], disk, precision="bf16") as job:
         for _ in range(2):
             job.step(data[0])
         arena = session_of(job).state.memory.dram_arena.flat
@@ -145,11 +145,11 @@ def test_memory_in_dram_is_page_locked_and_peaks_are_predicted(line: str, disk: 
 @only_on_gpu
 def test_a_checkpoint_of_what_lies_on_ssd_goes_on_with_the_same_bits(disk: str, tmp_path: Path) -> None:
     model, data = model_of(), batches()
-    with compiled(model, data[0], FUYOU, disk, precision="bf16", optimizer=ADAMW) as job:
+    with compile_job(model, data[0], FUYOU, disk, precision="bf16", optimizer=ADAMW) as job:
         job.step(data[0])
         job.save(tmp_path / "saved")
         wanted = [float(job.step(batch)) for batch in data[1:]]
-    with compiled(model, data[0], FUYOU, disk, precision="bf16", optimizer=ADAMW) as job:
+    with compile_job(model, data[0], FUYOU, disk, precision="bf16", optimizer=ADAMW) as job:
         job.resume(tmp_path / "saved")
         assert [float(job.step(batch)) for batch in data[1:]] == wanted
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_what_lies_on_ssd_goes_on_with_the_same_bits(disk: str, 
 def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path) -> None:
     """With one GPU every turn is granted at once: what is checked is the copying by a thread, on its own stream."""
     model, data = model_of(), batches()
-    with swapped(model, data[0]) as job:
+    with swapping_job(model, data[0]) as job:
         wanted = parity.train_job(job, data).losses
         given = [job._inputs.of("step", batch) for batch in data]  # with what its losses are divided by
     interface, source = job.folder.interface, LiveWeights(model)

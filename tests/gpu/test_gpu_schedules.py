@@ -12,7 +12,7 @@ import torch
 
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
-from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, TURNS, is_within, trained
+from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, TURNS, is_within, train
 
 __all__ = ["exact"]  # a fixture
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -22,19 +22,19 @@ pytestmark = [*on_gpu, only_on_gpu, two_gpus, pytest.mark.multi]
 @pytest.mark.emulated_core
 @pytest.mark.parametrize("strategy", SCHEDULES)
 def test_workers_on_two_gpus(strategy: str) -> None:
-    apart = trained(strategy)
+    apart = train(strategy)
     assert apart.within("fp32"), apart
 
 
 @pytest.mark.parametrize("way", [*TEAMS, *TURNS])
 def test_two_gpus_as_a_team_or_in_turns_on_their_link(way: str) -> None:
-    apart = trained(way)
+    apart = train(way)
     assert is_within(apart, way), apart
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [("1f1b", "bf16"), ("mobius", "bf16"), ("gpipe", "fp16")])
 def test_workers_on_two_gpus_in_low_precision(strategy: str, precision: str) -> None:
-    apart = trained(strategy, precision)
+    apart = train(strategy, precision)
     assert apart.within(precision), apart
 
 
@@ -56,5 +56,5 @@ def test_ranks_of_torchrun_on_two_gpus(names: dict[str, str]) -> None:
 def test_nothing_is_loaded_while_a_message_is_under_way(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated driver refuses the first launch of a kernel beside a message, for which a real one may wait."""
     monkeypatch.setenv("FAKECUDA_LAZY", "2")
-    apart = trained(strategy)
+    apart = train(strategy)
     assert is_within(apart, strategy), apart

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.bench.peers import parity
 from penstock.ir import ops
 from penstock.runtime.accelerator import allocator_figures
-from penstock.tests.gpu.rehearsal import DEVICE, batches, exact, model_of, on_gpu, swapped
+from penstock.tests.gpu.rehearsal import DEVICE, batches, exact, model_of, on_gpu, swapping_job
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -39,7 +39,7 @@ def test_losses_and_weights_are_eagers(line: str, precision: str) -> None:
     wanted = parity.train_eager(model, data, DEVICE, precision, optimizer=ADAMW, max_grad_norm=0.5)
     options = {"optimizer": ADAMW, "precision": precision, "strategy": f"{HEAD}, {LINES[line]}", "max_grad_norm": 0.5}
     before = allocator_figures(torch.device(DEVICE))["retries"]  # of other tests in this process
-    with swapped(model, data[0], **options) as job:
+    with swapping_job(model, data[0], **options) as job:
         nodes = list(job.programs[0].ops())
         assert any(spec.staying for spec in job.folder.interface.stages.values())
         assert not [n for n in nodes if n.target is ops.offload and n.meta["type"].kind == "grads"]

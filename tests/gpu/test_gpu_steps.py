@@ -15,7 +15,7 @@ from penstock.ir import ops
 from penstock.runtime.measure.temporaries import step_bytes
 from penstock.runtime.optimizer.spec import OptimizerSpec
 from penstock.runtime.optimizer.stage_optimizer import StageOptimizer
-from penstock.tests.gpu.rehearsal import SETUP, WIDE, batches, compiled, exact, model_of, on_gpu, only_on_gpu
+from penstock.tests.gpu.rehearsal import SETUP, WIDE, batches, compile_job, exact, model_of, on_gpu, only_on_gpu
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, only_on_gpu]
@@ -56,7 +56,7 @@ def test_a_step_takes_what_is_counted(name: str) -> None:
 def test_a_job_takes_what_is_accounted(name: str) -> None:
     model, data = model_of(WIDE), batches(WIDE, rows=4, count=1)
     before = torch.cuda.memory_allocated()
-    with compiled(model, data[0], optimizer=CASES[name], stages=1) as job:
+    with compile_job(model, data[0], optimizer=CASES[name], stages=1) as job:
         interface = job.folder.interface
         assert all(interface.temporary_bytes(stage, ops.DEVICE) > 0 for stage in interface.stages.values())
         job.step(data[0])

@@ -21,13 +21,13 @@ from penstock.tests.gpu.rehearsal import (
     DEVICE,
     SETUP,
     batches,
-    compiled,
+    compile_job,
     exact,
     model_of,
     on_gpu,
     only_on_gpu,
     session_of,
-    swapped,
+    swapping_job,
 )
 
 __all__ = ["exact"]  # a fixture
@@ -39,7 +39,7 @@ WIDE = GptSize(layers=6, width=2048, heads=16, vocabulary=2048, length=512)  # l
 def test_fetches_run_under_computation() -> None:
     size = SMALL if SETUP.device == "cpu" else WIDE
     data = batches(size, rows=8, count=1)
-    with swapped(model_of(size), data[0], stages=4, roomy=True) as job:
+    with swapping_job(model_of(size), data[0], stages=4, roomy=True) as job:
         for _ in range(3):
             job.step(data[0])
         timeline = job.timeline()
@@ -53,7 +53,7 @@ def test_fetches_run_under_computation() -> None:
 def test_spans_of_threads_and_of_the_gpu_share_one_clock() -> None:
     """Every op starts behind what it waits for, by the clocks that measured them."""
     data = batches(count=1)
-    with swapped(model_of(), data[0]) as job:
+    with swapping_job(model_of(), data[0]) as job:
         for _ in range(2):
             job.step(data[0])
         session = session_of(job)
@@ -66,7 +66,7 @@ def test_spans_of_threads_and_of_the_gpu_share_one_clock() -> None:
                     assert spans[other.text].end_s <= spans[issue.text].start_s + slack_s, (issue.text, other.text)
 
 
-@pytest.mark.parametrize("make", [compiled, swapped], ids=["resident", "swapped"])
+@pytest.mark.parametrize("make", [compile_job, swapping_job], ids=["resident", "swapped"])
 def test_a_step_never_waits_for_the_whole_device(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     data = batches(count=1)
     with make(model_of(), data[0], max_grad_norm=1.0) as job:
@@ -84,7 +84,7 @@ def test_a_step_never_waits_for_the_whole_device(make: Callable[..., Any], monke
 def test_issuing_a_step_never_waits_for_the_gpu() -> None:
     """torch raises for every call that waits for the GPU while the step's function runs."""
     data = batches(count=1)
-    with compiled(model_of(), data[0], stages=2, max_grad_norm=1.0) as job:
+    with compile_job(model_of(), data[0], stages=2, max_grad_norm=1.0) as job:
         job.step(data[0])
         functions: Any = session_of(job).file.functions
         own = functions["step"]
@@ -103,7 +103,7 @@ def test_issuing_a_step_never_waits_for_the_gpu() -> None:
 @only_on_gpu
 def test_on_a_gpu_streams_are_cuda_streams_but_for_what_works_on_gradients_in_dram() -> None:
     data = batches(count=1)
-    with swapped(model_of(), data[0]) as job:
+    with swapping_job(model_of(), data[0]) as job:
         job.step(data[0])
         kinds = {name: isinstance(stream, CudaStream) for name, stream in session_of(job).streams.made.items()}
         assert kinds.pop(ops.CPU) is kinds.pop(f"{ops.COMM} host") is False  # that one adds a tied weight's gradients
@@ -115,7 +115,7 @@ def test_on_a_gpu_streams_are_cuda_streams_but_for_what_works_on_gradients_in_dr
 
 def test_the_callers_stream_device_and_generators_are_as_before() -> None:
     data = batches(count=1)
-    with compiled(model_of(), data[0]) as job:
+    with compile_job(model_of(), data[0]) as job:
         state = torch.get_rng_state()
         there = torch.cuda.get_rng_state() if SETUP.on_gpu else state
         stream = torch.cuda.current_stream() if SETUP.on_gpu else None
@@ -127,9 +127,9 @@ def test_the_callers_stream_device_and_generators_are_as_before() -> None:
 
 def test_a_batch_may_lie_on_the_device() -> None:
     model, data = model_of(), batches()
-    with compiled(model, data[0]) as job:
+    with compile_job(model, data[0]) as job:
         wanted = parity.train_job(job, data)
-    with compiled(model, data[0]) as job:
+    with compile_job(model, data[0]) as job:
         found = parity.train_job(job, [{name: value.to(DEVICE) for name, value in batch.items()} for batch in data])
     assert found.losses == wanted.losses
 

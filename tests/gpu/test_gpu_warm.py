@@ -15,20 +15,20 @@ from penstock.runtime.stage.warm import warm_up
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
     batches,
-    compiled,
+    compile_job,
     exact,
     model_of,
     on_gpu,
     only_on_gpu,
     session_of,
-    swapped,
+    swapping_job,
 )
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, only_on_gpu]
 
 
-@pytest.mark.parametrize("make", [compiled, swapped], ids=["resident", "swapped"])
+@pytest.mark.parametrize("make", [compile_job, swapping_job], ids=["resident", "swapped"])
 def test_warming_up_leaves_no_memory(make: Callable[..., penstock.Job]) -> None:
     batch = batches(count=1)[0]
     with make(model_of(), batch, max_grad_norm=1.0) as job:

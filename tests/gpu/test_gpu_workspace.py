@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 @functools.cache
-def measured() -> dict[str, Any]:
+def measured_blocks() -> dict[str, Any]:
     """Bytes by the name of the call; in a process of its own, since kernels that compute nothing may stand in it."""
     environment = {**os.environ, **(HOST_CODE_ONLY if "FAKECUDA_TORCH" in os.environ else {})}
     command = [sys.executable, "-m", "penstock.tests.gpu.operator_memory"]
@@ -60,14 +60,14 @@ def test_operator(name: str) -> None:
     with FakeTensorMode():
         arguments = run.on("cpu")
         ruled_bytes = workspace_bytes(run.operator, arguments, {}, run.operator(*arguments), gpu())
-    check(measured()[name], ruled_bytes)
+    check(measured_blocks()[name], ruled_bytes)
 
 
 @pytest.mark.emulated_core
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:
     run = ATTENTION[name]
-    forward_bytes, backward_bytes = measured()[name]
+    forward_bytes, backward_bytes = measured_blocks()[name]
     heads, is_half = 2 * run.heads, run.dtype == BF16
     is_least = not takes_cudnn(is_half)
     if is_half and not run.masked:
@@ -86,7 +86,7 @@ def test_attention(name: str) -> None:
 def test_attention_of_documents(name: str) -> None:
     """Backward holds sums and gradients of queries in fp32, and of 128 places more for each document in the plan."""
     run = PACKED[name]
-    forward_bytes, backward_bytes = measured()[name]
+    forward_bytes, backward_bytes = measured_blocks()[name]
     check(forward_bytes, 0)
     tokens, wide = 2 * run.rows, rounded(run.width, 32 if run.width <= 128 else 64)
     expanded = 2 * 2 * tokens * run.heads * run.width if run.key_heads != run.heads else 0

@@ -24,7 +24,7 @@ from penstock.ir.program import work_of
 from penstock.tests.gpu.rehearsal import DEVICE, batches, model_of
 from penstock.tests.graph.divide.mixtures import TOP, WIDTH, LowExperts, LowExpertsApart, Mixture
 from penstock.tests.graph.divide.sequences import batches_of
-from penstock.tests.passes.running import joined
+from penstock.tests.passes.running import join_batches
 
 RESIDENT, SWAPPED = "1GB", "1050kB"
 # With the memory of each GPU.
@@ -77,7 +77,7 @@ def case(strategy: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     if strategy not in MIXTURES:
         return model_of(), batches()
     torch.manual_seed(3)
-    data = [joined(batches_of(2, seed)) for seed in range(parity.STEPS)]
+    data = [join_batches(batches_of(2, seed)) for seed in range(parity.STEPS)]
     return MIXTURES[strategy](), [{**batch, "labels": batch["ids"]} for batch in data]  # all tokens count
 
 
@@ -98,7 +98,7 @@ def is_within(apart: parity.Parity, strategy: str) -> bool:
     return apart.loss <= loss and apart.weights <= weights
 
 
-def trained(strategy: str, precision: str = "fp32") -> parity.Parity:
+def train(strategy: str, precision: str = "fp32") -> parity.Parity:
     """Three steps of a job on two GPUs, compared with eager's. The norm is taken over both GPUs."""
     model, data = case(strategy)
     # The size of a disk is what is free there: it may change while ranks compare what they found.
@@ -120,7 +120,7 @@ def trained(strategy: str, precision: str = "fp32") -> parity.Parity:
 def main(names: list[str]) -> None:
     parity.exact_arithmetic()
     for name in names:
-        apart = trained(name)
+        apart = train(name)
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         row = {"name": name, "rank": int(os.environ["RANK"]), "within": is_within(apart, name), "retries": retries}
         sys.stdout.write(json.dumps(row | {"found": str(apart)}) + "\n")  # at once: two ranks share the pipe

@@ -23,7 +23,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import work_of
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.simulate import simulate
-from penstock.tests.passes.running import all_passes, apply, draft_of, traced
+from penstock.tests.passes.running import all_passes, apply, draft_of, trace_case
 from penstock.tests.zoo import token_batch, zoo
 
 SECONDS = TurnSeconds(0.001, 0.002, 0.003)
@@ -34,7 +34,7 @@ def blocks_of(graph: OpGraph) -> list[Block]:
 
 
 def test_one_sample_per_hash_and_shared_tensors_enter_it() -> None:
-    graph, _ = traced("gpt2")
+    graph, _ = trace_case("gpt2")
     blocks = blocks_of(graph)
     first = distinct(blocks)
     assert len(first) == len(blocks) - 1
@@ -51,7 +51,7 @@ def test_one_sample_per_hash_and_shared_tensors_enter_it() -> None:
 
 
 def test_indices_know_how_many_rows_they_may_index() -> None:
-    graph, _ = traced("gpt2")
+    graph, _ = trace_case("gpt2")
     blocks = blocks_of(graph)
     rows = {sample.stage.blocks[0]: list(sample.rows.values()) for sample in samples(graph, blocks, distinct(blocks))}
     config = graph.model.config
@@ -90,7 +90,7 @@ def test_hashes_tell_shapes_apart(b: int, s: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, None])
 def test_what_is_no_time_is_refused_by_name(value: Any) -> None:
-    blocks = blocks_of(traced("mlp")[0])
+    blocks = blocks_of(trace_case("mlp")[0])
     entries = {block.hash: SECONDS for block in blocks}
     wrong = {**entries, blocks[0].hash: replace(SECONDS, backward_s=value)}
     with pytest.raises(PlanError, match=rf"backward_s of block '{blocks[0].name}' \({blocks[0].hash}\) on gpu7 is"):
@@ -99,7 +99,7 @@ def test_what_is_no_time_is_refused_by_name(value: Any) -> None:
 
 
 def test_a_missing_entry_is_refused_by_name() -> None:
-    blocks = blocks_of(traced("mlp")[0])
+    blocks = blocks_of(trace_case("mlp")[0])
     entries = {block.hash: SECONDS for block in blocks[1:] if block.hash != blocks[0].hash}
     with pytest.raises(PlanError, match=f"no entry for block '{blocks[0].name}'.* on gpu7"):
         with_seconds(blocks, {"gpu7": entries})
@@ -116,7 +116,7 @@ def constant(seconds: TurnSeconds) -> Any:
 
 
 def test_seconds_reach_passes_stages_ops_and_the_simulator() -> None:
-    graph, _ = traced("gpt2")
+    graph, _ = trace_case("gpt2")
     hardware = Hardware.cpu(num_devices=1, memory="1GB")
     draft = draft_of(graph, hardware, profiler=constant(SECONDS))
     Coarsen().rewrite(draft, Coarsen().plan(draft))
@@ -138,7 +138,7 @@ def test_seconds_reach_passes_stages_ops_and_the_simulator() -> None:
 
 
 def test_rematerialising_takes_a_forward_without_and_one_with_what_backward_needs() -> None:
-    graph, _ = traced("gpt2")
+    graph, _ = trace_case("gpt2")
     hardware = Hardware.cpu(num_devices=1, memory="250kB")  # too little for all stages: weights are fetched
     draft = draft_of(graph, hardware, profiler=constant(SECONDS))
     Coarsen().rewrite(draft, Coarsen().plan(draft))

@@ -21,7 +21,7 @@ from penstock.ir.errors import (
 )
 
 
-def crossed(error: BaseException, prefix: str = "") -> PenstockError:
+def cross(error: BaseException, prefix: str = "") -> PenstockError:
     return error_from_data(json.loads(json.dumps(error_to_data(error))), "device 1 (cpu1)", 1, prefix)
 
 
@@ -35,13 +35,13 @@ def crossed(error: BaseException, prefix: str = "") -> PenstockError:
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_ours_keeps_its_type_and_what_it_knows(error: PenstockError) -> None:
-    found = crossed(error)
+    found = cross(error)
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
-    assert str(crossed(error, "rank 1: ")) == f"rank 1: {error}"
+    assert str(cross(error, "rank 1: ")) == f"rank 1: {error}"
 
 
 def test_a_workers_error_has_its_traceback_as_remote() -> None:
-    found = crossed(WorkerError("device 1 failed", device=1, line="rt.free(x)"))
+    found = cross(WorkerError("device 1 failed", device=1, line="rt.free(x)"))
     assert isinstance(found, WorkerError) and str(found) == "device 1 failed"
     assert (found.device, found.line, found.remote) == (1, "rt.free(x)", "")
 
@@ -50,7 +50,7 @@ def test_what_is_none_of_ours_says_whose_it_is() -> None:
     try:
         raise ValueError("no such value")
     except ValueError as error:
-        found = crossed(error, "rank 1: ")
+        found = cross(error, "rank 1: ")
     assert isinstance(found, WorkerError)
     assert str(found) == "device 1 (cpu1): ValueError: rank 1: no such value"
     assert "Traceback" in found.remote and found.device == 1

@@ -55,7 +55,7 @@ def apply(draft: Draft, *passes: Pass, decisions: Mapping[str, Any] | None = Non
     for p in passes:
         made = (decisions or {}).get(p.fields()[0])
         if isinstance(p, Coarsen) and made is None:
-            draft.blocks = _coarsened(draft)
+            draft.blocks = _coarsen_graph(draft)
             continue
         p.rewrite(draft, p.plan(draft) if made is None else made)
         if draft.programs:
@@ -65,22 +65,22 @@ def apply(draft: Draft, *passes: Pass, decisions: Mapping[str, Any] | None = Non
 
 
 @functools.cache
-def _measured() -> dict[tuple[int, str], tuple[OpGraph, list[Block]]]:
+def _measured_blocks() -> dict[tuple[int, str], tuple[OpGraph, list[Block]]]:
     return {}
 
 
-def _coarsened(draft: Draft) -> list[Block]:
+def _coarsen_graph(draft: Draft) -> list[Block]:
     """A graph's blocks with their costs, measured once for all tests. The graph is kept, so that its id stays taken."""
     key = (id(draft.graph), draft.lane_hardware.devices[0].kind)
-    if key not in _measured():
+    if key not in _measured_blocks():
         p = Coarsen()
         p.rewrite(draft, p.plan(draft))
-        _measured()[key] = (draft.graph, draft.blocks)
-    return list(_measured()[key][1])
+        _measured_blocks()[key] = (draft.graph, draft.blocks)
+    return list(_measured_blocks()[key][1])
 
 
 @functools.cache
-def _parsed() -> set[str]:
+def _parsed_texts() -> set[str]:
     return set()
 
 
@@ -88,9 +88,9 @@ def assert_prints_and_parses(programs: Sequence[Program]) -> None:
     """Once per text: many tests begin with the same passes."""
     for program in programs:
         text = print_program(program, comments=True)
-        if text in _parsed():
+        if text in _parsed_texts():
             continue
-        _parsed().add(text)
+        _parsed_texts().add(text)
         again = parse_program(text, program.interface, program.device, program.function)
         assert print_program(again, comments=True) == text
 
@@ -117,7 +117,7 @@ def text_of(draft: Draft) -> str:
 
 
 @functools.cache
-def traced(name: str, dropout: float = 0.1, double: bool = False) -> tuple[OpGraph, list[Batch]]:
+def trace_case(name: str, dropout: float = 0.1, double: bool = False) -> tuple[OpGraph, list[Batch]]:
     """A zoo model's op graph and three micro-batches; shared between tests, which do not change them."""
     make = zoo()[name]
     batches = [make(dropout=dropout, seed=seed)[1] for seed in range(3)]
@@ -166,7 +166,7 @@ def chain(depth: int = 4, width: int = 16, rows: int = 2, classes: int = 4) -> O
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def generated(draft: Draft, evaluation: Sequence[Program] = ()) -> dict[str, type[StageModule]]:
+def generate_stages(draft: Draft, evaluation: Sequence[Program] = ()) -> dict[str, type[StageModule]]:
     """The stages' classes, from the files that would be written."""
     files = {}
     for program in draft.programs:
@@ -186,11 +186,11 @@ def reference(
     whole = dict(graph.model.named_parameters(remove_duplicate=False))  # of what members of a team have parts
     weights = {name: p.detach() for name, p in (whole | graph.parameters()).items()}
     buffers = {**graph.buffers(), **graph.constants}
-    stages = generated(draft, evaluation)
+    stages = generate_stages(draft, evaluation)
     return Reference([*draft.programs, *evaluation], stages, weights, spec, buffers, seed=SEED, **fields)
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def join_batches(batches: Sequence[Batch]) -> Batch:
     """Micro-batches as one global batch."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -233,7 +233,7 @@ def assert_trains_like_eager(
     eager = Eager(draft, optimizer, draft.options.max_grad_norm)
     for _ in range(steps):
         losses, grads = eager.step(batches)
-        results = machine.step(joined(batches))["results"]
+        results = machine.step(join_batches(batches))["results"]
         if draft.copies:  # devices that take turns return their losses one device after the other
             results["loss"], losses = sorted(results["loss"]), sorted(losses)
         _assert_equal(dict(enumerate(results["loss"])), dict(enumerate(losses)), tolerance)

@@ -18,7 +18,7 @@ from penstock.ir.precision import PRECISIONS, Precision
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
 from penstock.runtime.stage.draws import Draws, micro_batch_seed
-from penstock.tests.passes.running import SEED, Batch, generated
+from penstock.tests.passes.running import SEED, Batch, generate_stages
 
 FP32 = torch.float32
 INITIAL_SCALE = 65536.0  # of the loss in fp16; halved where gradients overflow
@@ -99,7 +99,7 @@ class Sequential:
         if self.precision.scales_loss and self.max_norm is None:
             self.max_norm = math.inf
         held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
-        kinds, ties = generated(draft), draft.graph.ties()
+        kinds, ties = generate_stages(draft), draft.graph.ties()
         self.stages = [
             self._stage(s.spec, d, kinds, held, optimizer, schedule, self.precision)
             for s, d in zip(draft.stages, draft.devices)
@@ -228,7 +228,7 @@ class Sequential:
             missing = m // self.accumulate - version
             if self.mode == "predict" and stage.optimizer is not None and missing:
                 group, rate = stage.optimizer.param_groups[0], stage.rates[version]
-                found[name] = predicted(weights[name], states[name], group, rate, missing)
+                found[name] = predict_weight(weights[name], states[name], group, rate, missing)
         return found
 
     def backward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
@@ -254,14 +254,14 @@ class Sequential:
         for device in devices:
             own = [found[out.name, s.spec.name] for s in reversed(readers) if s.device == device]
             if own:
-                sums.append(added(own))
-        return added(sums)
+                sums.append(add_parts(own))
+        return add_parts(sums)
 
     def share(self, grads: dict[str, dict[str, Tensor]]) -> None:
         for rows in self.sharing.values():
             devices = dict.fromkeys(stage.device for stage, _ in rows)
             parts = [[grads[s.spec.name][n] for s, n in rows if s.device == d] for d in devices]
-            total = added([added(part) for part in parts])
+            total = add_parts([add_parts(part) for part in parts])
             for stage, name in rows:
                 grads[stage.spec.name][name] = total
 
@@ -303,14 +303,16 @@ def _add_to(totals: dict[str, dict[str, Tensor]], more: Mapping[str, Mapping[str
             totals[stage][name] = totals[stage][name] + grad if name in totals[stage] else grad
 
 
-def added(parts: Sequence[Tensor]) -> Tensor:
+def add_parts(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
     return total
 
 
-def predicted(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], lr: float, updates: int) -> Tensor:
+def predict_weight(
+    weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], lr: float, updates: int
+) -> Tensor:
     """The weight after `updates` more updates by SGD with momentum, or by AdamW."""
     if not state:
         return weight

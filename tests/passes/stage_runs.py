@@ -17,7 +17,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
 from penstock.runtime.stage.runner import StageRunner
-from penstock.tests.passes.running import all_passes, apply, draft_of, generated
+from penstock.tests.passes.running import all_passes, apply, draft_of, generate_stages
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def stages_of(
     inputs."""
     held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
     values = dict(batch)
-    kinds = {} if interpreted else generated(draft)
+    kinds = {} if interpreted else generate_stages(draft)
     for stage in draft.stages:
         spec = stage.spec
         with torch.device("meta"):

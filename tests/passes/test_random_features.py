@@ -19,8 +19,8 @@ from penstock.compiler.changed_params import require_lasting
 from penstock.ir.errors import PenstockError
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
-from penstock.tests.passes.running import SGD, joined, reference
-from penstock.tests.passes.test_random_plans import coarsened, random_draft
+from penstock.tests.passes.running import SGD, join_batches, reference
+from penstock.tests.passes.test_random_plans import coarsen_graph, random_draft
 from penstock.tests.random_features import Featured, featured_model
 from penstock.tests.random_models import Batch
 
@@ -49,7 +49,7 @@ def outcome(seed: int) -> str:
     draw, made = random.Random(f"plan {seed}"), dict[str, object]()
     try:
         graph = trace(model, batches[0])
-        draft = random_draft(draw, graph, coarsened(graph), made)
+        draft = random_draft(draw, graph, coarsen_graph(graph), made)
         require_lasting(graph, draft.programs)
     except PenstockError as error:
         assert must_be_refused(model, features, str(error)), f"model {seed}, {features}, {made}"
@@ -80,7 +80,7 @@ def compare(draft: Draft, model: Featured, seed: int, batches: Sequence[Batch]) 
         losses = torch.stack([eager(**batch)["loss"] for batch in batches])
         losses.mean().backward()
         optimizer.step()
-        found = machine.step(joined(batches))["results"]
+        found = machine.step(join_batches(batches))["results"]
         torch.testing.assert_close(torch.stack(found["loss"]), losses.detach(), rtol=0, atol=tolerance)
         grads = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
         ties = draft.graph.ties()

@@ -70,7 +70,7 @@ def test_random_models_draw_the_same_on_any_devices(number: int) -> None:
 def check_model(number: int, plans: int, kinds: Sequence[str] = Layer.KINDS) -> None:
     model, batches, traits = random_model(number, kinds)
     graph = trace(model, batches[0])
-    blocks = coarsened(graph)
+    blocks = coarsen_graph(graph)
     for plan in range(plans):
         draw = random.Random(f"model {number}, plan {plan}")
         made: dict[str, object] = {}
@@ -88,7 +88,7 @@ def check_training(draft: Draft, batches: Sequence[Batch], traits: Traits) -> No
     assert_trains_like_eager(draft, batches[: draft.options.micro_batches], tolerance, steps=1)
 
 
-def coarsened(graph: OpGraph) -> list[Block]:
+def coarsen_graph(graph: OpGraph) -> list[Block]:
     draft = Draft(graph, Hardware.cpu(num_devices=1))
     Coarsen().rewrite(draft, Coarsen().plan(draft))
     return draft.blocks

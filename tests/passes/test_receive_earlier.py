@@ -30,14 +30,14 @@ from penstock.tests.passes.running import (
     assert_prints_and_parses,
     assert_trains_like_eager,
     draft_of,
-    joined,
+    join_batches,
     reference,
     to_schedule,
     traced_model,
 )
 
 
-def swapped(schedule: Schedule, num_devices: int, depth: int, rows: int, micro_batches: int, memory: int) -> Draft:
+def swapping_job(schedule: Schedule, num_devices: int, depth: int, rows: int, micro_batches: int, memory: int) -> Draft:
     """Two stages a device, whose weights come from DRAM and whose saved tensors are computed again."""
     graph, _ = traced_model(Chain(depth), batches(1, rows))
     machine = Hardware.cpu(num_devices, memory=memory)
@@ -51,7 +51,7 @@ def batches(count: int, rows: int) -> list[Batch]:
     return [{"x": torch.randn(rows, 16), "labels": torch.randint(4, (rows,))} for _ in range(count)]
 
 
-def received(programs: list[Program]) -> list[list[tuple[object, ...]]]:
+def messages_received(programs: list[Program]) -> list[list[tuple[object, ...]]]:
     """The messages of each device in the order in which it receives them, by sender."""
     own = [[(n.kwargs["src"], n.kwargs["tag"]) for n in p.ops() if n.target is ops.recv] for p in programs]
     return [sorted(rows, key=lambda row: row[0]) for rows in own]
@@ -69,7 +69,7 @@ def received(programs: list[Program]) -> list[list[tuple[object, ...]]]:
 def test_what_would_wait_for_ever_runs_within_memory_and_trains_like_eager(
     schedule: Schedule, num_devices: int, depth: int, rows: int, micro_batches: int, memory: int
 ) -> None:
-    draft = swapped(schedule, num_devices, depth, rows, micro_batches, memory)
+    draft = swapping_job(schedule, num_devices, depth, rows, micro_batches, memory)
     with pytest.raises(VerifyError, match=r"deadlock(.|\n)*device memory must be given back first"):
         verify(draft.programs, draft.machine)
     before = draft.programs
@@ -77,19 +77,19 @@ def test_what_would_wait_for_ever_runs_within_memory_and_trains_like_eager(
     assert found is not None
     verify(found, draft.machine)
     assert_prints_and_parses(found)
-    assert received(found) == received(before), "messages of one sender keep their order"
+    assert messages_received(found) == messages_received(before), "messages of one sender keep their order"
     for old, new in zip(before, found):
         names = [[n.name for n in p.ops() if n.target is not ops.recv] for p in (old, new)]
         assert names[0] == names[1], "only receives move"
     draft.programs = found
     assert_trains_like_eager(draft, batches(micro_batches, rows))
     budgets = {f"device{i}": memory for i in range(num_devices)}
-    reference(draft, budgets=budgets).step(joined(batches(micro_batches, rows)))
+    reference(draft, budgets=budgets).step(join_batches(batches(micro_batches, rows)))
 
 
 def test_orders_of_single_programs_are_joined_to_that_of_all() -> None:
     """What is kept of devices whose order has not changed is what would be built again, in the same places."""
-    programs = swapped(ScheduleInterleaved(), 3, 8, 8, 8, 41449).programs
+    programs = swapping_job(ScheduleInterleaved(), 3, 8, 8, 8, 41449).programs
     memories = Case(programs, Hardware.cpu(3, memory=41449)).memories
     whole = build_order(programs, memories)
     joined_order = join_orders(programs, [build_order([program], memories) for program in programs])
@@ -102,7 +102,7 @@ def test_memory_after_a_move_is_that_of_the_moved_text(monkeypatch: pytest.Monke
     moves: list[bool] = []
     make = _Room.make
 
-    def checked(room: _Room, move: Any) -> bool:
+    def check_model(room: _Room, move: Any) -> bool:
         made = make(room, move)
         anew = profile_memory(room.program)
         assert room.profile.live_bytes == anew.live_bytes
@@ -110,21 +110,21 @@ def test_memory_after_a_move_is_that_of_the_moved_text(monkeypatch: pytest.Monke
         moves.append(made)
         return made
 
-    monkeypatch.setattr(_Room, "make", checked)
+    monkeypatch.setattr(_Room, "make", check_model)
     for memory in (28928, 29000):  # at the first, moves lack room
-        draft = swapped(SchedulePipeline(), 2, 6, 4, 6, memory)
+        draft = swapping_job(SchedulePipeline(), 2, 6, 4, 6, memory)
         receive_earlier(draft.programs, draft.machine)
     assert {True, False} == set(moves)
 
 
 def test_work_is_limited() -> None:
-    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 29000)
+    draft = swapping_job(SchedulePipeline(), 2, 6, 4, 6, 29000)
     assert receive_earlier(draft.programs, draft.machine, most_s=1e-3) is None
     assert receive_earlier(draft.programs, draft.machine) is not None
 
 
 def test_programs_that_run_keep_their_order() -> None:
-    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
+    draft = swapping_job(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
     found = receive_earlier(draft.programs, draft.machine)
     assert found is not None
     assert [str(p.graph) for p in found] == [str(p.graph) for p in draft.programs]
@@ -141,17 +141,17 @@ def test_without_room_for_a_message_there_is_no_other_order() -> None:
 
 
 def test_a_trial_is_timed_in_the_order_in_which_it_can_run() -> None:
-    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 29000)
+    draft = swapping_job(SchedulePipeline(), 2, 6, 4, 6, 29000)
     found = receive_earlier(draft.programs, draft.machine)
     assert found is not None
     assert simulated_s(draft, draft.programs) == simulate(found, draft.machine).step_s
-    roomy = swapped(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
+    roomy = swapping_job(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
     assert simulated_s(roomy, roomy.programs) == simulate(roomy.programs, roomy.machine).step_s
 
 
 def test_a_trial_that_waits_for_ever_in_any_order_has_no_time() -> None:
     programs = exchange()
     need_bytes = max(profile_memory(program).peak_bytes[ops.DEVICE] for program in programs)
-    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
+    draft = swapping_job(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
     draft.machine = Hardware.cpu(2, memory=need_bytes)
     assert simulated_s(draft, programs) is None

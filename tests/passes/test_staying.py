@@ -70,18 +70,18 @@ def plain(spec: StageSpec) -> StageSpec:
     return replace(spec, params=tuple(replace(param, stays=False) for param in spec.params))
 
 
-def swapped(draft: Draft) -> Draft:
+def swapping_job(draft: Draft) -> Draft:
     every = [stage.spec.name for stage in draft.stages]
     decisions = {"rematerialise": every, "fetch": {name: {} for name in every}}
     return apply(draft, InsertRemat(), InsertFetch(), InsertOptimizer(), decisions=decisions)
 
 
 def test_text(golden: Golden) -> None:
-    golden(text_of(swapped(frozen_but("norm"))), "fetched")
+    golden(text_of(swapping_job(frozen_but("norm"))), "fetched")
 
 
 def test_memory_counts_them_on_the_device() -> None:
-    draft = swapped(frozen_but("norm"))
+    draft = swapping_job(frozen_but("norm"))
     (program,) = draft.programs
     profile = profile_memory(program)
     stays = [stage.spec for stage in draft.stages if stage.spec.staying]
@@ -114,7 +114,7 @@ def test_early_fetches_leave_room_for_updates(precision: str) -> None:
 
 
 def test_gradients_that_leave_are_refused() -> None:
-    draft = swapped(frozen_but("norm"))
+    draft = swapping_job(frozen_but("norm"))
     graph = draft.programs[0].graph
     step = next(node for node in graph.nodes if node.target is ops.step)
     with graph.inserting_before(step):
@@ -128,7 +128,7 @@ def test_gradients_that_leave_are_refused() -> None:
 
 
 def test_an_interface_that_contradicts_itself_is_unreadable() -> None:
-    interface = swapped(frozen_but("norm")).programs[0].interface
+    interface = swapping_job(frozen_but("norm")).programs[0].interface
     assert Interface.from_json(interface.to_json()) == interface
     spec = interface.stages["stage0"]
     for wrong in (

@@ -25,9 +25,9 @@ from penstock.tests.passes.running import (
     assert_trains_like_eager,
     cut,
     draft_of,
-    joined,
+    join_batches,
     reference,
-    traced,
+    trace_case,
     traced_model,
 )
 from penstock.tests.shown_elsewhere import ALIKE, slow_but
@@ -42,7 +42,7 @@ SLOW_HERE = ALIKE | {"bert", "mixtral", "t5", "vit"}  # others show the same her
 
 def case(name: str) -> tuple[Any, list[dict[str, torch.Tensor]], float]:
     double = name in REORDERED
-    return (*traced(name, double=double), ROUNDING if double else 0.0)
+    return (*trace_case(name, double=double), ROUNDING if double else 0.0)
 
 
 def names_of_blocks(graph: Any) -> list[str]:
@@ -126,7 +126,7 @@ def test_many_plans_train_like_eager(plan: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_gradients_are_clipped_by_their_norm_over_all_devices() -> None:
-    graph, batches = traced("gpt2", double=True)
+    graph, batches = trace_case("gpt2", double=True)
     draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2, max_grad_norm=0.01)
     apply(draft, *all_passes(4), decisions={"fetch": {"stage0": {}, "stage2": {}}})
     assert_trains_like_eager(draft, batches[:2], 1e-8)  # torch adds 1e-6 to the norm
@@ -185,7 +185,7 @@ def test_stages_behind_the_loss_get_no_gradient() -> None:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_evaluation_gives_every_output_of_the_model(name: str, swapped: bool) -> None:
     """Also those that are sent between stages, and those that no parameter touches."""
-    graph, batches = traced_model(EarlyLoss(), early_loss_batches()) if name == "early_loss" else traced(name)
+    graph, batches = traced_model(EarlyLoss(), early_loss_batches()) if name == "early_loss" else trace_case(name)
     draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2)
     fetch = {"stage0": {"forward": 1}, "stage2": {}} if swapped else {}
     apply(draft, *all_passes(3), decisions={"fetch": fetch})
@@ -193,7 +193,7 @@ def test_evaluation_gives_every_output_of_the_model(name: str, swapped: bool) ->
     verify(evaluation, draft.lane_hardware)
     fetched = {n.args[0] for p in evaluation for n in p.ops() if n.target.name == "fetch"}  # type: ignore
     assert fetched == ({"stage0.weights", "stage2.weights"} if swapped else set())
-    found = reference(draft, evaluation=evaluation).evaluate(joined(batches[:2]))["results"]
+    found = reference(draft, evaluation=evaluation).evaluate(join_batches(batches[:2]))["results"]
     module = graph.evaluation().eval()
     with torch.no_grad():
         want = [module(**batch) for batch in batches[:2]]
@@ -239,7 +239,7 @@ def test_random_numbers_differ_between_stages_micro_batches_and_steps() -> None:
     graph, batches = traced_model(model, [batch, batch])
     draft = apply(draft_of(graph, micro_batches=2), *all_passes())
     machine = reference(draft, optimizer=None)
-    losses = [loss.item() for _ in range(2) for loss in machine.step(joined(batches))["results"]["loss"]]
+    losses = [loss.item() for _ in range(2) for loss in machine.step(join_batches(batches))["results"]["loss"]]
     assert len(set(losses)) == 4
 
 
@@ -261,7 +261,7 @@ def test_predicted_peaks_are_those_that_a_run_accounts(name: str, tight: bool) -
     hardware = Hardware.cpu(num_devices=2, memory=max(peaks) * 2 // 3) if tight else roomy.machine
     draft = apply(draft_of(graph, hardware, micro_batches=2), *all_passes(4), memory=True)
     machine = reference(draft)
-    machine.step(joined(batches[:2]))
+    machine.step(join_batches(batches[:2]))
     for program in draft.programs:
         predicted = profile_memory(program).peak_bytes[ops.DEVICE]
         assert machine.accounts[f"device{program.device}"].peak_bytes == pytest.approx(predicted, rel=0.05)

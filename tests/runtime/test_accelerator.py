@@ -25,20 +25,20 @@ def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VISIBLE, raising=False)
 
 
-def used(monkeypatch: pytest.MonkeyPatch, is_used: bool) -> None:
+def set_use(monkeypatch: pytest.MonkeyPatch, is_used: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
 
 
 def test_an_unused_gpu_gets_a_queue_for_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    used(monkeypatch, False)
+    set_use(monkeypatch, False)
     accelerator.take_queues()
     assert os.environ[QUEUES] == "32"
-    used(monkeypatch, True)
+    set_use(monkeypatch, True)
     accelerator.take_queues()  # a second job of the process
 
 
 def test_a_gpu_in_use_without_queues_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    used(monkeypatch, True)
+    set_use(monkeypatch, True)
     with pytest.raises(HardwareError, match=r"not set, and this process has used its GPU.*CONNECTIONS=32 in its env"):
         accelerator.take_queues()
     assert QUEUES not in os.environ
@@ -46,7 +46,7 @@ def test_a_gpu_in_use_without_queues_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_another_number_of_queues_is_refused(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    used(monkeypatch, is_used)
+    set_use(monkeypatch, is_used)
     monkeypatch.setenv(QUEUES, "1")
     with pytest.raises(HardwareError, match="CUDA_DEVICE_MAX_CONNECTIONS: it is 1;"):
         accelerator.take_queues()
@@ -77,7 +77,7 @@ def test_a_rank_without_a_gpu_is_refused(
 
 
 def test_rocm_has_a_setting_of_its_own(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    used(monkeypatch, False)
+    set_use(monkeypatch, False)
     monkeypatch.setenv("GPU_MAX_HW_QUEUES", "")
     monkeypatch.delenv("GPU_MAX_HW_QUEUES")
     accelerator.take_queues()

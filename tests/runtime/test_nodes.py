@@ -16,7 +16,7 @@ from penstock.runtime.stage import arena
 GPUS = {"0000:17:00.0": 0, "0000:3b:00.0": 0, "0001:b1:00.0": 1, "0001:d8:00.0": 1, "0002:01:00.0": -1}
 
 
-def described(folder: Path, memory: str = "0-1\n") -> Path:
+def describe_kernel(folder: Path, memory: str = "0-1\n") -> Path:
     """What a kernel says of two sockets with 8 cores each, and of GPUs under both."""
     node = folder / "devices/system/node"
     for index, cores in enumerate(("0-3,8-11\n", "4-7,12-15\n")):
@@ -30,7 +30,7 @@ def described(folder: Path, memory: str = "0-1\n") -> Path:
 
 
 def test_the_node_of_a_gpu_is_that_of_its_root_complex(tmp_path: Path) -> None:
-    nodes = Nodes(described(tmp_path))
+    nodes = Nodes(describe_kernel(tmp_path))
     assert nodes.with_memory == [0, 1]
     assert [nodes.of_gpu(address) for address in GPUS] == [0, 0, 1, 1, None]
     assert nodes.of_gpu("0000:99:00.0") is None
@@ -43,14 +43,14 @@ def test_the_node_of_a_gpu_is_that_of_its_root_complex(tmp_path: Path) -> None:
 
 def test_nothing_is_done_where_there_is_one_node(tmp_path: Path) -> None:
     calls: list[tuple[int, int, int]] = []
-    one = Nodes(described(tmp_path, "0\n"), lambda *call: not calls.append(call))
+    one = Nodes(describe_kernel(tmp_path, "0\n"), lambda *call: not calls.append(call))
     assert one.of_gpu("0000:17:00.0") is None and Nodes(tmp_path / "none").with_memory == []
     assert not one.place(4096, 1 << 30, one.of_gpu("0000:17:00.0")) and not calls
     assert host.node_of(torch.device("cpu"), Nodes(tmp_path)) is None
 
 
 def test_gpus_of_a_node_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(described(tmp_path))
+    nodes = Nodes(describe_kernel(tmp_path))
     monkeypatch.setattr(host, "available_cores", lambda: list(range(16)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(
         pci_domain_id=1, pci_bus_id=0xB1 if device.index == 2 else 0xD8, pci_device_id=0

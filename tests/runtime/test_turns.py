@@ -139,7 +139,7 @@ def test_a_lower_turn_overtakes_a_fetch_under_way_after_its_chunk(
     overtaking = threading.Thread(target=overtake)
 
     @contextmanager
-    def watched(turn: int) -> Iterator[None]:
+    def watch(turn: int) -> Iterator[None]:
         with hold(turn):
             order.append(f"turn {turn}")
             if len(order) == 2:
@@ -147,7 +147,7 @@ def test_a_lower_turn_overtakes_a_fetch_under_way_after_its_chunk(
                 wait_until(lambda: bool(tokens._waiting[client.complex_]))
             yield
 
-    monkeypatch.setattr(client, "hold", watched)
+    monkeypatch.setattr(client, "hold", watch)
     run(session)
     overtaking.join(PATIENCE_S)
     assert order[:4] == ["turn 0", "turn 0", "urgent", "turn 0"]

@@ -40,7 +40,7 @@ class Noted(Listener):
         self.ends.append(interrupted)
 
 
-def compiled(memory: str = "250kB", **options: Any) -> tuple[Job, dict[str, torch.Tensor]]:
+def compile_job(memory: str = "250kB", **options: Any) -> tuple[Job, dict[str, torch.Tensor]]:
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=1, memory=memory, dram="1GB")
     chosen = {"optimizer": ADAMW, "micro_batches": MICRO_BATCHES, "strategy": "balanced", **options}
@@ -49,7 +49,7 @@ def compiled(memory: str = "250kB", **options: Any) -> tuple[Job, dict[str, torc
 
 def run(listeners: Sequence[Listener], steps: int = STEPS, **options: Any) -> Noted:
     """Train, with an evaluation before the last step. Returns what a listener beside the others was told."""
-    job, batch = compiled(max_grad_norm=1.0, **options)
+    job, batch = compile_job(max_grad_norm=1.0, **options)
     noted = Noted()
     with job:
         broadcast = Broadcast(job, [*listeners, noted])

@@ -10,7 +10,7 @@ import penstock
 from penstock.ir.machine.hardware import Hardware
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, zoo_case
 from penstock.tests.compiler.job.ssd_jobs import job_of, on_ssd
-from penstock.tests.training.logged_run import ADAMW, STEPS, TOKENS, compiled, run
+from penstock.tests.training.logged_run import ADAMW, STEPS, TOKENS, compile_job, run
 from penstock.training.records import StepRecords, peak_flops, step_flops
 
 
@@ -35,8 +35,8 @@ def test_the_models_work_counts_whatever_the_plan_computes_again() -> None:
     model, batch = zoo_case("gpt2")
     tokens = batch["input_ids"].numel()
     stages = "coarsen, partition-balanced{stages=2}, map-round-robin, schedule-pipeline"
-    kept, _ = compiled(memory="64MB", strategy=f"{stages}, insert-remat, insert-fetch, insert-optimizer")
-    again, _ = compiled(
+    kept, _ = compile_job(memory="64MB", strategy=f"{stages}, insert-remat, insert-fetch, insert-optimizer")
+    again, _ = compile_job(
         memory="64MB", strategy=f"{stages}, insert-remat{{always=true}}, insert-fetch, insert-optimizer"
     )
     assert again.plan.decisions.rematerialise and not kept.plan.decisions.rematerialise
@@ -47,7 +47,7 @@ def test_the_models_work_counts_whatever_the_plan_computes_again() -> None:
 
 
 def test_utilisation_is_work_over_time_and_the_peak_of_all_devices_in_the_precisions_arithmetic() -> None:
-    job, batch = compiled()
+    job, batch = compile_job()
     (device,) = job.hardware.devices
     assert peak_flops(job) == device.peak_flops["fp32"]
     records = StepRecords(job)

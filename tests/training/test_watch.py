@@ -41,7 +41,7 @@ class Asked:
         return self.found if self.step_count > 40 else None
 
 
-def watched(job: Asked, total_steps: int, steps: int = 200) -> list[int]:
+def watch_over(job: Asked, total_steps: int, steps: int = 200) -> list[int]:
     """The steps after which there was an offer."""
     watch, offered = StragglerWatch(job, total_steps), []  # type: ignore[arg-type]
     for _ in range(steps):
@@ -53,7 +53,7 @@ def watched(job: Asked, total_steps: int, steps: int = 200) -> list[int]:
 
 def test_looks_are_rarer_and_rarer_and_end_with_an_offer() -> None:
     job = Asked(object())
-    assert watched(job, total_steps=1000) == [75]
+    assert watch_over(job, total_steps=1000) == [75]
     assert job.planned == [15, 35, 75]
     assert job.looked == [*range(11, 16), *range(31, 36), *range(71, 76)]
 
@@ -61,9 +61,9 @@ def test_looks_are_rarer_and_rarer_and_end_with_an_offer() -> None:
 def test_nothing_is_planned_where_it_would_not_come_back() -> None:
     """In the last 20 s of a run, and for a device that has none beside it."""
     job = Asked(object())
-    assert watched(job, total_steps=50, steps=50) == [] and not job.planned
+    assert watch_over(job, total_steps=50, steps=50) == [] and not job.planned
     alone = Asked(object(), devices=1)
-    assert watched(alone, total_steps=1000) == [] and not alone.looked
+    assert watch_over(alone, total_steps=1000) == [] and not alone.looked
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ class Elsewhere(Tensor):
         raise AssertionError("its values were asked for")
 
 
-def freed(value: Tensor) -> Tensor:
+def free(value: Tensor) -> Tensor:
     value = value.clone()
     value.untyped_storage().resize_(0)
     return value
@@ -57,7 +57,7 @@ UNUSABLE = [
     (fake, r"is a torch\._subclasses\.fake_tensor\.FakeTensor"),
     (Elsewhere, r"is a .*\.Elsewhere, whose values lie elsewhere"),
     (lambda x: x.clone().requires_grad_(), r"requires a gradient.*value\.detach\(\)"),
-    (freed, "has no memory any more"),
+    (free, "has no memory any more"),
     (lambda x: {"shape": [8, 4], "dtype": "float32"}, "only describes a tensor"),
 ]
 

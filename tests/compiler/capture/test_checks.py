@@ -36,7 +36,7 @@ def batch_of(scale: float = 1.0, kept: int = 3) -> dict[str, Tensor]:
     return {"x": torch.randn(4, 4) * scale, "kept": torch.arange(4) < kept}
 
 
-def compiled(num_devices: int = 1) -> penstock.Job:
+def compile_job(num_devices: int = 1) -> penstock.Job:
     torch.manual_seed(0)
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory="64MB", dram="1GB")
     options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "strategy": "balanced"}
@@ -52,14 +52,14 @@ def test_checks_of_values_stay_in_the_graph_in_both_modes() -> None:
 
 
 def test_each_check_is_in_one_stage() -> None:
-    job = compiled(num_devices=2)
+    job = compile_job(num_devices=2)
     texts = [job.code(device).count("torch._assert_async(") for device in range(2)]
     assert sum(texts) == 2
 
 
 @pytest.mark.parametrize(("batch", "said"), [(batch_of(kept=2), "not 3"), (batch_of(scale=1e4), "h.abs")])
 def test_a_batch_that_fails_a_check_is_an_error_with_the_models_words(batch: Any, said: str) -> None:
-    with compiled() as job:
+    with compile_job() as job:
         job.step(batch_of())
         with pytest.raises(WorkerError, match=said):
             job.step(batch)

@@ -35,7 +35,7 @@ class Scaled(nn.Module):
         return self.head(torch.tanh(self.body(x) * self.scale))
 
 
-def weighted(output: Tensor, batch: Any) -> Tensor:
+def weighted_loss(output: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(output, batch["labels"], weight=CLASS_WEIGHTS)
 
 
@@ -44,15 +44,15 @@ def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
     return Scaled(), {"x": torch.randn(6, 4), "labels": torch.arange(6) % 3}
 
 
-def compiled(model: nn.Module, batch: Any, num_devices: int = 1, **options: Any) -> Job:
+def compile_job(model: nn.Module, batch: Any, num_devices: int = 1, **options: Any) -> Job:
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory="64MB", dram="1GB")
-    given = {"optimizer": SGD, "loss_fn": weighted, "strategy": "balanced", "micro_batches": 1, **options}
+    given = {"optimizer": SGD, "loss_fn": weighted_loss, "strategy": "balanced", "micro_batches": 1, **options}
     return penstock.compile(model, hardware, example_inputs=batch, **given)
 
 
 def eager_step(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     twin = copy.deepcopy(model)
-    loss = weighted(twin(batch["x"]), batch)
+    loss = weighted_loss(twin(batch["x"]), batch)
     loss.backward()
     SGD(twin.parameters()).step()
     return loss.detach(), twin.state_dict()
@@ -64,7 +64,7 @@ def test_written_files_carry_the_values_to_workers_that_have_no_model(tmp_path: 
     """The model that the files are loaded for may hold another tensor, or none: the programs hold their own."""
     model, batch = model_and_batch()
     loss, expected = eager_step(model, batch)
-    job = compiled(model, batch, num_devices=2)
+    job = compile_job(model, batch, num_devices=2)
     assert set(job.folder.constants) == {"scale", "CLASS_WEIGHTS"}
     job.write(tmp_path / "job")
     del model.scale
@@ -77,13 +77,13 @@ def test_written_files_carry_the_values_to_workers_that_have_no_model(tmp_path: 
         again = loaded.evaluate(batch).loss
     assert set(model.state_dict()) == set(expected)
     model.scale = torch.linspace(0.5, 2.0, 8)
-    assert_close({"loss": again}, {"loss": weighted(model(batch["x"]), batch).detach()}, 1e-6)
+    assert_close({"loss": again}, {"loss": weighted_loss(model(batch["x"]), batch).detach()}, 1e-6)
 
 
 def test_a_later_change_of_the_users_tensor_changes_no_program() -> None:
     model, batch = model_and_batch()
     loss, expected = eager_step(model, batch)
-    with compiled(model, batch) as job:
+    with compile_job(model, batch) as job:
         model.scale.fill_(100.0)
         assert_close({"loss": job.step(batch)}, {"loss": loss}, 1e-6)
         assert_close(job.state_dict(), expected, 1e-6)
@@ -91,7 +91,7 @@ def test_a_later_change_of_the_users_tensor_changes_no_program() -> None:
 
 def test_a_missing_or_damaged_file_of_values_is_named(tmp_path: Path) -> None:
     model, batch = model_and_batch()
-    job = compiled(model, batch)
+    job = compile_job(model, batch)
     path = job.write(tmp_path / "job") / "constants.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-4])
@@ -108,16 +108,16 @@ def test_a_missing_or_damaged_file_of_values_is_named(tmp_path: Path) -> None:
 
 def test_a_job_without_constants_has_no_file_of_them(tmp_path: Path) -> None:
     model, batch = model_and_batch()
-    compiled(model, batch).write(tmp_path)
+    compile_job(model, batch).write(tmp_path)
     plain = nn.Linear(4, 3)
-    compiled(plain, {"input": batch["x"]}, loss_fn=lambda out, _: out.square().mean()).write(tmp_path)
+    compile_job(plain, {"input": batch["x"]}, loss_fn=lambda out, _: out.square().mean()).write(tmp_path)
     assert not (tmp_path / "constants.safetensors").exists()
 
 
 def test_on_meta_a_plan_is_made_and_a_run_is_refused() -> None:
     with torch.device("meta"):
         model = Scaled()
-    job = compiled(model, {"x": {"shape": [6, 4]}, "labels": {"shape": [6], "dtype": "int64"}}, weights="nowhere")
+    job = compile_job(model, {"x": {"shape": [6, 4]}, "labels": {"shape": [6], "dtype": "int64"}}, weights="nowhere")
     assert job.simulate().step_s > 0
     with pytest.raises(PlanError, match=r"scale.*meta device.*register_buffer"):
         job.step(model_and_batch()[1])

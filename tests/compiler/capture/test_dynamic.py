@@ -24,7 +24,7 @@ class Model(nn.Module):
         return self.run(self.inner(x)).sum()
 
 
-def traced(run: Callable[[Tensor], Tensor], least: int = 2, most: int = 64) -> None:
+def trace_case(run: Callable[[Tensor], Tensor], least: int = 2, most: int = 64) -> None:
     ranges = {"rows": SizeRange(2, 8), "length": SizeRange(least, most)}
     trace(Model(run), {"x": torch.zeros(4, 32, 4)}, dynamic=DynamicDims(ranges, DIMS))
 
@@ -37,7 +37,7 @@ def long_only(h: Tensor) -> Tensor:
 
 def test_a_branch_on_the_length_names_its_line_and_the_ranges_on_its_sides() -> None:
     with pytest.raises(SizeBranch) as caught:
-        traced(long_only)
+        trace_case(long_only)
     text = str(caught.value)
     assert "test_dynamic.py" in text and "if h.shape[1] > 16:  # the branch" in text
     assert "length may be 2 to 64. One program holds for 17 to 64" in text
@@ -46,9 +46,9 @@ def test_a_branch_on_the_length_names_its_line_and_the_ranges_on_its_sides() -> 
 
 
 def test_on_one_side_of_a_branch_one_program_holds() -> None:
-    traced(long_only, least=17)
+    trace_case(long_only, least=17)
     with pytest.raises(SizeBranch):
-        traced(long_only, least=16)
+        trace_case(long_only, least=16)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_on_one_side_of_a_branch_one_program_holds() -> None:
 )  # fmt: skip
 def test_what_fixes_a_size_is_named(run: Callable[[Tensor], Tensor], words: str) -> None:
     with pytest.raises(SizeBranch, match=words):
-        traced(run)
+        trace_case(run)
 
 
 class Positions(Model):
@@ -83,4 +83,4 @@ def test_a_table_of_positions_says_how_long_a_sequence_may_be() -> None:
 def test_a_branch_on_multiples_is_found_in_a_range_that_is_too_wide_to_look_at_whole() -> None:
     """Sizes at even distances could all be multiples of what the model asks for."""
     with pytest.raises(SizeBranch, match="one thing where"):
-        traced(lambda h: h + 1 if h.shape[1] % 8 == 0 else h, least=16, most=16 + 8 * (1 << 16))
+        trace_case(lambda h: h + 1 if h.shape[1] % 8 == 0 else h, least=16, most=16 + 8 * (1 << 16))

@@ -220,19 +220,19 @@ def test_flex_attention_and_its_way_out():
         mask = create_block_mask(lambda b, head, i, j: i >= j, None, None, 3, 3, device="cpu")
         return flex_attention(q, q, q, block_mask=mask).sum()  # the line to blame
 
-    def scored(h):
+    def score_attention(h):
         q = h.view(1, 1, 3, 4)
         return flex_attention(q, q, q, score_mod=lambda s, b, head, i, j: s + i - j).sum()  # the line to blame
 
-    def masked(h):
+    def mask_attention(h):
         q = h.view(1, 1, 3, 4)
         mask = torch.ones(3, 3, dtype=torch.bool, device=h.device).tril()
         return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum()
 
-    for function in (flexible, scored):
+    for function in (flexible, score_attention):
         message = failure(function)
         assert message.startswith("test_trace_errors.py:") and "attn_mask" in message and len(message.split("\n")) == 2
-    trace(Model(masked), torch.randn(3, 4))
+    trace(Model(mask_attention), torch.randn(3, 4))
 
 
 class Slope(torch.autograd.Function):

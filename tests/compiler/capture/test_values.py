@@ -28,7 +28,7 @@ def split(model: Any, h: Tensor) -> Tensor:
     return first * second.sum(-1, keepdim=True)
 
 
-def repeated(model: Any, h: Tensor) -> Tensor:
+def repeat(model: Any, h: Tensor) -> Tensor:
     ends = F.pad(torch.repeat_interleave(model.sizes, model.sizes).cumsum(0), (1, 0))
     assert len(ends) == 5
     return h * ends[int(ends[1]) :].sum()
@@ -41,14 +41,14 @@ def branch(model: Any, h: Tensor) -> Tensor:
     return h if total > 4 else h * 100
 
 
-def changed(model: Any, h: Tensor) -> Tensor:
+def change(model: Any, h: Tensor) -> Tensor:
     steps = torch.arange(3)
     steps[1:].add_(model.sizes[:1])
     own = steps.clone()
     return h * len(own.unique()) if model.sizes[1].item() == 3 else h
 
 
-@pytest.mark.parametrize("function", [split, repeated, branch])
+@pytest.mark.parametrize("function", [split, repeat, branch])
 def test_values_of_constants_are_part_of_the_program(function: Any) -> None:
     model, x = Model(function, sizes=torch.tensor([1, 3])), torch.randn(3, 4)
     graph = trace(model, x)
@@ -58,7 +58,7 @@ def test_values_of_constants_are_part_of_the_program(function: Any) -> None:
 
 def test_a_value_that_was_changed_in_place_is_not_known_any_more() -> None:
     with pytest.raises(CaptureError, match=r"test_values\.py:.*unique"):
-        trace(Model(changed, sizes=torch.tensor([1, 3])), torch.randn(3, 4))
+        trace(Model(change, sizes=torch.tensor([1, 3])), torch.randn(3, 4))
 
 
 def test_a_value_that_depends_on_an_input_is_not_known() -> None:

@@ -25,14 +25,14 @@ def job_for(model: nn.Module, batch: Any, **options: Any) -> Job:
     return penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=optimizer, micro_batches=2, **options)
 
 
-def checked(name: str, dropout: float, **options: Any) -> CheckReport:
+def check_model(name: str, dropout: float, **options: Any) -> CheckReport:
     model, batch = zoo()[name](dropout=dropout)
     return check(job_for(model, batch, **options), model, [batch, batch])
 
 
 @pytest.mark.slow
 def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
-    report = checked("gpt2", dropout=0.0, max_grad_norm=0.5)
+    report = check_model("gpt2", dropout=0.0, max_grad_norm=0.5)
     assert report.passed and report.skipped is None
     assert [(d.what, d.against) for d in report.differences] == [
         (what, against) for against in ("captured graph", "model itself") for what in ("loss", "gradient", "weight")
@@ -42,7 +42,7 @@ def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), "custom_function"])
 def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_itself(name: str) -> None:
-    report = checked(name, dropout=0.1)
+    report = check_model(name, dropout=0.1)
     assert report.passed and report.skipped is None
     assert {d.against for d in report.differences} == {"captured graph", "model itself"}
     for difference in report.differences:  # the model itself takes the whole batch at once
@@ -52,7 +52,7 @@ def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_
 
 def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -> None:
     """The whole batch is given to the model at once, and a recurrent layer's states do not begin with its rows."""
-    report = checked("lstm", dropout=0.1)
+    report = check_model("lstm", dropout=0.1)
     assert report.passed and report.skipped is not None
     assert "not of single rows" in report.skipped and "micro_batches=1" in report.skipped
 
@@ -66,19 +66,19 @@ def test_activation_checkpointing_in_the_model_draws_no_other_numbers() -> None:
 
 
 def test_an_optimizer_without_states_is_probed_all_the_same() -> None:
-    assert checked("mlp", dropout=0.0, optimizer=partial(torch.optim.SGD, lr=0.1)).passed
+    assert check_model("mlp", dropout=0.0, optimizer=partial(torch.optim.SGD, lr=0.1)).passed
 
 
 @pytest.mark.parametrize("precision", slow_but(("fp16",), ["bf16", "fp16"]))
 def test_low_precision(precision: str) -> None:
-    report = checked("mlp", dropout=0.0, precision=precision, max_grad_norm=1.0)
+    report = check_model("mlp", dropout=0.0, precision=precision, max_grad_norm=1.0)
     assert report.passed
     assert next(d for d in report.differences if d.what == "gradient").relative < 1e-3
 
 
 def test_other_random_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.compiler.check.eager.micro_batch_seed", lambda *where: 7)
-    assert not checked("mlp", dropout=0.5).passed
+    assert not check_model("mlp", dropout=0.5).passed
 
 
 def test_another_gradient_is_found_and_named() -> None:

@@ -19,12 +19,12 @@ from penstock.ir.errors import CheckpointError
 from penstock.runtime.state import checkpoint
 from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
 from penstock.runtime.state.manifest import MANIFEST
-from penstock.tests.compiler.job.steps_of_ranks import RANK, compiled
+from penstock.tests.compiler.job.steps_of_ranks import RANK, compile_job
 
 
 def main() -> None:
     folder, found = Path(sys.argv[1]), dict[str, Any]()
-    job, _, batch = compiled(sys.argv[2])
+    job, _, batch = compile_job(sys.argv[2])
     with job:
         for _ in range(2):
             job.step(batch)

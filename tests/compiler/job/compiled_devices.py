@@ -21,7 +21,7 @@ from penstock.runtime.processes.local import worker_environment
 from penstock.tests.gpu.rehearsal import batches, model_of
 
 
-def trained(strategy: str = "1f1b") -> tuple[parity.Parity, list[float], dict[str, Any]]:
+def train(strategy: str = "1f1b") -> tuple[parity.Parity, list[float], dict[str, Any]]:
     """Three steps of a job: how far they are from eager's, their losses, and the blocks that ran eagerly, as all would
     that a step had to compile."""
     model, data = model_of(), batches()
@@ -49,7 +49,7 @@ def ranks(backend: str) -> list[dict[str, Any]]:
 def main(backend: str) -> None:
     parity.exact_arithmetic()
     state.BACKEND = backend
-    apart, losses, eager_blocks = trained()
+    apart, losses, eager_blocks = train()
     row = {"within": apart.within("fp32"), "found": str(apart), "losses": losses, "eager_blocks": eager_blocks}
     row |= {name: dict(counters[name]) for name in ("stats", "aot_autograd")}
     sys.stdout.write(json.dumps({"rank": int(os.environ["RANK"]), **row}) + "\n")  # at once: two ranks share the pipe

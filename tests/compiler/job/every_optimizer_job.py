@@ -86,7 +86,7 @@ def train_job(
     disk = {"ssd": "20GB", "ssd_dir": folder} if where == "ssd" else {}
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory="1GB", dram="2GB", **disk)
 
-    def compiled() -> penstock.Job:
+    def compile_job() -> penstock.Job:
         return penstock.compile(
             copy.deepcopy(model), hardware, example_inputs=batch, optimizer=case.optimizer,
             param_groups=case.param_groups, micro_batches=MICRO_BATCHES,
@@ -94,13 +94,13 @@ def train_job(
         )  # fmt: skip
 
     losses: list[float] = []
-    job = compiled()
+    job = compile_job()
     try:
         for step in range(steps):
             if resume_at and step == resume_at:
                 job.save(folder / "saved")
                 job.close()
-                job = compiled()
+                job = compile_job()
                 job.resume(folder / "saved")
             losses.append(float(job.step(batch)))
         return Trained(losses, {name: tensor.clone() for name, tensor in job.state_dict().items()})

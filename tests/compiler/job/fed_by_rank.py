@@ -59,7 +59,7 @@ class Samples(Dataset[dict[str, Tensor]]):
         return {"x": torch.randn(4, generator=made), "y": torch.randn(1, generator=made)}
 
 
-def compiled(devices: int, strategy: str = "data-parallel") -> penstock.Job:
+def compile_job(devices: int, strategy: str = "data-parallel") -> penstock.Job:
     example = {"x": torch.zeros(BATCH, 4), "y": torch.zeros(BATCH, 1)}
     return penstock.compile(
         Net(), penstock.Hardware.cpu(num_devices=devices), example_inputs=example, micro_batches=4, strategy=strategy,
@@ -99,7 +99,7 @@ def main(folder: Path, steps: int, words: list[str]) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     samples, found = Samples(), {}
     strategy = next((STRATEGIES[word] for word in words if word in STRATEGIES), "data-parallel")
-    with compiled(world, strategy) as job:
+    with compile_job(world, strategy) as job:
         if "resume" in words:
             job.resume(folder / "saved")
         found["losses"] = train(job, samples, steps)
@@ -117,7 +117,7 @@ def main(folder: Path, steps: int, words: list[str]) -> None:
         found |= {"weights": weights(job), "evaluated": float(job.evaluate(part)["loss"])}
         if "again" in words:
             job.close()
-            with compiled(world, strategy) as job:
+            with compile_job(world, strategy) as job:
                 found |= {"again": train_on_whole_batches(job, Samples(), steps), "weights again": weights(job)}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 

@@ -21,20 +21,20 @@ class HeldWriter:
         self.error: OSError | None = None
         real = tensor_file._write_all
 
-        def held(file: Any, data: memoryview) -> None:
+        def hold(file: Any, data: memoryview) -> None:
             if threading.current_thread().name == "penstock-save":
                 assert self.released.wait(60)
                 if self.error is not None:
                     raise self.error
             real(file, data)
 
-        monkeypatch.setattr(tensor_file, "_write_all", held)
+        monkeypatch.setattr(tensor_file, "_write_all", hold)
 
     def release_in(self, seconds: float) -> None:
         threading.Timer(seconds, self.released.set).start()
 
 
-def saved(directory: Path) -> dict[str, Any]:
+def save_state(directory: Path) -> dict[str, Any]:
     """All that a manifest says but the generators of the script: the sha256 of every tensor, too."""
     found = json.loads((directory / MANIFEST).read_text())
     return {key: found[key] for key in ("tensors", "scalars", "step", "optimizer", "scheduler", "loss_scale", "data")}

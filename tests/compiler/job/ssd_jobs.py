@@ -64,7 +64,7 @@ def job_of(
 Trained = tuple[list[Any], dict[Any, Tensor]]
 
 
-def trained(job: Job, batch: Any, steps: int = 3) -> Trained:
+def train_steps(job: Job, batch: Any, steps: int = 3) -> Trained:
     """Each step's loss and what was reported of gradients; then weights, buffers, states, and the loss in evaluation.
     The job stays open."""
     told = []
@@ -86,7 +86,7 @@ def trained_in_dram(name: str, strategy: str = in_dram(), **options: Any) -> Tra
     """The results of the same job without SSD; each job is trained once."""
     job, batch = job_of(name, strategy, **options)
     with job:
-        return trained(job, batch)
+        return train_steps(job, batch)
 
 
 def assert_same(found: Trained, wanted: Trained) -> None:

@@ -60,7 +60,7 @@ class HeldUpdates:
             self.changed.notify_all()
 
 
-def compiled(strategy: str = "gpipe", **options: Any) -> tuple[Job, Any, dict[str, torch.Tensor]]:
+def compile_job(strategy: str = "gpipe", **options: Any) -> tuple[Job, Any, dict[str, torch.Tensor]]:
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=2, memory="500kB", dram="1GB")
     chosen = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": strategy, "timeout_s": 60.0, **options}
@@ -72,7 +72,7 @@ def exact(strategy: str) -> dict[str, Any]:
     one alone, and not at all."""
     clipped = strategy.startswith("clipped ")
     norm = 0.05 if clipped else None
-    job, model, batch = compiled(strategy.removeprefix("clipped "), max_grad_norm=norm)
+    job, model, batch = compile_job(strategy.removeprefix("clipped "), max_grad_norm=norm)
     assert drain_of(job.programs, "fp32") is None
     assert "begins before the one before has ended" in job.explain()
     held, eager, read = HeldUpdates(), Eager(model, max_grad_norm=norm), []
@@ -95,9 +95,9 @@ def exact(strategy: str) -> dict[str, Any]:
         return {"read": read, "reports": reports, "moved": job.last.moved_bytes, "peaks": job.last.peak_bytes}
 
 
-def broken(fault: str) -> dict[str, Any]:
+def fail(fault: str) -> dict[str, Any]:
     """Rank 1 fails between two steps, while its script does something else; rank 0 reads the step's report."""
-    job, _, batch = compiled()
+    job, _, batch = compile_job()
     held = HeldUpdates(fails_in=3 if fault == "raise" and RANK == 1 else 0)
     for step in range(1, 4):
         job.step(batch)
@@ -125,7 +125,7 @@ def broken(fault: str) -> dict[str, Any]:
 
 def main() -> None:
     fault = sys.argv[2]
-    found = exact(sys.argv[3]) if fault == "exact" else broken(fault)
+    found = exact(sys.argv[3]) if fault == "exact" else fail(fault)
     path = Path(sys.argv[1], f"rank{RANK}.json")
     path.with_suffix(".new").write_text(json.dumps(found))
     path.with_suffix(".new").rename(path)

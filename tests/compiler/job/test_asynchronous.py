@@ -17,7 +17,7 @@ from penstock.compiler.search.candidates import schedules
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError, PlanError
 from penstock.passes.draft import Draft
-from penstock.tests.passes.running import SEED, Batch, joined
+from penstock.tests.passes.running import SEED, Batch, join_batches
 from penstock.tests.passes.schedule.test_schedule_async import LargeLoss
 from penstock.tests.passes.sequential import Sequential
 from penstock.tests.zoo import zoo
@@ -27,7 +27,7 @@ DECAYING = partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_fact
 PREDICTING = STRATEGIES["async"].replace("schedule-async", "schedule-async{weights=predict}")
 
 
-def compiled(model: torch.nn.Module, batch: Batch, **options: Any) -> penstock.Job:
+def compile_job(model: torch.nn.Module, batch: Batch, **options: Any) -> penstock.Job:
     machine = penstock.Hardware.cpu(num_devices=2)
     return penstock.compile(model, hardware=machine, example_inputs=batch, seed=SEED, **options)
 
@@ -43,14 +43,14 @@ def test_two_processes_train_as_the_sequential_loop_does(accumulate: int, max_no
     strategy = PREDICTING.replace("predict}", f"predict, accumulate={accumulate}}}")
     options = {"optimizer": ADAMW, "lr_scheduler": DECAYING, "micro_batches": 4, "strategy": strategy}
     options["max_grad_norm"] = max_norm
-    with compiled(model, joined(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
+    with compile_job(model, join_batches(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
         loop = Sequential(drafts[-1], "predict", ADAMW, DECAYING)
         counts = [(batch["labels"] != -100).sum().float().reshape(1) for batch in batches]
         counts = [sum(counts[m - m % accumulate :][:accumulate]) / accumulate for m in range(4)]
         counted = [{**batch, "items": count} for batch, count in zip(batches, counts)]
         for _ in range(2):
             loss = torch.stack(loop.step(counted)).mean()
-            assert torch.equal(job.step(joined(batches)), loss)
+            assert torch.equal(job.step(join_batches(batches)), loss)
         trained = job.state_dict()
         text, said = job.code(0), explain(job.plan, drafts[-1].programs, drafts[-1].lane_hardware)
     assert loop.stages[0].optimizer is not None
@@ -74,7 +74,7 @@ def test_two_processes_train_with_stages_off_their_devices(tier: str, tmp_path: 
     job = penstock.compile(
         model,
         hardware=penstock.Hardware.cpu(num_devices=2, ssd="1GB", ssd_dir=tmp_path),
-        example_inputs=joined(batches),
+        example_inputs=join_batches(batches),
         seed=SEED,
         optimizer=ADAMW,
         micro_batches=4,
@@ -89,7 +89,7 @@ def test_two_processes_train_with_stages_off_their_devices(tier: str, tmp_path: 
         names = drafts[-1].graph.inputs.keys() - batches[0].keys()
         counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
         for _ in range(2):
-            assert torch.equal(job.step(joined(batches)), torch.stack(loop.step(counted)).mean())
+            assert torch.equal(job.step(join_batches(batches)), torch.stack(loop.step(counted)).mean())
         trained = job.state_dict()
     for stage in loop.stages:
         for name, value in stage.names.items():
@@ -108,7 +108,7 @@ def test_four_processes_train_in_two_lanes(shards: int) -> None:
     job = penstock.compile(
         model,
         hardware=penstock.Hardware.cpu(num_devices=4),
-        example_inputs=joined(batches),
+        example_inputs=join_batches(batches),
         seed=SEED,
         optimizer=ADAMW,
         micro_batches=8,
@@ -122,7 +122,7 @@ def test_four_processes_train_in_two_lanes(shards: int) -> None:
         names = drafts[-1].graph.inputs.keys() - batches[0].keys()
         counted = [{**batch, **dict.fromkeys(names, count)} for batch, count in zip(batches, counts)]
         for _ in range(2):
-            torch.testing.assert_close(job.step(joined(batches)), torch.stack(loop.step(counted)).mean())
+            torch.testing.assert_close(job.step(join_batches(batches)), torch.stack(loop.step(counted)).mean())
         trained = job.state_dict()
     for stage in loop.stages:
         for name, value in stage.names.items():
@@ -135,10 +135,10 @@ def test_two_processes_skip_what_overflows() -> None:
     model, batches = LargeLoss(), [LargeLoss.batch(seed) for seed in range(8)]
     drafts: list[Draft] = []
     options = {"optimizer": ADAMW, "micro_batches": 8, "strategy": STRATEGIES["async"], "precision": "fp16"}
-    with compiled(model, joined(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
+    with compile_job(model, join_batches(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
         loop = Sequential(drafts[-1], "current", ADAMW)
         for _ in range(3):
-            assert torch.equal(job.step(joined(batches)), torch.stack(loop.step(batches)).mean())
+            assert torch.equal(job.step(join_batches(batches)), torch.stack(loop.step(batches)).mean())
         trained, last = job.state_dict(), job.last
     for stage in loop.stages:
         for name, value in stage.masters.items():
@@ -156,13 +156,13 @@ def test_it_comes_only_to_who_names_it() -> None:
 def test_what_jobs_refuse() -> None:
     model, batch = zoo()["mlp"]()
     with pytest.raises(PlanError, match="their number is yours to choose"):
-        compiled(model, batch, strategy="async")
+        compile_job(model, batch, strategy="async")
     with pytest.raises(PlanError, match=r"torch.optim:Adagrad has no rule .*torch.optim.AdamW"):
-        compiled(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=torch.optim.Adagrad)
+        compile_job(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=torch.optim.Adagrad)
     with pytest.raises(PlanError, match="without momentum"):
-        compiled(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=partial(torch.optim.SGD, lr=0.1))
+        compile_job(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(PassError, match=r"accumulate=3, but 2 micro-batches .*the nearest that works is accumulate=2"):
-        compiled(model, batch, strategy=STRATEGIES["async"] + "{accumulate=3}", micro_batches=2)
+        compile_job(model, batch, strategy=STRATEGIES["async"] + "{accumulate=3}", micro_batches=2)
 
 
 @pytest.mark.parametrize("after", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])

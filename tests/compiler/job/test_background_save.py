@@ -23,7 +23,7 @@ from penstock.runtime.state.checkpoint import find_latest, open_checkpoint
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job import ssd_jobs
 from penstock.tests.compiler.job.agents import agents
-from penstock.tests.compiler.job.held_writer import HeldWriter, saved
+from penstock.tests.compiler.job.held_writer import HeldWriter, save_state
 from penstock.tests.compiler.job.test_job_state import FOUR, TWO, batches, job_of
 from penstock.tests.runtime.ssd.on_disk import directories
 from penstock.tests.shown_elsewhere import slow_but
@@ -66,7 +66,7 @@ def test_the_state_between_two_steps_is_saved(place: str, tmp_path: Path, writer
         writer.released.set()
         assert save.wait(60) == tmp_path / "behind" and save.done and 0 < save.longest_stall_s < 10
         wanted = job.state_dict()
-    assert saved(tmp_path / "behind") == saved(tmp_path / "at once")
+    assert save_state(tmp_path / "behind") == save_state(tmp_path / "at once")
     with job_of(copy.deepcopy(model), data[0], **PLACES[place]) as job:
         assert job.resume(tmp_path / "behind") == {"next": 2} and job.step_count == 2
         assert [job.step(batch) for batch in data[2:]] == losses
@@ -98,7 +98,7 @@ def test_states_on_ssd_are_read_before_a_step_replaces_them(choice: str, tmp_pat
         save.wait(60)
         assert save.longest_stall_s > 0.1
         wanted = ssd_jobs.left_by(job, batch)
-    assert saved(tmp_path / "behind") == saved(tmp_path / "at once")
+    assert save_state(tmp_path / "behind") == save_state(tmp_path / "at once")
     again, _ = on_disks(tmp_path, **CHOICES[choice])
     with again:
         again.resume(tmp_path / "behind")
@@ -116,7 +116,7 @@ def test_tensors_larger_than_a_piece_are_read_from_ssd_in_several(
         job.step(batch)
         job.save(tmp_path / "at once")
         job.save(tmp_path / "behind", wait=False).wait()
-    assert saved(tmp_path / "behind") == saved(tmp_path / "at once")
+    assert save_state(tmp_path / "behind") == save_state(tmp_path / "at once")
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, writer: HeldWriter) -> None:

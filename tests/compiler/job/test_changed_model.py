@@ -10,22 +10,22 @@ import penstock
 from penstock.errors import PlanError
 
 
-def made() -> tuple[nn.Module, torch.Tensor]:
+def make() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0))
     model[0].bias.requires_grad_(False)
     return model, torch.randn(4, 4)
 
 
-def compiled(model: nn.Module, x: torch.Tensor) -> penstock.Job:
+def compile_job(model: nn.Module, x: torch.Tensor) -> penstock.Job:
     return penstock.compile(
         model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=lambda output, batch: output.mean()
     )
 
 
 def test_freezing_after_compile_is_refused_at_the_next_step(tmp_path) -> None:
-    model, x = made()
-    with compiled(model, x) as job:
+    model, x = make()
+    with compile_job(model, x) as job:
         job.step(x)
         model[2].requires_grad_(False)
         with pytest.raises(PlanError, match=r"2\.weight\.requires_grad is False now, .* True, and trains it"):
@@ -42,10 +42,10 @@ def test_freezing_after_compile_is_refused_at_the_next_step(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_loaded_plan_is_compared_with_the_model_as_well(tmp_path) -> None:
-    model, x = made()
-    with compiled(model, x) as job:
+    model, x = make()
+    with compile_job(model, x) as job:
         job.write(tmp_path)
-    again, _ = made()
+    again, _ = make()
     with penstock.load(tmp_path, again) as job:
         job.step(x)
         again.requires_grad_(True)

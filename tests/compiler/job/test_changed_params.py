@@ -58,7 +58,7 @@ class Changing(nn.Module):
         return F.cross_entropy(self.head(h), labels)
 
 
-def made(change: str) -> Changing:
+def make(change: str) -> Changing:
     torch.manual_seed(0)
     return Changing(change)
 
@@ -68,7 +68,7 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"ids": ids[i], "labels": labels[i]} for i in range(3)]
 
 
-def compiled(model: nn.Module, devices: int = 1, **options: Any) -> penstock.Job:
+def compile_job(model: nn.Module, devices: int = 1, **options: Any) -> penstock.Job:
     hardware = Hardware.cpu(num_devices=devices)
     return penstock.compile(
         model, hardware, example_inputs=batches()[0], optimizer=SGD, **{"micro_batches": 2, **options}
@@ -93,23 +93,23 @@ def assert_equals_eager(job: penstock.Job, model: Changing) -> None:
     "change", slow_but(("clamp, tied", "data", "copy"), ["clamp", "clamp, tied", "two", "data", "copy"])
 )
 def test_an_elementwise_change_lasts(change: str) -> None:
-    model = made(change)
-    assert_equals_eager(compiled(model), model)
+    model = make(change)
+    assert_equals_eager(compile_job(model), model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mobius", "mics", "zero3-offload", "data-parallel", "1f1b", "zero-bubble"])
 def test_it_lasts_under_every_strategy(strategy: str) -> None:
     for change in ("clamp", "clamp, tied"):
-        model = made(change)
-        assert_equals_eager(compiled(model, 2, strategy=strategy), model)
+        model = make(change)
+        assert_equals_eager(compile_job(model, 2, strategy=strategy), model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mobius-ssd", "fuyou"])
 @pytest.mark.parametrize("clip", [None, 1e6])
 def test_it_lasts_on_ssd(strategy: str, clip: float | None, tmp_path: Any) -> None:
-    model = made("clamp")
+    model = make("clamp")
     job = penstock.compile(
         model, Hardware.cpu(num_devices=1, ssd="1GB"), example_inputs=batches()[0], optimizer=SGD, micro_batches=2,
         strategy=strategy, max_grad_norm=clip, ssd_dirs=[tmp_path],
@@ -119,18 +119,18 @@ def test_it_lasts_on_ssd(strategy: str, clip: float | None, tmp_path: Any) -> No
 
 def test_masters_of_another_precision_take_the_change() -> None:
     """Tolerance: that of bf16 in one step; without the change weights of up to 0.35 would be off by 0.25."""
-    model = made("clamp")
+    model = make("clamp")
     eager = copy.deepcopy(model)
     eager(**batches()[0]).backward()
     SGD(eager.parameters()).step()
-    with compiled(model, precision="bf16") as job:
+    with compile_job(model, precision="bf16") as job:
         job.step(batches()[0])
         torch.testing.assert_close(job.state_dict(), dict(eager.state_dict()), rtol=0, atol=5e-3)
 
 
 def test_the_rows_that_max_norm_changes_last_where_forward_runs_on_the_weights() -> None:
-    model = made("max_norm")
-    assert_equals_eager(compiled(model, strategy="1f1b"), model)
+    model = make("max_norm")
+    assert_equals_eager(compile_job(model, strategy="1f1b"), model)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_rows_that_max_norm_changes_last_where_forward_runs_on_the_weights()
 )
 def test_a_plan_that_would_lose_a_change_is_refused(change: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=rf"test_changed_params\.py(?s:.*){reason}.*strategy=\"1f1b\""):
-        compiled(made(change), **options)
+        compile_job(make(change), **options)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_a_plan_that_would_lose_a_change_is_refused(change: str, options: dict[s
 )
 def test_what_eager_would_do_once_a_step_is_refused_with_its_line(change: str, reason: str) -> None:
     with pytest.raises(CaptureError, match=rf"test_changed_params\.py:\d+: (?s:.*){reason}.*clamp_\(-1, 1\)"):
-        compiled(made(change))
+        compile_job(make(change))
 
 
 def test_asynchronous_training_and_the_check() -> None:
     with pytest.raises(PassError, match=r"forward changes first\.weight in place"):
-        compiled(made("clamp"), 2, strategy="async")
-    model = made("clamp")
-    report = check(compiled(model), model, batches())
+        compile_job(make("clamp"), 2, strategy="async")
+    model = make("clamp")
+    report = check(compile_job(model), model, batches())
     assert report.passed and report.skipped is None, report.differences

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.tests.compiler.job.compiled_devices import ranks, trained
+from penstock.tests.compiler.job.compiled_devices import ranks, train
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +38,10 @@ def test_ranks_of_torchrun_find_what_ranks_have_compiled() -> None:
 
 
 def test_workers_find_what_workers_have_compiled(cache: Path) -> None:
-    apart, losses, eager_blocks = trained()
+    apart, losses, eager_blocks = train()
     assert apart.within("fp32") and eager_blocks == {}, (apart, eager_blocks)
     before = entries(cache)
     assert any(name.startswith("aotautograd/") for name in before), before
-    _, again, eager_blocks = trained()
+    _, again, eager_blocks = train()
     assert again == losses and eager_blocks == {}
     assert entries(cache) == before

@@ -33,7 +33,7 @@ def batch_of(make: Any, **options: Any) -> dict[str, torch.Tensor]:
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
-def compiled(model: torch.nn.Module, batch: Any, memory: str = RESIDENT, **options: Any) -> penstock.Job:
+def compile_job(model: torch.nn.Module, batch: Any, memory: str = RESIDENT, **options: Any) -> penstock.Job:
     given = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced", **options}
     hardware = penstock.Hardware.cpu(num_devices=1, memory=memory, dram="1GB")
     return penstock.compile(model, hardware, example_inputs=batch, compile_stages=True, **given)
@@ -57,7 +57,7 @@ def test_blocks_of_all_stages_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
     counters.clear()
     model, batch = gpt2(dropout=0.0, num_layers=4)[0], batch_of(gpt2)
     eager = Eager(model)
-    with compiled(model, batch, strategy=in_stages(2)) as job:
+    with compile_job(model, batch, strategy=in_stages(2)) as job:
         assert_trains(job, eager, batch, REORDERED)
         assert job.last is not None and job.last.eager_blocks == {}
         found = re.findall(r"(stage\d)  (\w+), (\d) blocks?: compiled", job.explain())
@@ -70,7 +70,7 @@ def test_blocks_of_all_stages_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 def test_blocks_that_draw_run_eagerly_by_name_and_exactly() -> None:
     model, batch = gpt2(num_layers=4)[0], batch_of(gpt2)
     eager = Eager(model)
-    with compiled(model, batch, strategy=in_stages(1)) as job:
+    with compile_job(model, batch, strategy=in_stages(1)) as job:
         assert "stage0  GPT2Block, 4 blocks: eagerly: it draws random numbers" in job.explain()
         with pytest.warns(UserWarning, match="compile_stages: GPT2Block of stage0 runs eagerly: it draws random"):
             loss = job.step(batch)
@@ -100,7 +100,7 @@ def test_a_second_start_finds_on_disk_what_the_first_has_compiled(tmp_path: Path
 def test_inductor_trains_like_eager(name: str, memory: str) -> None:
     model, batch = zoo_case(name)
     eager = Eager(model)
-    with compiled(model, batch, memory) as job:
+    with compile_job(model, batch, memory) as job:
         assert_trains(job, eager, batch, REORDERED)
         assert bool(job.plan.decisions.fetch) == (memory == SWAPPED)
         page = job.explain()
@@ -113,7 +113,7 @@ def test_a_mixture_of_experts_trains_like_eager(experts: str) -> None:
     """torch runs grouped products of fp32, but not on fake tensors: those layers run as written, which is said."""
     model, batch = mixtral(dropout=0.0, experts=experts)[0], zoo_case("mixtral")[1]
     eager = Eager(model)
-    with compiled(model, batch) as job:
+    with compile_job(model, batch) as job:
         assert_trains(job, eager, batch, REORDERED)
         found = job.last.eager_blocks
         if experts == "batched_mm":
@@ -130,7 +130,7 @@ def test_inductor_trains_like_eager_at_other_lengths(length: int) -> None:
     batch = token_batch(2 * MICRO_BATCHES, length)
     batch["attention_mask"][:], batch["labels"] = 1, batch["input_ids"]  # padding would leave nothing of two tokens
     eager = Eager(model)
-    with compiled(model, batch) as job:
+    with compile_job(model, batch) as job:
         assert_trains(job, eager, batch, REORDERED)
         assert job.last is not None and job.last.eager_blocks == {}
 
@@ -140,12 +140,12 @@ def test_inductor_trains_like_eager_at_other_lengths(length: int) -> None:
 def test_inductor_trains_like_eager_where_forward_runs_again(precision: str) -> None:
     """bf16 within the bounds of written stages: fused kernels leave roundings out."""
     model, batch = zoo_case("llama")
-    kept = compiled(model, batch, precision=precision)
+    kept = compile_job(model, batch, precision=precision)
     stages = list(kept.folder.interface.stages)
     decisions = kept.plan.decisions.model_copy(update={"rematerialise": stages})
     plan = kept.plan.model_copy(update={"decisions": decisions})
     found = []
-    for job in (kept, compiled(model, batch, strategy="auto", precision=precision, plan=plan)):
+    for job in (kept, compile_job(model, batch, strategy="auto", precision=precision, plan=plan)):
         with job:
             found.append(parity.train_job(job, [batch] * parity.STEPS))
             assert job.last.eager_blocks == {}

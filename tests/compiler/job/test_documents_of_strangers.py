@@ -23,7 +23,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import PenstockError, WorkerError
 from penstock.runtime.state.weights import open_directory
-from penstock.tests.mutated_documents import CANARY, changed, mutate, nasty_values
+from penstock.tests.mutated_documents import CANARY, change_values, mutate, nasty_values
 
 FEW, MANY = 12, 290  # changes per kind of document: MANY for seven kinds are some 2,000
 BATCH = {"x": torch.linspace(-1, 1, 32).reshape(8, 4)}
@@ -40,7 +40,7 @@ class SmallNet(nn.Module):
         return self.c(self.b(self.n(torch.relu(self.a(x))))).square().mean()
 
 
-def signed(document: Any) -> str:
+def sign(document: Any) -> str:
     """A manifest whose digest agrees, whatever stands in it."""
     if isinstance(document, dict):
         rest = {key: value for key, value in document.items() if key != "sha256"}
@@ -75,7 +75,7 @@ class Place:
         shutil.copytree(self.root / "good", target)
         values = nasty_values(self.canary)
         if name == "manifest":
-            mutate(target / "c" / "manifest.json", draw, values, signed)
+            mutate(target / "c" / "manifest.json", draw, values, sign)
         elif name == "shard":
             mutate(draw.choice(sorted((target / "c").glob("*.safetensors"))), draw, values, None)
         elif name == "weights":
@@ -83,7 +83,7 @@ class Place:
             mutate(file, draw, values, json.dumps if file.suffix == ".json" else None)
         elif name == "hardware.yaml":
             path = target / "f" / name
-            document = changed(yaml.safe_load(path.read_text()), draw, values)
+            document = change_values(yaml.safe_load(path.read_text()), draw, values)
             path.write_bytes(json.dumps(document).encode("utf-8", "surrogatepass"))  # JSON is YAML
             if draw.random() < 0.3:
                 mutate(path, draw, values, None)
@@ -185,6 +185,6 @@ def test_a_position_beyond_a_generators_words_is_refused(place: Place, position:
     path = target / "c" / "manifest.json"
     document = json.loads(path.read_text())
     document["rng"]["numpy"]["items"][2] = position
-    path.write_text(signed(document))
+    path.write_text(sign(document))
     with pytest.raises(penstock.errors.CheckpointError, match="generator 'numpy'"):
         place.job.resume(target / "c")

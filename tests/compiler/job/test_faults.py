@@ -184,12 +184,14 @@ def test_what_does_not_fit_names_a_change_with_which_it_does(
     assert plan.predicted is not None
     assert all(peak <= plan.predicted.budget_bytes[memory] for memory, peak in plan.predicted.peak_bytes.items())
     if "memory" in changed:  # near: with a tenth less it would not fit
-        less = {key: int(0.9 * getattr(part, f"{key}_bytes")) for key, part in _sized(wider).items() if key in changed}
+        less = {
+            key: int(0.9 * getattr(part, f"{key}_bytes")) for key, part in _size_of(wider).items() if key in changed
+        }
         with pytest.raises(DoesNotFit):
             penstock.compile(model, wider.with_(**less), example_inputs=batch, **options)
 
 
-def _sized(hardware: penstock.Hardware) -> dict[str, Any]:
+def _size_of(hardware: penstock.Hardware) -> dict[str, Any]:
     return {"memory": hardware.devices[0], "dram": hardware.hosts[0]}
 
 
@@ -267,7 +269,7 @@ def test_an_error_inside_the_model_names_the_line_and_the_job_does_not_go_on(tmp
 # --- processes
 
 
-def gone(process_ids: list[int]) -> bool:
+def are_gone(process_ids: list[int]) -> bool:
     """Whether none of the processes runs any more (a zombie does not)."""
     for pid in process_ids:
         try:
@@ -280,9 +282,9 @@ def gone(process_ids: list[int]) -> bool:
 
 def wait_until_gone(process_ids: list[int], timeout_s: float = STOP_S) -> bool:
     deadline = time.monotonic() + timeout_s
-    while not gone(process_ids) and time.monotonic() < deadline:
+    while not are_gone(process_ids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return gone(process_ids)
+    return are_gone(process_ids)
 
 
 @pytest.mark.slow
@@ -296,7 +298,7 @@ def test_a_killed_worker_stops_all_and_the_last_checkpoint_resumes(tmp_path: Pat
         driver = job.driver
         assert isinstance(driver, LocalWorkers)
         pids = driver.process_ids
-        assert len(pids) == 2 and not gone(pids)
+        assert len(pids) == 2 and not are_gone(pids)
         killed_s: list[float] = []
 
         def kill() -> None:

@@ -17,7 +17,7 @@ from penstock.ir.errors import BatchError, CheckpointError, PlanError
 from penstock.ir.program import Interface
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.compiler.job import fed_by_rank as fed_by_parts
-from penstock.tests.compiler.job.fed_by_rank import BATCH, Net, Samples, compiled, train
+from penstock.tests.compiler.job.fed_by_rank import BATCH, Net, Samples, compile_job, train
 
 
 def torchrun(ranks: int, folder: Path, steps: int, *words: str) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def test_parts_train_as_whole_batches_and_go_on_elsewhere_at_the_right_sample(tm
         assert found["losses"] == found["again"] == first["losses"]
         assert found["weights"] == found["weights again"] == first["weights"]
     samples, rest = Samples(), Samples()
-    with compiled(1, "balanced") as job:
+    with compile_job(1, "balanced") as job:
         losses = train(job, samples, 6)
         assert first["losses"] == pytest.approx(losses[:4], rel=1e-5)
         assert job.resume(tmp_path / "saved")["note"] == "of the script"
@@ -59,7 +59,7 @@ def test_parts_train_as_whole_batches_and_go_on_elsewhere_at_the_right_sample(tm
 @pytest.mark.multi
 def test_two_ranks_go_on_where_four_stood(tmp_path: Path) -> None:
     samples = Samples()
-    with compiled(1, "balanced") as job:
+    with compile_job(1, "balanced") as job:
         losses = train(job, samples, 7)
     begun = torchrun(4, tmp_path, 4, "save")
     gone_on = torchrun(2, tmp_path, 3, "resume")
@@ -77,7 +77,7 @@ def test_two_ranks_go_on_where_four_stood(tmp_path: Path) -> None:
 @pytest.mark.multi
 def test_a_middle_stage_reads_nothing_and_a_lane_its_half(tmp_path: Path) -> None:
     samples = Samples()
-    with compiled(1, "balanced") as job:
+    with compile_job(1, "balanced") as job:
         losses = train(job, samples, 4)
     first, middle, last = torchrun(3, tmp_path, 4, "pipeline")
     assert [rank["inputs"] for rank in (first, middle, last)] == [["x"], [], ["y"]]

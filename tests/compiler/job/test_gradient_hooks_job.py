@@ -36,7 +36,7 @@ def trebles(p: Tensor) -> None:
     p.grad.mul_(3.0)
 
 
-def made(hooks: bool = True) -> Tied:
+def make(hooks: bool = True) -> Tied:
     torch.manual_seed(0)
     model = Tied()
     if hooks:
@@ -63,7 +63,7 @@ def by_eager(model: Tied, clip: float | None = None) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def compiled(model: Tied, devices: int, clip: float | None, **options: Any) -> penstock.Job:
+def compile_job(model: Tied, devices: int, clip: float | None, **options: Any) -> penstock.Job:
     hardware = Hardware.cpu(num_devices=devices)
     return penstock.compile(model, hardware, example_inputs=batches()[0], optimizer=SGD, max_grad_norm=clip, **options)
 
@@ -73,13 +73,13 @@ def assert_equals_eager(job: penstock.Job, clip: float | None) -> None:
         for batch in batches():
             job.step(batch)
         found = job.state_dict()
-    torch.testing.assert_close(found, dict(by_eager(made(), clip)), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(found, dict(by_eager(make(), clip)), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_one_device_runs_hooks_as_eager_does(micro_batches: int, clip: float | None) -> None:
-    job = compiled(made(), 1, clip, micro_batches=micro_batches)
+    job = compile_job(make(), 1, clip, micro_batches=micro_batches)
     assert job.code(0).count("rt.hook(") == 1
     assert_equals_eager(job, clip)
 
@@ -91,7 +91,7 @@ STRATEGIES = ["mobius", "mics", "zero3-offload", "data-parallel", "zero-bubble",
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_every_strategy_runs_hooks_as_eager_does(strategy: str, clip: float | None) -> None:
-    assert_equals_eager(compiled(made(), 2, clip, micro_batches=2, strategy=strategy), clip)
+    assert_equals_eager(compile_job(make(), 2, clip, micro_batches=2, strategy=strategy), clip)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_states_on_ssd_are_stepped_on_hooked_gradients(strategy: str, tmp_path: 
     hardware = Hardware.cpu(num_devices=1, ssd="1GB")
     for clip in (None, 0.05):
         job = penstock.compile(
-            made(), hardware, example_inputs=batches()[0], optimizer=SGD, max_grad_norm=clip, strategy=strategy,
+            make(), hardware, example_inputs=batches()[0], optimizer=SGD, max_grad_norm=clip, strategy=strategy,
             micro_batches=2, ssd_dirs=[tmp_path],
         )  # fmt: skip
         assert_equals_eager(job, clip)
@@ -111,9 +111,9 @@ def test_a_scaled_loss_does_not_show_in_a_hook() -> None:
     """fp16 gradients are scaled; the hook's bound is on the gradient itself. Tolerance: that of fp16."""
     losses = {}
     for precision in ("fp32", "fp16"):
-        model = made(hooks=False)
+        model = make(hooks=False)
         model.first.weight.register_hook(lambda g: g.clamp(-0.001, 0.001))
-        with compiled(model, 1, None, micro_batches=2, precision=precision) as job:
+        with compile_job(model, 1, None, micro_batches=2, precision=precision) as job:
             before = model.first.weight.detach().clone()
             losses[precision] = float(job.step(batches()[0]))
             moved = (job.state_dict()["first.weight"].float() - before).abs().max()
@@ -122,19 +122,19 @@ def test_a_scaled_loss_does_not_show_in_a_hook() -> None:
 
 
 def test_a_written_plan_brings_its_hooks(tmp_path: Any) -> None:
-    compiled(made(), 1, None, micro_batches=2).write(tmp_path)
-    assert_equals_eager(penstock.load(tmp_path, made(hooks=False)), None)
-    assert_equals_eager(penstock.load(tmp_path, made()), None)
-    other = made()
+    compile_job(make(), 1, None, micro_batches=2).write(tmp_path)
+    assert_equals_eager(penstock.load(tmp_path, make(hooks=False)), None)
+    assert_equals_eager(penstock.load(tmp_path, make()), None)
+    other = make()
     other.first.weight.register_hook(lambda g: g * 2)
     with pytest.raises(PlanError, match=r"the gradient hooks of first\.weight are gt\(v0, 0\), .*, mul\(v3, 2\) now"):
         penstock.load(tmp_path, other)
 
 
 def test_hooks_that_change_after_compile_are_refused_at_the_next_step() -> None:
-    model, factors = made(hooks=False), {"scale": 0.5}
+    model, factors = make(hooks=False), {"scale": 0.5}
     handle = model.first.weight.register_hook(lambda g: g * factors["scale"])
-    with compiled(model, 1, None, micro_batches=1) as job:
+    with compile_job(model, 1, None, micro_batches=1) as job:
         job.step(batches()[0])
         factors["scale"] = 0.25
         with pytest.raises(PlanError, match=r"first\.weight are mul\(v0, 0.25\) now, .* mul\(v0, 0.5\)"):
@@ -153,15 +153,15 @@ def test_hooks_that_change_after_compile_are_refused_at_the_next_step() -> None:
 
 def test_what_has_no_gradient_of_a_whole_batch_is_refused() -> None:
     with pytest.raises(PassError, match="gradient hook, which runs on the gradient of a whole batch"):
-        compiled(made(), 2, None, micro_batches=2, strategy="async")
-    model = made(hooks=False)
+        compile_job(make(), 2, None, micro_batches=2, strategy="async")
+    model = make(hooks=False)
     model.first.weight.register_hook(lambda g: g + 0.1)
     with pytest.raises(PassError, match=r"first\.weight makes something else of zero"):
-        compiled(model, 2, None, micro_batches=2, strategy="mics")
+        compile_job(model, 2, None, micro_batches=2, strategy="mics")
 
 
 def test_the_check_against_eager_has_the_hooks() -> None:
-    model = made()
-    job = compiled(model, 1, 0.05, micro_batches=2)
+    model = make()
+    job = compile_job(model, 1, 0.05, micro_batches=2)
     report = check(job, model, batches())
     assert report.passed and report.skipped is None, report.differences

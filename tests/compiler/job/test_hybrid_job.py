@@ -25,7 +25,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-3, eps=1e-4)
 TOLERANCE = 3e-6
 
 
-def compiled(
+def compile_job(
     counts: tuple[int, ...],
     optimizer: Any,
     dropout: float,
@@ -57,7 +57,7 @@ def compiled(
 def test_a_hybrid_with_tied_stages_trains_as_eager(counts: tuple[int, ...], optimizer: Any) -> None:
     """Losses, gradients (by the momentum, or the moments, of every parameter on each device that updates it) and
     weights, with dropout, four micro-batches in a step, and clipping."""
-    job, batch = compiled(counts, optimizer, dropout=0.1, max_grad_norm=0.5)
+    job, batch = compile_job(counts, optimizer, dropout=0.1, max_grad_norm=0.5)
     tied = next(rows for name, rows in job.folder.interface.groups.items() if name.startswith("tie."))
     assert len(tied) == counts[0] + counts[-1]
     assert_trains_like_eager(job, batch, TOLERANCE, optimizer=optimizer, max_grad_norm=0.5)

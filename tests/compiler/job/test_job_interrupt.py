@@ -28,7 +28,7 @@ def job_of(num_devices: int) -> tuple[Job, Any]:
     ), batch
 
 
-def interrupted(job: Job, call: Callable[[], Any], times: int = 1, inside: str = "_run_all") -> None:
+def raise_interrupt(job: Job, call: Callable[[], Any], times: int = 1, inside: str = "_run_all") -> None:
     """Make a call into which Ctrl-C comes as soon as the devices get a command."""
     driver, left = job.driver, [times]
     usual = getattr(driver, inside)
@@ -56,14 +56,14 @@ def test_ctrl_c_finishes_the_step_and_everything_goes_on(num_devices: int, tmp_p
     job, batch = job_of(num_devices)
     with job:
         job.step(batch)
-        interrupted(job, lambda: job.step(batch))
+        raise_interrupt(job, lambda: job.step(batch))
         assert job.step_count == 2 and job.last is not None and job.last.loss == losses[1]
-        interrupted(job, lambda: job.evaluate(batch))
-        interrupted(job, lambda: job.save(tmp_path / "saved"), inside="call")
-        interrupted(job, job.sync, inside="call")
+        raise_interrupt(job, lambda: job.evaluate(batch))
+        raise_interrupt(job, lambda: job.save(tmp_path / "saved"), inside="call")
+        raise_interrupt(job, job.sync, inside="call")
         assert all(torch.equal(job.model.state_dict()[name], tensor) for name, tensor in job.state_dict().items())
         assert float(job.step(batch)) == losses[2]
-        interrupted(job, lambda: job.resume(tmp_path / "saved"), inside="call")
+        raise_interrupt(job, lambda: job.resume(tmp_path / "saved"), inside="call")
         assert job.step_count == 2
         assert [float(job.step(batch)) for _ in range(2)] == losses[2:]
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in job.state_dict().items())
@@ -74,7 +74,7 @@ def test_a_second_ctrl_c_breaks_the_step_off(tmp_path: Path) -> None:
     with job:
         losses = [float(job.step(batch)) for _ in range(2)]
         job.save(tmp_path / "saved")
-        interrupted(job, lambda: job.step(batch), times=2)
+        raise_interrupt(job, lambda: job.step(batch), times=2)
         with pytest.raises(WorkerError, match=r"KeyboardInterrupt.*job\.resume"):
             job.step(batch)
         job.resume(tmp_path / "saved")

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-def compiled(name: str, num_devices: int, memory: str, **options: Any) -> tuple[Job, nn.Module, dict[str, Tensor]]:
+def compile_job(name: str, num_devices: int, memory: str, **options: Any) -> tuple[Job, nn.Module, dict[str, Tensor]]:
     model, batch = zoo_case(name)
     job = penstock.compile(
         model,
@@ -62,7 +62,7 @@ def assert_trains_like(job: Job, eager: Eager, batch: Any, tolerance: float, ste
     ],
 )
 def test_one_device(name: str, memory: str) -> None:
-    job, model, batch = compiled(name, 1, memory)
+    job, model, batch = compile_job(name, 1, memory)
     assert bool(job.plan.decisions.fetch) == (memory == SWAPPED)
     eager = Eager(model)
     with job:
@@ -84,7 +84,7 @@ def test_one_device(name: str, memory: str) -> None:
     ],
 )
 def test_two_devices(name: str, memory: str) -> None:
-    job, model, batch = compiled(name, 2, memory)
+    job, model, batch = compile_job(name, 2, memory)
     assert bool(job.plan.decisions.fetch) == (memory != RESIDENT)
     eager = Eager(model)
     with job:
@@ -97,7 +97,7 @@ def test_two_devices(name: str, memory: str) -> None:
 @pytest.mark.multi
 def test_custom_autograd_function_of_a_test_module_in_workers() -> None:
     """The workers import the function's module, and run its own backward; never this script."""
-    job, model, batch = compiled("custom_function", 2, "1MB")
+    job, model, batch = compile_job("custom_function", 2, "1MB")
     assert "ScaledGradient" in job.code(0) + job.code(1)
     with job:
         assert_trains_like(job, Eager(model), batch, CHAIN)

@@ -39,7 +39,7 @@ def line_with(lines: list[str], *parts: str, after: int = 0) -> int:
     return next(i for i, line in enumerate(lines) if i >= after and all(part in line for part in parts))
 
 
-def moved(lines: list[str], source: int, target: int) -> list[str]:
+def move(lines: list[str], source: int, target: int) -> list[str]:
     """The line `source` put in front of what is now line `target`."""
     line = lines.pop(source)
     lines.insert(target - (source < target), line)
@@ -62,7 +62,7 @@ def value_lost(lines: list[str]) -> list[str]:
 
 def used_after_free(lines: list[str]) -> list[str]:
     free = line_with(lines, "rt.free(add_7_m0", after=line_with(lines, "# backward"))
-    return moved(lines, free, line_with(lines, "rt.backward(", "micro_batch=0"))
+    return move(lines, free, line_with(lines, "rt.backward(", "micro_batch=0"))
 
 
 def message_renamed(lines: list[str]) -> list[str]:
@@ -86,7 +86,7 @@ def freed_too_late(lines: list[str]) -> list[str]:
     """The inputs of the first micro-batch and its gradient stay until the second one's are there: one too much."""
     second = line_with(lines, "rt.backward(", "micro_batch=1")
     for name in ("rt.free(add_7_m0", "rt.free(d_add_7_m0"):
-        moved(lines, line_with(lines, name, after=line_with(lines, "# backward")), second + 1)
+        move(lines, line_with(lines, name, after=line_with(lines, "# backward")), second + 1)
     return lines
 
 
@@ -166,7 +166,7 @@ def test_an_edited_computation_is_what_runs(tmp_path: Path) -> None:
     assert text == job.code(0)
     lines = text.splitlines()
     loads = [i for i, line in enumerate(lines) if "rt.load(" in line][:2]
-    moved(lines, loads[1], loads[0])
+    move(lines, loads[1], loads[0])
     lines.insert(loads[0], "    # a comment of my own")
     (out / "device0.py").write_text("\n".join(lines) + "\n")
     eager = Eager(model)

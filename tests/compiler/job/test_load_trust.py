@@ -19,7 +19,7 @@ from penstock.runtime.source.trust import OWN
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 
 
-def compiled(folder: Path, devices: int = 1, **options: Any) -> tuple[nn.Module, Any, Path]:
+def compile_job(folder: Path, devices: int = 1, **options: Any) -> tuple[nn.Module, Any, Path]:
     """A model with an autograd function of its own, a batch, and the folder of its job."""
     model, batch = zoo_case("custom_function")
     hardware = penstock.Hardware.cpu(num_devices=devices, memory="1MB")
@@ -35,7 +35,7 @@ def with_canary(out: Path, canary: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_was_written_runs_without_trust(devices: int, tmp_path: Path) -> None:
-    model, batch, out = compiled(tmp_path, devices)
+    model, batch, out = compile_job(tmp_path, devices)
     assert "ScaledGradient.apply(" in "".join(path.read_text() for path in out.glob("device*.py"))
     eager = Eager(model)
     with penstock.load(out, model) as job:
@@ -46,7 +46,7 @@ def test_what_was_written_runs_without_trust(devices: int, tmp_path: Path) -> No
 def test_looking_at_a_folder_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, out = compiled(tmp_path)
+    _, _, out = compile_job(tmp_path)
     with_canary(out, tmp_path / "canary")
     file = out / "device0.py"
     file.write_text(file.read_text().replace("import torch\n", "import no_such_module\nimport torch\n", 1))
@@ -58,7 +58,7 @@ def test_looking_at_a_folder_runs_nothing(
 
 
 def test_only_trust_runs_more_than_is_printed(tmp_path: Path) -> None:
-    model, batch, out = compiled(tmp_path)
+    model, batch, out = compile_job(tmp_path)
     with_canary(out, tmp_path / "canary")
     with pytest.raises(VerifyError, match=r"device0.py:\d+: `open\(.*nothing else\. .*trust=True"):
         penstock.load(out, model)
@@ -71,7 +71,7 @@ def test_only_trust_runs_more_than_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_file_that_changes_after_load_is_verified_again(devices: int, tmp_path: Path) -> None:
-    model, batch, out = compiled(tmp_path, devices)
+    model, batch, out = compile_job(tmp_path, devices)
     with penstock.load(out, model) as job:
         with_canary(out, tmp_path / "canary")
         with pytest.raises(VerifyError, match="nothing else"):
@@ -79,7 +79,7 @@ def test_a_file_that_changes_after_load_is_verified_again(devices: int, tmp_path
     assert not (tmp_path / "canary").exists()
 
 
-def edited(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
     settings = json.loads((out / "settings.json").read_text())
     optimizer = json.loads(settings["optimizer"])
     change(optimizer)
@@ -96,19 +96,19 @@ def edited(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
     ],
 )
 def test_settings_name_no_code(key: str, value: Any, said: str, tmp_path: Path) -> None:
-    model, _, out = compiled(tmp_path)
-    edited(out, lambda optimizer: optimizer.update({key: value}))
+    model, _, out = compile_job(tmp_path)
+    edit(out, lambda optimizer: optimizer.update({key: value}))
     with pytest.raises(PlanError, match=f"settings.json: .*{said}"):
         penstock.load(out, model)
 
 
-def halved(epoch: int) -> float:
+def halve(epoch: int) -> float:
     return 0.5**epoch
 
 
 def test_a_function_as_an_argument_needs_trust(tmp_path: Path) -> None:
-    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=halved)
-    model, batch, out = compiled(tmp_path, lr_scheduler=schedule)
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=halve)
+    model, batch, out = compile_job(tmp_path, lr_scheduler=schedule)
     with pytest.raises(PlanError, match=r"settings.json: argument 'lr_lambda' is a function .*trust=True"):
         penstock.load(out, model)
     eager = Eager(model, lr_scheduler=schedule)

@@ -25,7 +25,7 @@ TIERS = {
 }
 
 
-def compiled(
+def compile_job(
     model: Any, batch: Any, tier: str, precision: str = "fp32", sums: str = "", **options: Any
 ) -> penstock.Job:
     hardware = penstock.Hardware.cpu(num_devices=4, ssd="1GB")
@@ -40,7 +40,7 @@ def test_shards_on_four_devices_train_as_eager(tmp_path: Path) -> None:
     """Also a checkpoint, which one device alone goes on from."""
     model, batch = zoo_case("gpt2")
     eager = Eager(model, max_grad_norm=0.5)
-    with compiled(model, batch, "device") as job:
+    with compile_job(model, batch, "device") as job:
         assert job.plan.decisions.sharding is not None and job.plan.decisions.sums == "two-hop"
         for _ in range(2):
             assert float(job.step(batch)) == pytest.approx(float(eager.step(batch)), rel=1e-6)
@@ -60,7 +60,7 @@ def test_shards_on_four_devices_train_as_eager(tmp_path: Path) -> None:
 def test_sums_that_every_device_receives_whole() -> None:
     model, batch = zoo_case("gpt2")
     eager = Eager(model, max_grad_norm=0.5)
-    with compiled(model, batch, "device", sums="{every=all-reduce}") as job:
+    with compile_job(model, batch, "device", sums="{every=all-reduce}") as job:
         assert job.plan.decisions.sums == "all-reduce"
         for _ in range(2):
             assert float(job.step(batch)) == pytest.approx(float(eager.step(batch)), rel=1e-6)
@@ -79,7 +79,7 @@ def test_tiers_and_precisions(tier: str, precision: str, tmp_path: Path) -> None
     with penstock.compile(model, penstock.Hardware.cpu(1), strategy="balanced", **one) as alone:
         wanted = [float(alone.step(batch)) for _ in range(3)]
         want = alone.state_dict()
-    with compiled(model, batch, tier, precision, ssd_dirs=[str(d) for d in disks] or None) as job:
+    with compile_job(model, batch, tier, precision, ssd_dirs=[str(d) for d in disks] or None) as job:
         assert [float(job.step(batch)) for _ in range(3)] == pytest.approx(wanted, rel=REORDERED[precision])
         found = job.state_dict()
         for name, weight in want.items():

@@ -23,13 +23,13 @@ from penstock.tests.compiler.eager_baseline import (
     assert_same_states,
     zoo_case,
 )
-from penstock.tests.compiler.job.ssd_jobs import in_dram, job_of, on_ssd, trained
+from penstock.tests.compiler.job.ssd_jobs import in_dram, job_of, on_ssd, train_steps
 from penstock.tests.shown_elsewhere import slow_but
 
 REORDERED = 5e-6  # see test_job_parity.py: gpt2 ties its table
 
 
-def swapped(**options: Any) -> tuple[Job, nn.Module, dict[str, torch.Tensor]]:
+def swapping_job(**options: Any) -> tuple[Job, nn.Module, dict[str, torch.Tensor]]:
     """Weights and updates in DRAM, on one device in this process."""
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=1, memory="250kB", dram="1GB")
@@ -42,14 +42,14 @@ def test_a_step_returns_before_its_updates_and_the_next_one_uses_them(monkeypatc
     update, returned = StageStore.update, threading.Condition()
     steps, updates = [1], dict[str, int]()
 
-    def held(store: StageStore, *args: Any, **fields: Any) -> None:
+    def hold(store: StageStore, *args: Any, **fields: Any) -> None:
         updates[store.spec.name] = number = updates.get(store.spec.name, 0) + 1
         with returned:
             assert returned.wait_for(lambda: steps[0] >= number, 60), "a step waits for its updates"
         update(store, *args, **fields)
 
-    monkeypatch.setattr(StageStore, "update", held)
-    job, model, batch = swapped()
+    monkeypatch.setattr(StageStore, "update", hold)
+    job, model, batch = swapping_job()
     eager = Eager(model)
     with job:
         for step in range(1, 5):
@@ -70,16 +70,16 @@ def test_a_step_returns_before_its_updates_and_the_next_one_uses_them(monkeypatc
 def test_what_breaks_the_end_of_a_step_is_raised_by_the_next_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, use: str
 ) -> None:
-    job, _, batch = swapped()
+    job, _, batch = swapping_job()
     job.step(batch)
 
     returned = threading.Event()
 
-    def broken(*args: Any, **fields: Any) -> None:
+    def fail(*args: Any, **fields: Any) -> None:
         assert returned.wait(60)
         raise ArithmeticError("no such update")
 
-    monkeypatch.setattr(StageStore, "update", broken)
+    monkeypatch.setattr(StageStore, "update", fail)
     job.step(batch)
     returned.set()
     calls = {
@@ -100,7 +100,7 @@ def test_files_on_ssd_are_read_after_they_are_written(tmp_path: Any, strategy: s
     for job, batch in (job_of("gpt2", in_dram()), job_of("gpt2", strategy, [tmp_path / "disk"])):
         with job:
             losses = [float(job.step(batch)) for _ in range(4)]
-            found.append((losses, trained(job, batch, 1)))
+            found.append((losses, train_steps(job, batch, 1)))
     (plain, (told, left)), (losses, (told_here, left_here)) = found
     assert losses == plain and told[0][0] == told_here[0][0]
     assert all(torch.equal(left_here[name], tensor) for name, tensor in left.items())
@@ -113,7 +113,7 @@ def test_a_step_that_draws_in_the_scripts_process_is_over_when_it_returns(
     """The script may draw as soon as it has the loss; a stage that is computed again would draw from its generator."""
     update, may_update, updates = StageStore.update, threading.Event(), [0]
 
-    def counted(store: StageStore, *args: Any, **fields: Any) -> None:
+    def count(store: StageStore, *args: Any, **fields: Any) -> None:
         assert may_update.wait(60)
         update(store, *args, **fields)
         updates[0] += 1
@@ -129,7 +129,7 @@ def test_a_step_that_draws_in_the_scripts_process_is_over_when_it_returns(
         timeline = job.simulate()
         assert (timeline.step_s == timeline.from_rest_s) == bool(dropout)
         job.step(batch)
-        monkeypatch.setattr(StageStore, "update", counted)
+        monkeypatch.setattr(StageStore, "update", count)
         if dropout:
             may_update.set()
         job.step(batch)

@@ -27,7 +27,7 @@ def running() -> Any:
         yield job, batch
 
 
-def held(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+def hold(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Make the job's steps wait. Returns the events of their begin and of their leave to go on."""
     begun, leave = threading.Event(), threading.Event()
     real = job.driver.begin_step
@@ -45,7 +45,7 @@ def test_a_second_thread_is_refused_not_kept_waiting(
     running: tuple[Job, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job, batch = running
-    begun, leave = held(job, monkeypatch)
+    begun, leave = hold(job, monkeypatch)
     losses: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: losses.append(job.step(batch)), name="first")
     thread.start()

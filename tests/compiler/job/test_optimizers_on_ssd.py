@@ -32,7 +32,7 @@ def disk(tmp_path: Path) -> Path:
     return directories(tmp_path)[0]
 
 
-def enlarged(output: Any, batch: Any) -> Tensor:
+def enlarge(output: Any, batch: Any) -> Tensor:
     """A loss whose gradients overflow in fp16 until the loss scale has been halved some times."""
     loss: Tensor = output.loss * 8.0
     return loss
@@ -52,21 +52,21 @@ def train(
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=1, memory="1GB", dram="2GB", ssd="20GB", ssd_dir=disk)
 
-    def compiled() -> penstock.Job:
+    def compile_job() -> penstock.Job:
         return penstock.compile(
             copy.deepcopy(model), hardware, example_inputs=batch, optimizer=optimizer, lr_scheduler=SCHEDULE,
             param_groups=GROUPS, strategy=PIPELINE.format(clip=clip, tier=tier), micro_batches=2, precision=precision,
-            max_grad_norm=norm, loss_fn=enlarged if large else None,
+            max_grad_norm=norm, loss_fn=enlarge if large else None,
         )  # fmt: skip
 
     told: list[Any] = []
-    job = compiled()
+    job = compile_job()
     try:
         for step in range(STEPS):
             if resume and step == SAVED_AT:
                 job.save(disk / "saved")
                 job.close()
-                job = compiled()
+                job = compile_job()
                 job.resume(disk / "saved")
             job.step(batch)
             assert job.last is not None

@@ -33,7 +33,7 @@ def documents(*lengths: int, seed: int = 0) -> list[Tensor]:
 STEPS = [documents(5, 3, 8, 6, 4, 2, 2), documents(2, 2, 2, 2, 7, 3, 5, 8, seed=1), documents(8, 1, 6, 4, 4, 7, seed=2)]
 
 
-def made(name: str, attention: str) -> nn.Module:
+def make(name: str, attention: str) -> nn.Module:
     model, _ = zoo()[name](dropout=0.0)
     model.set_attn_implementation(attention)  # type: ignore[operator]
     return model
@@ -49,7 +49,7 @@ def loss_alone(model: nn.Module, given: Sequence[Tensor]) -> Tensor:
     return total / count
 
 
-def compiled(model: nn.Module, batch: Any, **options: Any) -> Job:
+def compile_job(model: nn.Module, batch: Any, **options: Any) -> Job:
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
     return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", **options)
 
@@ -66,11 +66,11 @@ def compiled(model: nn.Module, batch: Any, **options: Any) -> Job:
     ],
 )
 def test_packed_training_is_that_of_each_document_by_itself(name: str, attention: str) -> None:
-    model = made(name, attention)
+    model = make(name, attention)
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)
     packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
     assert {len(rows["input_ids"]) for rows in packed} == {4}
-    with compiled(model, packed[0], micro_batches=2) as job:
+    with compile_job(model, packed[0], micro_batches=2) as job:
         for rows, given in zip(packed, STEPS):
             assert_close({"loss": job.step(rows)}, {"loss": eager.step(given)}, 1e-6)
         assert_same_states(job, eager, REORDERED)  # momentum: the gradients of all steps
@@ -79,10 +79,10 @@ def test_packed_training_is_that_of_each_document_by_itself(name: str, attention
 
 def test_the_kernel_of_documents_in_a_job() -> None:
     """On CPU plans keep the mask; a plan for a GPU holds this decision."""
-    model = made("llama", "sdpa")
+    model = make("llama", "sdpa")
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)
     packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
-    plan = compiled(model, packed[0], micro_batches=2).plan
+    plan = compile_job(model, packed[0], micro_batches=2).plan
     assert plan.decisions.masks == {}
     places = [f"model.layers.{i}.self_attn" for i in range(2)]
     plan.decisions.masks = dict.fromkeys(places, "documents")
@@ -95,14 +95,14 @@ def test_the_kernel_of_documents_in_a_job() -> None:
         assert_same_states(job, eager, REORDERED)
 
 
-def bordered(most: int) -> tuple[Job, Job, list[dict[str, Tensor]]]:
+def bordered_jobs(most: int) -> tuple[Job, Job, list[dict[str, Tensor]]]:
     """A job in bf16 whose plan has room for so many documents, one in blocks, and their batches."""
     packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
     jobs = []
     for form in (DocumentBorders(most=most, positions="position_ids"), "documents"):
-        model, options = made("llama", "sdpa"), {"optimizer": SGD, "precision": "bf16"}
-        plan = compiled(model, packed[0], micro_batches=2, precision="bf16").plan
+        model, options = make("llama", "sdpa"), {"optimizer": SGD, "precision": "bf16"}
+        plan = compile_job(model, packed[0], micro_batches=2, precision="bf16").plan
         plan.decisions.masks = {f"model.layers.{i}.self_attn": form for i in range(2)}
         jobs.append(penstock.compile(model, hardware, example_inputs=packed[0], plan=plan, **options))
     return jobs[0], jobs[1], packed
@@ -110,7 +110,7 @@ def bordered(most: int) -> tuple[Job, Job, list[dict[str, Tensor]]]:
 
 def test_a_plan_with_borders_runs_in_blocks_on_a_cpu() -> None:
     """Borders are made once for both layers; where there is no kernel for them, blocks give the same bits as ever."""
-    found, want, packed = bordered(16)
+    found, want, packed = bordered_jobs(16)
     assert found.code().count("functions.document_borders(") == 1
     assert found.code().count("borders=document_borders") == 1  # in the class of both layers
     with found, want:
@@ -123,7 +123,7 @@ def test_a_plan_with_borders_runs_in_blocks_on_a_cpu() -> None:
 def test_more_documents_than_a_plan_has_room_for_are_refused() -> None:
     packed = penstock.pack_documents(STEPS[0], SEQUENCE).columns["position_ids"]
     most = max(int((part.diff() != 1).sum()) + 2 for part in packed.split(2))
-    found, _, batches = bordered(most)
+    found, _, batches = bordered_jobs(most)
     crowded = {name: value.clone() for name, value in batches[0].items()}
     crowded["position_ids"][2:] = 0  # each token a document
     with found:
@@ -149,7 +149,7 @@ def test_plans_for_gpus_with_flash_attention_take_borders(precision: str, machin
         packed = penstock.pack_documents(documents(*lengths), 640)
         rows = {name: value[:1].expand(2, -1).contiguous() for name, value in packed.columns.items()}
         job = penstock.compile(
-            made("llama", "sdpa"), machine, example_inputs=rows, optimizer=SGD, precision=precision, micro_batches=1,
+            make("llama", "sdpa"), machine, example_inputs=rows, optimizer=SGD, precision=precision, micro_batches=1,
             strategy="balanced",
         )  # fmt: skip
         found = set(job.plan.decisions.masks.values())
@@ -160,7 +160,7 @@ def test_plans_for_gpus_with_flash_attention_take_borders(precision: str, machin
 def test_a_plan_for_a_gpu_takes_the_kernel_of_documents() -> None:
     spec = {"shape": [2, 1024], "dtype": "int64"}
     packed = {"input_ids": spec, "position_ids": spec, "labels": spec}
-    job = penstock.compile(made("llama", "sdpa"), "rtx4090x1", example_inputs=packed, optimizer=SGD)
+    job = penstock.compile(make("llama", "sdpa"), "rtx4090x1", example_inputs=packed, optimizer=SGD)
     assert set(job.plan.decisions.masks.values()) == {"documents"}
     assert "2" in next(line for line in job.explain().splitlines() if "causal in each document" in line)
 
@@ -178,10 +178,10 @@ FLASH = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 @pytest.mark.parametrize("options", [FLASH, pytest.param({}, marks=pytest.mark.slow)])
 def test_the_batches_of_transformers_collator(options: dict[str, bool]) -> None:
     """Flash attention's numbers are others in each batch, and no part of the program."""
-    model = made("llama", "sdpa")
+    model = make("llama", "sdpa")
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)
     lengths = [(3, 5), (2, 2, 4), (8,)]
-    with compiled(model, flattened(lengths[0], **options)) as job:
+    with compile_job(model, flattened(lengths[0], **options)) as job:
         for step, each in enumerate(lengths):
             batch = flattened(each, step, **options)
             assert batch.get("max_length_q", max(each)) == max(each)
@@ -195,11 +195,11 @@ def test_the_batches_of_transformers_collator(options: dict[str, bool]) -> None:
 
 
 def test_any_number_of_tokens() -> None:
-    model = made("gpt2", "sdpa")
+    model = make("gpt2", "sdpa")
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)
     lengths = [(3, 5), (9, 2, 2, 4), (2,)]
     tokens = torch.export.Dim("tokens", max=24)
-    with compiled(model, flattened(lengths[0], **FLASH), dynamic_shapes=tokens) as job:
+    with compile_job(model, flattened(lengths[0], **FLASH), dynamic_shapes=tokens) as job:
         for step, each in enumerate(lengths):
             batch = flattened(each, step, **FLASH)
             assert_close({"loss": job.step(batch)}, {"loss": eager.step(documents(*each, seed=step))}, 1e-6)
@@ -210,7 +210,7 @@ def test_any_number_of_tokens() -> None:
 def test_borders_without_positions_are_refused(option: str) -> None:
     batch = flattened((3, 5), return_position_ids=False, **{option: True})
     with pytest.raises(PlanError, match=r"no 'position_ids'.*return_position_ids=True"):
-        compiled(made("llama", "sdpa"), batch)
+        compile_job(make("llama", "sdpa"), batch)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -219,22 +219,22 @@ def test_a_mask_that_hides_the_borders_is_refused(attention: str) -> None:
     batch = flattened((3, 5))
     whole = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     with pytest.raises(PlanError, match=r"of model\.layers\.0\.self_attn and 1 more sees .*leave 'attention_mask' out"):
-        compiled(made("llama", attention), whole)
+        compile_job(make("llama", attention), whole)
 
 
 def test_a_model_that_makes_its_mask_without_positions_is_refused() -> None:
     with pytest.raises(PlanError, match=r"and 1 more sees across.*Allowed: an 'attention_mask' of booleans"):
-        compiled(made("opt", "sdpa"), flattened((3, 5)))
+        compile_job(make("opt", "sdpa"), flattened((3, 5)))
 
 
 def test_a_mask_of_all_pairs_is_the_users_own() -> None:
     """It shows OPT's tokens their own document, which the model does not find by itself."""
-    model = made("opt", "sdpa")
+    model = make("opt", "sdpa")
     batch = flattened((3, 5))
     document = (batch["position_ids"] == 0).cumsum(-1)
     mask = (document[:, None, :, None] == document[:, None, None]).tril()
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)
-    with compiled(model, {**batch, "attention_mask": mask}) as job:
+    with compile_job(model, {**batch, "attention_mask": mask}) as job:
         assert_close({"loss": job.step({**batch, "attention_mask": mask})}, {"loss": eager.step(documents(3, 5))}, 1e-6)
 
 
@@ -244,14 +244,14 @@ def test_padding_on_the_left_is_no_border() -> None:
         "input_ids": torch.ones_like(mask), "attention_mask": mask,
         "position_ids": torch.tensor([[1, 1, 0, 1], [0, 1, 2, 3]]), "labels": torch.ones_like(mask),
     }  # fmt: skip
-    compiled(made("llama", "sdpa"), batch).close()
+    compile_job(make("llama", "sdpa"), batch).close()
 
 
 def test_a_mask_made_of_another_input_is_the_models_own() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = made("opt", "sdpa")
+            self.inner = make("opt", "sdpa")
 
         def forward(self, documents: Tensor, **given: Tensor) -> Any:
             mask = (documents[:, None, :, None] == documents[:, None, None]).tril()
@@ -259,7 +259,7 @@ def test_a_mask_made_of_another_input_is_the_models_own() -> None:
 
     batch = flattened((3, 5))
     batch["documents"] = (batch["position_ids"] == 0).cumsum(-1)
-    compiled(Masked(), batch).close()
+    compile_job(Masked(), batch).close()
 
 
 class Words(nn.Module):
@@ -293,7 +293,7 @@ READS = {
 @pytest.mark.parametrize(("name", "read"), [(name, read) for name, reads in READS.items() for read in reads])
 def test_a_forward_that_reads_flash_attentions_numbers_is_refused(name: str, read: Any) -> None:
     with pytest.raises(CaptureError, match=rf"test_packed_job.py:\d+: .*\n  forward reads '{name}', which differs"):
-        compiled(Words(read), flattened((3, 5), **FLASH))
+        compile_job(Words(read), flattened((3, 5), **FLASH))
 
 
 def test_a_model_without_positions_is_refused() -> None:
@@ -302,11 +302,11 @@ def test_a_model_without_positions_is_refused() -> None:
         model.head(model.table(input_ids)).flatten(0, 1), labels.flatten()
     )
     with pytest.raises(PlanError, match="the model does not read 'position_ids'"):
-        compiled(model, flattened((3, 5)))
+        compile_job(model, flattened((3, 5)))
 
 
 def test_flash_attentions_numbers_are_neither_tensors_nor_part_of_the_flags() -> None:
     one, other = (flattened(lengths, **FLASH) for lengths in ((3, 5), (2, 2, 4)))
-    model = without_cache(made("llama", "sdpa"))
+    model = without_cache(make("llama", "sdpa"))
     assert flatten(model, one)[1] == flatten(model, other)[1]
     assert flatten(model, one)[0].keys() == {"input_ids", "labels", "position_ids", "seq_idx"}

@@ -32,7 +32,7 @@ from penstock.tests.compiler.job.ssd_jobs import (
     job_of,
     left_by,
     on_ssd,
-    trained,
+    train_steps,
     trained_in_dram,
 )
 from penstock.tests.runtime.ssd.on_disk import EIO, ENOSPC, Faults, directories
@@ -81,7 +81,7 @@ def test_a_disk_that_fails_breaks_the_step_and_the_checkpoint_resumes(
     with job:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
-        wanted = trained(job, batch, 1)
+        wanted = train_steps(job, batch, 1)
         faults = Faults(engine_of(job), write=write, results=[None] * number + [result])
         begin_s = time.monotonic()
         op = r"rt\.write" if write else r"rt\.(read|fetch)"
@@ -95,7 +95,7 @@ def test_a_disk_that_fails_breaks_the_step_and_the_checkpoint_resumes(
                 call(batch)
         job.resume(tmp_path / "checkpoint")
         assert len(list(disk.iterdir())) == 1  # the broken run's folder is gone
-        assert_same(trained(job, batch, 1), wanted)
+        assert_same(train_steps(job, batch, 1), wanted)
     assert not list(disk.iterdir())
 
 
@@ -118,7 +118,7 @@ def test_a_disk_that_fails_while_the_model_is_loaded(tmp_path: Path, monkeypatch
             job.step(batch)
     assert not list(disk.iterdir())
     with job:
-        assert_same(trained(job, batch), trained_in_dram("gpt2"))
+        assert_same(train_steps(job, batch), trained_in_dram("gpt2"))
 
 
 @pytest.mark.slow
@@ -126,12 +126,12 @@ def test_a_disk_that_fails_while_the_model_is_loaded(tmp_path: Path, monkeypatch
 def test_short_transfers_are_continued(write: bool, tmp_path: Path) -> None:
     job, batch = job_of("gpt2", on_ssd(), directories(tmp_path))
     with job:
-        first = trained(job, batch, 1)
+        first = train_steps(job, batch, 1)
         results: list[int | None] = [4096, 512, None, 1024, 8192, 512]
         faults = Faults(engine_of(job), write=write, results=results)
-        told = [*first[0], *trained(job, batch, 1)[0]]
+        told = [*first[0], *train_steps(job, batch, 1)[0]]
         assert not faults.results
-        told += trained(job, batch, 1)[0]
+        told += train_steps(job, batch, 1)[0]
         assert_same((told, left_by(job, batch)), trained_in_dram("gpt2"))
 
 
@@ -155,18 +155,18 @@ def test_a_flipped_bit_is_detected(tier: str, tmp_path: Path) -> None:
     with job:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
-        wanted = trained(job, batch, 1)
+        wanted = train_steps(job, batch, 1)
         path = flip_a_bit(disk, "stage")
         with pytest.raises(SsdError, match=r"device 0 \(cpu0\), line \d+: .*rt\.read.*not those that were") as caught:
             job.step(batch)
         assert caught.value.file == str(path) and caught.value.offset_bytes == 0
         job.resume(tmp_path / "checkpoint")
-        assert_same(trained(job, batch, 1), wanted)
+        assert_same(train_steps(job, batch, 1), wanted)
         flip_a_bit(disk, "stage")
         with pytest.raises(SsdError, match="not those that were written"):  # nor does it get into a checkpoint
             job.save(tmp_path / "checkpoint")
         job.resume(tmp_path / "checkpoint")
-        assert_same(trained(job, batch, 1), wanted)
+        assert_same(train_steps(job, batch, 1), wanted)
 
 
 @pytest.mark.multi
@@ -178,7 +178,7 @@ def test_a_flipped_bit_in_a_worker(tmp_path: Path) -> None:
     with job:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
-        wanted = trained(job, batch, 1)
+        wanted = train_steps(job, batch, 1)
         path = flip_a_bit(disk, "stage")
         with pytest.raises(SsdError, match=r"device [01] \(cpu[01]\), line \d+: .*rt\.read") as caught:
             job.step(batch)
@@ -187,7 +187,7 @@ def test_a_flipped_bit_in_a_worker(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match=r"job\.resume"):
             job.step(batch)
         job.resume(tmp_path / "checkpoint")
-        assert_same(trained(job, batch, 1), wanted)
+        assert_same(train_steps(job, batch, 1), wanted)
     assert not list(disk.iterdir())
 
 
@@ -204,7 +204,7 @@ def test_two_jobs_share_a_directory(tmp_path: Path) -> None:
     with left, right:
         for _ in range(3):
             for rows, job in zip(told, (left, right)):
-                rows += trained(job, batch, 1)[0]
+                rows += train_steps(job, batch, 1)[0]
         assert len(list(disks[0].iterdir())) == 2
         assert_same((told[0], left_by(left, batch)), trained_in_dram("gpt2"))
         assert_same((told[1], left_by(right, batch)), trained_in_dram("gpt2"))
@@ -269,7 +269,7 @@ def test_more_dram_than_the_machine_has_is_refused(tmp_path: Path) -> None:
 # --- numbers
 
 
-def enlarged(output: Any, batch: Any) -> Tensor:
+def enlarge(output: Any, batch: Any) -> Tensor:
     """A loss whose gradients overflow in fp16 until the loss scale has been halved some times."""
     loss: Tensor = output["loss"] * 96.0
     return loss
@@ -286,7 +286,7 @@ def enlarged(output: Any, batch: Any) -> Tensor:
 )
 @pytest.mark.slow
 def test_overflow_in_the_first_step_of_fp16(clip: str, norm: float | None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"precision": "fp16", "loss_fn": enlarged, "max_grad_norm": norm}
+    options: dict[str, Any] = {"precision": "fp16", "loss_fn": enlarge, "max_grad_norm": norm}
     disks = directories(tmp_path)
     job, batch = job_of("gpt2", on_ssd(clip=clip), disks, **options)
     with job:
@@ -297,17 +297,17 @@ def test_overflow_in_the_first_step_of_fp16(clip: str, norm: float | None, tmp_p
         assert all(torch.equal(tensor, before[name]) for name, tensor in job.state_dict().items())
     anew, _ = job_of("gpt2", on_ssd(clip=clip), disks, **options)
     with anew:
-        told, left = trained(anew, batch, 6)
+        told, left = train_steps(anew, batch, 6)
     assert [skipped for *_, skipped in told] == sorted((skipped for *_, skipped in told), reverse=True)
     assert told[0][-1] and not told[-1][-1]
     assert_same((told, left), train_with_nan(options, "gpt2", [batch] * 6, in_dram(), []))
 
 
 def train_with_nan(options: dict[str, Any], name: str, batches: list[Any], strategy: str, disks: list[Path]) -> Any:
-    """What `trained` gives, of a step on each of these batches."""
+    """The result of `train`, of a step on each of these batches."""
     job, _ = job_of(name, strategy, disks, **options)
     with job:
-        told = [trained(job, batch, 1)[0][0] for batch in batches]
+        told = [train_steps(job, batch, 1)[0][0] for batch in batches]
         return told, left_by(job, batches[0])
 
 
@@ -344,11 +344,11 @@ def test_a_loss_that_is_not_a_number_stops_the_job(tmp_path: Path) -> None:
     with job:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
-        wanted = trained(job, batch, 1)
+        wanted = train_steps(job, batch, 1)
         with pytest.raises(NonFiniteLoss, match="step 3 is nan"):
             job.step({**batch, "x": batch["x"] * float("nan")})
         job.resume(tmp_path / "checkpoint")
-        assert_same(trained(job, batch, 1), wanted)
+        assert_same(train_steps(job, batch, 1), wanted)
 
 
 # --- optimizers that look at more than one element
@@ -359,7 +359,7 @@ def test_adafactor_on_ssd_equals_adafactor(tmp_path: Path) -> None:
     options = {"optimizer": partial(torch.optim.Adafactor, lr=1e-2), "max_grad_norm": 0.5}
     job, batch = job_of("gpt2", on_ssd(clip="speculative"), directories(tmp_path), **options)
     with job:
-        assert_same(trained(job, batch), trained_in_dram("gpt2", **options))
+        assert_same(train_steps(job, batch), trained_in_dram("gpt2", **options))
 
 
 def test_lbfgs_is_refused(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_a_killed_worker(seed: int, tmp_path: Path) -> None:
     with job:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
-        wanted = trained(job, batch, 3)
+        wanted = train_steps(job, batch, 3)
         driver = job.driver
         assert isinstance(driver, LocalWorkers)
         job.resume(tmp_path / "checkpoint")
@@ -395,5 +395,5 @@ def test_a_killed_worker(seed: int, tmp_path: Path) -> None:
         assert time.monotonic() - begin_s < STOP_S and wait_for_no_children()
         job.resume(tmp_path / "checkpoint")
         assert len(list(disk.iterdir())) == 2  # one folder of each living worker
-        assert_same(trained(job, batch, 3), wanted)
+        assert_same(train_steps(job, batch, 3), wanted)
     assert not list(disk.iterdir())

@@ -22,7 +22,7 @@ from penstock.tests.compiler.job.ssd_jobs import (
     left_by,
     on_ssd,
     partly_frozen,
-    trained,
+    train_steps,
     trained_in_dram,
 )
 from penstock.tests.runtime.ssd.on_disk import directories
@@ -58,7 +58,7 @@ def test_equals_the_job_in_dram(name: str, precision: str, choice: dict[str, Any
     tiers = job.plan.decisions.ssd.stages
     assert set(tiers.values()) == {choice.get("tier", "all")} and len(tiers) > 2
     with job:
-        assert_same(trained(job, batch), trained_in_dram(name, precision=precision))
+        assert_same(train_steps(job, batch), trained_in_dram(name, precision=precision))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_clipping_equals_the_job_in_dram(
     job, batch = job_of("gpt2", on_ssd(**choice), directories(tmp_path), **options)
     assert job.plan.decisions.clipping == choice["clip"]
     with job:
-        told, left = trained(job, batch)
+        told, left = train_steps(job, batch)
     assert all((norm > max_norm) == (max_norm == MAX_NORM) for _, norm, _, _ in told)
     assert_same((told, left), trained_in_dram("gpt2", **options))
 
@@ -95,7 +95,7 @@ def test_frozen_parameters_and_stages(precision: str, clip: str, tmp_path: Path)
     job, batch = job_of("gpt2", on_ssd(clip=clip), directories(tmp_path), **options)
     assert "transformer.h.0" in job.code()
     with job:
-        assert_same(trained(job, batch), trained_in_dram("gpt2", **options))
+        assert_same(train_steps(job, batch), trained_in_dram("gpt2", **options))
 
 
 GROUPS = ({"params": ["*.bias", "*ln_*"], "lr": 0.003, "weight_decay": 0.0},)
@@ -122,7 +122,7 @@ def test_groups_and_schedule_on_three_disks(optimizer: Any, precision: str, tmp_
     disks = directories(tmp_path, 3)
     job, _ = job_of("gpt2", on_ssd(), disks, **options)
     with reference, job:
-        assert_same(trained(job, batch), trained(reference, batch))
+        assert_same(train_steps(job, batch), train_steps(reference, batch))
         assert all(list(disk.rglob("*-stage*")) for disk in disks)
     assert not any(list(disk.iterdir()) for disk in disks)
 
@@ -134,14 +134,14 @@ def test_a_checkpoint_goes_from_ssd_to_dram_and_back(precision: str, tmp_path: P
     options = {"precision": precision, "lr_scheduler": SCHEDULE, "max_grad_norm": MAX_NORM}
     whole, batch = job_of("gpt2", in_dram(), **options)
     with whole:
-        wanted = trained(whole, batch, 6)
+        wanted = train_steps(whole, batch, 6)
     disks, told = directories(tmp_path), []
     for number, strategy in enumerate((on_ssd(), in_dram(), on_ssd(tier="states", clip="speculative"))):
         job, _ = job_of("gpt2", strategy, disks, **options)
         with job:
             if number:
                 job.resume(tmp_path / str(number - 1))
-            told += trained(job, batch, 2)[0]
+            told += train_steps(job, batch, 2)[0]
             left = left_by(job, batch)
             job.save(tmp_path / str(number))
     assert_same((told, left), wanted)
@@ -152,13 +152,13 @@ def test_resume_behind_further_steps_brings_back_also_what_was_never_trained(tmp
     job, batch = job_of("gpt2", on_ssd(), directories(tmp_path), precision="bf16")
     with job:
         job.save(tmp_path / "start")
-        first = trained(job, batch, 2)
+        first = train_steps(job, batch, 2)
         job.save(tmp_path / "later")
-        then = trained(job, batch, 1)
+        then = train_steps(job, batch, 1)
         job.resume(tmp_path / "later")
-        assert_same(trained(job, batch, 1), then)
+        assert_same(train_steps(job, batch, 1), then)
         job.resume(tmp_path / "start")
-        assert_same(trained(job, batch, 2), first)
+        assert_same(train_steps(job, batch, 2), first)
 
 
 def test_sync_and_save_pretrained_give_what_was_trained(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_sync_and_save_pretrained_give_what_was_trained(tmp_path: Path) -> None:
 def test_close_leaves_nothing_on_disk_and_another_job_begins_anew(tmp_path: Path) -> None:
     disks = directories(tmp_path)
     job, batch = job_of("gpt2", on_ssd(), disks)
-    first = trained(job, batch, 2)
+    first = train_steps(job, batch, 2)
     job.close()
     assert not list(disks[0].iterdir())
     job, batch = job_of("gpt2", on_ssd(), disks)
-    assert_same(trained(job, batch, 2), first)
+    assert_same(train_steps(job, batch, 2), first)
     job.close()
 
 
@@ -217,7 +217,7 @@ def test_a_pipeline_of_two_devices(name: str, options: dict[str, Any], choice: d
     disks, options = directories(tmp_path, 2), {**options, "num_devices": 2}
     job, batch = job_of(name, on_ssd(stages=CROSSED, **choice), disks, **options)
     with job:
-        assert_same(trained(job, batch), trained_in_dram(name, in_dram(CROSSED), **options))
+        assert_same(train_steps(job, batch), trained_in_dram(name, in_dram(CROSSED), **options))
     assert not any(list(disk.iterdir()) for disk in disks)
 
 
@@ -229,7 +229,7 @@ def test_a_pipeline_that_clips(clip: str, precision: str, tmp_path: Path) -> Non
     options: dict[str, Any] = {"num_devices": 2, "precision": precision, "max_grad_norm": MAX_NORM}
     job, batch = job_of("gpt2", on_ssd(stages=CROSSED, clip=clip), directories(tmp_path), **options)
     with job:
-        assert_same(trained(job, batch), trained_in_dram("gpt2", in_dram(CROSSED), **options))
+        assert_same(train_steps(job, batch), trained_in_dram("gpt2", in_dram(CROSSED), **options))
 
 
 @pytest.mark.multi

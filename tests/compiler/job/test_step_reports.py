@@ -23,7 +23,7 @@ GROUPS = [{"params": ["*.bias"], "lr": 4e-3}]
 HALVED = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
 
-def compiled(num_devices: int = 1, **options: Any) -> tuple[Job, nn.Module, dict[str, torch.Tensor]]:
+def compile_job(num_devices: int = 1, **options: Any) -> tuple[Job, nn.Module, dict[str, torch.Tensor]]:
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory="250kB", dram="1GB")
     chosen = {"optimizer": ADAMW, "param_groups": GROUPS, "lr_scheduler": HALVED, **options}
@@ -36,7 +36,7 @@ def compiled(num_devices: int = 1, **options: Any) -> tuple[Job, nn.Module, dict
     )
 
 
-def expected(step: int) -> list[float]:
+def expected_rates(step: int) -> list[float]:
     """The rates of both groups, exactly as the schedule multiplies them."""
     return [rate * 0.5 ** (step - 1) for rate in (1e-3, 4e-3)]
 
@@ -44,16 +44,16 @@ def expected(step: int) -> list[float]:
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for the end of a step for that: only the first step is seen to its end."""
-    job, _, batch = compiled(num_devices, max_grad_norm=1e9)
+    job, _, batch = compile_job(num_devices, max_grad_norm=1e9)
     waited: list[int] = []
     kind = type(job.driver)
     finish = kind.finish_step
 
-    def noted(driver: Driver) -> dict[str, Any]:
+    def note(driver: Driver) -> dict[str, Any]:
         waited.append(job.step_count)
         return finish(driver)
 
-    monkeypatch.setattr(kind, "finish_step", noted)
+    monkeypatch.setattr(kind, "finish_step", note)
     losses, taken = [], []
     assert job.take_reports() == []
     for step in range(1, STEPS + 1):
@@ -67,7 +67,7 @@ def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: 
     assert [report.step for report in taken] == list(range(1, STEPS + 1))
     assert [report.loss for report in taken] == losses
     for report in taken:
-        assert sorted(report.learning_rates) == pytest.approx(expected(report.step), rel=1e-12)
+        assert sorted(report.learning_rates) == pytest.approx(expected_rates(report.step), rel=1e-12)
         assert report.gradient_norm is not None and report.gradient_norm > 0
         assert report.seconds > 0 and sum(report.moved_bytes.values()) > 0 and report.busy_share
     assert job.take_reports() == []
@@ -76,7 +76,7 @@ def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_the_seconds_of_a_step_are_its_own(num_devices: int) -> None:
     """Not those of the step in which its report is asked for, nor of what the script does in between."""
-    job, _, batch = compiled(num_devices)
+    job, _, batch = compile_job(num_devices)
     began_s = time.perf_counter()
     for step in range(STEPS):
         job.step(batch)
@@ -91,8 +91,8 @@ def test_the_seconds_of_a_step_are_its_own(num_devices: int) -> None:
 
 
 def test_the_report_is_the_same_whether_the_next_step_or_last_asks_for_it() -> None:
-    asked, _, batch = compiled()
-    waiting, _, _ = compiled()
+    asked, _, batch = compile_job()
+    waiting, _, _ = compile_job()
     with asked, waiting:
         for _ in range(STEPS):
             asked.step(batch)
@@ -107,16 +107,16 @@ def test_the_report_is_the_same_whether_the_next_step_or_last_asks_for_it() -> N
 
 def test_a_step_that_broke_off_leaves_no_report_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """After resuming, the step of which only the loss was known is gone, and reports go on."""
-    job, _, batch = compiled()
+    job, _, batch = compile_job()
     with job:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
         update = StageStore.update
 
-        def broken(*args: Any, **fields: Any) -> None:
+        def fail(*args: Any, **fields: Any) -> None:
             raise ArithmeticError("no such update")
 
-        monkeypatch.setattr(StageStore, "update", broken)
+        monkeypatch.setattr(StageStore, "update", fail)
         with pytest.raises(WorkerError, match="no such update"):
             job.step(batch)
             job.step(batch)

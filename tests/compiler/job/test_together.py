@@ -71,11 +71,11 @@ def test_the_second_rank_carries_out_what_the_first_has_found(on_two_ranks: Any)
     example = {"x": torch.zeros(8, 4), "y": torch.zeros(8, 1)}
     nets = [Net(), Net()]
 
-    def compiled(rank: int) -> Any:
+    def compile_job(rank: int) -> Any:
         hardware = Hardware.cpu(num_devices=2)
         return penstock.compile(nets[rank], hardware, example_inputs=example, optimizer=torch.optim.SGD)
 
-    first, second = on_two_ranks(compiled)
+    first, second = on_two_ranks(compile_job)
     assert second.plan.hash == first.plan.hash and second.folder.files == first.folder.files
 
 
@@ -114,10 +114,10 @@ def test_why_a_rank_refuses_is_said_on_both(error: Exception, at_fault: int, on_
 
 
 def test_arguments_that_differ_are_said_before_anything_is_planned(on_two_ranks: Any) -> None:
-    def compiled(rank: int) -> Any:
+    def compile_job(rank: int) -> Any:
         return penstock.compile(Net(), Hardware.cpu(), example_inputs={"x": torch.zeros(8, 4)}, seed=rank)
 
-    found = on_two_ranks(compiled)
+    found = on_two_ranks(compile_job)
     assert all(isinstance(each, PlanError) for each in found) and str(found[0]) == str(found[1])
     assert "seed 1, the others 0" in str(found[0]) and "Nothing was planned" in str(found[0])
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.tests.compiler.loss.whole_batch import compiled, eager_step, job_step
+from penstock.tests.compiler.loss.whole_batch import compile_job, eager_step, job_step
 
 ROWS, LENGTH, CLASSES = 4, 6, 7
 TOLERANCE = 1e-5  # fp32: the same terms are added up in another order
@@ -87,7 +87,7 @@ def test_a_weight_by_any_pointwise_function_is_counted_over_the_whole_batch() ->
     model = Weighted()
     wanted = eager_step(model, batch())
     for micro_batches in (1, ROWS):
-        job: Any = compiled(model, batch(), 1, "balanced", micro_batches)
+        job: Any = compile_job(model, batch(), 1, "balanced", micro_batches)
         kinds = {name: term.kind for name, term in zip(names, job.folder.settings.loss, strict=True)}
         assert {name: kind for name, kind in kinds.items() if kind != "counted"} == {}
         assert job.folder.settings.rows.couplings == ()

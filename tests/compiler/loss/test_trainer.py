@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 
-from penstock.tests.compiler.loss.whole_batch import COUNTS, compiled, token_rows
+from penstock.tests.compiler.loss.whole_batch import COUNTS, compile_job, token_rows
 from penstock.tests.zoo import llama
 
 STEPS = 3
@@ -53,7 +53,7 @@ def test_weights_are_those_of_trainer(micro_batches: int, strategy: str, devices
     )  # fmt: skip
     InOrder(theirs, arguments, train_dataset=Rows(batches)).train()
     sgd = partial(torch.optim.SGD, lr=0.1)
-    with compiled(model, batches[0], devices, strategy, micro_batches, optimizer=sgd) as job:
+    with compile_job(model, batches[0], devices, strategy, micro_batches, optimizer=sgd) as job:
         for batch in batches:
             job.step(batch)
         found = job.state_dict()

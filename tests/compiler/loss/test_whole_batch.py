@@ -26,7 +26,7 @@ from penstock.tests.compiler.loss.rules import (
     rows,
     two_counts,
 )  # fmt: skip
-from penstock.tests.compiler.loss.whole_batch import ROWS, Step, compiled, eager_step, job_step, token_rows
+from penstock.tests.compiler.loss.whole_batch import ROWS, Step, compile_job, eager_step, job_step, token_rows
 from penstock.tests.zoo import zoo
 
 TOLERANCE = 1e-5  # fp32: the same terms are added up in another order
@@ -40,7 +40,7 @@ def assert_whole(found: Step, wanted: Step) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_rule_counts_over_the_whole_batch(rule: Any) -> None:
     model, batch = Loss(rule), rows()
-    assert_whole(job_step(compiled(model, batch, 1, "balanced", 4), batch), eager_step(model, batch))
+    assert_whole(job_step(compile_job(model, batch, 1, "balanced", 4), batch), eager_step(model, batch))
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_every_rule_on_every_kind_of_plan(rule: Any, micro_batches: int, devices
     if strategy in ("data-parallel", "mics") and micro_batches == 1:
         return  # every lane needs a micro-batch
     model, batch = Loss(rule), rows()
-    found = job_step(compiled(model, batch, devices, strategy, micro_batches), batch)
+    found = job_step(compile_job(model, batch, devices, strategy, micro_batches), batch)
     assert_whole(found, eager_step(model, batch))
 
 
@@ -61,7 +61,7 @@ def test_labels_of_uneven_rows(name: str) -> None:
     model, batch = zoo()[name](dropout=0.0)[0], token_rows()
     wanted = eager_step(model, batch)
     for devices, strategy, micro_batches in [(1, "balanced", 4), (1, "balanced", 8), (2, "data-parallel", 4)]:
-        assert_whole(job_step(compiled(model, batch, devices, strategy, micro_batches), batch), wanted)
+        assert_whole(job_step(compile_job(model, batch, devices, strategy, micro_batches), batch), wanted)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_labels_of_uneven_rows(name: str) -> None:
 )
 def test_a_micro_batch_without_targets_adds_zero(devices: int, strategy: str) -> None:
     model, batch = Loss(two_counts), rows((6, 1, 0, 0, 5, 4, 2, 6))
-    assert_whole(job_step(compiled(model, batch, devices, strategy, 4), batch), eager_step(model, batch))
+    assert_whole(job_step(compile_job(model, batch, devices, strategy, 4), batch), eager_step(model, batch))
 
 
 def test_a_batch_without_targets_is_nan_as_in_eager() -> None:
     model, batch = Loss(plain), rows((0,) * ROWS)
-    with compiled(model, batch, 1, "balanced", 2) as job, pytest.raises(NonFiniteLoss):
+    with compile_job(model, batch, 1, "balanced", 2) as job, pytest.raises(NonFiniteLoss):
         job.step(batch)
     assert math.isnan(eager_step(model, batch).loss)
 
@@ -99,13 +99,13 @@ def test_a_model_that_takes_the_count_gets_that_of_the_whole_batch(power: float)
     count = (batch["labels"] != -100).sum()
     wanted = eager_step(model, batch, lambda m, b: m(**b, num_items_in_batch=count))
     for micro_batches in (1, 4):
-        assert_whole(job_step(compiled(model, batch, 1, "balanced", micro_batches), batch), wanted)
+        assert_whole(job_step(compile_job(model, batch, 1, "balanced", micro_batches), batch), wanted)
 
 
 def test_a_count_in_the_batch_is_refused() -> None:
     batch = {**rows(), "num_items_in_batch": torch.ones(ROWS)}
     with pytest.raises(PlanError, match="leave it out"):
-        compiled(TakesCount(), batch, 1, "balanced", 2)
+        compile_job(TakesCount(), batch, 1, "balanced", 2)
 
 
 def test_a_count_of_nothing_known_is_refused() -> None:
@@ -115,7 +115,7 @@ def test_a_count_of_nothing_known_is_refused() -> None:
 
     batch = {name: value for name, value in rows().items() if name != "labels"}
     with pytest.raises(CaptureError, match="loss_weight"):
-        compiled(Regression(), batch, 1, "balanced", 2)
+        compile_job(Regression(), batch, 1, "balanced", 2)
 
 
 def rows_that_count(batch: dict[str, Tensor]) -> Tensor:
@@ -142,7 +142,7 @@ def test_a_users_own_weights(devices: int, strategy: str) -> None:
         sum(share * step.loss for share, step in steps),
         {name: torch.stack([share * step.gradients[name] for share, step in steps]).sum(0) for name in names},
     )
-    job = compiled(model, batch, devices, strategy, 4, loss_weight=rows_that_count)
+    job = compile_job(model, batch, devices, strategy, 4, loss_weight=rows_that_count)
     assert "loss_weight" in job.explain()
     assert_whole(job_step(job, batch), wanted)
 
@@ -150,7 +150,7 @@ def test_a_users_own_weights(devices: int, strategy: str) -> None:
 def test_a_users_weight_must_be_a_count() -> None:
     wrong = {r"loss_weight gave -1\.0": lambda batch: -1, "loss_weight failed: KeyError": lambda batch: batch["length"]}
     for said, weight in wrong.items():
-        job = compiled(Loss(plain), rows(), 1, "balanced", 2, loss_weight=weight)
+        job = compile_job(Loss(plain), rows(), 1, "balanced", 2, loss_weight=weight)
         with job, pytest.raises(BatchError, match=said):
             job.step(rows())
 
@@ -159,25 +159,25 @@ def test_a_users_weight_must_be_a_count() -> None:
 def test_a_folder_counts_as_the_job_that_wrote_it(tmp_path: Path) -> None:
     for rule in (class_weights, masked_mean_at_least_one):
         model, batch = Loss(rule), rows((6, 1, 0, 0, 5, 4, 2, 6))
-        job = compiled(model, batch, 2, "gpipe", 4)
+        job = compile_job(model, batch, 2, "gpipe", 4)
         explained = job.explain()
         job.write(tmp_path)
         loaded = penstock.load(tmp_path, model)
         assert explained.split("\n\n")[1] == loaded.explain().split("\n\n")[1]
         assert_whole(job_step(loaded, batch), eager_step(Loss(rule), batch))
-    compiled(Loss(plain_mean), rows(), 2, "gpipe", 4).write(tmp_path)
+    compile_job(Loss(plain_mean), rows(), 2, "gpipe", 4).write(tmp_path)
     assert not (tmp_path / "counts.py").exists()
 
 
 def test_a_folder_with_a_users_weights_asks_for_them(tmp_path: Path) -> None:
-    compiled(Loss(plain), rows(), 1, "balanced", 4, loss_weight=rows_that_count).write(tmp_path)
+    compile_job(Loss(plain), rows(), 1, "balanced", 4, loss_weight=rows_that_count).write(tmp_path)
     with pytest.raises(PlanError, match=r"pass the same to penstock\.load"):
         penstock.load(tmp_path, Loss(plain))
     penstock.load(tmp_path, Loss(plain), loss_weight=rows_that_count)
 
 
 def test_explain_says_which_rule_holds() -> None:
-    said = compiled(Loss(two_counts), rows(), 1, "balanced", 2).explain()
+    said = compile_job(Loss(two_counts), rows(), 1, "balanced", 2).explain()
     assert "divided by the number of targets other than -100" in said
     assert "each micro-batch counts alike" in said
 
@@ -191,7 +191,7 @@ def test_asynchronous_mini_batches_have_means_of_their_own(accumulate: int) -> N
     eager = [eager_step(model, part).loss for part in parts]
     standing = partial(torch.optim.SGD, lr=1e-12)  # all mini-batches see the same weights
     strategy = STRATEGIES["async"] + f"{{accumulate={accumulate}}}"
-    with compiled(model, batch, 2, strategy, 4, optimizer=standing) as job:
+    with compile_job(model, batch, 2, strategy, 4, optimizer=standing) as job:
         loss = float(job.step(batch))
         evaluated = float(job.evaluate(batch)["loss"])
     assert loss == pytest.approx(sum(value for value in eager if not math.isnan(value)) / len(eager), rel=TOLERANCE)
@@ -210,6 +210,6 @@ def test_low_precision_sums_do_not_overflow(precision: str) -> None:
         return F.cross_entropy((logits * 3000).flatten(0, 1), labels.flatten())
 
     batch = rows()
-    with compiled(Loss(in_half), batch, 1, "balanced", 2, precision=precision) as job:
+    with compile_job(Loss(in_half), batch, 1, "balanced", 2, precision=precision) as job:
         loss = float(job.step(batch))
     assert loss == pytest.approx(eager_step(Loss(in_full), batch).loss, rel=3e-2)

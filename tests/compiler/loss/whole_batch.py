@@ -45,7 +45,7 @@ def eager_step(model: nn.Module, batch: Any, loss_of: Callable[[nn.Module, Any],
     )
 
 
-def compiled(model: nn.Module, batch: Any, devices: int, strategy: str, micro_batches: int, **options: Any) -> Any:
+def compile_job(model: nn.Module, batch: Any, devices: int, strategy: str, micro_batches: int, **options: Any) -> Any:
     """A job whose step changes every weight by its gradient."""
     hardware = penstock.Hardware.cpu(num_devices=devices, memory="256MB", dram="2GB")
     options = {"optimizer": PLAIN, "strategy": strategy, "micro_batches": micro_batches, **options}
@@ -53,7 +53,7 @@ def compiled(model: nn.Module, batch: Any, devices: int, strategy: str, micro_ba
 
 
 def job_step(job: penstock.Job, batch: Any) -> Step:
-    """One step of a job that `compiled` has made; the job is closed. `evaluate` gives the loss of the step."""
+    """One step of a job that `compile_job` has made; the job is closed. `evaluate` gives the loss of the step."""
     with job:
         before = {n: p.detach().clone() for n, p in job.model.named_parameters() if p.requires_grad}
         evaluated = float(job.evaluate(batch)["loss"])

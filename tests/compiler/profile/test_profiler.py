@@ -25,7 +25,7 @@ from penstock.ir.errors import DoesNotFit, HardwareError, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
-from penstock.tests.passes.running import apply, draft_of, traced
+from penstock.tests.passes.running import apply, draft_of, trace_case
 
 HERE = Hardware.cpu(num_devices=2)
 
@@ -47,7 +47,7 @@ class Runs:
 
 @pytest.fixture
 def gpt2() -> tuple[OpGraph, list[Block]]:
-    graph, _ = traced("gpt2")
+    graph, _ = trace_case("gpt2")
     return graph, apply(draft_of(graph), Coarsen()).blocks
 
 

@@ -42,7 +42,7 @@ devices:
 """
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Figures as "#", runs of spaces as one."""
     text = re.sub(r"plan [0-9a-f]{6}:", "plan #:", text)
     names = re.compile(r"(?<![\w.])" + FIGURE.pattern)
@@ -73,7 +73,7 @@ def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
     ]
     plan = job.plan.model_copy(update={"rivals": rivals})
     spec = OptimizerSpec.from_json(job.folder.settings.optimizer)
-    golden(normalised(explain(plan, job.programs, job.hardware, job._pages.records, optimizer=spec)) + "\n", "explain")
+    golden(normalise(explain(plan, job.programs, job.hardware, job._pages.records, optimizer=spec)) + "\n", "explain")
 
 
 @pytest.mark.slow
@@ -102,12 +102,12 @@ def test_what_would_help_is_planned_anew_once() -> None:
     """The whole page comes from searches on other machines; asking again costs nothing."""
     model, batch = zoo_case("mlp")
 
-    def planned(hardware: penstock.Hardware, strategy: str) -> penstock.Job:
+    def plan_for(hardware: penstock.Hardware, strategy: str) -> penstock.Job:
         return penstock.compile(
             model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=MICRO_BATCHES, strategy=strategy
         )
 
-    job = planned(penstock.Hardware.cpu(num_devices=2), "balanced")
+    job = plan_for(penstock.Hardware.cpu(num_devices=2), "balanced")
     assert job._pages.helps is None
     text = job.explain()
     found = job._pages.helps
@@ -115,7 +115,7 @@ def test_what_would_help_is_planned_anew_once() -> None:
     for help in found:
         machine = machines_of(job.hardware)[help.change]
         assert machine is not None and help.step_s is not None
-        again = planned(machine, job.plan.passes)  # the chosen pipeline is among what was tried
+        again = plan_for(machine, job.plan.passes)  # the chosen pipeline is among what was tried
         assert help.step_s <= again.simulate().step_s * 1.0001
 
 
@@ -243,12 +243,12 @@ def test_gpus_whose_streams_may_hold_more_than_the_budget_are_named() -> None:
     least_bytes = profile_memory(program).peak_bytes["device"]
     assert held_bytes > least_bytes
 
-    def told(budget_bytes: int) -> str:
+    def tell(budget_bytes: int) -> str:
         document = job.hardware.model_dump(mode="json")
         document["devices"][program.device] |= {"memory_bytes": budget_bytes, "usable_fraction": 1.0, "reserve": None}
         return explain(job.plan, job.programs, penstock.Hardware.from_any(document), helps=[])
 
     over = format_bytes(held_bytes - least_bytes)
     line = f"{name} its streams may come to hold {format_bytes(held_bytes)}, {over} more than the budget"
-    assert line in " ".join(told(least_bytes).split())
-    assert "its streams" not in told(held_bytes)
+    assert line in " ".join(tell(least_bytes).split())
+    assert "its streams" not in tell(held_bytes)

@@ -12,20 +12,20 @@ from penstock.compiler.report.failures import checkpoint_bytes, failure_report, 
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Interface
-from penstock.tests.ir.program.test_lanes import drafted
-from penstock.tests.runtime.simulate.test_symmetry import racked
+from penstock.tests.ir.program.test_lanes import make_draft
+from penstock.tests.runtime.simulate.test_symmetry import put_in_racks
 
 
-def planned(hardware: Hardware) -> tuple[Any, Interface]:
+def plan_for(hardware: Hardware) -> tuple[Any, Interface]:
     """A plan with a step of 10 s, and the interface of two replicas of a group of four hosts."""
-    draft = drafted(16, 1, hardware, micro_batches=32)
+    draft = make_draft(16, 1, hardware, micro_batches=32)
     predicted = Prediction.model_construct(step_s=10.0)
     return Plan.model_construct(predicted=predicted), draft.programs[0].interface
 
 
 def test_a_copy_is_saved_by_all_its_hosts() -> None:
-    hardware = with_failures(racked(8, 4), "1000h", "1GB/s")
-    plan, interface = planned(hardware)
+    hardware = with_failures(put_in_racks(8, 4), "1000h", "1GB/s")
+    plan, interface = plan_for(hardware)
     report = failure_report(plan, interface, hardware)
     assert report is not None
     assert report.run.mtbf_s == pytest.approx(1000 * 3600 / 32)
@@ -41,23 +41,23 @@ def test_a_copy_is_saved_by_all_its_hosts() -> None:
 
 
 def test_without_storage_hosts_write_to_their_own_disks() -> None:
-    hardware = with_failures(racked(8, 4), "1000h", None)
-    report = failure_report(*planned(hardware), hardware)
+    hardware = with_failures(put_in_racks(8, 4), "1000h", None)
+    report = failure_report(*plan_for(hardware), hardware)
     assert report is not None
     assert report.run.write_s == pytest.approx(report.checkpoint_bytes / 4 / 2e9)  # two disks of 1 GB/s
     shared = hardware.with_(ssd_shares={1: 1, 2: 0.75})
-    found = failure_report(*planned(shared), shared)
+    found = failure_report(*plan_for(shared), shared)
     assert found is not None and found.run.write_s == pytest.approx(report.run.write_s / 0.75)
     narrow = hardware.with_(ssd_uplink_bandwidth="500MB/s")
-    found = failure_report(*planned(narrow), narrow)
+    found = failure_report(*plan_for(narrow), narrow)
     assert found is not None and found.run.write_s == pytest.approx(4 * report.run.write_s)
     bare = hardware.with_(ssds=0)
     with pytest.raises(HardwareError, match=r"failures.storage_bandwidth: missing, .* such as --storage 100GB/s"):
-        failure_report(*planned(bare), bare)
+        failure_report(*plan_for(bare), bare)
 
 
 def test_a_rate_that_is_missing_is_asked_for_before_the_plan() -> None:
-    bare = racked(8, 4).with_(ssds=0)
+    bare = put_in_racks(8, 4).with_(ssds=0)
     for hardware, mtbf in ((bare, "1000h"), (bare.with_(failures={"device_mtbf_s": "1000h"}), None)):
         with pytest.raises(HardwareError, match="such as --storage 100GB/s"):
             with_failures(hardware, mtbf, None)
@@ -65,17 +65,17 @@ def test_a_rate_that_is_missing_is_asked_for_before_the_plan() -> None:
 
 
 def test_parts_travel_at_what_the_network_reaches() -> None:
-    hardware = with_failures(racked(8, 4), "1000h", "1GB/s")
+    hardware = with_failures(put_in_racks(8, 4), "1000h", "1GB/s")
     assert hardware.network is not None
     network = hardware.network.model_dump(exclude_defaults=True) | {"host_shares": {2: 1, 4: 0.5}}
-    whole, half = (failure_report(*planned(h), h) for h in (hardware, hardware.with_(network=network)))
+    whole, half = (failure_report(*plan_for(h), h) for h in (hardware, hardware.with_(network=network)))
     assert whole is not None and half is not None and half.run.stall_s == pytest.approx(2 * whole.run.stall_s)
 
 
 def test_what_is_said_of_failures() -> None:
-    hardware = racked(8, 4)
+    hardware = put_in_racks(8, 4)
     assert with_failures(hardware, None, None) is hardware
-    assert failure_report(*planned(hardware), hardware) is None
+    assert failure_report(*plan_for(hardware), hardware) is None
     said = hardware.with_(failures={"host_mtbf_s": "100d", "restart_s": "10min"})
     assert said.failures is not None and said.failures.mtbf_s(32, 8) == 100 * 86400 / 8
     both = with_failures(said, "200d", "5GB/s").failures

@@ -29,7 +29,7 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.layers(x), y)
 
 
-def compiled(**options: object) -> penstock.Job:
+def compile_job(**options: object) -> penstock.Job:
     torch.manual_seed(0)
     example = {"x": torch.randn(64, 256), "y": torch.randn(64, 256)}
     given = {"hardware": penstock.Hardware.cpu(num_devices=2), "strategy": LINE, "micro_batches": 8, **options}
@@ -38,7 +38,7 @@ def compiled(**options: object) -> penstock.Job:
 
 
 def test_an_offer_says_what_it_gains_and_how_to_take_it(tmp_path: Path) -> None:
-    job = compiled()
+    job = compile_job()
     assert job.replanner is not None
     offer = job.replanner.offer({1: 3.0})
     assert offer is not None and offer.plan.decisions.mesh is not None
@@ -49,7 +49,7 @@ def test_an_offer_says_what_it_gains_and_how_to_take_it(tmp_path: Path) -> None:
     less = f"a step would take {format_seconds(offer.before_s - offer.after_s)}, {offer.gain:.0%}, less"
     assert less in said and "plan=offer.plan" in said
     plan, hardware = offer.write(tmp_path / "offer")
-    taken = compiled(hardware=hardware, plan=plan, strategy="auto", micro_batches="auto")
+    taken = compile_job(hardware=hardware, plan=plan, strategy="auto", micro_batches="auto")
     assert taken.plan.hash == offer.plan.hash and taken.hardware == offer.hardware
     assert taken.plan.predicted is not None and taken.plan.predicted.step_s == pytest.approx(offer.after_s)
     assert Offer.from_data(offer.to_data()) == offer
@@ -59,14 +59,14 @@ def test_an_offer_says_what_it_gains_and_how_to_take_it(tmp_path: Path) -> None:
 def test_no_offer_where_none_gains() -> None:
     """On a machine that is known to be unequal, and planned so, the same slowness is no news."""
     hardware = with_slower(penstock.Hardware.cpu(num_devices=2), {1: 3.0})
-    job = compiled(hardware=hardware, strategy=LINE.replace("mesh", "mesh{by_speed=true}"))
+    job = compile_job(hardware=hardware, strategy=LINE.replace("mesh", "mesh{by_speed=true}"))
     assert job.replanner is not None
     assert job.replanner.offer({1: 1.02}) is None
 
 
 @pytest.mark.slow
 def test_a_pipeline_is_offered_other_stages() -> None:
-    job = compiled(strategy=LINE.replace("mesh, ", ""))
+    job = compile_job(strategy=LINE.replace("mesh, ", ""))
     assert job.replanner is not None
     offer = job.replanner.offer({1: 3.0})
     assert offer is not None and offer.plan.decisions.mesh is None
@@ -79,7 +79,7 @@ def test_an_asynchronous_pipeline_is_offered_others_of_its_kind_only() -> None:
     """With the same updates: a plan with one for the whole batch, though faster, would train otherwise."""
     schedule = "schedule-async{accumulate=4}"
     line = f"coarsen, mesh{{depth=2}}, partition-balanced{{stages=2, asynchronous=true}}, map-round-robin, {schedule}"
-    job = compiled(strategy=line, hardware=penstock.Hardware.cpu(num_devices=4))
+    job = compile_job(strategy=line, hardware=penstock.Hardware.cpu(num_devices=4))
     assert job.replanner is not None
     offer = job.replanner.offer({1: 3.0})
     assert offer is not None and schedule in offer.plan.passes
@@ -94,7 +94,7 @@ def test_a_slower_device_takes_longer_in_everything() -> None:
 
 
 def test_a_loaded_job_has_no_graph_to_plan_again(tmp_path: Path) -> None:
-    job = penstock.load(compiled().write(tmp_path), Net())
+    job = penstock.load(compile_job().write(tmp_path), Net())
     planned = simulate(job.programs, job.hardware)
     slow = simulate(job.programs, with_slower(job.hardware, {1: 3.0}))
     assert job.offer([planned, slow, planned]) is None

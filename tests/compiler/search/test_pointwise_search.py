@@ -19,7 +19,7 @@ AFTER = (
 BATCH = {name: torch.empty(4, 256, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
 
 
-def planned(memory: str, **options: Any) -> penstock.Plan:
+def plan_for(memory: str, **options: Any) -> penstock.Plan:
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -32,15 +32,15 @@ def planned(memory: str, **options: Any) -> penstock.Plan:
 
 @pytest.mark.slow
 def test_it_fits_what_else_would_not() -> None:
-    needed = planned("100MB", strategy="drop-masks, recompute-pointwise, " + AFTER).predicted.peak_bytes["cpu0"]
+    needed = plan_for("100MB", strategy="drop-masks, recompute-pointwise, " + AFTER).predicted.peak_bytes["cpu0"]
     memory = f"{1.02 * needed / 1e6:.3f}MB"
     with pytest.raises(DoesNotFit):
-        planned(memory, strategy="drop-masks, " + AFTER)
-    assert planned(memory).decisions.pointwise_again
+        plan_for(memory, strategy="drop-masks, " + AFTER)
+    assert plan_for(memory).decisions.pointwise_again
 
 
 def test_a_device_with_room_keeps_everything() -> None:
-    plan = planned("100MB")
+    plan = plan_for("100MB")
     assert not plan.decisions.pointwise_again
     assert not any("recompute-pointwise" in rival.passes for rival in plan.rivals)
 
@@ -48,7 +48,7 @@ def test_a_device_with_room_keeps_everything() -> None:
 @pytest.mark.slow
 def test_what_compiled_stages_rule_out_is_not_chosen() -> None:
     """Their blocks choose what they save, so that the plan is another one, and slower."""
-    free, compiled = planned("17MB"), planned("17MB", compile_stages=True)
+    free, compiled = plan_for("17MB"), plan_for("17MB", compile_stages=True)
     assert free.decisions.pointwise_again and not compiled.decisions.pointwise_again
     assert compiled.predicted.step_s > free.predicted.step_s
     refused = [rival for rival in compiled.rivals if "recompute-pointwise" in rival.passes]

@@ -28,7 +28,7 @@ class Long(nn.Module):
         return {"loss": F.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())}
 
 
-def planned(tokens: int) -> Any:
+def plan_for(tokens: int) -> Any:
     options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "search_s": 20.0}
     batch = {"ids": torch.zeros(1, tokens, dtype=torch.int64)}
     return penstock.compile(Long(), penstock.Hardware.cpu(num_devices=2), example_inputs=batch, **options).plan
@@ -37,7 +37,7 @@ def planned(tokens: int) -> Any:
 @pytest.mark.slow
 def test_one_long_row_is_shared_by_all_devices() -> None:
     """Attention takes nearly all of the time, and each member does half of it."""
-    plan = planned(LONG_TOKENS)
+    plan = plan_for(LONG_TOKENS)
     assert plan.decisions.context is not None and plan.decisions.context.team == 2
     others = [rival for rival in plan.rivals if "split-context" not in rival.passes]
     alone = min(rival.step_s for rival in others if rival.step_s is not None)
@@ -47,7 +47,7 @@ def test_one_long_row_is_shared_by_all_devices() -> None:
 
 @pytest.mark.slow
 def test_short_rows_are_not_divided() -> None:
-    plan = planned(64)
+    plan = plan_for(64)
     assert plan.decisions.context is None
     assert not any("split-context" in rival.passes for rival in plan.rivals)
 

@@ -16,7 +16,7 @@ from penstock.passes.rewrite.chunk_loss import ChunkLoss
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.runtime.functions import chunked_cross_entropy, part_statistics
-from penstock.tests.passes.running import apply, draft_of, traced
+from penstock.tests.passes.running import apply, draft_of, trace_case
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.shown_elsewhere import slow_but, with_alike_slow
 from penstock.tests.zoo import mixtral, zoo
@@ -29,7 +29,7 @@ KNOWN = [name for name in zoo() if name != "lstm"]
 @pytest.mark.parametrize("name", with_alike_slow(KNOWN))
 def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None:
     """To the byte: storages once, without inputs, parameters and buffers, and views of them."""
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     count = stages or len(Coarsen().plan(draft_of(graph)))
     for spec, runner, inputs in stages_of(one_device(graph, count), batches[0]):
         runner.forward(inputs, 0)
@@ -39,7 +39,7 @@ def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None
 @pytest.mark.parametrize("name", slow_but(("gpt2", "t5"), ["gpt2", "llama", "bert", "t5", "vit"]))
 def test_saved_bytes_of_fused_attention(name: str) -> None:
     """Without dropout, CPUs fuse attention as well: other kernels, which save other things."""
-    graph, batches = traced(name, dropout=0.0)
+    graph, batches = trace_case(name, dropout=0.0)
     for spec, runner, inputs in stages_of(one_device(graph, 2), batches[0]):
         runner.forward(inputs, 0)
         assert spec.kept_bytes == runner.kept_bytes, spec.title
@@ -48,7 +48,7 @@ def test_saved_bytes_of_fused_attention(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral", "wide_resnet", "in_place"])
 def test_workspaces_hold_what_the_real_stage_needs(name: str) -> None:
     """Peaks of forward, light forward and backward, each from nothing, against kept bytes, results and workspace."""
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     for spec, runner, inputs in stages_of(one_device(graph, 2), batches[0], interpreted=True):
         outputs = sum(o.bytes for o in spec.outputs)
         runner.forward(inputs, 0)
@@ -71,7 +71,7 @@ def test_workspaces_hold_what_the_real_stage_needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "wide_resnet"])
 def test_flops_add_up_to_the_whole_models(name: str) -> None:
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     draft = apply(draft_of(graph), Coarsen())
     counter = FlopCounterMode(display=False)
     with torch.random.fork_rng(devices=[]), counter:
@@ -91,7 +91,7 @@ def test_saved_bytes_under_autocast(name: str) -> None:
     graph = trace(model, batch, autocast=torch.bfloat16, param_dtype=torch.bfloat16)
     draft = one_device(graph, 3)
     assert {p.dtype for s in draft.stages for p in s.spec.params} == {"bfloat16"}
-    full = sum(s.spec.kept_bytes for s in one_device(traced(name)[0], 3).stages)
+    full = sum(s.spec.kept_bytes for s in one_device(trace_case(name)[0], 3).stages)
     assert sum(s.spec.kept_bytes for s in draft.stages) < 0.8 * full
     for spec, runner, inputs in stages_of(draft, batch, "bf16"):
         runner.forward(inputs, 0)
@@ -100,7 +100,9 @@ def test_saved_bytes_under_autocast(name: str) -> None:
 
 def test_plans_for_gpus_count_what_gpus_save() -> None:
     """Dropout keeps one byte an element there, attention one number a row instead of all scores."""
-    cpu, gpu = (draft_of(traced("gpt2")[0], hardware) for hardware in (Hardware.cpu(), Hardware.preset("mobius-v100")))
+    cpu, gpu = (
+        draft_of(trace_case("gpt2")[0], hardware) for hardware in (Hardware.cpu(), Hardware.preset("mobius-v100"))
+    )
     block = apply(cpu, Coarsen()).blocks[2]
     gpu_block = apply(gpu, Coarsen()).blocks[2]
     assert block.name == gpu_block.name == "transformer.h.0"
@@ -122,7 +124,7 @@ def test_experts_in_groups_cost_their_rows() -> None:
 
 def test_a_weight_that_two_blocks_share_keeps_a_part_of_its_gradient_alive() -> None:
     """From the last block that uses it back to the first: here GPT-2's embedding, in one stage."""
-    draft = one_device(traced("gpt2")[0], 1)
+    draft = one_device(trace_case("gpt2")[0], 1)
     spec = draft.stages[0].spec
     tied = next(p.bytes for p in spec.params if p.name == "transformer.wte.weight")
     blocks = {b.name: b.cost.backward_peak_bytes for b in draft.blocks}

@@ -16,7 +16,7 @@ from penstock.graph.costs.block import measure
 from penstock.graph.costs.measured import measure_blocks
 from penstock.graph.layers import find_blocks
 from penstock.passes.rewrite.coarsen import Coarsen
-from penstock.tests.passes.running import chain, draft_of, traced
+from penstock.tests.passes.running import chain, draft_of, trace_case
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
@@ -54,7 +54,7 @@ def runs() -> Iterator[mock.Mock]:
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", slow_but(["gpt2", "in_place"], ["gpt2", "mixtral", "in_place", "wide_resnet"]))
 def test_what_is_remembered_is_what_is_measured(name: str, device_kind: str, runs: mock.Mock) -> None:
-    graph = traced(name)[0]
+    graph = trace_case(name)[0]
     measure_blocks(graph, find_blocks(graph), device_kind)
     again = trace(*zoo()[name](seed=1))
     number = runs.call_count

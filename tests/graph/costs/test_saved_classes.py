@@ -26,7 +26,7 @@ from penstock.passes.rewrite.drop_masks import DropMasks
 from penstock.runtime.stage.draws import micro_batch_seed
 from penstock.runtime.stage.kept import Kept
 from penstock.runtime.stage.runner import StageRunner
-from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, traced, traced_model
+from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, trace_case, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import mixtral, zoo
@@ -92,7 +92,7 @@ def away_and_back(kept: Kept | None) -> Kept | None:
 @functools.cache
 def traced_in(name: str, precision: str) -> tuple[OpGraph, list[Batch]]:
     if precision == "fp32":
-        return traced(name)
+        return trace_case(name)
     model, batch = zoo()[name]()
     graph = trace(model, batch, autocast=torch.bfloat16, param_dtype=torch.bfloat16)
     return graph, [batch, zoo()[name](seed=1)[1]]
@@ -115,7 +115,7 @@ def fresh(draft: Draft, batch: Batch, precision: str = "fp32") -> Stages:
     ],
 )
 def test_losses_gradients_and_buffers_are_those_of_eager(name: str, choose: Choice) -> None:
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     draft = one_device(graph, 2)
     stages = fresh(draft, batches[0])
     losses, grads = train(stages, batches, choose)
@@ -230,7 +230,7 @@ def test_bytes_and_flops_are_those_of_the_real_stage(name: str, precision: str) 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "wide_resnet"])
 def test_which_classes_autograd_saves_too(name: str, level: str) -> None:
     """Backward then needs that much less beside what was kept."""
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     draft = draft_of(graph, Hardware.cpu(num_devices=1))
     passes = [Coarsen(level=level), *all_passes(stages=2)[1:4]]
     for p in passes:
@@ -253,7 +253,7 @@ def test_which_classes_autograd_saves_too(name: str, level: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "wide_resnet"])
 def test_workspaces_hold_what_a_partial_backward_needs(name: str) -> None:
     """Beside what was kept: everything that autograd saves, but for the classes themselves."""
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     for spec, runner, inputs in stages_of(one_device(graph, 2), batches[0], interpreted=True):
         runner.forward(inputs, 0)
         with Peak() as light:
@@ -271,7 +271,7 @@ def test_workspaces_hold_what_a_partial_backward_needs(name: str) -> None:
 
 
 def test_classes_are_named_after_modules_and_numbered_through_the_stage() -> None:
-    spec = one_device(traced("gpt2")[0], 2).stages[0].spec
+    spec = one_device(trace_case("gpt2")[0], 2).stages[0].spec
     layer = ["attn.c_attn", "attn", "attn#2", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]  # dropout: attention is products
     names = [f"transformer.h.{i}.{name}" for i in range(2) for name in layer]
     found = {row.name: row.calls for row in spec.saved}
@@ -281,7 +281,7 @@ def test_classes_are_named_after_modules_and_numbered_through_the_stage() -> Non
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "wide_resnet", "t5"])
 def test_operators_as_blocks_give_the_same_classes(name: str) -> None:
-    graph, _ = traced(name)
+    graph, _ = trace_case(name)
     rows = [row for stage in one_device(graph, 1).stages for row in stage.spec.saved]
     draft = apply(draft_of(graph), Coarsen(level="operator"))
     calls = [call for block in draft.blocks for call in block.cost.calls or ()]
@@ -291,7 +291,7 @@ def test_operators_as_blocks_give_the_same_classes(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_plans_for_gpus_number_the_same_calls(dropout: float) -> None:
     """Attention is one call there, also with dropout, for which it is two products here."""
-    graph, _ = traced("gpt2", dropout)
+    graph, _ = trace_case("gpt2", dropout)
     rows, others = [], []
     for hardware, count in ((Hardware.cpu(), 4 if dropout else 2), (Hardware.preset("mobius-v100"), 2)):
         draft = apply(draft_of(graph, hardware), Coarsen())
@@ -307,7 +307,7 @@ def test_plans_for_gpus_number_the_same_calls(dropout: float) -> None:
 
 def test_measured_seconds_fall_with_what_is_kept() -> None:
     """From those of a whole rematerialisation to those of one that takes every class, by FLOPs."""
-    draft = apply(draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=1)), Coarsen())
+    draft = apply(draft_of(trace_case("gpt2")[0], Hardware.cpu(num_devices=1)), Coarsen())
     times = {b.hash: TurnSeconds(0.1, 0.2, 0.3, 0.05 if b.cost.calls else None) for b in draft.blocks}
     blocks = with_seconds(draft.blocks, {"cpu0": times})
     with_classes = sum(bool(b.cost.calls) for b in blocks)
@@ -361,7 +361,7 @@ class Filtered(nn.Module):
 
 
 def test_no_classes_where_calls_cannot_be_numbered() -> None:
-    lstm, _ = traced("lstm")
+    lstm, _ = trace_case("lstm")
     assert all(stage.spec.saved == () for stage in one_device(lstm, 1).stages)
     filtered, _ = traced_model(Filtered(), [{"x": torch.randn(16, 8), "labels": torch.zeros(16, dtype=torch.long)}])
     assert all(stage.spec.saved == () for stage in one_device(filtered, 1).stages)

@@ -16,7 +16,7 @@ from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
 from penstock.passes.schedule.evaluation import evaluation_programs
-from penstock.tests.passes.running import Eager, joined, reference
+from penstock.tests.passes.running import Eager, join_batches, reference
 
 TOKENS, WIDTH, WORDS, HEADS, GROUPS = 16, 24, 11, 4, 2
 PLAIN = "partition-balanced{stages=1}, map-round-robin, schedule-1f1b, insert-remat, insert-fetch, insert-optimizer"
@@ -121,7 +121,7 @@ def small() -> OpGraph:
     return graph_of(lambda: Decoder(depth=1))
 
 
-def drafted(graph: OpGraph, line: str, devices: int, micro_batches: int = 2, **options: Any) -> Draft:
+def make_draft(graph: OpGraph, line: str, devices: int, micro_batches: int = 2, **options: Any) -> Draft:
     draft = Draft(graph, Hardware.cpu(num_devices=devices), Options(micro_batches=micro_batches, **options))
     run_passes(draft, parse_pipeline(line, devices))
     return draft
@@ -137,12 +137,12 @@ def assert_a_team_trains_as_eager(
     own = draft.graph.part_names  # a member's part is put together under its own name
     for _ in range(2):
         losses, grads = eager.step(batches)
-        results = machine.step(joined(batches))["results"]
+        results = machine.step(join_batches(batches))["results"]
         _close(dict(enumerate(results["loss"])), dict(enumerate(losses)), tolerance)
         _close({own.get(name, name): grad for name, grad in machine.grads.items()}, grads, tolerance)
     weights = {own.get(name, name): weight for name, weight in machine.weights().items()}
     _close(weights, {name: p.detach() for name, p in eager.params.items()}, tolerance)
-    found = machine.evaluate(joined(batches))["results"]
+    found = machine.evaluate(join_batches(batches))["results"]
     with torch.no_grad():
         whole = [eager.module(**batch) for batch in batches]
     _close(dict(enumerate(found["logits"])), dict(enumerate(out["logits"] for out in whole)), tolerance)

@@ -30,8 +30,8 @@ from penstock.tests.graph.divide.sequences import (
     TOKENS,
     assert_a_team_trains_as_eager,
     batches_of,
-    drafted,
     lines,
+    make_draft,
     names_of,
 )
 
@@ -63,7 +63,7 @@ def mixture(bias: tuple[float, ...] = EVEN, experts: type[Experts] = Experts) ->
 
 def test_rows_of_a_team_go_to_experts_and_back() -> None:
     graph = mixture()
-    draft = drafted(graph, lines("rows", 2), 2)
+    draft = make_draft(graph, lines("rows", 2), 2)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     assert draft.programs[0].interface.sums_in_team
     assert "each has 2 of 4 experts, to which tokens go by count, in 1 layers" in draft.notes["split-context"]
@@ -121,9 +121,9 @@ def test_experts_of_a_team_train_as_eager(case: str) -> None:
     graph = mixture()
     if by == "rows" and team > 2:
         with pytest.raises(PassError, match="2 rows of a micro-batch cannot be shared out equally as 4 pieces; the ne"):
-            drafted(graph, lines(by, team, mesh, rest), devices)
+            make_draft(graph, lines(by, team, mesh, rest), devices)
         return
-    draft = drafted(graph, lines(by, team, mesh, rest), devices)
+    draft = make_draft(graph, lines(by, team, mesh, rest), devices)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     assert {"to_experts", "from_experts"} <= set(names_of(draft)) or "depth" in mesh
     if layout == "forwards again":  # tokens and shares come once more, so that what came is not held until then
@@ -136,7 +136,7 @@ def test_experts_of_a_team_train_as_eager(case: str) -> None:
 def test_members_without_rows_and_with_all_of_them(bias: tuple[float, ...], team: int) -> None:
     """No token is dropped where all go to one member, which has room for them; others get none."""
     graph = mixture(bias)
-    assert_a_team_trains_as_eager(graph, drafted(graph, lines("heads", team), team), tolerance=TOLERANCE)
+    assert_a_team_trains_as_eager(graph, make_draft(graph, lines("heads", team), team), tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_members_without_rows_and_with_all_of_them(bias: tuple[float, ...], team
 def test_rows_whose_sums_are_not_known_go_to_experts_one_by_one(team: int) -> None:
     """Each for its expert, as there is more between the last product and the sum than the router's weights."""
     graph = mixture(experts=BentExperts)
-    draft = drafted(graph, lines("heads", team), team)
+    draft = make_draft(graph, lines("heads", team), team)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.to_experts]
     assert {work.moved_bytes for work in works} == {2 * TOKENS // team * TOP * WIDTH * 4} and len(works) == 2 * 2
@@ -155,7 +155,7 @@ def test_rows_whose_sums_are_not_known_go_to_experts_one_by_one(team: int) -> No
 def test_results_that_are_summed_in_a_larger_type_come_back_one_by_one(team: int) -> None:
     """So that none is rounded once more. Tokens go to a member once, and gradients come from there once."""
     graph = mixture(experts=WideExperts)
-    draft = drafted(graph, lines("heads", team), team)
+    draft = make_draft(graph, lines("heads", team), team)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     tokens_bytes = 2 * TOKENS // team * WIDTH * 4
     visits = team * (1 - math.comb(EXPERTS - EXPERTS // team, TOP) / math.comb(EXPERTS, TOP))
@@ -181,7 +181,7 @@ def test_sums_of_tokens_are_known_as_modelling_code_writes_them(model: str) -> N
 @pytest.mark.slow
 def test_members_that_keep_all_experts_send_no_rows() -> None:
     graph = mixture()
-    draft = drafted(graph, lines("heads", 2).replace("team=2", "team=2, experts=false", 1), 2)
+    draft = make_draft(graph, lines("heads", 2).replace("team=2", "team=2, experts=false", 1), 2)
     assert_a_team_trains_as_eager(graph, draft, tolerance=TOLERANCE)
     assert "to_experts" not in names_of(draft) and not draft.programs[0].interface.divided
     assert "each has all experts in 1 layers (experts=false)" in draft.notes["split-context"]

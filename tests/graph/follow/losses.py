@@ -37,7 +37,7 @@ def _picked(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return -h.log_softmax(-1)[torch.arange(len(h)), y].mean()
 
 
-def _doubled(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+def _double(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     first, second = torch.cat([h, h.sin()]).exp().chunk(2)
     return F.mse_loss(first, second)
 
@@ -65,7 +65,7 @@ def _dice_of_rows(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return (1 - 2 * (p * t).sum(1) / (p.sum(1) + t.sum(1) + 1)).mean()
 
 
-def _filled(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+def _fill(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     wide = h.new_zeros(len(h), 2, FEATURES)
     wide[:, 1] = h
     return (wide.flatten(1) @ model.layer.weight.repeat(2, 1)).square().mean()
@@ -106,14 +106,14 @@ MEANS: dict[str, Loss] = {
     "written by a mask": _written_by_mask,
     "stacked terms": lambda model, h, y: torch.stack([h.square().mean(), (2.5 * h).mean()]).mean(),
     "gathered": lambda model, h, y: -h.log_softmax(-1).gather(1, y[:, None]).mean(),
-    "of both views": _doubled,
+    "of both views": _double,
     "pairs": _pairs,
     "row first": _row_first,
     "triplets in a row": lambda model, h, y: F.triplet_margin_loss(h, h.sin(), h.cos()),
     "focal": _focal,
     "dice of rows": _dice_of_rows,
     "instance norm": lambda model, h, y: F.instance_norm(h.view(-1, 2, 4)).exp().mean(),
-    "filled": _filled,
+    "filled": _fill,
     "sorted and back": _sorted_back,
     "by a count of ones": lambda model, h, y: h.square().sum() / torch.ones(len(h)).sum().clamp(min=1),
     "by a number as a tensor": lambda model, h, y: h.square().sum() / torch.tensor(float(len(h))),

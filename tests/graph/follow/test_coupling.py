@@ -25,7 +25,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)  # its momentum after the 
 ROWS = 8
 
 
-def compiled(model: nn.Module, batch: dict[str, Any], num_devices: int = 2, **options: Any) -> Job:
+def compile_job(model: nn.Module, batch: dict[str, Any], num_devices: int = 2, **options: Any) -> Job:
     hardware = options.pop("hardware", None) or penstock.Hardware.cpu(num_devices=num_devices, memory="64MB")
     return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, search_s=0.1, **options)
 
@@ -87,7 +87,7 @@ def clip() -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.slow
 def test_a_contrastive_model_trains_on_the_whole_batch() -> None:
     model, batch = clip()
-    job = compiled(model, batch)
+    job = compile_job(model, batch)
     assert job.plan.micro_batches == 1
     text = facts_said(job)
     assert "rows of a batch are coupled; there is one micro-batch, so the loss is that of the whole batch" in text
@@ -97,7 +97,7 @@ def test_a_contrastive_model_trains_on_the_whole_batch() -> None:
 
 def test_an_explicit_number_of_micro_batches_is_honoured_and_said(tmp_path: Path) -> None:
     model, batch = model_of(COUPLED["in-batch negatives"]), batch_of(ROWS)
-    with compiled(model, batch, num_devices=1, micro_batches=4, strategy="mobius") as job:
+    with compile_job(model, batch, num_devices=1, micro_batches=4, strategy="mobius") as job:
         assert job.plan.micro_batches == 4
         parts = [{name: value.chunk(4)[i] for name, value in batch.items()} for i in range(4)]
         losses = [float(loss_of(model, part).detach()) for part in parts]
@@ -110,7 +110,7 @@ def test_an_explicit_number_of_micro_batches_is_honoured_and_said(tmp_path: Path
 
 def test_batch_norm_is_named_as_what_it_is() -> None:
     model, batch = model_of(COUPLED["batch norm"]), batch_of(ROWS)
-    job = compiled(model, batch, num_devices=1, strategy="mobius")
+    job = compile_job(model, batch, num_devices=1, strategy="mobius")
     assert job.plan.micro_batches == 1
     assert "BatchNorm: norm (BatchNorm1d): its statistics, also those it keeps for evaluation" in facts_said(job)
     assert_trains_alike(job, model, batch)
@@ -121,17 +121,17 @@ def test_one_micro_batch_that_cannot_fit_says_why() -> None:
     hardware = penstock.Hardware.cpu(num_devices=1, memory="300kB")
     model = model_of(COUPLED["variance"])
     with pytest.raises(DoesNotFit) as caught:
-        compiled(model, batch, hardware=hardware, strategy="mobius")
+        compile_job(model, batch, hardware=hardware, strategy="mobius")
     assert "Rows of a batch are coupled: var runs across the rows at losses.py:" in str(caught.value)
     assert "an explicit micro_batches=... is possible and would train with another loss" in str(caught.value)
-    job = compiled(model, batch, hardware=hardware, strategy="mobius", **caught.value.nearest)
+    job = compile_job(model, batch, hardware=hardware, strategy="mobius", **caught.value.nearest)
     assert job.plan.micro_batches > 1
-    assert compiled(model_of(MEANS["mean"]), batch, hardware=hardware).plan.micro_batches > 1
+    assert compile_job(model_of(MEANS["mean"]), batch, hardware=hardware).plan.micro_batches > 1
 
 
 def test_a_strategy_of_several_lanes_is_honoured_and_said() -> None:
     model, batch = model_of(COUPLED["dino"]), batch_of(ROWS)
-    job = compiled(model, batch, num_devices=2, strategy="mics")
+    job = compile_job(model, batch, num_devices=2, strategy="mics")
     assert job.plan.micro_batches == 2  # one for each lane, the fewest
     assert "each of 2 micro-batches has only its own" in facts_said(job)
 
@@ -146,7 +146,7 @@ def test_a_strategy_of_several_lanes_is_honoured_and_said() -> None:
 )  # fmt: skip
 def test_a_sum_over_rows_is_that_of_the_whole_batch(name: str, count: int, num_devices: int, strategy: str) -> None:
     model, batch = model_of({**MEANS, **SUMS}[name]), batch_of(ROWS)
-    job = compiled(model, batch, num_devices, micro_batches=count, strategy=strategy)
+    job = compile_job(model, batch, num_devices, micro_batches=count, strategy=strategy)
     is_multiplied = name in SUMS and count > 1
     assert (f"* {float(count)}" in job.code(0)) == is_multiplied
     assert ("multiplied by M" in facts_said(job)) == (name in SUMS)
@@ -155,23 +155,23 @@ def test_a_sum_over_rows_is_that_of_the_whole_batch(name: str, count: int, num_d
 
 def test_evaluation_of_a_sum_is_that_of_the_whole_batch() -> None:
     model, batch = model_of(SUMS["sum"]), batch_of(ROWS)
-    with compiled(model, batch, num_devices=1, micro_batches=4, strategy="mobius") as job:
+    with compile_job(model, batch, num_devices=1, micro_batches=4, strategy="mobius") as job:
         found = job.evaluate(batch)
     assert float(found["loss"]) == pytest.approx(float(loss_of(model, batch).detach()), rel=1e-5)
 
 
 def test_a_sum_is_checked_against_the_model_itself() -> None:
     model, batch = model_of(SUMS["sum"]), batch_of(ROWS)
-    assert check(compiled(model, batch, num_devices=1, micro_batches=4, strategy="mobius"), model, [batch]).passed
+    assert check(compile_job(model, batch, num_devices=1, micro_batches=4, strategy="mobius"), model, [batch]).passed
 
 
 def test_in_asynchronous_training_each_micro_batch_is_a_batch() -> None:
     model, batch = model_of(SUMS["sum"]), batch_of(ROWS)
-    job = compiled(model, batch, num_devices=1, micro_batches=4, strategy="async")
+    job = compile_job(model, batch, num_devices=1, micro_batches=4, strategy="async")
     assert job.plan.decisions.staleness
     assert job.folder.settings.rows == MEAN_OVER_ROWS
     assert "* 4.0" not in job.code(0)
-    of_two = compiled(
+    of_two = compile_job(
         model, batch, num_devices=1, micro_batches=4, strategy=STRATEGIES["async"] + "{accumulate=2}"
     )  # fmt: skip
     assert "* 2" in of_two.code(0)  # their mean is the sum over both

@@ -86,14 +86,14 @@ def test_how_rows_meet(name: str, kind: Kind) -> None:
 
 
 def test_a_mean_over_what_the_whole_batch_counts_is_one_over_rows() -> None:
-    def masked(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    def mask_attention(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
         mask = (y > 3).float()
         return (F.cross_entropy(h, y, reduction="none") * mask).sum() / mask.sum()
 
     def ignoring(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(h, y, ignore_index=3)
 
-    for loss in (masked, ignoring):
+    for loss in (mask_attention, ignoring):
         for count in (1, 2):
             assert facts_of(model_of(loss), batch_of(ROWS), count) == RowFacts()
 

@@ -44,7 +44,7 @@ def tokens_of(place: TokenPlace, tensor: Tensor, length: int) -> Tensor:
     return torch.arange(tensor.shape[place.dim]) // place.inner % length
 
 
-def changed(tensor: Tensor, place: TokenPlace, length: int) -> Tensor:
+def change(tensor: Tensor, place: TokenPlace, length: int) -> Tensor:
     """The tensor with other values at one token."""
     where = (tokens_of(place, tensor, length) == CHANGED).nonzero().flatten()
     return tensor.clone().index_add_(place.dim, where, torch.ones_like(tensor.index_select(place.dim, where)))
@@ -69,7 +69,7 @@ def test_a_change_at_one_token_changes_token_wise_results_there_alone(name: str)
         floats = [a for a in node.all_input_nodes if facts.place(a) and values[a].is_floating_point()]
         if not facts.is_token_wise(node) or node.op == "placeholder" or place is None or not floats:
             continue
-        other = {a: changed(values[a], facts.place(a), facts.length) for a in floats}  # type: ignore[arg-type]
+        other = {a: change(values[a], facts.place(a), facts.length) for a in floats}  # type: ignore[arg-type]
         with torch.no_grad():
             before, after = run(graph, node, values), run(graph, node, {**values, **other})
         same = (before == after).movedim(place.dim, 0).flatten(1).all(1)

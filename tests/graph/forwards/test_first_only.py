@@ -22,7 +22,7 @@ from penstock.ir.program import StageSpec, profile_memory
 from penstock.runtime.device.file import DeviceFile, open_directory
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
-from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.preference_case import adapt, pairs
 from penstock.tests.shown_elsewhere import slow_but
 
 BEFORE = "drop-masks, chunk-loss, interleave-forwards"
@@ -60,7 +60,7 @@ def assert_like_eager(job: Job, model: nn.Module, batch: Any = None) -> None:
         assert_close(job.state_dict(), eager.model.state_dict(), 0.0)
 
 
-def opened(job: Job, folder: Path) -> DeviceFile:
+def open_page(job: Job, folder: Path) -> DeviceFile:
     job.folder.write(folder)
     return open_directory(folder)[0]
 
@@ -100,8 +100,8 @@ def inputs_of(spec: StageSpec) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_reference_is_not_run_again(kind: str, tmp_path: Path) -> None:
     """FLOPs of each stage's backward, counted as it runs with and without rematerialisation, are those of the plan."""
-    job = job_of(penstock.DPO(adapted(kind)))
-    file = opened(job, tmp_path)
+    job = job_of(penstock.DPO(adapt(kind)))
+    file = open_page(job, tmp_path)
     stages = job.folder.interface.stages
     assert [spec.again is not None for spec in stages.values()] == [True, True, False]  # its logits go into the loss
     for spec in stages.values():
@@ -120,9 +120,9 @@ def test_a_reference_is_not_run_again(kind: str, tmp_path: Path) -> None:
 
 
 def test_gradients_are_those_of_the_whole_forward(tmp_path: Path) -> None:
-    job = job_of(penstock.DPO(adapted()))
+    job = job_of(penstock.DPO(adapt()))
     spec = job.folder.interface.stages["stage1"]
-    runner, inputs = runner_of(opened(job, tmp_path), spec), inputs_of(spec)
+    runner, inputs = runner_of(open_page(job, tmp_path), spec), inputs_of(spec)
     douts = [torch.randn(o.shape) if o.requires_grad else None for o in spec.outputs]
     assert douts.count(None) == 1
     needed = [None if want is None else x for want, x in zip(spec.backward_inputs, inputs)]
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_the_whole_forward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", slow_but(["llama"], ["llama", "gpt2"]))
 def test_training_is_that_of_eager(kind: str) -> None:
-    model = penstock.DPO(adapted(kind))
+    model = penstock.DPO(adapt(kind))
     job = job_of(model)
     assert job.plan.decisions.rematerialise == ["stage0", "stage1", "stage2"]
     assert_like_eager(job, model)
@@ -144,7 +144,7 @@ def test_training_is_that_of_eager(kind: str) -> None:
 @pytest.mark.slow
 def test_draws_keep_their_numbers() -> None:
     """The reference's draws come first at each place, and the policy's are the second ones without them, too."""
-    model = ReferenceFirst(adapted("gpt2", dropout=0.2))
+    model = ReferenceFirst(adapt("gpt2", dropout=0.2))
     batch = {"input_ids": pairs()["chosen_input_ids"]}
     job = job_of(model, batch=batch)
     assert re.search(r"else:\n +draw_at\(", job.code(0))
@@ -161,7 +161,7 @@ def test_draws_keep_their_numbers() -> None:
 )
 def test_halves_and_classes(after: str) -> None:
     """A backward in two halves, and one that takes classes of saved tensors, of which the reference has none."""
-    model = penstock.DPO(adapted())
+    model = penstock.DPO(adapt())
     job = job_of(model, f"{CUT}, {after}")
     spec = job.folder.interface.stages["stage1"]
     assert spec.again is not None and spec.again.calls
@@ -173,7 +173,7 @@ def test_halves_and_classes(after: str) -> None:
 def test_the_references_values_are_free_once_they_were_read(tmp_path: Path) -> None:
     """Without rematerialisation, too, nothing waits for a backward but the policy's values; what the plan counts is
     what the run counts."""
-    model = penstock.DPO(adapted())
+    model = penstock.DPO(adapt())
     for strategy in (AGAIN, AGAIN.replace("{always=true}", "")):
         job = job_of(model, strategy)
         step = job.code(0).split("def step(")[1].split("def evaluate(")[0]
@@ -187,7 +187,7 @@ def test_the_references_values_are_free_once_they_were_read(tmp_path: Path) -> N
         with job:
             job.step(pairs())
             counted = job.last.peak_bytes["cpu0"]
-        assert counted == profile_memory(opened(job, tmp_path).step).peak_bytes[ops.DEVICE]
+        assert counted == profile_memory(open_page(job, tmp_path).step).peak_bytes[ops.DEVICE]
 
 
 def test_what_a_later_node_needs_is_run_again() -> None:
@@ -213,7 +213,7 @@ def test_what_a_later_node_needs_is_run_again() -> None:
 
 def test_a_file_with_another_condition_is_refused(tmp_path: Path) -> None:
     """What stands below `if` in a printed forward runs unless backward needs nothing of it; nothing else may."""
-    job = job_of(penstock.DPO(adapted()))
+    job = job_of(penstock.DPO(adapt()))
     job.folder.write(tmp_path)
     path = tmp_path / "device0.py"
     text = path.read_text("utf-8")
@@ -225,7 +225,7 @@ def test_a_file_with_another_condition_is_refused(tmp_path: Path) -> None:
 
 def test_simulated_time_is_that_of_what_runs() -> None:
     """The same plan with the reference in its rematerialisations, as specs without `again` have it, takes longer."""
-    job = job_of(penstock.DPO(adapted()))
+    job = job_of(penstock.DPO(adapt()))
     folder = job.folder
     whole = {name: replace(spec, again=None) for name, spec in folder.interface.stages.items()}
     device = folder.hardware.devices[0]
@@ -238,8 +238,8 @@ def test_simulated_time_is_that_of_what_runs() -> None:
 @pytest.mark.slow
 def test_blocks_run_compiled_with_and_without_the_reference(tmp_path: Path) -> None:
     """Both kinds of calls are compiled before the first step: a rematerialisation hands its blocks None."""
-    job = job_of(penstock.DPO(adapted()))
-    spec, file = job.folder.interface.stages["stage1"], opened(job, tmp_path)
+    job = job_of(penstock.DPO(adapt()))
+    spec, file = job.folder.interface.stages["stage1"], open_page(job, tmp_path)
     inputs = inputs_of(spec)
     needed = [None if want is None else x for want, x in zip(spec.backward_inputs, inputs)]
     douts = [torch.ones(o.shape) if o.requires_grad else None for o in spec.outputs]

@@ -14,7 +14,7 @@ from penstock.ir.ops.record import Work
 from penstock.ir.program import Interface
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.simulate.costs import CostModel
-from penstock.tests.passes.running import apply, draft_of, traced
+from penstock.tests.passes.running import apply, draft_of, trace_case
 from penstock.tests.passes.stage_runs import one_device
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import mixtral, zoo
@@ -25,7 +25,7 @@ CPU, GPU = Hardware.cpu(), Hardware.preset("rtx4090x1")
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", slow_but(("gpt2", "t5", "lstm"), ["gpt2", "llama", "t5", "wide_resnet", "lstm"]))
 def test_a_blocks_calls_make_up_its_sums(name: str, hardware: Hardware) -> None:
-    blocks = apply(draft_of(traced(name, dropout=0.0)[0], hardware), Coarsen()).blocks
+    blocks = apply(draft_of(trace_case(name, dropout=0.0)[0], hardware), Coarsen()).blocks
     for block in blocks:
         cost = block.cost
         assert cost.forward_mix.flops == pytest.approx(cost.forward_flops), block.name
@@ -105,7 +105,7 @@ def test_many_small_products_take_longer_than_one_large_one() -> None:
 def test_the_simulator_and_the_passes_agree_on_a_stages_time() -> None:
     table = {"source": "made up", "products": {"fp32": {16: "0.1GFLOPS", 128: "20GFLOPS"}}, "pointwise": {1: "1GB/s"}}
     machine = Hardware.cpu(1).with_(rates=table, op_overhead_s=0.0)
-    (spec,) = (stage.spec for stage in one_device(traced("gpt2")[0], 1).stages)
+    (spec,) = (stage.spec for stage in one_device(trace_case("gpt2")[0], 1).stages)
     took = roofline(spec, machine.devices[0], "fp32")
     model = CostModel(machine, "fp32")
     work = Work("compute", spec.forward_flops, spec.forward_traffic_bytes, mix=spec.forward_mix)
@@ -115,7 +115,7 @@ def test_the_simulator_and_the_passes_agree_on_a_stages_time() -> None:
 
 
 def test_an_interface_keeps_the_calls_in_its_file() -> None:
-    draft = one_device(traced("gpt2")[0], 2)
+    draft = one_device(trace_case("gpt2")[0], 2)
     specs = {stage.spec.name: stage.spec for stage in draft.stages}
     interface = draft.programs[0].interface
     assert interface.stages == specs

@@ -21,7 +21,7 @@ class Model(nn.Module):
         return self.loss(self.linear(x), x)
 
 
-def compiled(loss: Callable[[Tensor, Tensor], Tensor], precision: str = "fp32") -> penstock.Job:
+def compile_job(loss: Callable[[Tensor, Tensor], Tensor], precision: str = "fp32") -> penstock.Job:
     return penstock.compile(Model(loss), "cpu-only", example_inputs=torch.randn(4, 4), precision=precision)
 
 
@@ -55,7 +55,7 @@ def through_integers(h: Tensor, x: Tensor) -> Tensor:
 )
 def test_a_loss_without_gradient_is_refused(loss: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
     with pytest.raises(CaptureError) as caught:
-        compiled(loss)
+        compile_job(loss)
     assert message in str(caught.value)
 
 
@@ -72,4 +72,4 @@ def with_a_detached_part(h: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [written_in_place, with_a_detached_part])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gradient_is_followed_through_writes_in_place(loss: Callable[..., Tensor], precision: str) -> None:
-    compiled(loss, precision)
+    compile_job(loss, precision)

@@ -37,7 +37,7 @@ def batch() -> dict[str, Tensor]:
     return {"ids": torch.arange(6).reshape(2, 3), "labels": torch.arange(6).reshape(2, 3) + 1}
 
 
-def found(loss: Callable[[Any, Tensor, Tensor], Any], **options: Any) -> HeadLoss | WholeLogits:
+def find(loss: Callable[[Any, Tensor, Tensor], Any], **options: Any) -> HeadLoss | WholeLogits:
     (row,) = head_losses(captured(Reader(loss, **options), batch()))
     return row
 
@@ -76,49 +76,49 @@ def test_a_capped_head_is_found_with_its_scale() -> None:
         logits = torch.tanh(model.head(hidden) / 30.0) * 30.0
         return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
 
-    head = found(capped)
+    head = find(capped)
     assert isinstance(head, HeadLoss)
     assert (head.scale, head.cap) == (1 / 30.0, 30.0)
 
 
 def test_a_function_with_a_tied_weight_is_found() -> None:
-    def tied(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    def tie(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(hidden, model.embedding.weight) * 0.5
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    head = found(tied)
+    head = find(tie)
     assert isinstance(head, HeadLoss) and not isinstance(head.weight, str)
     assert (head.weight.target, head.scale) == ("embedding.weight", 0.5)
 
 
 @pytest.mark.parametrize("turned", [lambda w: w.t(), lambda w: w.T, lambda w: w.transpose(0, 1)])
 def test_a_product_with_a_transposed_weight_is_found(turned: Callable[[Tensor], Tensor]) -> None:
-    head = found(lambda m, h, y: F.cross_entropy((h @ turned(m.head.weight)).view(-1, CLASSES), y.view(-1)))
+    head = find(lambda m, h, y: F.cross_entropy((h @ turned(m.head.weight)).view(-1, CLASSES), y.view(-1)))
     assert isinstance(head, HeadLoss) and not isinstance(head.weight, str)
     assert head.weight.target == "head.weight"
 
 
 @pytest.mark.parametrize("turned", [lambda x: x.transpose(1, 2), lambda x: x.permute(0, 2, 1), lambda x: x.mT])
 def test_classes_in_the_second_dimension_are_found(turned: Callable[[Tensor], Tensor]) -> None:
-    head = found(lambda m, h, y: F.cross_entropy(turned(m.head(h)), y), bias=True)
+    head = find(lambda m, h, y: F.cross_entropy(turned(m.head(h)), y), bias=True)
     assert isinstance(head, HeadLoss)
     assert (head.bias, head.moves, head.num_tokens) == ("head.bias", (), 6)
 
 
 def test_shifted_logits_and_a_module_with_class_weights_are_found() -> None:
-    def shifted(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    def shift(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = model.head(hidden)[:, :-1, :].contiguous()
         loss: Tensor = model.rule(logits.view(-1, CLASSES).float(), labels[:, 1:].reshape(-1))
         return loss
 
-    head = found(shifted)
+    head = find(shift)
     assert isinstance(head, HeadLoss)
     assert (head.num_tokens, head.label_smoothing) == (4, 0.1)
     assert [move.name.rstrip("_0123456789") for move in head.moves] == ["getitem", "view"]
 
 
 def test_class_weights_are_found() -> None:
-    head = found(lambda m, h, y: F.cross_entropy(m.head(h).view(-1, CLASSES), y.view(-1), weight=m.class_weight))
+    head = find(lambda m, h, y: F.cross_entropy(m.head(h).view(-1, CLASSES), y.view(-1), weight=m.class_weight))
     assert isinstance(head, HeadLoss) and not isinstance(head.class_weight, str)
     assert head.class_weight is not None and head.class_weight.target == "class_weight"
 
@@ -134,7 +134,7 @@ def test_class_weights_are_found() -> None:
     ],
 )
 def test_other_losses_say_why_their_logits_stand_whole(loss: Callable[..., Any], reason: str) -> None:
-    row = found(loss)
+    row = find(loss)
     assert isinstance(row, WholeLogits) and reason in row.reason, row
 
 
@@ -143,7 +143,7 @@ def test_logits_that_another_term_reads_stand_whole() -> None:
         logits = model.head(hidden)
         return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1)) + logits.logsumexp(-1).square().mean()
 
-    row = found(with_z)
+    row = find(with_z)
     assert isinstance(row, WholeLogits) and "also read by logsumexp" in row.reason and "test_head_loss" in row.reason
 
 
@@ -152,5 +152,5 @@ def test_outputs_that_are_logits_are_named() -> None:
         logits = model.head(hidden).contiguous()
         return {"loss": F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), "scores": logits}
 
-    head = found(with_output)
+    head = find(with_output)
     assert isinstance(head, HeadLoss) and head.outputs == ("scores",)

@@ -45,12 +45,12 @@ def test_what_queries_see_is_proven_apart_from_padding() -> None:
     calls = [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]
     found = [sight_of(graph, n, given_arguments(n.args, n.kwargs)) for n in calls]
 
-    def told(sight: Sight) -> tuple[object, ...]:
+    def tell(sight: Sight) -> tuple[object, ...]:
         shapes = [tuple(mask.meta["val"].shape[-2:]) for mask in sight.masks]
         return sight.before, sight.after, sight.documents is not None, *shapes
 
     keys, pairs = (1, TOKENS), (TOKENS, TOKENS)
-    assert [told(sight) for sight in found] == [
+    assert [tell(sight) for sight in found] == [
         (None, None, False),
         (None, 0, False),
         (None, 0, False, keys),

@@ -96,7 +96,7 @@ def arguments(folder, kind=TrainingArguments, **changes):
     return kind(**{**known, **changes})
 
 
-def made(kind, model, rows, folder, trainer=None, **changes):
+def make_case(kind, model, rows, folder, trainer=None, **changes):
     """A trainer of that kind; `trainer`: what else it is given."""
     ours = {"hardware": Hardware.cpu(1, memory="8GB"), "compile_options": FAST}
     given = {"train_dataset": rows, "eval_dataset": rows[:7]}
@@ -105,24 +105,24 @@ def made(kind, model, rows, folder, trainer=None, **changes):
     return kind(model=model, args=arguments(folder, of, **changes), **given)
 
 
-def trained(kind, make, folder, resume=None, trainer=None, **changes):
-    found = made(kind, *make(), folder, trainer, **changes)
+def train_steps(kind, make, folder, resume=None, trainer=None, **changes):
+    found = make_case(kind, *make(), folder, trainer, **changes)
     found.train(resume_from_checkpoint=resume)
     return found
 
 
 def both(make, folder, trainer=None, **changes):
-    ours = trained(PenstockTrainer, make, folder / "ours", trainer=trainer, **changes)
-    return ours, trained(Trainer, make, folder / "plain", trainer=trainer, **changes)
+    ours = train_steps(PenstockTrainer, make, folder / "ours", trainer=trainer, **changes)
+    return ours, train_steps(Trainer, make, folder / "plain", trainer=trainer, **changes)
 
 
-def told(trainer, name):
+def tell_of(trainer, name):
     return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
 
 
 def require_equal(ours, plain, tolerance=TOLERANCE):
-    assert len(told(plain, "loss")) == len(told(ours, "loss")) > 0
+    assert len(tell_of(plain, "loss")) == len(tell_of(ours, "loss")) > 0
     for name in ("loss", "learning_rate", "grad_norm"):
-        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=tolerance)
+        torch.testing.assert_close(tell_of(ours, name), tell_of(plain, name), rtol=2e-4, atol=tolerance)
     for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters()):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)

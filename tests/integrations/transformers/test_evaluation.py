@@ -20,8 +20,8 @@ from penstock.tests.integrations.transformers.runs import (
     padding,
     require_equal,
     seq2seq,
-    told,
-    trained,
+    tell_of,
+    train_steps,
 )
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -41,8 +41,8 @@ def test_same_losses(make, rows, tmp_path):
     changes = {**EVALUATING, "per_device_eval_batch_size": rows, "max_steps": 4}
     changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     ours, plain = both(make, tmp_path, {"data_collator": padding}, **changes)
-    assert len(told(plain, "eval_loss")) == 2
-    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(tell_of(plain, "eval_loss")) == 2
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_same_metrics_and_best_model(tmp_path):
@@ -51,7 +51,7 @@ def test_same_metrics_and_best_model(tmp_path):
     given = {"compute_metrics": accuracy, "callbacks": [EarlyStoppingCallback(3)]}
     ours, plain = both(classifier, tmp_path, given, **alike, **keeping, **EVALUATING)
     for name in ("eval_accuracy", "eval_rows", "eval_loss"):
-        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=1e-3, atol=TOLERANCE)
+        torch.testing.assert_close(tell_of(ours, name), tell_of(plain, name), rtol=1e-3, atol=TOLERANCE)
     assert ours.state.best_global_step == plain.state.best_global_step
     require_equal(ours, plain, tolerance=1e-4)  # at this learning rate a step of AdamW moves weights by 3e-2
 
@@ -73,7 +73,7 @@ def test_same_run_of_labels_that_are_one_number_per_class(tmp_path):
     alike = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     ours, plain = both(many_classes, tmp_path, {"data_collator": collate}, **alike, **EVALUATING)
     require_equal(ours, plain)
-    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_predictions_after_training(tmp_path):
@@ -93,13 +93,13 @@ def test_labels_that_always_count_are_evaluated_by_the_model(tmp_path, caplog):
 
     changes = {**EVALUATING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     with caplog.at_level(logging.WARNING):
-        ours = trained(PenstockTrainer, regression, tmp_path / "a", **changes)
-    plain = trained(Trainer, regression, tmp_path / "b", **changes)
+        ours = train_steps(PenstockTrainer, regression, tmp_path / "a", **changes)
+    plain = train_steps(Trainer, regression, tmp_path / "b", **changes)
     assert "evaluated by the model" in caplog.text
-    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def generated(found):
+def generate_stages(found):
     return {"tokens": float(found.predictions.sum()), "rows": len(found.predictions)}
 
 
@@ -108,15 +108,15 @@ def test_same_generated_texts(generates, tmp_path):
     """With beams, also between two steps; without `predict_with_generate` evaluations go through the job."""
     changes = {**EVALUATING, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
     changes |= {"predict_with_generate": generates, "generation_max_length": 8, "generation_num_beams": 2}
-    given = {"data_collator": padding, "compute_metrics": generated if generates else None}
+    given = {"data_collator": padding, "compute_metrics": generate_stages if generates else None}
     runs = []
     for kind in (PenstockSeq2SeqTrainer, Seq2SeqTrainer):
-        runs.append(trained(kind, seq2seq, tmp_path / kind.__name__, trainer=given, **changes))
+        runs.append(train_steps(kind, seq2seq, tmp_path / kind.__name__, trainer=given, **changes))
     ours, plain = runs
     require_equal(ours, plain, tolerance=1e-4)
     for name in ("eval_loss", *(("eval_tokens", "eval_rows") if generates else ())):
-        assert len(told(plain, name)) == 3
-        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=TOLERANCE, atol=TOLERANCE)
+        assert len(tell_of(plain, name)) == 3
+        torch.testing.assert_close(tell_of(ours, name), tell_of(plain, name), rtol=TOLERANCE, atol=TOLERANCE)
     found, expected = (run.predict(run.eval_dataset, max_length=6).predictions for run in runs)
     if generates:
         np.testing.assert_array_equal(found, expected)

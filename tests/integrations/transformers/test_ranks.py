@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer
 
 from penstock.runtime.processes.local import worker_environment
-from penstock.tests.integrations.transformers.runs import TOLERANCE, llama, padding, told, trained
+from penstock.tests.integrations.transformers.runs import TOLERANCE, llama, padding, tell_of, train_steps
 
 SCRIPT = """
 import json, sys
@@ -59,14 +59,14 @@ def test_two_ranks_train_as_one_process(strategy, tmp_path):
 
     found = run(tmp_path / "ours", strategy)
     alike = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5, "per_device_eval_batch_size": 4}
-    plain = trained(
+    plain = train_steps(
         Trainer, lambda: (llama()[0], llama()[1][:28]), tmp_path / "plain", trainer={"data_collator": padding}, **alike
     )
     losses = torch.tensor([row["loss"] for row in found if "loss" in row])
-    torch.testing.assert_close(losses, told(plain, "loss"), rtol=2e-4, atol=TOLERANCE)
+    torch.testing.assert_close(losses, tell_of(plain, "loss"), rtol=2e-4, atol=TOLERANCE)
     assert [row["eval_rows"] for row in found if "eval_rows" in row] == [7, 7, 7]
     held = torch.tensor([row["eval_loss"] for row in found if "eval_loss" in row])
-    torch.testing.assert_close(held, told(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
+    torch.testing.assert_close(held, tell_of(plain, "eval_loss"), rtol=2e-4, atol=TOLERANCE)
     saved = load_file(tmp_path / "ours" / "model" / "model.safetensors")
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)

@@ -18,11 +18,11 @@ from penstock.tests.integrations.transformers.runs import (
     causal,
     classifier,
     llama,
-    made,
+    make_case,
     padding,
     require_equal,
     row,
-    told,
+    tell_of,
 )
 
 VALUES = {
@@ -47,13 +47,13 @@ def test_refuses_by_name(name, tmp_path):
 def test_refuses_a_loss_of_ones_own(tmp_path):
     model, rows = causal()
     with pytest.raises(PlanError, match="compute_loss_func"):
-        made(PenstockTrainer, model, rows, tmp_path, {"compute_loss_func": lambda *a, **k: 0})
+        make_case(PenstockTrainer, model, rows, tmp_path, {"compute_loss_func": lambda *a, **k: 0})
 
 
 def test_refuses_an_optimizer_of_ones_own(tmp_path):
     model, rows = causal()
     with pytest.raises(PlanError, match="optimizers"):
-        made(PenstockTrainer, model, rows, tmp_path, {"optimizers": (torch.optim.SGD(model.parameters()), None)})
+        make_case(PenstockTrainer, model, rows, tmp_path, {"optimizers": (torch.optim.SGD(model.parameters()), None)})
 
 
 def test_refuses_an_optimizer_that_wants_more_than_gradients():
@@ -67,17 +67,17 @@ def test_refuses_an_optimizer_that_wants_more_than_gradients():
 def test_refuses_an_override(name, tmp_path):
     kind = type("Mine", (PenstockTrainer,), {name: lambda self, *given: None})
     with pytest.raises(PlanError, match=f"{name}.*optimizer_cls_and_kwargs"):
-        made(kind, *causal(), tmp_path)
+        make_case(kind, *causal(), tmp_path)
 
 
 def test_refuses_a_maker_of_models(tmp_path):
     with pytest.raises(PlanError, match=r"model_init.*model=model_init\(\)"):
-        made(PenstockTrainer, None, causal()[1], tmp_path, {"model_init": lambda: causal()[0]})
+        make_case(PenstockTrainer, None, causal()[1], tmp_path, {"model_init": lambda: causal()[0]})
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
 def test_refuses_what_accelerate_launch_adds(name, tmp_path):
-    trainer = made(PenstockTrainer, *causal(), tmp_path)
+    trainer = make_case(PenstockTrainer, *causal(), tmp_path)
     setattr(trainer, f"is_{name}_enabled", True)
     with pytest.raises(PlanError, match=f"--use_{name}"):
         refuse_trainer(trainer, PenstockTrainer.own_loss)
@@ -86,7 +86,7 @@ def test_refuses_what_accelerate_launch_adds(name, tmp_path):
 def test_refuses_a_precision_of_accelerate_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(PlanError, match=r"--mixed_precision fp8.*bf16"):
-        made(PenstockTrainer, *causal(), tmp_path)
+        make_case(PenstockTrainer, *causal(), tmp_path)
 
 
 def test_refuses_a_short_batch_that_cannot_be_filled(tmp_path):
@@ -94,7 +94,7 @@ def test_refuses_a_short_batch_that_cannot_be_filled(tmp_path):
     rows = [{**each, "labels": torch.rand(3)} for each in rows]
     model.config.problem_type = "multi_label_classification"
     with pytest.raises(PlanError, match=r"labels are no classes.*give it 28"):
-        made(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
+        make_case(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
 
 
 class CountsAllRows(nn.Module):
@@ -117,7 +117,7 @@ def counted_rows():
 def test_refuses_to_fill_up_for_a_loss_that_counts_all_rows(tmp_path):
     model, rows = counted_rows()
     with pytest.raises(PlanError, match="a mean over rows, whatever their labels; give it 28"):
-        made(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
+        make_case(PenstockTrainer, model, rows[:30], tmp_path, max_steps=9).train()
 
 
 def test_a_loss_that_counts_all_rows_is_evaluated_as_by_trainer(tmp_path):
@@ -125,7 +125,7 @@ def test_a_loss_that_counts_all_rows_is_evaluated_as_by_trainer(tmp_path):
     changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "eval_strategy": "steps"}
     ours, plain = both(counted_rows, tmp_path, **changes, eval_steps=2)
     require_equal(ours, plain)
-    torch.testing.assert_close(told(ours, "eval_loss"), told(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_refuses_to_fill_up_a_stream_of_numbers(tmp_path):
@@ -137,11 +137,11 @@ def test_refuses_to_fill_up_a_stream_of_numbers(tmp_path):
     given = {"train_dataset": Dataset.from_list(rows).to_iterable_dataset(), "data_collator": default_data_collator}
     whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     with pytest.raises(BatchError, match=r"lacks 2 of the 4 rows.*labels are no classes"):
-        made(PenstockTrainer, model, rows, tmp_path, given, max_steps=9, **whole).train()
+        make_case(PenstockTrainer, model, rows, tmp_path, given, max_steps=9, **whole).train()
 
 
 def test_refuses_rows_longer_than_it_was_told(tmp_path):
     model, rows = llama()
     with pytest.raises(BatchError, match="max_length=14"):
-        made(PenstockTrainer, model, rows[:4][::-1] + [rows[6]] * 28, tmp_path,
+        make_case(PenstockTrainer, model, rows[:4][::-1] + [rows[6]] * 28, tmp_path,
              {"data_collator": padding, "max_length": 11}).train()  # fmt: skip

@@ -22,12 +22,12 @@ from penstock.tests.integrations.transformers.runs import (
     causal,
     classifier,
     llama,
-    made,
+    make_case,
     padding,
     require_equal,
     seq2seq,
-    told,
-    trained,
+    tell_of,
+    train_steps,
 )
 from penstock.training import watch
 from penstock.training.logs.jsonl import JsonLog
@@ -52,10 +52,14 @@ def test_same_run_where_every_batch_has_its_own_length(tmp_path):
         lengths.append(max(len(row["input_ids"]) for row in some))
         return padding(some)
 
-    ours = made(PenstockTrainer, model, rows[:28], tmp_path, {"data_collator": collate, "compile_options": options})
+    ours = make_case(
+        PenstockTrainer, model, rows[:28], tmp_path, {"data_collator": collate, "compile_options": options}
+    )
     ours.train()
     assert len(set(lengths)) > 1
-    require_equal(ours, trained(Trainer, lambda: (llama()[0], rows[:28]), tmp_path, trainer={"data_collator": padding}))
+    require_equal(
+        ours, train_steps(Trainer, lambda: (llama()[0], rows[:28]), tmp_path, trainer={"data_collator": padding})
+    )
 
 
 def test_same_run_of_an_encoder_decoder(tmp_path):
@@ -81,8 +85,8 @@ def test_same_run_up_to_the_end_of_a_stream(tmp_path):
     given = {"eval_dataset": llama()[1][:7], "processing_class": None, "data_collator": as_tensors}
     ours, plain = both(streamed, tmp_path, given, max_steps=7)
     require_equal(ours, plain)
-    longer = trained(PenstockTrainer, streamed, tmp_path, trainer=given, max_steps=8)
-    assert len(told(longer, "loss")) == longer.state.global_step == 8 and told(longer, "loss")[-1] < 5.0
+    longer = train_steps(PenstockTrainer, streamed, tmp_path, trainer=given, max_steps=8)
+    assert len(tell_of(longer, "loss")) == longer.state.global_step == 8 and tell_of(longer, "loss")[-1] < 5.0
 
 
 @pytest.mark.slow
@@ -102,16 +106,16 @@ def test_same_run_with_an_optimizer_of_another_library(name, tmp_path):
 def test_accumulated_batches_of_a_classifier_are_one_batch(tmp_path):
     """Trainer adds up the means of micro-batches where a model leaves `num_items_in_batch` aside, as BERT's and T5's
     losses do; a Job's loss is the mean over the whole batch."""
-    ours = trained(PenstockTrainer, classifier, tmp_path / "a")
+    ours = train_steps(PenstockTrainer, classifier, tmp_path / "a")
     whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    require_equal(ours, trained(Trainer, classifier, tmp_path / "b", **whole))
+    require_equal(ours, train_steps(Trainer, classifier, tmp_path / "b", **whole))
 
 
 def test_resumes_in_the_middle(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
-    trained(PenstockTrainer, causal, tmp_path / "a", **saving)
-    again = trained(PenstockTrainer, causal, tmp_path / "a", str(tmp_path / "a" / "checkpoint-3"), **saving)
-    require_equal(again, trained(Trainer, causal, tmp_path / "b"))
+    train_steps(PenstockTrainer, causal, tmp_path / "a", **saving)
+    again = train_steps(PenstockTrainer, causal, tmp_path / "a", str(tmp_path / "a" / "checkpoint-3"), **saving)
+    require_equal(again, train_steps(Trainer, causal, tmp_path / "b"))
 
 
 @pytest.mark.slow
@@ -120,43 +124,43 @@ def test_resumes_without_skipping_data(tmp_path):
     found = []
     for kind in (PenstockTrainer, Trainer):
         folder = tmp_path / kind.__name__
-        trained(kind, causal, folder, **saving)
-        found.append(trained(kind, causal, folder, str(folder / "checkpoint-3"), **saving))
+        train_steps(kind, causal, folder, **saving)
+        found.append(train_steps(kind, causal, folder, str(folder / "checkpoint-3"), **saving))
     require_equal(*found)
 
 
 def test_refuses_to_resume_from_another_trainer(tmp_path):
-    trained(Trainer, causal, tmp_path, save_strategy="steps", save_steps=3)
+    train_steps(Trainer, causal, tmp_path, save_strategy="steps", save_steps=3)
     with pytest.raises(PlanError, match="saved by another trainer"):
-        trained(PenstockTrainer, causal, tmp_path, str(tmp_path / "checkpoint-3"))
+        train_steps(PenstockTrainer, causal, tmp_path, str(tmp_path / "checkpoint-3"))
 
 
 def test_half_precision_is_that_of_autocast(tmp_path):
     """bf16 has 8 bits: activations differ by 2 ** -8 between two orders of the same sums."""
     ours, plain = both(causal, tmp_path, bf16=True)
-    torch.testing.assert_close(told(ours, "loss"), told(plain, "loss"), rtol=2**-8, atol=0.0)
-    assert not torch.equal(told(ours, "loss"), told(trained(PenstockTrainer, causal, tmp_path), "loss"))
+    torch.testing.assert_close(tell_of(ours, "loss"), tell_of(plain, "loss"), rtol=2**-8, atol=0.0)
+    assert not torch.equal(tell_of(ours, "loss"), tell_of(train_steps(PenstockTrainer, causal, tmp_path), "loss"))
 
 
 @pytest.mark.slow
 def test_precision_of_accelerate_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    found = trained(PenstockTrainer, causal, tmp_path, max_steps=2)
+    found = train_steps(PenstockTrainer, causal, tmp_path, max_steps=2)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     assert torch.equal(
-        told(found, "loss"), told(trained(PenstockTrainer, causal, tmp_path, bf16=True, max_steps=2), "loss")
+        tell_of(found, "loss"), tell_of(train_steps(PenstockTrainer, causal, tmp_path, bf16=True, max_steps=2), "loss")
     )
 
 
 def test_adapter_of_peft(tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    def adapted():
+    def adapt():
         model, rows = causal()
         torch.manual_seed(1)
         return get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0)), rows
 
-    ours, plain = both(adapted, tmp_path, save_strategy="steps", save_steps=5)
+    ours, plain = both(adapt, tmp_path, save_strategy="steps", save_steps=5)
     require_equal(ours, plain)
     assert (tmp_path / "ours" / "checkpoint-5" / "adapter_model.safetensors").is_file()
 
@@ -174,15 +178,15 @@ class StopsAt3(TrainerCallback):
 
 def test_callbacks_hear_and_stop(tmp_path):
     callback = StopsAt3()
-    found = trained(PenstockTrainer, causal, tmp_path, trainer={"callbacks": [callback]})
+    found = train_steps(PenstockTrainer, causal, tmp_path, trainer={"callbacks": [callback]})
     assert callback.heard == [0, 1, 2]
-    assert len(told(found, "loss")) == found.state.global_step == 3
+    assert len(tell_of(found, "loss")) == found.state.global_step == 3
 
 
 def test_reports_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trained(PenstockTrainer, causal, tmp_path, report_to="tensorboard")
+    train_steps(PenstockTrainer, causal, tmp_path, report_to="tensorboard")
     (events,) = tmp_path.rglob("events.out.*")
     found = EventAccumulator(str(events)).Reload()
     assert len(found.Scalars("train/loss")) == 5
@@ -191,7 +195,7 @@ def test_reports_to_tensorboard(tmp_path):
 
 def test_listeners_hear_of_steps_and_evaluations(tmp_path):
     given = {"listeners": [JsonLog(tmp_path / "logs")], "serve": "127.0.0.1:0"}
-    trained(PenstockTrainer, causal, tmp_path, trainer=given, eval_strategy="steps", eval_steps=2)
+    train_steps(PenstockTrainer, causal, tmp_path, trainer=given, eval_strategy="steps", eval_steps=2)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "log.jsonl").read_text().splitlines()]
     events = [line["event"] for line in lines]
     assert events.count("step") == 5
@@ -206,12 +210,12 @@ def test_an_interrupt_while_saving_leaves_a_whole_checkpoint(tmp_path):
             super()._save_rng_state(output_dir)
 
     saving = {"save_strategy": "steps", "save_steps": 3}
-    found = made(Interrupted, *causal(), tmp_path, **saving)
+    found = make_case(Interrupted, *causal(), tmp_path, **saving)
     with pytest.raises(KeyboardInterrupt):
         found.train()
     assert found.state.global_step == 3 and found.job is None
-    again = trained(PenstockTrainer, causal, tmp_path, True, **saving)
-    require_equal(again, trained(Trainer, causal, tmp_path / "b"))
+    again = train_steps(PenstockTrainer, causal, tmp_path, True, **saving)
+    require_equal(again, train_steps(Trainer, causal, tmp_path / "b"))
 
 
 def test_an_interrupt_between_steps_leaves_the_trained_weights(tmp_path):
@@ -221,10 +225,10 @@ def test_an_interrupt_between_steps_leaves_the_trained_weights(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
 
     fixed = {"lr_scheduler_type": "constant"}
-    found = made(PenstockTrainer, *causal(), tmp_path, {"callbacks": [Interrupts()]}, **fixed)
+    found = make_case(PenstockTrainer, *causal(), tmp_path, {"callbacks": [Interrupts()]}, **fixed)
     with pytest.raises(KeyboardInterrupt):
         found.train()
-    plain = trained(Trainer, causal, tmp_path, max_steps=3, **fixed)
+    plain = train_steps(Trainer, causal, tmp_path, max_steps=3, **fixed)
     for ours, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -235,7 +239,7 @@ def test_an_error_ends_the_run(tmp_path):
             raise ValueError("here")
 
     model, rows = causal()
-    found = made(PenstockTrainer, model, rows, tmp_path, {"callbacks": [Fails()]})
+    found = make_case(PenstockTrainer, model, rows, tmp_path, {"callbacks": [Fails()]})
     with pytest.raises(ValueError, match="here"):
         found.train()
     assert found.job is None
@@ -257,13 +261,13 @@ def test_a_plan_that_is_offered_for_a_slow_device_goes_on_as_trainer_does(tmp_pa
         def on_save(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == last
 
-    begun = made(PenstockTrainer, *causal(), folder, {**two, "callbacks": [Stops()]}, **steps)
+    begun = make_case(PenstockTrainer, *causal(), folder, {**two, "callbacks": [Stops()]}, **steps)
     begun.train()
     (said,) = [record.message for record in caplog.records if "as long as planned" in record.message]
     plan, hardware = folder / "penstock-offer" / "plan.json", folder / "penstock-offer" / "hardware.yaml"
     assert f"hardware={str(hardware)!r} and compile_options={{'plan': {str(plan)!r}}}" in said
     taken = {"hardware": str(hardware), "compile_options": {"plan": str(plan)}}
-    ours = made(PenstockTrainer, *causal(), folder, taken, **steps)
+    ours = make_case(PenstockTrainer, *causal(), folder, taken, **steps)
     ours.train(resume_from_checkpoint=str(folder / f"checkpoint-{last}"))
-    plain = trained(Trainer, causal, tmp_path / "plain", **{**steps, "save_strategy": "no"})
+    plain = train_steps(Trainer, causal, tmp_path / "plain", **{**steps, "save_strategy": "no"})
     require_equal(ours, plain)

@@ -89,7 +89,7 @@ def options(folder: Any, **changes: Any) -> dict[str, Any]:
     return {**known, **changes}
 
 
-def told(trainer: Any, name: str) -> torch.Tensor:
+def tell_of(trainer: Any, name: str) -> torch.Tensor:
     return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
 
 
@@ -104,8 +104,8 @@ def run_of(kind: type, folder: Any, rows: Any, more: dict[str, Any] | None = Non
 def require_equal(ours: Any, plain: Any, *names: str) -> None:
     """The same logged numbers and weights."""
     for name in ("loss", "learning_rate", "grad_norm", "num_tokens", *names):
-        assert len(told(plain, name)) >= 2
-        torch.testing.assert_close(told(ours, name), told(plain, name), rtol=2e-4, atol=TOLERANCE, msg=name)
+        assert len(tell_of(plain, name)) >= 2
+        torch.testing.assert_close(tell_of(ours, name), tell_of(plain, name), rtol=2e-4, atol=TOLERANCE, msg=name)
     for (name, a), b in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 

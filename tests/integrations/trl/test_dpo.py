@@ -20,7 +20,7 @@ from penstock.tests.integrations.trl.case import (
     preferences,
     require_equal,
     run_of,
-    told,
+    tell_of,
 )
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -49,18 +49,18 @@ def trained_adapters():
     return {"model": model}
 
 
-def made(kind, folder, models=new_adapters, more=None, rows=preferences, **changes):
+def make(kind, folder, models=new_adapters, more=None, rows=preferences, **changes):
     return run_of(kind, folder, rows, {**models(), **(more or {})}, **changes)
 
 
-def trained(kind, folder, models=new_adapters, resume=None, **changes):
-    trainer = made(kind, folder, models, **changes)
+def train(kind, folder, models=new_adapters, resume=None, **changes):
+    trainer = make(kind, folder, models, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 def both(folder, *args, **kwargs):
-    return [trained(kind, folder / kind.__name__, *args, **kwargs) for kind in (PenstockDPOTrainer, DPOTrainer)]
+    return [train(kind, folder / kind.__name__, *args, **kwargs) for kind in (PenstockDPOTrainer, DPOTrainer)]
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_each_loss_is_that_of_trl(kind, plain):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return made(DPOTrainer, tmp_path_factory.mktemp("plain"), frozen_copy, gradient_accumulation_steps=1)
+    return make(DPOTrainer, tmp_path_factory.mktemp("plain"), frozen_copy, gradient_accumulation_steps=1)
 
 
 @pytest.mark.slow
@@ -120,18 +120,18 @@ def test_same_evaluation(models, tmp_path):
 @pytest.mark.parametrize("models", [frozen_copy, new_adapters])
 def test_resumes_in_the_middle(models, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
-    trained(PenstockDPOTrainer, tmp_path / "a", models, **saving)
-    again = trained(PenstockDPOTrainer, tmp_path / "a", models, str(tmp_path / "a" / "checkpoint-2"), **saving)
-    plain = trained(DPOTrainer, tmp_path / "b", models)
-    assert len(told(again, "loss")) == 4
-    torch.testing.assert_close(told(again, "loss"), told(plain, "loss"), rtol=2e-4, atol=TOLERANCE)
+    train(PenstockDPOTrainer, tmp_path / "a", models, **saving)
+    again = train(PenstockDPOTrainer, tmp_path / "a", models, str(tmp_path / "a" / "checkpoint-2"), **saving)
+    plain = train(DPOTrainer, tmp_path / "b", models)
+    assert len(tell_of(again, "loss")) == 4
+    torch.testing.assert_close(tell_of(again, "loss"), tell_of(plain, "loss"), rtol=2e-4, atol=TOLERANCE)
     for (name, a), b in zip(again.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
 @pytest.mark.slow
 def test_saves_the_policy(tmp_path):
-    ours = trained(PenstockDPOTrainer, tmp_path / "a", frozen_copy, max_steps=2)
+    ours = train(PenstockDPOTrainer, tmp_path / "a", frozen_copy, max_steps=2)
     ours.save_model(str(tmp_path / "saved"))
     again = type(ours.model).from_pretrained(tmp_path / "saved")
     for a, b in zip(again.parameters(), ours.model.parameters(), strict=True):
@@ -154,7 +154,7 @@ def test_saves_the_policy(tmp_path):
 )
 def test_refuses_by_name(option, found, tmp_path):
     with pytest.raises(PlanError, match=found):
-        made(PenstockDPOTrainer, tmp_path, **option)
+        make(PenstockDPOTrainer, tmp_path, **option)
 
 
 def test_refuses_a_loss_of_routers(tmp_path):
@@ -162,19 +162,19 @@ def test_refuses_a_loss_of_routers(tmp_path):
         return {"model": experts(), "ref_model": experts()}
 
     with pytest.raises(PlanError, match="router_aux_loss_coef"):
-        made(PenstockDPOTrainer, tmp_path, models)
-    made(PenstockDPOTrainer, tmp_path, models, router_aux_loss_coef=0.0)
+        make(PenstockDPOTrainer, tmp_path, models)
+    make(PenstockDPOTrainer, tmp_path, models, router_aux_loss_coef=0.0)
 
 
 def test_refuses_metrics_of_logits(tmp_path):
     with pytest.raises(PlanError, match="compute_metrics"):
-        made(PenstockDPOTrainer, tmp_path, more={"compute_metrics": lambda prediction: {}})
+        make(PenstockDPOTrainer, tmp_path, more={"compute_metrics": lambda prediction: {}})
 
 
 def test_refuses_a_last_batch_that_is_short(tmp_path):
     """A pair that does not count would need a weight of its own."""
     with pytest.raises(PlanError, match="give it 12"):
-        trained(PenstockDPOTrainer, tmp_path, rows=lambda *args: preferences(14), max_steps=5)
+        train(PenstockDPOTrainer, tmp_path, rows=lambda *args: preferences(14), max_steps=5)
 
 
 def test_pairs_of_one_length():

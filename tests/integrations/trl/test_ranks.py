@@ -13,7 +13,7 @@ from trl import DPOTrainer, SFTTrainer
 
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.integrations.trl import test_dpo, test_sft
-from penstock.tests.integrations.trl.case import told
+from penstock.tests.integrations.trl.case import tell_of
 
 SCRIPT = """
 import json, sys
@@ -47,13 +47,13 @@ def test_two_ranks_train_as_one_process(method, tmp_path):
     subprocess.run([*command, *given], env=worker_environment(1), check=True, timeout=300)
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     if method == "dpo":
-        plain = test_dpo.trained(DPOTrainer, tmp_path / "plain", **evaluating)
+        plain = test_dpo.train(DPOTrainer, tmp_path / "plain", **evaluating)
         names = ["loss", "num_tokens", "eval_loss", "eval_rewards/margins"]
     else:
-        plain = test_sft.trained(SFTTrainer, tmp_path / "plain", test_sft.DATA["packed"], **evaluating)
+        plain = test_sft.train(SFTTrainer, tmp_path / "plain", test_sft.DATA["packed"], **evaluating)
         names = ["loss", "num_tokens"]
     found = json.loads(Path(folder, "told.json").read_text())
     for name in names:
         ours = torch.tensor([entry[name] for entry in found if name in entry])
         assert len(ours) >= 2
-        torch.testing.assert_close(ours, told(plain, name), rtol=2e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(ours, tell_of(plain, name), rtol=2e-4, atol=1e-5, msg=name)

@@ -26,8 +26,8 @@ from penstock.tests.integrations.trl.case import (
     options,
     require_equal,
     run_of,
+    tell_of,
     texts,
-    told,
 )
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -49,13 +49,13 @@ MORE_DATA = {
 }
 
 
-def made(kind, folder, data, lora=None, more=None, model=llama, **changes):
+def make(kind, folder, data, lora=None, more=None, model=llama, **changes):
     rows, own = data
     return run_of(kind, folder, rows, {"model": model(), "peft_config": lora, **(more or {})}, **{**own, **changes})
 
 
-def trained(kind, folder, data, resume=None, **changes):
-    trainer = made(kind, folder, data, **changes)
+def train(kind, folder, data, resume=None, **changes):
+    trainer = make(kind, folder, data, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -63,13 +63,13 @@ def trained(kind, folder, data, resume=None, **changes):
 @pytest.mark.parametrize("data", slow_but(["packed"], DATA))
 def test_same_run(data, tmp_path):
     data = DATA[data]
-    require_equal(trained(PenstockSFTTrainer, tmp_path / "a", data), trained(SFTTrainer, tmp_path / "b", data))
+    require_equal(train(PenstockSFTTrainer, tmp_path / "a", data), train(SFTTrainer, tmp_path / "b", data))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", MORE_DATA.values(), ids=MORE_DATA)
 def test_same_run_of_other_data(data, tmp_path):
-    require_equal(trained(PenstockSFTTrainer, tmp_path / "a", data), trained(SFTTrainer, tmp_path / "b", data))
+    require_equal(train(PenstockSFTTrainer, tmp_path / "a", data), train(SFTTrainer, tmp_path / "b", data))
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_same_adapters(tmp_path):
     runs = []
     for kind in (PenstockSFTTrainer, SFTTrainer):
         lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-        runs.append(trained(kind, tmp_path / kind.__name__, COMPLETION, lora=lora))
+        runs.append(train(kind, tmp_path / kind.__name__, COMPLETION, lora=lora))
     require_equal(*runs)
     runs[0].save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
@@ -87,14 +87,14 @@ def test_same_adapters(tmp_path):
 @pytest.mark.parametrize("data", ["assistant", "packed"])
 def test_resumes_in_the_middle(data, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
-    trained(PenstockSFTTrainer, tmp_path / "a", DATA[data], **saving)
+    train(PenstockSFTTrainer, tmp_path / "a", DATA[data], **saving)
     last = str(tmp_path / "a" / "checkpoint-2")
-    again = made(PenstockSFTTrainer, tmp_path / "a", DATA[data], **saving)
+    again = make(PenstockSFTTrainer, tmp_path / "a", DATA[data], **saving)
     again.train(resume_from_checkpoint=last)
-    plain = trained(SFTTrainer, tmp_path / "b", DATA[data])
+    plain = train(SFTTrainer, tmp_path / "b", DATA[data])
     for name in ("loss", "learning_rate", "grad_norm"):
-        assert len(told(again, name)) == 4
-        torch.testing.assert_close(told(again, name), told(plain, name), rtol=2e-4, atol=TOLERANCE)
+        assert len(tell_of(again, name)) == 4
+        torch.testing.assert_close(tell_of(again, name), tell_of(plain, name), rtol=2e-4, atol=TOLERANCE)
     for (name, a), b in zip(again.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
@@ -104,8 +104,8 @@ def test_resumes_in_the_middle(data, tmp_path):
 def test_same_evaluation(data, tmp_path):
     """Also after a last batch that is short, and the metrics that TRL computes beside the loss."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
-    ours = trained(PenstockSFTTrainer, tmp_path / "a", DATA[data], **evaluating)
-    plain = trained(SFTTrainer, tmp_path / "b", DATA[data], **evaluating)
+    ours = train(PenstockSFTTrainer, tmp_path / "a", DATA[data], **evaluating)
+    plain = train(SFTTrainer, tmp_path / "b", DATA[data], **evaluating)
     require_equal(ours, plain, "eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens")
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=TOLERANCE)
 
@@ -115,8 +115,8 @@ def test_same_run_of_experts(tmp_path):
     """Without accumulation: with it, TRL's loss of the routers is the mean of the micro-batches' own."""
     whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}
     changes = {"eval_strategy": "steps", "eval_steps": 2, "model": experts, **whole}
-    ours = trained(PenstockSFTTrainer, tmp_path / "a", COMPLETION, **changes)
-    plain = trained(SFTTrainer, tmp_path / "b", COMPLETION, **changes)
+    ours = train(PenstockSFTTrainer, tmp_path / "a", COMPLETION, **changes)
+    plain = train(SFTTrainer, tmp_path / "b", COMPLETION, **changes)
     require_equal(ours, plain, "eval_loss", "eval_entropy")
 
 
@@ -130,8 +130,8 @@ def test_tells_callbacks(tmp_path):
             control.should_training_stop = state.global_step == 2
 
     heard = Heard()
-    ours = trained(PenstockSFTTrainer, tmp_path, COMPLETION, more={"callbacks": [heard]})
-    assert (heard.steps, len(told(ours, "loss"))) == (2, 2)
+    ours = train(PenstockSFTTrainer, tmp_path, COMPLETION, more={"callbacks": [heard]})
+    assert (heard.steps, len(tell_of(ours, "loss"))) == (2, 2)
 
 
 def test_packed_rows_of_one_length():
@@ -161,12 +161,12 @@ def test_packed_rows_of_one_length():
 )
 def test_refuses_by_name(option, tmp_path):
     with pytest.raises(PlanError, match=next(iter(option))):
-        made(PenstockSFTTrainer, tmp_path, COMPLETION, **option)
+        make(PenstockSFTTrainer, tmp_path, COMPLETION, **option)
 
 
 def test_refuses_a_loss_of_ones_own(tmp_path):
     with pytest.raises(PlanError, match="compute_loss_func"):
-        made(PenstockSFTTrainer, tmp_path, COMPLETION, more={"compute_loss_func": lambda *a, **k: 0})
+        make(PenstockSFTTrainer, tmp_path, COMPLETION, more={"compute_loss_func": lambda *a, **k: 0})
 
 
 def test_refuses_images(tmp_path):

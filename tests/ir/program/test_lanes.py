@@ -21,7 +21,7 @@ PIPELINE = "partition-balanced{stages=%d}, map-round-robin, schedule-1f1b, inser
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 4)]  # shards, depth
 
 
-def drafted(shards: int, depth: int, hardware: Hardware, nearest: str = "shards", micro_batches: int = 8) -> Draft:
+def make_draft(shards: int, depth: int, hardware: Hardware, nearest: str = "shards", micro_batches: int = 8) -> Draft:
     end = "insert-shard, insert-two-hop" if shards > 1 else "insert-fetch"
     line = f"coarsen, mesh{{shards={shards}, depth={depth}, nearest={nearest}}}, {PIPELINE % min(4, 2 * depth)}, {end}"
     draft = draft_of(chain(depth=6, width=64), hardware, micro_batches=micro_batches)
@@ -32,7 +32,7 @@ def drafted(shards: int, depth: int, hardware: Hardware, nearest: str = "shards"
 @pytest.mark.parametrize(("shards", "depth"), LAYOUTS)
 def test_groups_of_bound_programs_part_the_devices(shards: int, depth: int, nearest: str) -> None:
     """Every device is in one group of each kind; micro-batches are shared out whole."""
-    draft = drafted(shards, depth, Hardware.cpu(num_devices=8, hosts=2, network="1GB/s"), nearest)
+    draft = make_draft(shards, depth, Hardware.cpu(num_devices=8, hosts=2, network="1GB/s"), nearest)
     programs = bind(draft.programs)
     interface = programs[0].interface
     assert [program.device for program in programs] == list(range(8)) and not interface.lanes
@@ -51,7 +51,7 @@ def test_a_lane_on_its_part_takes_as_long_as_all(shards: int, depth: int) -> Non
     document = Hardware.preset("mics-p3dn:2").model_dump()
     kept = [device for device in document["devices"] if int(device["name"].removeprefix("gpu")) % 8 < 4]
     hardware = Hardware.model_validate({**document, "devices": kept})
-    draft = drafted(shards, depth, hardware)
+    draft = make_draft(shards, depth, hardware)
     whole_s = simulate(draft.programs, hardware).step_s
     assert simulate(draft.programs, hardware, written_out=0).step_s == pytest.approx(whole_s, rel=0.02)
 
@@ -60,7 +60,7 @@ def test_a_lane_is_accepted_where_all_are() -> None:
     """Small plans of lanes, each with one op dropped: the verifier says the same of the lane as of what is bound."""
     draw, refused = random.Random(0), 0
     for shards, depth in LAYOUTS * 3:
-        draft = drafted(shards, depth, Hardware.cpu(num_devices=4), micro_batches=4)
+        draft = make_draft(shards, depth, Hardware.cpu(num_devices=4), micro_batches=4)
         lane = [program.copy() for program in draft.programs]
         victim = draw.choice(lane)
         nodes = [node for node in victim.ops() if not node.users]

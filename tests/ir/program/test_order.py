@@ -19,7 +19,7 @@ from penstock.ir.program import (
 from penstock.tests.ir.program.handmade import pipeline
 
 
-def named(program: Program, name: str) -> fx.Node:
+def name_of(program: Program, name: str) -> fx.Node:
     return next(node for node in program.graph.nodes if node.name == name)
 
 
@@ -35,9 +35,9 @@ def test_an_op_waits_for_its_operands_and_its_stream() -> None:
     programs = pipeline(2, 2, 2)
     order = build_order(programs, {})
     first, second = calls(programs[0], ops.forward)
-    assert reasons(order, first, named(programs[0], "x_m0")) == ["needs `x_m0`"]
+    assert reasons(order, first, name_of(programs[0], "x_m0")) == ["needs `x_m0`"]
     assert reasons(order, second, first) == ["follows on stream compute"]
-    assert not reasons(order, named(programs[0], "x_m1"), first)
+    assert not reasons(order, name_of(programs[0], "x_m1"), first)
     assert find_cycle(order) is None
 
 

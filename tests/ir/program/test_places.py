@@ -83,7 +83,7 @@ def test_no_two_values_meet(steps: list[tuple[bool, int, int]]) -> None:
                 assert offsets[a] + a_size <= offsets[b] or offsets[b] + b_size <= offsets[a]
 
 
-def chained(sizes: list[int], parts: bool) -> ArenaPlaces:
+def chain(sizes: list[int], parts: bool) -> ArenaPlaces:
     """Values of which each comes, or its first third does, while the one before it is there."""
     places = ArenaPlaces(1)
     for i, size in enumerate(sizes):
@@ -100,13 +100,13 @@ def chained(sizes: list[int], parts: bool) -> ArenaPlaces:
 @given(sizes=st.lists(st.integers(1, 50), min_size=2, max_size=12))
 def test_neighbours_take_no_more_than_both_of_them(sizes: list[int]) -> None:
     """Two neighbours are there together (Mobius eq. 5): 7, 9, 8, 9 by first fit take 24, not 17."""
-    assert chained(sizes, parts=False).bytes == max(a + b for a, b in pairwise(sizes))
+    assert chain(sizes, parts=False).bytes == max(a + b for a, b in pairwise(sizes))
 
 
 def test_equal_values_lie_as_low_as_they_can() -> None:
-    assert [*chained([4, 4, 4, 4], parts=False).offsets.offsets.values()] == [0, 4, 0, 4]
+    assert [*chain([4, 4, 4, 4], parts=False).offsets.offsets.values()] == [0, 4, 0, 4]
 
 
 def test_what_is_fetched_in_two_parts_lies_together() -> None:
     sizes = [9, 6, 12, 3, 9]
-    assert chained(sizes, parts=True).bytes == max(max(a + b // 3, b) for a, b in pairwise(sizes))
+    assert chain(sizes, parts=True).bytes == max(max(a + b // 3, b) for a, b in pairwise(sizes))

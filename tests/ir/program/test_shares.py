@@ -23,7 +23,9 @@ from penstock.tests.passes.running import apply, chain, draft_of
 LINE = "coarsen, mesh{depth=%d, by_speed=true}, partition-balanced{stages=2}, map-round-robin, %s, insert-remat, %s"
 
 
-def drafted(depth: int = 1, schedule: str = "schedule-pipeline", end: str = "insert-fetch, insert-optimizer") -> Draft:
+def make_draft(
+    depth: int = 1, schedule: str = "schedule-pipeline", end: str = "insert-fetch, insert-optimizer"
+) -> Draft:
     hardware = slower(Hardware.cpu(num_devices=2 * depth), depth, 3.0)
     line = LINE % (depth, schedule, end)
     return apply(draft_of(chain(), hardware, micro_batches=8), *parse_pipeline(line, 2 * depth), memory=True)
@@ -34,7 +36,7 @@ def drafted(depth: int = 1, schedule: str = "schedule-pipeline", end: str = "ins
 )
 def test_a_smaller_share_has_as_many_ops_as_a_plan_for_it(depth: int, schedule: str) -> None:
     """But for the sums over replicas."""
-    draft = drafted(depth, schedule)
+    draft = make_draft(depth, schedule)
     assert draft.mesh.micro_batches == [6, 2]
     smaller = share_of(draft.programs, 2)
     hardware = draft.lane_hardware
@@ -48,7 +50,7 @@ def test_a_smaller_share_has_as_many_ops_as_a_plan_for_it(depth: int, schedule: 
 
 
 def test_bound_programs_run_the_whole_batch_once() -> None:
-    draft = drafted(2, "schedule-1f1b")
+    draft = make_draft(2, "schedule-1f1b")
     programs = bind(draft.programs)
     verify(programs, draft.machine)
     turns = [(p.device, node.kwargs["micro_batch"]) for p in programs for node in p.ops() if node.target is ops.forward]

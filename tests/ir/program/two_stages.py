@@ -216,7 +216,7 @@ def spread(interface: Interface) -> list[Program]:
     for device in range(2):
         program = Program(device, interface)
         mine = [m for m in range(interface.micro_batches) if m % 2 == device]
-        whole = [_gathered(program, stage) for stage in interface.stages]
+        whole = [_gather(program, stage) for stage in interface.stages]
         losses, grads = [], dict.fromkeys(interface.stages)
         for m in mine:
             (ids,) = program.emit(ops.load, program.batch, "ids", micro_batch=m)
@@ -238,7 +238,7 @@ def spread(interface: Interface) -> list[Program]:
     return programs
 
 
-def _gathered(program: Program, stage: str) -> fx.Node:
+def _gather(program: Program, stage: str) -> fx.Node:
     (shard,) = program.emit(ops.fetch, f"{stage}.weights", group="shards", names=[f"{stage}_shard"])
     return program.emit(ops.all_gather, shard, group="shards", names=[f"{stage}_whole"])[0]
 

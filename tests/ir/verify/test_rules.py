@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, bool]] = {
 }
 
 
-def edited(programs: list[Program], device: int, *changes: tuple[str, str]) -> list[Program]:
+def edit(programs: list[Program], device: int, *changes: tuple[str, str]) -> list[Program]:
     """The programs read back from their texts, one of them after replacements that must apply."""
     texts = [print_program(program) for program in programs]
     for old, new in changes:
@@ -45,12 +45,12 @@ def edited(programs: list[Program], device: int, *changes: tuple[str, str]) -> l
     return [parse_program(text, programs[0].interface, i) for i, text in enumerate(texts)]
 
 
-def moved(line: str, before: str) -> tuple[tuple[str, str], tuple[str, str]]:
+def move(line: str, before: str) -> tuple[tuple[str, str], tuple[str, str]]:
     """Changes that put one line of text in front of another."""
     return (f"    {line}\n", ""), (f"    {before}\n", f"    {line}\n    {before}\n")
 
 
-def refused(programs: list[Program], match: str, hardware: Hardware | None = None) -> VerifyError:
+def refusal(programs: list[Program], match: str, hardware: Hardware | None = None) -> VerifyError:
     with pytest.raises(VerifyError, match=match) as caught:
         verify(programs, hardware)
     return caught.value
@@ -71,7 +71,7 @@ def test_the_error_carries_device_line_and_excerpt_with_the_lines_of_the_file() 
         ", w1, None, [h1_m0]", ", w1, None, [h1_m1]"
     )
     programs[1] = parse_program(text, programs[0].interface, 1)
-    error = refused(programs, "`h1_m1` is of micro-batch 1, the op is of micro-batch 0")
+    error = refusal(programs, "`h1_m1` is of micro-batch 1, the op is of micro-batch 0")
     wrong = next(i for i, line in enumerate(text.splitlines(), 1) if "[h1_m1], [0.5], None" in line)
     assert (error.device, error.line) == (1, wrong)
     marked = [line for line in str(error).splitlines() if line.startswith("-->")]
@@ -80,7 +80,7 @@ def test_the_error_carries_device_line_and_excerpt_with_the_lines_of_the_file() 
 
 VALUES: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "use after free": (
-        moved(
+        move(
             "rt.free(x_m0, dy0_m0)", 'g0_m0, = rt.backward("stage0", w0, None, [x_m0], [dy0_m0], None, micro_batch=0)'
         ),
         "`x_m0` is used after it was freed in line 12",
@@ -116,7 +116,7 @@ VALUES: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
 def test_wrong_lifetimes_are_refused(name: str) -> None:
     changes, match = VALUES[name]
     with pytest.raises(VerifyError, match=match):
-        verify(edited(pipeline(2, 2, 2), 0, *changes))
+        verify(edit(pipeline(2, 2, 2), 0, *changes))
 
 
 def test_a_use_that_a_pass_moved_before_production_is_refused() -> None:
@@ -124,7 +124,7 @@ def test_a_use_that_a_pass_moved_before_production_is_refused() -> None:
     nodes = {node.name: node for node in programs[0].graph.nodes}
     send = next(node for node in programs[0].ops() if node.target is ops.send)
     nodes["x_m0"].prepend(send)
-    refused(programs, "`y0_m0` is used before it is produced")
+    refusal(programs, "`y0_m0` is used before it is produced")
 
 
 def test_stale_types_are_refused() -> None:
@@ -132,7 +132,7 @@ def test_stale_types_are_refused() -> None:
     node = next(node for node in programs[0].ops() if node.target is ops.recv)
     right = node.meta["type"]
     node.meta["type"] = replace(right, shape=(1, 1))
-    error = refused(programs, r"stale type of `dy0_m0`: f32\[1, 1\]")
+    error = refusal(programs, r"stale type of `dy0_m0`: f32\[1, 1\]")
     assert error.device == 0 and "rt.recv" in program_lines(programs[0])[error.line - 1]
     node.meta["type"] = right
     verify(programs)
@@ -145,7 +145,7 @@ def test_types_that_another_interface_gives_are_stale() -> None:
     stages["stage0"] = replace(stages["stage0"], params=(replace(stages["stage0"].params[0], shape=(8, 8)),))
     for program in programs:
         program.interface = replace(interface, stages=stages)
-    refused(programs, "stale type of `w0`")
+    refusal(programs, "stale type of `w0`")
 
 
 def test_a_result_without_a_name_is_refused() -> None:
@@ -156,7 +156,7 @@ def test_a_result_without_a_name_is_refused() -> None:
     for user in list(gone.users):
         program.graph.erase_node(user)
     program.graph.erase_node(gone)
-    refused(programs, "has 2 results and each needs one name")
+    refusal(programs, "has 2 results and each needs one name")
 
 
 MESSAGES = {
@@ -170,21 +170,21 @@ MESSAGES = {
 def test_messages_that_do_not_match_are_refused(name: str) -> None:
     device, changes, match = MESSAGES[name]
     with pytest.raises(VerifyError, match=match):
-        verify(edited(pipeline(2, 2, 2), device, *changes))
+        verify(edit(pipeline(2, 2, 2), device, *changes))
 
 
 def test_a_receive_without_a_send_and_unequal_shapes_are_refused() -> None:
     programs = [Program(d, pipeline(2, 2, 1)[0].interface) for d in range(2)]
     programs[0].emit(ops.recv, "stage0.h1", src=1, tag="t")
     place_frees(programs[0])
-    refused(programs, "device 1 never sends 't' to device 0")
+    refusal(programs, "device 1 never sends 't' to device 0")
     loss = programs[1].emit(ops.recv, "stage1.loss", src=0, tag="u")[0]
     programs[1].emit(ops.send, loss, dst=0, tag="t")
     x = programs[0].emit(ops.load, programs[0].batch, "x", micro_batch=0)[0]
     programs[0].emit(ops.send, x, dst=1, tag="u")
     for program in programs:
         place_frees(program)
-    refused(programs, r"expects f32\[4, 32\] 512 B, but f32\[\] 4.00 B is sent by device 1")
+    refusal(programs, r"expects f32\[4, 32\] 512 B, but f32\[\] 4.00 B is sent by device 1")
 
 
 def test_collectives_must_be_called_by_all_members_alike() -> None:
@@ -194,7 +194,7 @@ def test_collectives_must_be_called_by_all_members_alike() -> None:
         ("(g1_dram, total, max", "(g1_dram, norm, max"),
         ("rt.free(total)", "rt.free(norm)"),
     )
-    error = refused(edited(programs, 1, *missing), "device 1 calls group 'world' 0 times, this device 1 times")
+    error = refusal(edit(programs, 1, *missing), "device 1 calls group 'world' 0 times, this device 1 times")
     assert error.device == 0
     interface = replace(programs[0].interface, groups={"world": ((0, "", ""),)})
     with pytest.raises(VerifyError, match="device 1 has no member in group 'world'"):
@@ -206,8 +206,8 @@ def test_crossed_messages_deadlock_and_the_error_says_who_waits_for_whom() -> No
         'h1_m0 = rt.recv("stage0.h1", src=0, tag="f0.m0")',
         'h1_m1 = rt.recv("stage0.h1", src=0, tag="f0.m1")',
     )
-    programs = edited(pipeline(2, 2, 2), 1, *moved(second, first))
-    text = str(refused(programs, "deadlock, 2 places wait in a ring"))
+    programs = edit(pipeline(2, 2, 2), 1, *move(second, first))
+    text = str(refusal(programs, "deadlock, 2 places wait in a ring"))
     assert 'device 0, line 5: rt.send(y0_m0, dst=1, tag="f0.m0") and device 1, line 4' in text
     assert "follows on stream recv" in text and "follows on stream send" in text
 
@@ -223,7 +223,7 @@ def test_collectives_of_two_groups_in_crossed_order_deadlock() -> None:
             program.emit(ops.all_reduce, norm, group=group)
         place_frees(program)
         programs.append(program)
-    refused(programs, "deadlock, 2 places wait in a ring(.|\n)*follows on stream comm")
+    refusal(programs, "deadlock, 2 places wait in a ring(.|\n)*follows on stream comm")
 
 
 def exchange() -> list[Program]:
@@ -261,7 +261,7 @@ def test_memory_is_held_to_the_budget_to_the_byte() -> None:
     need_bytes = max(profile_memory(program).peak_bytes[ops.DEVICE] for program in programs)
     verify(programs, Hardware.cpu(2, memory=need_bytes))
     small = Hardware.cpu(2, memory=need_bytes - 1)
-    error = refused(programs, r"missing 1\.00 B\. Live values:", small)
+    error = refusal(programs, r"missing 1\.00 B\. Live values:", small)
     assert "rt.backward" in str(error) and "arena of fetched weights" in str(error)
     verify(programs, small, memory=False)
 
@@ -271,7 +271,7 @@ def test_dram_is_held_to_the_budget_of_the_host() -> None:
     peaks = [profile_memory(program).peak_bytes[ops.DRAM] for program in programs]
     share = Hardware.cpu(2, dram="1GB").dram_budget_bytes(0) / 1e9
     verify(programs, Hardware.cpu(2, dram=int(sum(peaks) / share) + 2))
-    error = refused(programs, r"dram0: .*missing", Hardware.cpu(2, dram=int(sum(peaks) / share) - 1000))
+    error = refusal(programs, r"dram0: .*missing", Hardware.cpu(2, dram=int(sum(peaks) / share) - 1000))
     assert "weights, kept across steps" in str(error) and "device 1, all" in str(error)
 
 
@@ -323,7 +323,7 @@ TRAINING = {
 def test_steps_that_would_train_something_else_are_refused(name: str) -> None:
     changes, match = TRAINING[name]
     with pytest.raises(VerifyError, match=match):
-        verify(edited(pipeline(2, 2, 2), 0, *changes))
+        verify(edit(pipeline(2, 2, 2), 0, *changes))
 
 
 def test_backward_needs_the_weights_and_the_micro_batch_of_what_was_kept() -> None:
@@ -332,27 +332,27 @@ def test_backward_needs_the_weights_and_the_micro_batch_of_what_was_kept() -> No
         ("    dy0_m0 =", '    w9 = rt.resident("stage0.weights")\n    dy0_m0 ='),
         ("w0, k0_m0, [x_m0]", "w9, k0_m0, [x_m0]"),
     )
-    refused(edited(programs, 0, *other), "`k0_m0` was kept by a forward on `w0`, but backward runs on `w9`")
+    refusal(edit(programs, 0, *other), "`k0_m0` was kept by a forward on `w0`, but backward runs on `w9`")
     crossed = (
         ("w0, k0_m0, [x_m0]", "w0, k0_m1, [x_m0]"),
         ("rt.free(x_m0, k0_m0", "rt.free(x_m0"),
         ("rt.free(x_m1", "rt.free(k0_m0, x_m1"),
     )
-    refused(edited(programs, 0, *crossed), "`k0_m1` is of micro-batch 1")
+    refusal(edit(programs, 0, *crossed), "`k0_m1` is of micro-batch 1")
 
 
 def test_resident_stages_are_not_updated_in_dram() -> None:
     programs = pipeline(1, 1, 1, fetched=False)
     changes = (('rt.step("stage0", g0_m0)', 'd = rt.offload(g0_m0)\n    rt.step("stage0", d)\n    rt.free(d)'),)
-    refused(
-        edited(programs, 0, *changes), "stage0 is resident, so it is stepped in device, but its gradients lie in dram"
+    refusal(
+        edit(programs, 0, *changes), "stage0 is resident, so it is stepped in device, but its gradients lie in dram"
     )
 
 
 def test_gradients_may_be_returned_instead_of_an_update() -> None:
     programs = pipeline(1, 1, 2, fetched=False)
     changes = (('    rt.step("stage0", g0_m1)\n    rt.free(g0_m1)\n', ""), ("y0_m1]}", 'y0_m1], "grads": [g0_m1]}'))
-    verify(edited(programs, 0, *changes))
+    verify(edit(programs, 0, *changes))
 
 
 def test_tied_parameters_must_be_summed_before_the_update() -> None:
@@ -360,7 +360,7 @@ def test_tied_parameters_must_be_summed_before_the_update() -> None:
     tie = {"tie": ((0, "stage0", "layer0.weight"), (1, "stage1", "layer1.weight"))}
     for program in programs:
         program.with_interface(groups=tie)
-    refused(programs, "the gradients of stage0 hold a tied parameter and were not summed over tie")
+    refusal(programs, "the gradients of stage0 hold a tied parameter and were not summed over tie")
     for stage in range(2):
         changes = (
             (
@@ -368,7 +368,7 @@ def test_tied_parameters_must_be_summed_before_the_update() -> None:
                 f's, = rt.all_reduce(g{stage}_dram, group="tie")\n    rt.step("stage{stage}", s)\n    rt.free(s)',
             ),
         )
-        programs = edited(programs, stage, *changes)
+        programs = edit(programs, stage, *changes)
     verify(programs)
 
 
@@ -395,18 +395,18 @@ def test_evaluation_programs() -> None:
         with program.graph.inserting_before(program.graph.find_nodes(op="output")[0]):
             program.emit(ops.forward, "stage0", nodes["resident"], nodes["load"], micro_batch=0, keep=False)
 
-    refused(evaluation(forward_too), "`forward` is not allowed in `evaluate`; there are all_gather, all_to_all, evalu")
+    refusal(evaluation(forward_too), "`forward` is not allowed in `evaluate`; there are all_gather, all_to_all, evalu")
 
 
 def test_sets_of_programs_that_do_not_belong_together_are_refused() -> None:
     programs = pipeline(2, 2, 2)
-    refused([], "no programs")
-    refused(programs[:1], "expected programs for devices 0 to 1 in order, found 0")
-    refused(programs[::-1], "in order, found 1, 0")
-    refused([programs[0], pipeline(2, 2, 3)[1]], "device 1 is of another plan than device 0")
-    refused(programs, "2 programs, but the hardware has 1 devices", Hardware.cpu(1))
+    refusal([], "no programs")
+    refusal(programs[:1], "expected programs for devices 0 to 1 in order, found 0")
+    refusal(programs[::-1], "in order, found 1, 0")
+    refusal([programs[0], pipeline(2, 2, 3)[1]], "device 1 is of another plan than device 0")
+    refusal(programs, "2 programs, but the hardware has 1 devices", Hardware.cpu(1))
     programs[1].function = "evaluate"
-    refused(programs, "device 1 has `evaluate`, device 0 has `step`")
+    refusal(programs, "device 1 has `evaluate`, device 0 has `step`")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,19 +10,19 @@ from penstock.ir.errors import VerifyError
 from penstock.ir.program import Program, infer_all, parse_program, place_frees, print_program
 from penstock.ir.verify import verify
 from penstock.passes.schedule.schedule_async import ScheduleAsync
-from penstock.tests.passes.running import apply, draft_of, to_schedule, traced
+from penstock.tests.passes.running import apply, draft_of, to_schedule, trace_case
 
 
 @functools.cache
 def programs(weights: str) -> tuple[Program, ...]:
     options = {"max_grad_norm": 0.5} if weights == "clipped" else {}
-    draft = draft_of(traced("gpt2")[0], micro_batches=3, **options)
+    draft = draft_of(trace_case("gpt2")[0], micro_batches=3, **options)
     kinds = {"clipped": ScheduleAsync(), "fetched": ScheduleAsync(tier="dram")}
     schedule = kinds.get(weights) or ScheduleAsync(weights=weights)
     return tuple(apply(draft, *to_schedule(2)[:3], schedule).programs)
 
 
-def edited(weights: str, device: int, old: str, new: str) -> list[Program]:
+def edit(weights: str, device: int, old: str, new: str) -> list[Program]:
     """The programs with one change to one's text; frees come where they belong then."""
     made = list(programs(weights))
     text = print_program(made[device])
@@ -58,7 +58,7 @@ CASES = {
 def test_it_names_what_is_wrong(case: str) -> None:
     weights, device, old, new, words = CASES[case]
     with pytest.raises(VerifyError, match=words):
-        verify(edited(weights, device, old, new))
+        verify(edit(weights, device, old, new))
 
 
 def test_versions_are_for_asynchronous_programs() -> None:

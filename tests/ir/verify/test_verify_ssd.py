@@ -29,7 +29,7 @@ def test_correct_programs_pass(kind: str, shape: tuple[int, int, int]) -> None:
     verify([parse_program(print_program(p), p.interface, p.device) for p in programs], hardware)
 
 
-def broken(kind: str, *changes: tuple[str, str], devices: int = 1) -> list[Program]:
+def fail(kind: str, *changes: tuple[str, str], devices: int = 1) -> list[Program]:
     """Two stages' programs, read back from texts of which the first is changed; each change must apply once."""
     programs = pipeline(devices, 2, 1, **KINDS[kind])
     texts = [print_program(program) for program in programs]
@@ -139,7 +139,7 @@ BROKEN: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
 def test_broken_programs_are_refused(name: str) -> None:
     kind, changes, match = BROKEN[name]
     with pytest.raises(VerifyError, match=match):
-        verify(broken(kind, *changes))
+        verify(fail(kind, *changes))
 
 
 def test_the_norm_of_one_device_does_not_judge() -> None:

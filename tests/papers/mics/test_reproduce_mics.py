@@ -86,7 +86,7 @@ def test_forms_are_made_of_the_ops_that_the_paper_means(toy: Toy) -> None:
     """Gathers for each stage and micro-batch, forward and backward; one scatter each; sums over groups once or each
     time; ZeRO-3 has one group and gathers in a ring."""
 
-    def counted(form: Form, shards: int | None = None, model: str = "BERT 10B") -> dict[str, int]:
+    def count(form: Form, shards: int | None = None, model: str = "BERT 10B") -> dict[str, int]:
         (program,) = toy.programs(model, form, 4, shards) or []
         assert program.interface.size(ops.SHARDS) == (32 if shards == 0 else toy.models[model].shards)
         names = [node.target.name for node in program.ops()]
@@ -98,12 +98,12 @@ def test_forms_are_made_of_the_ops_that_the_paper_means(toy: Toy) -> None:
     (program,) = toy.programs("BERT 10B", MICS, 4) or []
     stages = sum(bool(spec.params) for spec in program.interface.stages.values())
     # With a loss scale the norm of all gradients is summed over the group.
-    two, one, zero = counted(MICS), counted(ONE_HOP), counted(ZERO3, 0)
+    two, one, zero = count(MICS), count(ONE_HOP), count(ZERO3, 0)
     assert two["reduce_scatter"] == one["reduce_scatter"] == zero["reduce_scatter"] == 2 * stages
     assert (two["all_reduce"], one["all_reduce"], zero["all_reduce"]) == (stages + 1, 2 * stages + 1, 1)
     # The last stage is whole from its forward to its backward, the first from a backward to the next forward.
     assert two["all_gather"] == zero["all_gather"] == 4 * stages - 3
-    assert counted(MICS, model="BERT 15B")["ring"] == 0 < counted(FLAT, model="BERT 15B")["ring"] == zero["ring"]
+    assert count(MICS, model="BERT 15B")["ring"] == 0 < count(FLAT, model="BERT 15B")["ring"] == zero["ring"]
 
 
 def test_a_lane_stands_for_any_number_of_hosts(toy: Toy) -> None:

@@ -22,7 +22,7 @@ from penstock.passes.draft import Draft
 from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.runtime.simulate import simulate
-from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, traced
+from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, trace_case
 
 TIERS = "insert-remat, insert-fetch, insert-optimizer"
 LINE = f"coarsen, {{mesh}}partition-pipedream{{{{replicas=true}}}}, map-replicas, {{schedule}}, {TIERS}"
@@ -55,7 +55,7 @@ def wide_table() -> OpGraph:
     return trace(model, {"ids": ids, "target": target})
 
 
-def drafted(
+def make_draft(
     graph: Any, devices: int = 4, stages: int = 0, mesh: str = "", schedule: str = "1f1b", **options: Any
 ) -> Draft:
     """`stages`: cut by balance into as many; 0: by PipeDream's planner."""
@@ -70,7 +70,7 @@ def turns(program: Program, op: Any = ops.forward) -> list[tuple[str, int]]:
 
 
 def test_devices_join_the_slowest_stage_and_take_turns() -> None:
-    draft = drafted(wide_table(), micro_batches=12)
+    draft = make_draft(wide_table(), micro_batches=12)
     assert draft.partition == [["table"], ["layers.0", "layers.1"]] and draft.copies == {"stage1": [1, 2, 3]}
     for first, program in enumerate(draft.programs[1:]):
         assert turns(program) == [("stage1", m) for m in range(first, 12, 3)]
@@ -100,14 +100,16 @@ def test_devices_join_the_slowest_stage_and_take_turns() -> None:
 def test_training_is_eagers(
     model: str, devices: int, stages: int, mesh: str, schedule: str, max_norm: float | None
 ) -> None:
-    graph, batches = traced(model)
-    draft = drafted(graph, devices, stages, mesh, schedule, max_grad_norm=max_norm, micro_batches=3 if not mesh else 4)
+    graph, batches = trace_case(model)
+    draft = make_draft(
+        graph, devices, stages, mesh, schedule, max_grad_norm=max_norm, micro_batches=3 if not mesh else 4
+    )
     assert draft.copies
     assert_trains_like_eager(draft, batches if not mesh else [*batches, batches[0]], TOLERANCE)
 
 
 def test_evaluation_gives_results_in_the_order_of_the_batch() -> None:
-    draft = drafted(chain(depth=3), 3, 2)
+    draft = make_draft(chain(depth=3), 3, 2)
     programs = evaluation_programs(draft, {})
     verify(programs, draft.lane_hardware)
     done = [m for program in programs for stage, m in turns(program, ops.evaluate) if stage == "stage1"]
@@ -115,7 +117,7 @@ def test_evaluation_gives_results_in_the_order_of_the_batch() -> None:
 
 
 def test_a_sum_that_is_missing_is_refused() -> None:
-    draft = drafted(wide_table(), micro_batches=12)
+    draft = make_draft(wide_table(), micro_batches=12)
     program = draft.programs[2]
     node = next(n for n in program.ops() if n.target is ops.all_reduce)
     result, operand = next(iter(node.users)), node.args[0]
@@ -129,7 +131,7 @@ def test_a_sum_that_is_missing_is_refused() -> None:
 @pytest.mark.slow
 def test_what_stages_share_is_added_up_after_their_own_sums() -> None:
     """Only the first of a stage's devices adds to what it shares, which before its own sum is a part of it."""
-    draft = drafted(traced("gpt2")[0], 3, 2)
+    draft = make_draft(trace_case("gpt2")[0], 3, 2)
     (stage,) = draft.copies
     for device in draft.copies[stage]:
         program = draft.programs[device]
@@ -165,18 +167,18 @@ def test_one_stage_on_all_devices_is_data_parallelism() -> None:
 @pytest.mark.slow
 def test_changed_buffers_are_refused() -> None:
     with pytest.raises(PassError, match="changes a buffer in every forward"):
-        drafted(traced("wide_resnet")[0], 3, 2)
+        make_draft(trace_case("wide_resnet")[0], 3, 2)
 
 
 def test_what_cannot_be_copied_is_refused() -> None:
     with pytest.raises(PassError, match="use schedule-1f1b"):
-        drafted(chain(depth=3), 4, 2, schedule="zero-bubble")
+        make_draft(chain(depth=3), 4, 2, schedule="zero-bubble")
     copied = draft_of(chain(depth=3), Hardware.cpu(num_devices=4), micro_batches=4)
     line = "coarsen, partition-balanced{stages=2}, map-replicas, schedule-async"
     with pytest.raises(PassError, match="schedule-async has every stage on one device, and stage0 runs on several"):
         apply(copied, *parse_pipeline(line, 4))
     with pytest.raises(PassError, match=r"one stage a device or fewer, such as partition-balanced\{stages=1\}"):
-        drafted(chain(depth=4), 2, 4)
+        make_draft(chain(depth=4), 2, 4)
     draft = draft_of(chain(depth=3), with_slower(Hardware.cpu(num_devices=3), {1: 2.0}), micro_batches=4)
     passes = parse_pipeline("coarsen, partition-balanced{stages=1}, map-replicas", 3)
     with pytest.raises(PassError, match=r"they differ; use mesh\{by_speed=true\}"):

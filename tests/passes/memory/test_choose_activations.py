@@ -28,12 +28,20 @@ from penstock.passes.partition.partition_min_stage import PartitionMinStage
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, text_of, to_schedule, traced
+from penstock.tests.passes.running import (
+    apply,
+    assert_trains_like_eager,
+    chain,
+    draft_of,
+    text_of,
+    to_schedule,
+    trace_case,
+)
 
 NAME = "choose-activations"
 
 
-def scheduled(
+def schedule(
     memory: int = 64_000_000, stages: int = 6, devices: int = 1, ssd: str | None = "1GB", **more: Any
 ) -> Draft:
     hardware = Hardware.cpu(num_devices=devices, memory=memory, ssd=ssd, dram="100MB")
@@ -47,7 +55,7 @@ def op_names(draft: Draft) -> list[str]:
 
 
 def test_text(golden: Golden) -> None:
-    draft = scheduled(720_000, stages=4)
+    draft = schedule(720_000, stages=4)
     p = ChooseActivations()
     apply(draft, p, InsertFetch(), InsertOptimizer(), memory=True)
     golden(draft.notes[NAME] + "\n" + text_of(draft), "auto")
@@ -55,21 +63,21 @@ def test_text(golden: Golden) -> None:
 
 def test_nothing_is_given_up_where_all_fits() -> None:
     for swap in (False, True):
-        draft = scheduled()
+        draft = schedule()
         assert ChooseActivations(swap=swap).plan(draft) == {"rematerialise": [], "activations": {}}
         assert draft.notes == {}
 
 
 @pytest.mark.parametrize("memory", [720_000, 1_000_000, 1_400_000, 2_000_000])
 def test_none_is_plain_rematerialisation(memory: int) -> None:
-    draft = scheduled(memory)
-    wanted = InsertRemat().plan(scheduled(memory))
+    draft = schedule(memory)
+    wanted = InsertRemat().plan(schedule(memory))
     assert ChooseActivations(to="none").plan(draft) == {"rematerialise": wanted, "activations": {}}
 
 
 @pytest.mark.parametrize("to", ["dram", "ssd"])
 def test_all_goes_where_it_is_told(to: str) -> None:
-    draft = scheduled(stages=8)
+    draft = schedule(stages=8)
     p = ChooseActivations(to=to, share=1.0)
     decision = p.plan(draft)
     assert decision["rematerialise"] == [stage.spec.name for stage in draft.stages]
@@ -82,14 +90,14 @@ def test_all_goes_where_it_is_told(to: str) -> None:
 
 
 def test_a_share_of_nothing_keeps_no_class() -> None:
-    decision = ChooseActivations(share=0.0).plan(scheduled())
+    decision = ChooseActivations(share=0.0).plan(schedule())
     assert len(decision["rematerialise"]) == 6
     assert not any(row.classes for row in decision["activations"].values())
 
 
 def test_device_moves_nothing() -> None:
     """Between all and nothing, classes fill what memory is left."""
-    plain, classes = scheduled(1_000_000, stages=8), scheduled(1_000_000, stages=8)
+    plain, classes = schedule(1_000_000, stages=8), schedule(1_000_000, stages=8)
     apply(plain, InsertRemat(), InsertFetch(), InsertOptimizer(), memory=True)
     p = ChooseActivations(to="device")
     decision = p.plan(classes)
@@ -103,7 +111,7 @@ def test_device_moves_nothing() -> None:
 def test_inputs_leave_where_they_do_not_fit() -> None:
     """Many micro-batches of many stages: their inputs alone exceed the device, which rematerialisation cannot help."""
     memory = 720_000
-    plain, draft = scheduled(memory, stages=12), scheduled(memory, stages=12)
+    plain, draft = schedule(memory, stages=12), schedule(memory, stages=12)
     with pytest.raises(VerifyError):
         apply(plain, InsertRemat(swap=True), InsertFetch(swap=True), InsertOptimizer(), memory=True)
     apply(draft, ChooseActivations(swap=True), InsertFetch(swap=True), InsertOptimizer(), memory=True)
@@ -112,7 +120,7 @@ def test_inputs_leave_where_they_do_not_fit() -> None:
 
 def test_what_dram_cannot_hold_goes_to_ssd() -> None:
     small = Hardware.cpu(num_devices=1, memory=720_000, ssd="1GB", dram="600kB")
-    draft = scheduled(720_000, stages=12)
+    draft = schedule(720_000, stages=12)
     draft.machine = small
     p = ChooseActivations(swap=True, tier="all")
     decision = p.plan(draft)
@@ -137,7 +145,7 @@ def test_any_budget_fits_or_says_so(memory: int, stages: int, devices: int, swap
 
     def fits(p: Any) -> bool:
         try:
-            draft = scheduled(memory, stages, devices)
+            draft = schedule(memory, stages, devices)
             apply(draft, p, InsertFetch(swap=swap), InsertOptimizer())
             verify(draft.programs, draft.lane_hardware)
         except (DoesNotFit, VerifyError) as error:
@@ -151,7 +159,7 @@ def test_any_budget_fits_or_says_so(memory: int, stages: int, devices: int, swap
 
 
 def test_devices_that_are_alike_are_decided_once() -> None:
-    draft = scheduled(1_000_000, stages=12, devices=4)
+    draft = schedule(1_000_000, stages=12, devices=4)
     p = ChooseActivations(swap=True)
     decided, looks = p.plan(draft), []
     for program in draft.programs:
@@ -169,7 +177,7 @@ def test_the_plan_can_be_applied_again() -> None:
     texts = []
     decision = None
     for _ in range(2):
-        draft = scheduled(800_000)
+        draft = schedule(800_000)
         p = ChooseActivations()
         decision = p.plan(draft) if decision is None else decision
         p.rewrite(draft, p.gather(p.split(decision)))
@@ -183,12 +191,12 @@ def test_the_plan_can_be_applied_again() -> None:
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PassError, match=message):
-        ChooseActivations(**options).plan(scheduled())
+        ChooseActivations(**options).plan(schedule())
 
 
 def test_ssd_without_one() -> None:
     with pytest.raises(PassError, match="no SSD"):
-        ChooseActivations(to="ssd").plan(scheduled(ssd=None))
+        ChooseActivations(to="ssd").plan(schedule(ssd=None))
 
 
 @pytest.mark.parametrize(
@@ -202,16 +210,16 @@ def test_ssd_without_one() -> None:
 )
 def test_plans_are_checked(names: list[str], data: dict[str, Activations], message: str) -> None:
     with pytest.raises(PassError, match=message):
-        ChooseActivations().rewrite(scheduled(), {"rematerialise": names, "activations": data})
+        ChooseActivations().rewrite(schedule(), {"rematerialise": names, "activations": data})
 
 
 def test_a_stage_that_reads_what_it_writes_keeps_everything() -> None:
-    draft = apply(draft_of(traced("in_place")[0]), *to_schedule(2))
+    draft = apply(draft_of(trace_case("in_place")[0]), *to_schedule(2))
     assert ChooseActivations(to="dram", share=1.0).plan(draft)["rematerialise"] == ["stage1"]
 
 
 def test_two_devices_train_as_eager_pytorch_does() -> None:
-    graph, batches = traced("wide_resnet")
+    graph, batches = trace_case("wide_resnet")
     hardware = Hardware.cpu(num_devices=2, memory="500MB", ssd="1GB")
     draft = apply(draft_of(graph, hardware, micro_batches=3), *to_schedule(6))
     apply(draft, ChooseActivations(to="ssd", share=0.7), InsertFetch(swap=True), InsertOptimizer())
@@ -222,7 +230,7 @@ def test_two_devices_train_as_eager_pytorch_does() -> None:
 # --- the paper's machine --------------------------------------------------------------------------------------------
 
 
-def planned(batch: int, micro_batches: int, ssds: int, **options: Any) -> tuple[Draft, dict[str, Any]]:
+def plan_for(batch: int, micro_batches: int, ssds: int, **options: Any) -> tuple[Draft, dict[str, Any]]:
     """GPT-3 13B on Fuyou's server (figure 9)."""
     shapes = {key: {"shape": [batch // micro_batches, 1024], "dtype": "int64"} for key in ("input_ids", "labels")}
     graph = trace_in(Precision.of("fp16"), find_model("gpt3-13b").on_meta(), shapes)
@@ -241,7 +249,7 @@ def planned(batch: int, micro_batches: int, ssds: int, **options: Any) -> tuple[
 def test_the_papers_swap_amounts(batch: int, micro_batches: int, ssds: int, is_positive: bool) -> None:
     """Positive where computation bounds the backward, nothing beyond the stages' inputs where the disks do: at batch 32
     (Fuyou 5.6)."""
-    draft, decision = planned(batch, micro_batches, ssds, to="ssd")
+    draft, decision = plan_for(batch, micro_batches, ssds, to="ssd")
     classes = [row.classes for row in decision["activations"].values()]
     assert any(classes) == is_positive
     assert ("by compute in backward" in draft.notes[NAME]) == is_positive

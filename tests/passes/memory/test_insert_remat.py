@@ -14,12 +14,12 @@ from penstock.passes.draft import Draft
 from penstock.passes.memory.insert_remat import InsertRemat, stages_to_rematerialise
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, to_schedule, traced
+from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, to_schedule, trace_case
 
 ROWS = 64
 
 
-def scheduled(memory: str = "64MB", stages: int = 2) -> Draft:
+def schedule(memory: str = "64MB", stages: int = 2) -> Draft:
     """Saved tensors are most of what this takes."""
     hardware = Hardware.cpu(num_devices=1, memory=memory)
     graph = chain(depth=5, width=16, rows=ROWS)
@@ -37,11 +37,11 @@ def test_text(golden: Golden) -> None:
 
 
 def test_nothing_is_given_up_where_all_fits() -> None:
-    assert InsertRemat().plan(scheduled()) == []
+    assert InsertRemat().plan(schedule()) == []
 
 
 def test_it_lowers_the_peak_and_costs_a_forward() -> None:
-    draft = scheduled(stages=3)
+    draft = schedule(stages=3)
     before, slow = peak(draft), simulate(draft.programs, draft.lane_hardware).step_s
     apply(draft, InsertRemat(), decisions={"rematerialise": ["stage0", "stage1", "stage2"]})
     kept = sum(s.spec.kept_bytes for s in draft.stages)
@@ -51,14 +51,14 @@ def test_it_lowers_the_peak_and_costs_a_forward() -> None:
 
 def test_only_as_much_as_needed_is_given_up_and_the_result_fits() -> None:
     """As memory shrinks, more is computed again, never more than the least that fits."""
-    whole = scheduled(stages=3)
+    whole = schedule(stages=3)
     states = sum(8 * s.spec.trained_params for s in whole.stages)
     full = peak(whole) + states
     specs = [s.spec for s in whole.stages]
     seconds = dict(zip((spec.name for spec in specs), (2.0, 1.5, 1.0)))
 
     def lacks_bytes(names: tuple[str, ...], budget: int) -> int:
-        draft = apply(scheduled(stages=3), InsertRemat(), decisions={"rematerialise": list(names)})
+        draft = apply(schedule(stages=3), InsertRemat(), decisions={"rematerialise": list(names)})
         return peak(draft) + states - budget
 
     took = []
@@ -90,12 +90,12 @@ def test_swapped_stages_are_rematerialised_but_the_last_may_keep() -> None:
 
 
 def test_a_stage_that_reads_what_it_writes_cannot() -> None:
-    draft = apply(draft_of(traced("in_place")[0]), *to_schedule(2))
+    draft = apply(draft_of(trace_case("in_place")[0]), *to_schedule(2))
     assert [s.spec.rematerialisable for s in draft.stages] == [False, True]
     with pytest.raises(PassError, match="stage0 writes a buffer that its forward reads"):
         InsertRemat().rewrite(draft, ["stage0"])
 
 
 def test_batch_norm_can() -> None:
-    draft = apply(draft_of(traced("wide_resnet")[0]), *to_schedule())
+    draft = apply(draft_of(trace_case("wide_resnet")[0]), *to_schedule())
     assert all(s.spec.rematerialisable for s in draft.stages)

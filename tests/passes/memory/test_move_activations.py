@@ -34,18 +34,18 @@ from penstock.tests.passes.running import (
     assert_prints_and_parses,
     chain,
     draft_of,
-    joined,
+    join_batches,
     reference,
     text_of,
     to_schedule,
-    traced,
+    trace_case,
 )
 
 ROWS = 64
 NEXT = Ahead()
 
 
-def scheduled(stages: int = 4, micro_batches: int = 2, devices: int = 1, schedule_1f1b: bool = False) -> Draft:
+def schedule(stages: int = 4, micro_batches: int = 2, devices: int = 1, schedule_1f1b: bool = False) -> Draft:
     hardware = Hardware.cpu(num_devices=devices, memory="64MB", ssd="1GB")
     passes = to_schedule(stages)
     if schedule_1f1b:
@@ -53,7 +53,7 @@ def scheduled(stages: int = 4, micro_batches: int = 2, devices: int = 1, schedul
     return apply(draft_of(chain(depth=stages - 1, rows=ROWS), hardware, micro_batches=micro_batches), *passes)
 
 
-def moved(draft: Draft, choices: dict[str, Activations], ahead: Ahead = NEXT) -> Draft:
+def move_line(draft: Draft, choices: dict[str, Activations], ahead: Ahead = NEXT) -> Draft:
     for program in draft.programs:
         keep_chosen(program, choices)
         move_activations(program, choices, ahead)
@@ -84,13 +84,13 @@ def using(value: fx.Node, op: ops.Op) -> list[fx.Node]:
 
 
 def test_text_in_dram(golden: Golden) -> None:
-    draft = scheduled()
-    golden(text_of(moved(draft, everywhere(draft, "dram"))), "dram")
+    draft = schedule()
+    golden(text_of(move_line(draft, everywhere(draft, "dram"))), "dram")
 
 
 def test_text_on_ssd(golden: Golden) -> None:
-    draft = scheduled(micro_batches=1)
-    golden(text_of(moved(draft, everywhere(draft, "ssd"), Ahead(1, 1))), "ssd")
+    draft = schedule(micro_batches=1)
+    golden(text_of(move_line(draft, everywhere(draft, "ssd"), Ahead(1, 1))), "ssd")
 
 
 def test_a_tensor_that_several_stages_read_moves_once() -> None:
@@ -112,7 +112,7 @@ def test_a_tensor_that_several_stages_read_moves_once() -> None:
         graph = trace(Skip(), {"x": {"shape": [ROWS, 16], "dtype": "float32"}})
     draft = apply(draft_of(graph, Hardware.cpu(num_devices=1), micro_batches=1), *to_schedule(5))
     choices = everywhere(draft, "dram", classes=False)
-    (program,) = moved(draft, choices, Ahead(0, 0)).programs
+    (program,) = move_line(draft, choices, Ahead(0, 0)).programs
     sources = [node.args[0] for node in program.ops() if node.target is ops.offload]
     assert len(sources) == len(set(sources))
     shared = [v for v in sources if isinstance(v, fx.Node) and len(using(v, ops.forward)) > 1]
@@ -123,20 +123,20 @@ def test_a_tensor_that_several_stages_read_moves_once() -> None:
 
 
 def test_the_inputs_of_the_batch_are_loaded_again_instead() -> None:
-    draft = scheduled()
+    draft = schedule()
     before = counts(draft.programs[0])["load"]
     names = [stage.spec.name for stage in draft.stages]
-    (program,) = moved(draft, {name: Activations(inputs_to="dram") for name in names}).programs
+    (program,) = move_line(draft, {name: Activations(inputs_to="dram") for name in names}).programs
     assert counts(program)["load"] > before
     assert all(producer_of(n.args[0]).target is not ops.load for n in program.ops() if n.target is ops.offload)  # type: ignore[arg-type]
 
 
 def test_what_a_stage_that_keeps_everything_reads_or_makes_stays() -> None:
     """Autograd may hold it, so that moving it would free nothing."""
-    draft = scheduled()
+    draft = schedule()
     choices = everywhere(draft, "dram", classes=False)
     del choices["stage1"]
-    (program,) = moved(draft, choices, Ahead(0, 0)).programs
+    (program,) = move_line(draft, choices, Ahead(0, 0)).programs
     readers = {
         str(user.args[0])
         for n in program.ops()
@@ -148,8 +148,8 @@ def test_what_a_stage_that_keeps_everything_reads_or_makes_stays() -> None:
 
 
 def test_what_is_used_first_comes_first_and_so_many_turns_ahead() -> None:
-    draft = scheduled(stages=6, micro_batches=3)
-    (program,) = moved(draft, everywhere(draft, "dram"), Ahead(2)).programs
+    draft = schedule(stages=6, micro_batches=3)
+    (program,) = move_line(draft, everywhere(draft, "dram"), Ahead(2)).programs
     turns: list[fx.Node] = []
     fetched = []
     used = {}
@@ -168,23 +168,23 @@ def test_what_is_used_first_comes_first_and_so_many_turns_ahead() -> None:
 @pytest.mark.parametrize("memory", ["dram", "ssd"])
 def test_what_would_come_back_at_once_stays(memory: str) -> None:
     """The last stage's backward follows its forward."""
-    draft = scheduled(micro_batches=1)
-    (program,) = moved(draft, everywhere(draft, memory), Ahead(1, 1)).programs
+    draft = schedule(micro_batches=1)
+    (program,) = move_line(draft, everywhere(draft, memory), Ahead(1, 1)).programs
     stages = {n.meta["type"].stage for n in program.ops() if n.target is ops.offload and n.meta["type"].kind == "kept"}
     assert "stage3" not in stages and "stage0" in stages
 
 
 def test_so_few_turns_from_write_to_read_are_spent_in_dram() -> None:
-    draft = scheduled(micro_batches=1)
-    (program,) = moved(draft, everywhere(draft, "ssd"), Ahead(1, 50)).programs
+    draft = schedule(micro_batches=1)
+    (program,) = move_line(draft, everywhere(draft, "ssd"), Ahead(1, 50)).programs
     assert counts(program)["write"] == 0 and counts(program)["offload"] > 0
 
 
 def test_moving_gives_device_memory_back() -> None:
     peaks = {}
     for memory in ("device", "dram", "ssd"):
-        draft = scheduled(stages=6, micro_batches=3)
-        moved(draft, everywhere(draft, memory), Ahead(1, 1))
+        draft = schedule(stages=6, micro_batches=3)
+        move_line(draft, everywhere(draft, memory), Ahead(1, 1))
         peaks[memory] = profile_memory(draft.programs[0]).peak_bytes
     assert peaks["dram"][ops.DEVICE] < 0.8 * peaks["device"][ops.DEVICE]
     assert peaks["ssd"][ops.DEVICE] == peaks["dram"][ops.DEVICE]
@@ -192,7 +192,7 @@ def test_moving_gives_device_memory_back() -> None:
 
 
 def test_bytes_that_can_move_and_come_back_for_one_turn() -> None:
-    draft = scheduled(micro_batches=2)
+    draft = schedule(micro_batches=2)
     choices = everywhere(draft, "dram")
     (program,) = draft.programs
     keep_chosen(program, choices)
@@ -216,7 +216,7 @@ def test_bytes_that_can_move_and_come_back_for_one_turn() -> None:
 def test_any_choice_verifies(
     stages: int, micro_batches: int, interleaved: bool, devices: int, ahead: tuple[int, int], data: st.DataObject
 ) -> None:
-    draft = scheduled(stages, micro_batches, devices, interleaved)
+    draft = schedule(stages, micro_batches, devices, interleaved)
     memories = st.sampled_from(["device", "dram", "ssd"])
     choices = {}
     for stage in draft.stages:
@@ -225,24 +225,24 @@ def test_any_choice_verifies(
             choices[stage.spec.name] = Activations(
                 classes=sorted(names), classes_to=data.draw(memories), inputs_to=data.draw(memories)
             )
-    moved(draft, choices, Ahead(*ahead))
+    move_line(draft, choices, Ahead(*ahead))
     apply(draft, InsertFetch(swap=data.draw(st.booleans())), InsertOptimizer())
 
 
-def trained(name: str, move: bool) -> tuple[dict[str, Tensor], int]:
+def train(name: str, move: bool) -> tuple[dict[str, Tensor], int]:
     """Losses of two steps and all weights, and how many values go to SSD."""
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     hardware = Hardware.cpu(num_devices=1, memory="500MB", ssd="1GB")
     draft = apply(draft_of(graph, hardware, micro_batches=3), *to_schedule(4))
     if move:
         tiers = [("ssd", "dram"), ("dram", "ssd")]
         choices = {stage.spec.name: everything(stage.spec, *tiers[i % 2]) for i, stage in enumerate(draft.stages)}
-        moved(draft, choices, Ahead(1, 1))
+        move_line(draft, choices, Ahead(1, 1))
     apply(draft, InsertFetch(swap=move), InsertOptimizer())
     machine = reference(draft)
     found = {}
     for step in range(2):
-        losses = machine.step(joined(batches))["results"]["loss"]
+        losses = machine.step(join_batches(batches))["results"]["loss"]
         found.update({f"loss {step} {i}": loss.clone() for i, loss in enumerate(losses)})
     found.update({f"{s} {name}": w for s, rows in machine.stage_weights.items() for name, w in rows.items()})
     return {**found, **machine.buffers()}, counts(draft.programs[0])["write"]
@@ -251,7 +251,7 @@ def trained(name: str, move: bool) -> tuple[dict[str, Tensor], int]:
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("wide_resnet", marks=pytest.mark.slow)])
 def test_training_is_the_same_bit_for_bit(name: str) -> None:
     """With dropout, tied weights and batch norm, and some of everything in DRAM and on SSD."""
-    (plain, none), (found, written) = trained(name, False), trained(name, True)
+    (plain, none), (found, written) = train(name, False), train(name, True)
     assert none == 0 and written > 0
     assert plain.keys() == found.keys()
     for key, value in plain.items():

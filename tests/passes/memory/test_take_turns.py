@@ -16,7 +16,7 @@ from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.simulate.test_engine import machine
 
 
-def drafted(hardware: Hardware, **shape: object) -> Draft:
+def make_draft(hardware: Hardware, **shape: object) -> Draft:
     programs = pipeline(hardware.num_devices, 2 * hardware.num_devices, 2, width=256, **shape)  # type: ignore[arg-type]
     return Draft(None, hardware, programs=programs)  # type: ignore[arg-type]
 
@@ -32,7 +32,7 @@ def turns_of(draft: Draft) -> dict[str, list[int | None]]:
 
 
 def test_what_is_needed_first_has_the_first_turn() -> None:
-    draft = drafted(machine(2))
+    draft = make_draft(machine(2))
     number_fetches(draft.programs, draft.lane_hardware, "fp32")
     # The last stage of each device stays for its backward.
     assert turns_of(draft) == {"stage0": [0, 5], "stage2": [2], "stage1": [1, 4], "stage3": [3]}
@@ -48,33 +48,33 @@ def test_only_devices_that_share_a_root_complex_take_turns() -> None:
     apart = hardware.model_dump(mode="json")
     apart["hosts"][0]["root_complexes"] *= 2
     apart["devices"][2]["root_complex"] = 1
-    assert sharing(drafted(hardware).programs, hardware) == {0, 1, 2}
+    assert sharing(make_draft(hardware).programs, hardware) == {0, 1, 2}
     two = Hardware.model_validate(apart)
-    draft = drafted(two)
+    draft = make_draft(two)
     assert sharing(draft.programs, two) == {0, 1}
     number_fetches(draft.programs, two, "fp32")
     assert [takes_turns(program) for program in draft.programs] == [True, True, False]
     apart["devices"][1]["root_complex"] = 1
     apart["hosts"][0]["root_complexes"] *= 2
     apart["devices"][2]["root_complex"] = 2
-    alone = drafted(Hardware.model_validate(apart))
+    alone = make_draft(Hardware.model_validate(apart))
     assert not TakeTurns(always=True).plan(alone)  # nothing is shared
-    assert not TakeTurns(always=True).plan(drafted(hardware, fetched=False))
+    assert not TakeTurns(always=True).plan(make_draft(hardware, fetched=False))
 
 
 def test_turns_are_taken_where_the_simulated_step_gains_by_them() -> None:
     """Two devices want weights at the same time; the second needs its own only after the first has computed."""
     tight = machine(2).with_(optimizer_params_per_s=1e12)
-    draft = drafted(tight, flops=2e8)
+    draft = make_draft(tight, flops=2e8)
     fair_s = simulate(draft.programs, tight).step_s
     assert TakeTurns().plan(draft)
     assert not any(takes_turns(program) for program in draft.programs)  # planning changes nothing
     TakeTurns().rewrite(draft, True)
     assert simulate(draft.programs, tight).step_s < 0.99 * fair_s
-    computing = drafted(tight, flops=1e11)
+    computing = make_draft(tight, flops=1e11)
     assert not TakeTurns().plan(computing) and TakeTurns(always=True).plan(computing)
     on_cpu = Hardware.cpu(2, memory="8MB")
-    assert not TakeTurns().plan(drafted(on_cpu)) and TakeTurns(always=True).plan(drafted(on_cpu))
+    assert not TakeTurns().plan(make_draft(on_cpu)) and TakeTurns(always=True).plan(make_draft(on_cpu))
 
 
 def test_it_comes_last() -> None:

@@ -14,7 +14,7 @@ from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.optimizer.timing import UNCLIPPED, tie_groups
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, traced
+from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, trace_case
 
 TAKEN = {ops.DEVICE: 1 << 30, ops.DRAM: 1 << 31}  # bytes, more than all else
 
@@ -34,7 +34,7 @@ def test_text(swapped: bool, golden: Golden) -> None:
 
 
 def test_text_of_ties_and_clipping(golden: Golden) -> None:
-    draft = draft_of(traced("gpt2")[0], micro_batches=2, max_grad_norm=1.0)
+    draft = draft_of(trace_case("gpt2")[0], micro_batches=2, max_grad_norm=1.0)
     apply(draft, *all_passes(), decisions={"fetch": {"stage0": {}}})
     golden(text_of(draft), "tied-and-clipped")
 
@@ -120,7 +120,7 @@ def test_fp16_unscales_and_may_skip() -> None:
 
 
 def test_ties_are_summed_in_every_stage_that_has_them() -> None:
-    draft = apply(draft_of(traced("t5")[0], Hardware.cpu(num_devices=2)), *all_passes(5))
+    draft = apply(draft_of(trace_case("t5")[0], Hardware.cpu(num_devices=2)), *all_passes(5))
     groups = tie_groups(draft)
     assert list(groups) == ["tie.shared.weight"]
     rows = groups["tie.shared.weight"]
@@ -131,7 +131,7 @@ def test_ties_are_summed_in_every_stage_that_has_them() -> None:
 
 
 def test_owners_are_the_first_stages() -> None:
-    draft = apply(draft_of(traced("gpt2")[0]), *all_passes(4))
+    draft = apply(draft_of(trace_case("gpt2")[0]), *all_passes(4))
     tied = ("transformer.wte.weight", "lm_head.weight")
     owners = [(s.spec.name, p.owner) for s in draft.stages for p in s.spec.params if p.name in tied]
     assert owners == [("stage0", True), ("stage3", False)]

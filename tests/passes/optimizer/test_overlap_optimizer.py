@@ -46,11 +46,11 @@ from penstock.tests.passes.running import (
     assert_trains_like_eager,
     chain,
     draft_of,
-    joined,
+    join_batches,
     reference,
     text_of,
     to_schedule,
-    traced,
+    trace_case,
 )
 
 
@@ -148,11 +148,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(draft: Draft, batches: list[Batch], precision: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train(draft: Draft, batches: list[Batch], precision: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     budgets = {"dram": sum(profile_memory(p).peak_bytes[ops.DRAM] for p in draft.programs)}
     budgets["ssd"] = sum(profile_memory(p).peak_bytes[ops.SSD] for p in draft.programs)
     runner = reference(draft, ADAM, precision=precision, budgets=budgets)
-    losses = [runner.step(joined(batches))["loss"] for _ in range(3)]
+    losses = [runner.step(join_batches(batches))["loss"] for _ in range(3)]
     return losses, runner.weights()
 
 
@@ -172,14 +172,14 @@ QUICK = [("clipped", "exact"), ("clipped in bf16", "speculative"), ("fp16", "spe
 def test_the_same_weights_as_insert_optimizer(name: str, clip: str, model: str) -> None:
     """Bit for bit; "gpt2" has a weight that two stages share."""
     options = CASES[name]
-    graph, batches = traced(model, dropout=0.0)
+    graph, batches = trace_case(model, dropout=0.0)
     batches, precision = batches[:2], options.get("precision", "fp32")
     usual = ready(machine(2), {}, graph, **options)
     tiers = {s.spec.name: tier for s, tier in zip(usual.stages, ["all", "states", "all", "states"])}
     draft = ready(machine(2), tiers, graph, **options)
     apply(usual, InsertOptimizer())
     apply(draft, OverlapOptimizer(clip=clip), memory=True)
-    (losses, weights), (want_losses, want) = (trained(d, batches, precision) for d in (draft, usual))
+    (losses, weights), (want_losses, want) = (train(d, batches, precision) for d in (draft, usual))
     assert all(torch.equal(a, b) for a, b in zip(losses, want_losses))
     assert weights.keys() == want.keys() and all(torch.equal(weights[n], want[n]) for n in want)
 
@@ -187,7 +187,7 @@ def test_the_same_weights_as_insert_optimizer(name: str, clip: str, model: str) 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resident_stages_beside_swapped_ones(precision: str) -> None:
     """Those are clipped and stepped on their device behind the norm, these judged behind it."""
-    graph, batches = traced("mlp", dropout=0.0)
+    graph, batches = trace_case("mlp", dropout=0.0)
     options = {"precision": precision, "max_grad_norm": 0.05, "micro_batches": 2}
     drafts = [draft_of(graph, machine(2), **options) for _ in range(2)]
     decisions = {"rematerialise": [], "fetch": {"stage0": {}, "stage1": {}}}
@@ -197,21 +197,21 @@ def test_resident_stages_beside_swapped_ones(precision: str) -> None:
     apply(drafts[1], InsertOptimizer())
     kinds = {n.target.name for p in drafts[0].programs for n in p.ops()}  # type: ignore[union-attr]
     assert {"redo", "clip", "resident", "read"} <= kinds and "stage0" in drafts[0].ssd.stages
-    (losses, weights), (want_losses, want) = (trained(d, batches[:2], precision) for d in drafts)
+    (losses, weights), (want_losses, want) = (train(d, batches[:2], precision) for d in drafts)
     assert all(torch.equal(a, b) for a, b in zip(losses, want_losses))
     assert all(torch.equal(weights[n], want[n]) for n in want)
 
 
 def test_as_eager_pytorch_with_states_on_ssd() -> None:
     """Losses, gradients, weights; tied, clipped, on two devices."""
-    graph, batches = traced("gpt2", dropout=0.0)
+    graph, batches = trace_case("gpt2", dropout=0.0)
     draft = ready(machine(2), "all", graph, max_grad_norm=0.1)
     apply(draft, OverlapOptimizer(), memory=True)
     assert_trains_like_eager(draft, batches[:2], 2e-6)
 
 
 def test_one_forward_one_backward() -> None:
-    graph, batches = traced("gpt2", dropout=0.0)
+    graph, batches = trace_case("gpt2", dropout=0.0)
     draft = draft_of(graph, machine(2), micro_batches=2, max_grad_norm=0.1)
     apply(draft, Coarsen(), PartitionBalanced(stages=2), MapRoundRobin(), Schedule1F1B())
     names = [s.spec.name for s in draft.stages]
@@ -221,7 +221,7 @@ def test_one_forward_one_backward() -> None:
 
 
 def test_replicas_step_their_own_copies() -> None:
-    graph, batches = traced("mlp", dropout=0.0)
+    graph, batches = trace_case("mlp", dropout=0.0)
     draft = draft_of(graph, machine(2), micro_batches=2)
     apply(draft, Coarsen(), Mesh(), PartitionBalanced(stages=2), MapRoundRobin(), Schedule1F1B())
     names = [s.spec.name for s in draft.stages]

@@ -8,12 +8,12 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.slices import Slices
 from penstock.passes.rewrite.coarsen import Coarsen
-from penstock.tests.passes.running import apply, chain, draft_of, traced
+from penstock.tests.passes.running import apply, chain, draft_of, trace_case
 
 
 @pytest.mark.parametrize("name", ["t5", "gpt2"])
 def test_runs_need_what_slices_say(name: str) -> None:
-    draft = apply(draft_of(traced(name)[0], micro_batches=3), Coarsen())
+    draft = apply(draft_of(trace_case(name)[0], micro_batches=3), Coarsen())
     loads, slices = Loads(draft), Slices(draft)
     for a in range(len(draft.blocks)):
         for b in range(a + 1, len(draft.blocks) + 1):
@@ -22,7 +22,7 @@ def test_runs_need_what_slices_say(name: str) -> None:
 
 
 def test_runs_that_are_too_large_for_every_device_are_not_counted_exactly() -> None:
-    draft = apply(draft_of(traced("gpt2")[0], micro_batches=3), Coarsen())
+    draft = apply(draft_of(trace_case("gpt2")[0], micro_batches=3), Coarsen())
     exact = Slices(draft)
     some_bytes = exact.needs[2][0].work_bytes
     device = draft.machine.devices[0].model_copy(update={"memory_bytes": some_bytes, "reserve": None})

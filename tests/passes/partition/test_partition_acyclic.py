@@ -15,7 +15,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.partition.slices import Slices
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.partition.test_partition_max_stage import draft_on
-from penstock.tests.passes.running import apply, chain, draft_of, traced, traced_model
+from penstock.tests.passes.running import apply, chain, draft_of, trace_case, traced_model
 
 
 class Branches(nn.Module):
@@ -57,7 +57,7 @@ def test_stages_need_not_be_runs_of_blocks() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "gpt2", "wide_resnet", "bert"])
 def test_moves_make_the_busiest_device_less_busy(name: str) -> None:
-    draft = apply(draft_of(traced(name)[0], Hardware.cpu(num_devices=3), micro_batches=2), Coarsen())
+    draft = apply(draft_of(trace_case(name)[0], Hardware.cpu(num_devices=3), micro_batches=2), Coarsen())
     greedy = _Greedy(Loads(draft), 3, _start(Slices(draft), 1))
     before_s = max(greedy.busy_s)
     greedy.improve()

@@ -22,7 +22,7 @@ from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.rewrite.split_experts import SplitExperts
 from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.passes.schedule.schedule_async import ScheduleAsync
-from penstock.tests.passes.running import all_passes, apply, chain, draft_of, traced
+from penstock.tests.passes.running import all_passes, apply, chain, draft_of, trace_case
 
 
 class Given:
@@ -72,7 +72,7 @@ def test_no_other_contiguous_partition_is_faster(case: tuple[Given, int]) -> Non
 def test_needs_are_those_of_the_built_stages() -> None:
     """What the partition counts for a slice is what the program of that stage takes in backward, on every model."""
     for name in ("gpt2", "t5", "wide_resnet", "llama"):
-        draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=1), micro_batches=2)
+        draft = draft_of(trace_case(name)[0], Hardware.cpu(num_devices=1), micro_batches=2)
         apply(draft, *all_passes(3)[:4])
         able = [s.spec.name for s in draft.stages if s.spec.rematerialisable]
         fetch = {s.spec.name: {} for s in draft.stages}
@@ -90,7 +90,7 @@ def test_needs_in_an_asynchronous_pipeline_are_those_of_its_programs(name: str) 
     """The inputs of d + 1 micro-batches, and more of what skips stages, but not of all that pass."""
     found = []
     for micro_batches in (4, 12):
-        draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=4), micro_batches=micro_batches)
+        draft = draft_of(trace_case(name)[0], Hardware.cpu(num_devices=4), micro_batches=micro_batches)
         partition = PartitionBalanced(stages=4, asynchronous=True)
         apply(draft, Coarsen(), partition, MapRoundRobin(), ScheduleAsync())
         slices, ends = Slices(draft, asynchronous=True), [0, *itertools.accumulate(map(len, draft.partition))]
@@ -154,7 +154,7 @@ def test_a_device_that_is_too_small_for_most_blocks_is_named() -> None:
 
 def test_a_shared_layer_is_counted_once() -> None:
     """Its weights are there once, however many blocks of a stage call it."""
-    draft = draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=1))
+    draft = draft_of(trace_case("gpt2")[0], Hardware.cpu(num_devices=1))
     apply(draft, Coarsen())
     whole = Slices(draft).needs[len(draft.blocks)][0]
     parameters = {id(p): 2 * p.nbytes for p in draft.graph.model.parameters()}
@@ -172,7 +172,7 @@ def test_its_option_says_how_many_and_else_the_number_of_devices() -> None:
 def test_parts_of_a_layer_are_together() -> None:
     """What is before and after the parts of a layer is of that layer; the next layer is for the next device. So are the
     parts of a table. What blocks are called plays no part."""
-    draft = draft_of(traced("mixtral")[0], Hardware.cpu(num_devices=3))
+    draft = draft_of(trace_case("mixtral")[0], Hardware.cpu(num_devices=3))
     apply(draft, SplitVocabulary(parts=3), SplitExperts(parts=2), Coarsen())
     cut = PartitionBalanced(stages=len(draft.blocks), together=True)
     devices = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 0, 1, 1, 1]

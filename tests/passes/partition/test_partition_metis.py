@@ -11,7 +11,7 @@ from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition_metis import PartitionMetis, levels_of
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.partition.test_partition_max_stage import draft_on
-from penstock.tests.passes.running import apply, chain, draft_of, traced
+from penstock.tests.passes.running import apply, chain, draft_of, trace_case
 
 
 def indices(draft: Draft, stages: list[list[str]]) -> list[tuple[int, ...]]:
@@ -22,7 +22,7 @@ def indices(draft: Draft, stages: list[list[str]]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["t5", "gpt2", "wide_resnet", "mixtral"])
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_all_devices_are_about_equally_busy(name: str, num_devices: int) -> None:
-    draft = apply(draft_of(traced(name)[0], Hardware.cpu(num_devices=num_devices)), Coarsen())
+    draft = apply(draft_of(trace_case(name)[0], Hardware.cpu(num_devices=num_devices)), Coarsen())
     found, loads = PartitionMetis().plan(draft), Loads(draft)
     busy_s = [0.0] * num_devices
     for stage, device in zip(indices(draft, found["stages"]), found["planned_for"]):

@@ -13,7 +13,7 @@ from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition_pipedream import PartitionPipedream
 from penstock.passes.partition.slices import Slices
 from penstock.passes.rewrite.coarsen import Coarsen
-from penstock.tests.passes.running import apply, chain, draft_of, traced
+from penstock.tests.passes.running import apply, chain, draft_of, trace_case
 
 
 def machine(speeds: list[float], memories: list[str], link: str | None = None) -> Hardware:
@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("model", ["chain", pytest.param("t5", marks=pytest.mark.slow)])
 def test_nothing_contiguous_is_better(name: str, model: str) -> None:
     """Against all cuts on all devices in turn, passing over any."""
-    graph = chain(depth=7, width=32) if model == "chain" else traced("t5")[0]
+    graph = chain(depth=7, width=32) if model == "chain" else trace_case("t5")[0]
     draft = apply(draft_of(graph, CASES[name], micro_batches=2), Coarsen())
     order, length = [block.name for block in draft.blocks], len(draft.blocks)
     found = PartitionPipedream().plan(draft)

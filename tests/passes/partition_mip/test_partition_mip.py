@@ -29,7 +29,7 @@ from penstock.passes.partition_mip.proof import model as mip_model
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
-from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, traced
+from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, trace_case
 
 BEHIND = (MapRoundRobin(), SchedulePipeline(), InsertRemat(), InsertFetch(), InsertOptimizer())
 NAME = PartitionMip.name
@@ -46,7 +46,7 @@ def gpt(model: str, micro: int) -> tuple[OpGraph, list[Block]]:
     return graph, draft.blocks
 
 
-def drafted(model: str, micro: int, machine: str, micro_batches: int, precision: str = "fp16") -> Draft:
+def make_draft(model: str, micro: int, machine: str, micro_batches: int, precision: str = "fp16") -> Draft:
     graph, blocks = gpt(model, micro)
     options = Options(micro_batches=micro_batches, precision=precision)
     return Draft(graph, Hardware.preset(machine), options, blocks=list(blocks))
@@ -66,7 +66,7 @@ def small(depth: int = 5, machine: Hardware | None = None, **options: object) ->
 
 
 def assert_predicted(model: str, micro: int, machine: str, micro_batches: int, precision: str) -> None:
-    draft = drafted(model, micro, machine, micro_batches, precision)
+    draft = make_draft(model, micro, machine, micro_batches, precision)
     for found in candidates(draft, PartitionMip(deadline_s=1.0), most=2):
         seconds = simulated_s(draft, found.decision)
         assert found.seconds == pytest.approx(seconds, rel=0.03), (len(found.cuts) - 1, found.seconds / seconds)
@@ -89,7 +89,7 @@ def test_the_objective_on_all_models(model: str, machine: str, micro_batches: in
 
 @pytest.mark.slow
 def test_the_plan_beats_one_block_a_stage_and_says_what_is_proven() -> None:
-    draft = drafted("mobius-8b", 2, "mobius-topo4", 4)
+    draft = make_draft("mobius-8b", 2, "mobius-topo4", 4)
     decision = PartitionMip(deadline_s=2.0).plan(draft)
     names = [block.name for block in draft.blocks]
     assert [name for stage in decision["stages"] for name in stage] == names
@@ -102,7 +102,7 @@ def test_the_plan_beats_one_block_a_stage_and_says_what_is_proven() -> None:
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_trains_like_eager(model: str) -> None:
-    graph, batches = traced(model)
+    graph, batches = trace_case(model)
     draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=3)
     apply(draft, Coarsen(), PartitionMip(stages=3), *BEHIND)
     assert len(draft.stages) == 3

@@ -41,14 +41,14 @@ from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
-from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, traced, traced_model
+from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, trace_case, traced_model
 from penstock.tests.passes.test_training import ROUNDING, case
 
 BEHIND = [MapRoundRobin(), SchedulePipeline(), InsertRemat(), InsertFetch(), InsertOptimizer()]
 T5 = "t5-3b:num_layers=4,num_decoder_layers=4"
 
 
-def coarsened(graph: Any, hardware: Hardware, level: str, **options: Any) -> Draft:
+def coarsen_graph(graph: Any, hardware: Hardware, level: str, **options: Any) -> Draft:
     draft = draft_of(graph, hardware, **options)
     p = Coarsen(level=level)
     p.rewrite(draft, p.plan(draft))
@@ -90,7 +90,7 @@ def assert_well_formed(draft: Draft, decision: dict[str, Any]) -> None:
 )
 def test_trains_like_eager(name: str, level: str, num_devices: int) -> None:
     graph, batches, tolerance = case(name)
-    draft = coarsened(graph, Hardware.cpu(num_devices=num_devices), level, micro_batches=2)
+    draft = coarsen_graph(graph, Hardware.cpu(num_devices=num_devices), level, micro_batches=2)
     decision = PartitionMixed().plan(draft)
     assert_well_formed(draft, decision)
     assert draft.notes["partition-mixed"].startswith("L=")
@@ -102,7 +102,7 @@ def test_trains_like_eager(name: str, level: str, num_devices: int) -> None:
 @pytest.mark.slow
 def test_trains_like_eager_where_stages_are_swapped() -> None:
     graph, batches, _ = case("t5")
-    draft = coarsened(graph, Hardware.cpu(num_devices=2, memory="330kB"), "operator", micro_batches=2)
+    draft = coarsen_graph(graph, Hardware.cpu(num_devices=2, memory="330kB"), "operator", micro_batches=2)
     apply(draft, PartitionMixed(), *BEHIND, memory=True)
     assert "swapped" in draft.notes["partition-mixed"]
     assert any(n.target is ops.fetch for p in draft.programs for n in p.ops())
@@ -130,7 +130,7 @@ def test_an_encoder_decoder_is_balanced_where_neighbours_cannot_be() -> None:
 def test_a_resident_plan_keeps_what_it_promises() -> None:
     """The need of a device, foreseen for sets of blocks, is little above that of programs that rematerialise all."""
     hardware = Hardware.preset("ftpipe-2080ti").with_(num_devices=4)
-    draft = coarsened(t5_graph(64), hardware, "operator", micro_batches=16, state_bytes_per_param=0.0)
+    draft = coarsen_graph(t5_graph(64), hardware, "operator", micro_batches=16, state_bytes_per_param=0.0)
     decision = PartitionMixed(stages=8).plan(draft)
     apply(draft, PartitionMixed(stages=8), *BEHIND[:2])
     everything = [stage.spec.name for stage in draft.stages if stage.spec.rematerialisable]
@@ -150,7 +150,7 @@ def test_unequal_devices_get_what_they_can_do_and_hold() -> None:
     slow = slow.model_copy(update={"peak_flops": {"fp32": fast.peak_flops["fp32"] / 3}, "memory_bytes": 4 * 2**30})
     slow = slow.model_copy(update={"memory_bandwidth": fast.memory_bandwidth / 3})
     hardware = Hardware.preset("ftpipe-2080ti").model_copy(update={"devices": [fast, slow]})
-    draft = coarsened(t5_graph(), hardware, "layer", micro_batches=8, state_bytes_per_param=0.0)
+    draft = coarsen_graph(t5_graph(), hardware, "layer", micro_batches=8, state_bytes_per_param=0.0)
     decision = PartitionMixed().plan(draft)
     assert_well_formed(draft, decision)
     graph = block_graph(draft.blocks, hardware, "fp32")
@@ -162,20 +162,20 @@ def test_unequal_devices_get_what_they_can_do_and_hold() -> None:
 
 
 def test_a_block_larger_than_any_device_is_named() -> None:
-    draft = coarsened(chain(width=256), Hardware.cpu(num_devices=2, memory="300kB"), "layer")
+    draft = coarsen_graph(chain(width=256), Hardware.cpu(num_devices=2, memory="300kB"), "layer")
     with pytest.raises(DoesNotFit, match=r"block 'layers\.[0-3]' alone needs .* on a device; the largest has"):
         PartitionMixed().plan(draft)
 
 
 def test_more_stages_than_blocks_are_refused_and_more_devices_are_not() -> None:
-    draft = coarsened(chain(depth=1), Hardware.cpu(num_devices=5), "layer", micro_batches=2)
+    draft = coarsen_graph(chain(depth=1), Hardware.cpu(num_devices=5), "layer", micro_batches=2)
     with pytest.raises(PassError, match="stages=9, but 2 blocks allow at most 2"):
         PartitionMixed(stages=9).plan(draft)
     assert_well_formed(draft, PartitionMixed().plan(draft))
 
 
 def test_one_device_holds_everything_in_one_stage() -> None:
-    draft = coarsened(traced("gpt2")[0], Hardware.cpu(num_devices=1), "operator")
+    draft = coarsen_graph(trace_case("gpt2")[0], Hardware.cpu(num_devices=1), "operator")
     decision = PartitionMixed().plan(draft)
     assert len(decision["stages"]) == 1 and decision["planned_for"] == [0]
 
@@ -193,7 +193,7 @@ class Wide(nn.Module):
 
 def test_clusters_hide_their_messages_behind_their_computation() -> None:
     graph, _ = traced_model(Wide(), [{"x": torch.randn(64, 8)}])
-    draft = coarsened(graph, Hardware.cpu(num_devices=2), "operator")
+    draft = coarsen_graph(graph, Hardware.cpu(num_devices=2), "operator")
     blocks = block_graph(draft.blocks, draft.lane_hardware, "fp32")
     clusters = Clusters(blocks.succ, blocks.load_ns[0], [0] * blocks.num_blocks)
     limits = Limits(1, Wires.of(draft.lane_hardware).slowest_ns_per_byte)
@@ -234,7 +234,9 @@ def test_contractions_never_close_a_cycle_and_refuse_only_where_they_would(
 
 
 def test_longest_first_and_exchanges_keep_to_memory() -> None:
-    draft = coarsened(chain(depth=6, width=64), Hardware.cpu(num_devices=2, memory="700kB"), "layer", micro_batches=4)
+    draft = coarsen_graph(
+        chain(depth=6, width=64), Hardware.cpu(num_devices=2, memory="700kB"), "layer", micro_batches=4
+    )
     blocks = block_graph(draft.blocks, draft.lane_hardware, "fp32")
     memory = Footprints(draft, blocks)
     members = [[i] for i in range(blocks.num_blocks)]
@@ -255,7 +257,9 @@ def test_two_thousand_operators_are_planned_within_ten_seconds() -> None:
     rows = {"shape": [4, 512], "dtype": "int64"}
     model = find_model("t5-3b:num_layers=30,num_decoder_layers=30").on_meta()
     graph = trace(model, {"input_ids": rows, "attention_mask": rows, "labels": rows}, device_kind="cuda")
-    draft = coarsened(graph, Hardware.preset("ftpipe-2080ti"), "operator", micro_batches=8, state_bytes_per_param=0.0)
+    draft = coarsen_graph(
+        graph, Hardware.preset("ftpipe-2080ti"), "operator", micro_batches=8, state_bytes_per_param=0.0
+    )
     assert len(draft.blocks) >= 2000
     begin_s = time.process_time()
     decision = PartitionMixed().plan(draft)
@@ -268,7 +272,7 @@ def test_an_asynchronous_device_holds_what_is_under_way() -> None:
     """What is counted of a device's stages is what its program takes, whatever the number of micro-batches."""
     found = []
     for micro_batches in (8, 24):
-        draft = draft_of(traced("t5")[0], Hardware.cpu(num_devices=2), micro_batches=micro_batches)
+        draft = draft_of(trace_case("t5")[0], Hardware.cpu(num_devices=2), micro_batches=micro_batches)
         apply(draft, Coarsen(), PartitionMixed(stages=6, asynchronous=True), MapRoundRobin(), ScheduleAsync())
         graph = block_graph(draft.blocks, draft.lane_hardware, "fp32", draft.graph)
         memory, number = Footprints(draft, graph), {block.name: i for i, block in enumerate(draft.blocks)}
@@ -285,6 +289,6 @@ def test_an_asynchronous_device_holds_what_is_under_way() -> None:
 
 def test_many_micro_batches_of_an_asynchronous_pipeline_need_not_fit_at_once() -> None:
     """Inputs of few are under way; those of all together are larger than any device."""
-    draft = draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=2), micro_batches=10**8)
+    draft = draft_of(trace_case("gpt2")[0], Hardware.cpu(num_devices=2), micro_batches=10**8)
     apply(draft, Coarsen(), PartitionMixed(stages=4, asynchronous=True))
     assert sorted(name for own in draft.partition for name in own) == sorted(block.name for block in draft.blocks)

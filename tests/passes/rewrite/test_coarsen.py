@@ -21,7 +21,7 @@ from penstock.tests.passes.running import (
     chain,
     cut,
     draft_of,
-    traced,
+    trace_case,
     traced_model,
 )
 from penstock.tests.shown_elsewhere import KINDS, slow_but
@@ -29,7 +29,7 @@ from penstock.tests.zoo import gpt2, zoo
 
 
 def blocks_of(name: str) -> Draft:
-    return apply(draft_of(traced(name)[0]), Coarsen())
+    return apply(draft_of(trace_case(name)[0]), Coarsen())
 
 
 def text_of_blocks(draft: Draft) -> str:
@@ -212,7 +212,7 @@ def assert_in_order(draft: Draft) -> None:
 
 @pytest.mark.parametrize("name", zoo())
 def test_operators_are_blocks_that_share_hashes_and_know_their_layer(name: str) -> None:
-    graph = traced(name)[0]
+    graph = trace_case(name)[0]
     blocks = find_blocks(graph, "operator")
     layers = {block.name: block for block in find_blocks(graph)}
     assert len({block.name for block in blocks}) == len(blocks) > len(layers)
@@ -275,7 +275,7 @@ def test_what_reads_a_storage_before_its_last_write_stays_with_it() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "in_place"])
 def test_operators_cut_anywhere_train_like_eager(name: str) -> None:
     double = name != "in_place"  # it casts its buffers itself
-    graph, batches = traced(name, double=double)
+    graph, batches = trace_case(name, double=double)
     draft = draft_of(graph, Hardware.cpu(num_devices=3), micro_batches=2)
     coarsen = Coarsen(level="operator")
     coarsen.rewrite(draft, coarsen.plan(draft))
@@ -297,4 +297,4 @@ def test_a_stage_prints_whole_layers_as_classes_and_parts_in_its_own_text() -> N
 
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(PassError, match="level='layers'; allowed are layer, operator"):
-        Coarsen(level="layers").plan(draft_of(traced("mlp")[0]))
+        Coarsen(level="layers").plan(draft_of(trace_case("mlp")[0]))

@@ -22,7 +22,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.passes.rewrite import drop_masks
 from penstock.passes.rewrite.drop_masks import DropMasks, masked_calls
 from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import Eager, all_passes, apply, draft_of, joined, reference
+from penstock.tests.passes.running import Eager, all_passes, apply, draft_of, join_batches, reference
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import VOCABULARY, zoo
 
@@ -48,7 +48,7 @@ class Attends(nn.Module):
         return {"loss": x.square().mean()}
 
 
-def captured(mask: MakeMask, keys: int = LENGTH, dropout: float = 0.0) -> OpGraph:
+def capture_mask(mask: MakeMask, keys: int = LENGTH, dropout: float = 0.0) -> OpGraph:
     torch.manual_seed(0)
     return trace(Attends(mask, keys, dropout), {"x": torch.randn(3, LENGTH, 8)})
 
@@ -59,7 +59,7 @@ def forms(graph: OpGraph) -> dict[str, MaskForm]:
 
 def only_form(mask: MakeMask, keys: int = LENGTH) -> MaskForm | None:
     """What is found of a mask: once computed as it is, once followed without a tensor of its size."""
-    graph = captured(mask, keys)
+    graph = capture_mask(mask, keys)
     found = [set(forms(graph).values())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(visible, "VECTOR_ELEMENTS", 3 * LENGTH)
@@ -78,7 +78,7 @@ def causal(x: Tensor, keys: int) -> Tensor:
     return j <= i
 
 
-def lowered(x: Tensor, keys: int) -> Tensor:
+def lower_mask(x: Tensor, keys: int) -> Tensor:
     """A mask of numbers, as older models write it."""
     low = torch.finfo(torch.float32).min
     mask = torch.triu(torch.full((x.shape[1], keys), low), diagonal=1)
@@ -91,7 +91,7 @@ def masked_window(x: Tensor, keys: int) -> Tensor:
     return torch.zeros(x.shape[1], keys).masked_fill(hidden, float("-inf"))
 
 
-def packed(x: Tensor, keys: int) -> Tensor:
+def pack_mask(x: Tensor, keys: int) -> Tensor:
     """As transformers find documents in position ids: here there is one."""
     ids = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
     document = (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)
@@ -103,8 +103,8 @@ def packed(x: Tensor, keys: int) -> Tensor:
 FOUND: list[tuple[str, MakeMask, MaskForm]] = [
     ("comparison", causal, "causal"),
     ("tril", lambda x, keys: torch.ones(x.shape[1], keys, dtype=torch.bool).tril(), "causal"),
-    ("numbers", lowered, "causal"),
-    ("documents", packed, "causal"),
+    ("numbers", lower_mask, "causal"),
+    ("documents", pack_mask, "causal"),
     ("not later", lambda x, keys: ~causal(x, keys).logical_not(), "causal"),
     ("difference", lambda x, keys: places(x, keys)[1] - places(x, keys)[0] < 1, "causal"),
     ("where", lambda x, keys: torch.where(causal(x, keys), 0.0, float("-inf")).view(1, 1, x.shape[1], keys), "causal"),
@@ -132,7 +132,7 @@ def test_found_for_another_number_of_keys() -> None:
     assert only_form(lambda x, keys: places(x, keys)[1] <= places(x, keys)[0] - (LENGTH - keys), keys=7) is None
 
 
-def flipped(x: Tensor, keys: int) -> Tensor:
+def flip_mask(x: Tensor, keys: int) -> Tensor:
     mask = causal(x, keys)
     i, j = places(x, keys)
     return mask ^ ((i == 9) & (j == 4))
@@ -151,7 +151,7 @@ def write_one(x: Tensor, keys: int) -> Tensor:
 
 
 STAYS: list[tuple[str, MakeMask]] = [
-    ("one entry flipped", flipped),
+    ("one entry flipped", flip_mask),
     ("one entry of a constant", constant_mask()),
     ("one entry written", write_one),
     ("one row of the batch", lambda x, keys: causal(x, keys) | (torch.arange(x.shape[0]) == 1)[:, None, None, None]),
@@ -168,7 +168,7 @@ STAYS: list[tuple[str, MakeMask]] = [
 
 @pytest.mark.parametrize("mask", [row[1] for row in STAYS], ids=[row[0] for row in STAYS])
 def test_stays(mask: MakeMask) -> None:
-    graph = captured(mask)
+    graph = capture_mask(mask)
     assert forms(graph) == {}
     draft = draft_of(graph)
     DropMasks().rewrite(draft, {})
@@ -211,7 +211,7 @@ def index_masks(draw: Any) -> MakeMask:
 @settings(max_examples=30)
 @given(index_masks(), st.integers(5, LENGTH))
 def test_found_if_and_only_if_equal(mask: MakeMask, keys: int) -> None:
-    graph = captured(mask, keys)
+    graph = capture_mask(mask, keys)
     want = brute_form(mask(torch.zeros(1, LENGTH, 8), keys))
     assert set(forms(graph).values()) == ({want} if want else set())
     with pytest.MonkeyPatch.context() as patch:  # followed: it may find less, and nothing else
@@ -240,11 +240,11 @@ def test_long_masks_take_no_memory() -> None:
 
 @pytest.mark.usefixtures("short_rows")
 def test_golden(golden: Golden) -> None:
-    draft = apply(draft_of(captured(causal, dropout=0.1)), DropMasks())
+    draft = apply(draft_of(capture_mask(causal, dropout=0.1)), DropMasks())
     golden(str(draft.graph.graph), "causal")
-    draft = apply(draft_of(captured(masked_window)), DropMasks())
+    draft = apply(draft_of(capture_mask(masked_window)), DropMasks())
     golden(str(draft.graph.graph), "window")
-    graph = of_positions(gathered)
+    graph = of_positions(gather)
     draft = apply(draft_of(graph, GPU), DropMasks())
     golden(str(draft.graph.graph), "documents")
 
@@ -272,7 +272,7 @@ def of_positions(mask: MakeRelation) -> OpGraph:
     return trace(Packed(mask), {"x": torch.randn(3, LENGTH, 8), "position_ids": torch.zeros(3, LENGTH).long()})
 
 
-def counted(ids: Tensor) -> Tensor:
+def count(ids: Tensor) -> Tensor:
     return (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)
 
 
@@ -291,9 +291,9 @@ def not_later(numbers: Tensor) -> Tensor:
     return keys <= queries
 
 
-def gathered(ids: Tensor) -> Tensor:
+def gather(ids: Tensor) -> Tensor:
     """As transformers writes it, with indices of all pairs."""
-    documents = counted(ids)
+    documents = count(ids)
     rows, i = torch.arange(ids.shape[0])[:, None, None, None], torch.arange(LENGTH)[None, None, :, None]
     j = i.transpose(2, 3)
     return (
@@ -302,28 +302,28 @@ def gathered(ids: Tensor) -> Tensor:
 
 
 DOCUMENTS: list[tuple[str, MakeRelation]] = [
-    ("gathered", gathered),
-    ("laid out", lambda ids: same(counted(ids)) & not_later(ids)),
-    ("the other way around", lambda ids: (pairs(ids)[0] >= pairs(ids)[1]) & same(counted(ids))),
-    ("by places", lambda ids: same(counted(ids)) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
+    ("gathered", gather),
+    ("laid out", lambda ids: same(count(ids)) & not_later(ids)),
+    ("the other way around", lambda ids: (pairs(ids)[0] >= pairs(ids)[1]) & same(count(ids))),
+    ("by places", lambda ids: same(count(ids)) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
     ("any numbers, by places", lambda ids: same(ids) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
-    ("seen twice", lambda ids: same(counted(ids)) & not_later(ids) & torch.ones(LENGTH, LENGTH).tril().bool()),
+    ("seen twice", lambda ids: same(count(ids)) & not_later(ids) & torch.ones(LENGTH, LENGTH).tril().bool()),
 ]
 OTHERS: list[tuple[str, MakeRelation]] = [
-    ("not causal", lambda ids: same(counted(ids))),
-    ("earlier", lambda ids: same(counted(ids)) & (pairs(ids)[1] < pairs(ids)[0])),
-    ("later", lambda ids: same(counted(ids)) & (pairs(ids)[0] <= pairs(ids)[1])),
+    ("not causal", lambda ids: same(count(ids))),
+    ("earlier", lambda ids: same(count(ids)) & (pairs(ids)[1] < pairs(ids)[0])),
+    ("later", lambda ids: same(count(ids)) & (pairs(ids)[0] <= pairs(ids)[1])),
     ("positions alone", not_later),
-    ("other positions", lambda ids: same(counted(ids)) & not_later(ids * 2)),
+    ("other positions", lambda ids: same(count(ids)) & not_later(ids * 2)),
     ("other borders", lambda ids: same((torch.diff(ids, prepend=ids[:, :1] - 1) != 2).cumsum(-1)) & not_later(ids)),
     ("second differences", lambda ids: same((torch.diff(ids, 1, 0, prepend=ids[:1]) != 1).cumsum(-1)) & not_later(ids)),
     ("borders of the rows", lambda ids: same((torch.diff(ids, prepend=ids[:, :1]) != 1).cumsum(0)) & not_later(ids)),
-    ("either", lambda ids: same(counted(ids)) | not_later(ids)),
-    ("another row", lambda ids: same(counted(ids)).flip(0) & not_later(ids)),
+    ("either", lambda ids: same(count(ids)) | not_later(ids)),
+    ("another row", lambda ids: same(count(ids)).flip(0) & not_later(ids)),
     ("backwards", lambda ids: (pairs(ids)[0] == pairs(ids)[1].flip(3)) & not_later(ids)),
-    ("two documents", lambda ids: same(counted(ids)) & same(ids) & torch.ones(LENGTH, LENGTH).tril().bool()),
-    ("a window", lambda ids: same(counted(ids)) & not_later(ids) & causal(ids, LENGTH).triu(-3)),
-    ("a value", lambda ids: same(counted(ids)) & not_later(ids) & (ids[:, None, None, :] < 9)),
+    ("two documents", lambda ids: same(count(ids)) & same(ids) & torch.ones(LENGTH, LENGTH).tril().bool()),
+    ("a window", lambda ids: same(count(ids)) & not_later(ids) & causal(ids, LENGTH).triu(-3)),
+    ("a value", lambda ids: same(count(ids)) & not_later(ids) & (ids[:, None, None, :] < 9)),
 ]
 
 
@@ -342,7 +342,7 @@ def test_documents_are_found(mask: MakeRelation) -> None:
 
 
 def test_documents_of_short_rows_keep_their_mask() -> None:
-    assert DropMasks().plan(draft_of(of_positions(gathered), GPU)) == {}
+    assert DropMasks().plan(draft_of(of_positions(gather), GPU)) == {}
 
 
 @pytest.mark.usefixtures("short_rows")
@@ -414,7 +414,7 @@ def assert_same_step(plain: Any, draft: Any, batches: list[dict[str, Tensor]]) -
     machine, eager = reference(draft), Eager(plain)
     for _ in range(2):
         losses, grads = eager.step(batches)
-        results = machine.step(joined(batches))["results"]["loss"]
+        results = machine.step(join_batches(batches))["results"]["loss"]
         torch.testing.assert_close(torch.stack(results), torch.stack(losses), rtol=0, atol=TOLERANCE)
         for rows in machine.stage_grads.values():
             for key, grad in rows.items():
@@ -434,7 +434,7 @@ def test_padding_stays() -> None:
 
 def test_dropout_draws_the_same() -> None:
     """On CPU attention with dropout takes the same draws with and without a mask."""
-    graph = captured(causal, dropout=0.5)
+    graph = capture_mask(causal, dropout=0.5)
     draft = apply(draft_of(graph, micro_batches=2), DropMasks())
     batches = [{"x": torch.randn(3, LENGTH, 8)} for _ in range(2)]
     assert_same_step(draft_of(graph, micro_batches=2), draft, batches)
@@ -453,7 +453,7 @@ def test_evaluation_has_no_dropout() -> None:
 
 
 def test_an_entry_left_out_keeps_its_mask() -> None:
-    graph = captured(causal)
+    graph = capture_mask(causal)
     decision = forms(graph)
     kept, dropped = decision
     draft = apply(draft_of(graph), DropMasks(), decisions={"masks": {dropped: decision[dropped]}})
@@ -463,20 +463,20 @@ def test_an_entry_left_out_keeps_its_mask() -> None:
 
 def test_what_is_not_proven_is_refused() -> None:
     with pytest.raises(PassError, match="is causal, but it is not proven to be that; leave the entry out"):
-        place = next(iter(masked_calls(captured(flipped))))
-        apply(draft_of(captured(flipped)), DropMasks(), decisions={"masks": {place: "causal"}})
+        place = next(iter(masked_calls(capture_mask(flip_mask))))
+        apply(draft_of(capture_mask(flip_mask)), DropMasks(), decisions={"masks": {place: "causal"}})
     with pytest.raises(PassError, match="is a window of 3 keys, but it is proven to be causal"):
-        apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {place: KeyWindow(before=2)}})
+        apply(draft_of(capture_mask(causal)), DropMasks(), decisions={"masks": {place: KeyWindow(before=2)}})
     with pytest.raises(PassError, match=r"masks names 'no\.such\.place'; the model's attention calls"):
-        apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {"no.such.place": "causal"}})
+        apply(draft_of(capture_mask(causal)), DropMasks(), decisions={"masks": {"no.such.place": "causal"}})
 
 
 def test_remarks() -> None:
     for mask, remark in (
         (causal, "attention calls that need no mask, as it is causal: 2"),
-        (flipped, "the masks of 2 attention calls stay: it is not proven that they follow from places alone"),
+        (flip_mask, "the masks of 2 attention calls stay: it is not proven that they follow from places alone"),
     ):
-        draft = draft_of(captured(mask))
+        draft = draft_of(capture_mask(mask))
         apply(draft, DropMasks())
         assert draft.notes == {"drop-masks": remark}
 

@@ -17,8 +17,8 @@ from penstock.graph.opgraph import OpGraph
 from penstock.passes.draft import Draft
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.rewrite.interleave_forwards import InterleaveForwards
-from penstock.tests.passes.running import Residual, apply, draft_of, traced
-from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.passes.running import Residual, apply, draft_of, trace_case
+from penstock.tests.preference_case import adapt, pairs
 from penstock.tests.zoo import zoo
 
 WIDTH = 8
@@ -95,7 +95,7 @@ def assert_same_step(before: OpGraph, after: OpGraph, batch: dict[str, Tensor]) 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_policy_and_its_reference(kind: str) -> None:
-    graph = trace(penstock.DPO(adapted(kind, num_layers=4)), pairs())
+    graph = trace(penstock.DPO(adapt(kind, num_layers=4)), pairs())
     draft = interleaved(graph)
     assert_same_step(graph, draft.graph, pairs())
     assert len(draft.graph.nodes) >= len(graph.nodes)  # switches apart, all of them are there
@@ -129,17 +129,17 @@ def test_writes_and_modes_keep_their_order() -> None:
 
 
 def test_draws_keep_their_numbers() -> None:
-    graph = trace(penstock.DPO(adapted("gpt2", dropout=0.2)), pairs())
+    graph = trace(penstock.DPO(adapt("gpt2", dropout=0.2)), pairs())
 
-    def drawn(of: OpGraph) -> dict[str, tuple[str, int]]:
+    def draw_examples(of: OpGraph) -> dict[str, tuple[str, int]]:
         return {n.name: (n.meta["module_path"], n.meta["draw"]) for n in of.nodes if n.meta.get("random")}
 
-    assert len(drawn(graph)) > 10 and drawn(interleaved(graph).graph) == drawn(graph)
+    assert len(draw_examples(graph)) > 10 and draw_examples(interleaved(graph).graph) == draw_examples(graph)
 
 
 @pytest.mark.parametrize("name", [name for name in zoo() if name in ("gpt2", "t5", "bert", "llama", "mixtral", "vit")])
 def test_models_that_are_called_once_stay_as_they_are(name: str) -> None:
-    graph, _ = traced(name)
+    graph, _ = trace_case(name)
     draft = draft_of(graph)
     assert not InterleaveForwards().plan(draft)
     assert apply(draft, InterleaveForwards()).graph is graph

@@ -20,7 +20,7 @@ from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.passes.schedule.schedule_zero_bubble import ScheduleZeroBubble
-from penstock.tests.passes.running import all_passes, apply, assert_trains_like_eager, draft_of, to_schedule, traced
+from penstock.tests.passes.running import all_passes, apply, assert_trains_like_eager, draft_of, to_schedule, trace_case
 from penstock.tests.shown_elsewhere import slow_but
 
 MOBIUS = STRATEGIES["mobius"]
@@ -31,8 +31,8 @@ def through(*after: Pass, schedule: Pass | None = None, stages: int = 3) -> list
     return [RecomputePointwise(), *(head if schedule is None else [*head[:-1], schedule]), *after]
 
 
-def planned(name: str, *passes: Pass, **options: Any) -> Draft:
-    return apply(draft_of(traced(name)[0], micro_batches=3, **options), *passes)
+def plan_for(name: str, *passes: Pass, **options: Any) -> Draft:
+    return apply(draft_of(trace_case(name)[0], micro_batches=3, **options), *passes)
 
 
 PIPELINES = {
@@ -46,7 +46,7 @@ PIPELINES = {
 def assert_trains_as_without_it(name: str, passes: list[Pass]) -> None:
     """Like eager PyTorch but for the order in which gradients of tied weights add up; the same bits as without it."""
     plain, again = (
-        assert_trains_like_eager(planned(name, *some), traced(name)[1], tolerance=1e-6).weights()
+        assert_trains_like_eager(plan_for(name, *some), trace_case(name)[1], tolerance=1e-6).weights()
         for some in (passes[1:], passes)
     )
     assert all(torch.equal(plain[key], again[key]) for key in plain)
@@ -66,7 +66,7 @@ def test_every_kind_of_model_trains_as_without_it(name: str) -> None:
 
 
 def test_blocks_save_less_and_backward_reads_more() -> None:
-    plain, again = (planned("gpt2", *passes) for passes in (all_passes(3), [RecomputePointwise(), *all_passes(3)]))
+    plain, again = (plan_for("gpt2", *passes) for passes in (all_passes(3), [RecomputePointwise(), *all_passes(3)]))
     for before, after in zip(plain.stages, again.stages, strict=True):
         assert after.spec.kept_bytes <= before.spec.kept_bytes and after.spec.pointwise_again
         assert after.spec.forward_flops == before.spec.forward_flops
@@ -76,7 +76,7 @@ def test_blocks_save_less_and_backward_reads_more() -> None:
 
 
 def test_a_plan_that_says_no_keeps_them() -> None:
-    draft = draft_of(traced("gpt2")[0], micro_batches=3)
+    draft = draft_of(trace_case("gpt2")[0], micro_batches=3)
     apply(draft, *[RecomputePointwise(), *all_passes(3)], decisions={"pointwise_again": False})
     assert not any(stage.spec.pointwise_again for stage in draft.stages)
 

@@ -36,9 +36,9 @@ from penstock.tests.graph.divide.sequences import (
     Masked,
     assert_a_team_trains_as_eager,
     batches_of,
-    drafted,
     graph_of,
     lines,
+    make_draft,
     names_of,
     small,
 )
@@ -73,7 +73,7 @@ def test_a_team_trains_as_eager(case: str) -> None:
     by, layout = case.split(": ")
     devices, team, mesh, rest = LAYOUTS[layout]
     graph = small()
-    draft = drafted(graph, lines(by, team, mesh, rest), devices)
+    draft = make_draft(graph, lines(by, team, mesh, rest), devices)
     assert_a_team_trains_as_eager(graph, draft)
     if layout == "two teams":
         assert draft.programs[0].interface.teams == 2 and draft.graph.team == 2
@@ -86,7 +86,7 @@ def test_masks(case: str) -> None:
     by, kind = case.split(": ")
     kind, team = kind.rsplit(", ", 1)
     graph = graph_of(lambda: Masked(kind))
-    draft = drafted(graph, f"drop-masks, {lines(by, int(team))}", int(team))
+    draft = make_draft(graph, f"drop-masks, {lines(by, int(team))}", int(team))
     assert_a_team_trains_as_eager(graph, draft)
 
 
@@ -96,14 +96,14 @@ def test_masks(case: str) -> None:
 @pytest.mark.parametrize("by", ["heads", "ring"])
 def test_larger_teams_and_attention_to_everything(by: str, is_causal: bool, team: int) -> None:
     graph = graph_of(lambda: Decoder(depth=1, is_causal=is_causal))
-    assert_a_team_trains_as_eager(graph, drafted(graph, lines(by, team), team))
+    assert_a_team_trains_as_eager(graph, make_draft(graph, lines(by, team), team))
 
 
 def test_bytes_on_links_are_those_of_theory() -> None:
     """A member sends (N - 1) / N of the queries, keys, values and results of its own tokens, forward and back again for
     their gradients, and its loss; keys and values once for each of their own heads."""
     team, depth = 2, 1
-    draft = drafted(small(), lines("heads", team, rest=PLAIN.partition(", insert")[0]), team)
+    draft = make_draft(small(), lines("heads", team, rest=PLAIN.partition(", insert")[0]), team)
     told = (ops.all_to_all, ops.sum_parts)
     works = [(n.target, work_of(p, n)) for p in draft.programs for n in p.ops() if n.target in told]
     moved = [work.moved_bytes for op, work in works if op is ops.all_to_all]
@@ -118,7 +118,7 @@ def test_a_ring_sends_keys_and_values_once_for_each_other_member() -> None:
     """N - 1 times, of their own heads, and again for backward, beside their gradients."""
     team, depth = 4, 1
     line = lines("ring", team, rest=PLAIN.partition(", insert")[0])
-    draft = drafted(small(), line, team, micro_batches=1)
+    draft = make_draft(small(), line, team, micro_batches=1)
     works = [work_of(p, n) for p in draft.programs for n in p.ops() if n.target is ops.pass_on]
     keys = 2 * (TOKENS // team) * GROUPS * (WIDTH // HEADS) * 8
     assert {work.moved_bytes for work in works} == {keys} and len(works) == 3 * 2 * (team - 1) * depth
@@ -129,7 +129,7 @@ def test_a_window_sends_keys_and_values_as_far_as_queries_see() -> None:
     """To the next member of four, of whose four tokens each a window of five reaches into those of one before; again
     for backward, and gradients back."""
     graph, team = graph_of(lambda: Masked("window")), 4
-    draft = drafted(graph, f"drop-masks, {lines('ring', team, rest=PLAIN.partition(', insert')[0])}", team, 1)
+    draft = make_draft(graph, f"drop-masks, {lines('ring', team, rest=PLAIN.partition(', insert')[0])}", team, 1)
     assert names_of(draft).count("pass_on") == 3 * 2
 
 
@@ -137,10 +137,10 @@ def test_a_window_sends_keys_and_values_as_far_as_queries_see() -> None:
 def test_a_ring_may_keep_what_came_round() -> None:
     """Until backward, which is then sent the gradients alone."""
     team, graph = 4, small()
-    draft = drafted(graph, lines("ring, keep=true", team), team)
+    draft = make_draft(graph, lines("ring, keep=true", team), team)
     assert_a_team_trains_as_eager(graph, draft)
     assert names_of(draft).count("pass_on") == 2 * 2 * 2 * (team - 1)  # two micro-batches, of keys and of values
-    again = drafted(graph, lines("ring", team), team)
+    again = make_draft(graph, lines("ring", team), team)
     peaks = [profile_memory(d.programs[0]).peak_bytes[ops.DEVICE] for d in (draft, again)]
     assert peaks[1] < peaks[0]
 
@@ -155,7 +155,7 @@ def test_a_few_tiles_of_a_block_say_what_all_cost(monkeypatch: pytest.MonkeyPatc
     for some in (FakeBlockRun.some_of, lambda run, rows: iter(rows)):
         monkeypatch.setattr(FakeBlockRun, "some_of", some)
         monkeypatch.setattr(measured, "_KNOWN", {})
-        specs = [stage.spec for stage in drafted(copy_graph(graph), lines("ring", 2), 2).stages]
+        specs = [stage.spec for stage in make_draft(copy_graph(graph), lines("ring", 2), 2).stages]
         found.append([
             (s.forward_flops, s.backward_flops, s.launches, s.kept_bytes, s.forward_workspace_bytes,
              s.light_workspace_bytes, s.backward_workspace_bytes)
@@ -167,7 +167,7 @@ def test_a_few_tiles_of_a_block_say_what_all_cost(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("team", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_ring_holds_nothing_of_other_members_until_backward(team: int) -> None:
     """Nor partial attentions but the last: what a micro-batch leaves for its backward does not grow with the team."""
-    draft = drafted(small(), lines("ring", team), team, micro_batches=1)
+    draft = make_draft(small(), lines("ring", team), team, micro_batches=1)
     program = draft.programs[0]
     first = next(n for n in program.ops() if n.target is ops.backward)
     before = set(itertools.takewhile(lambda node: node is not first, program.graph.nodes))
@@ -190,7 +190,7 @@ class Summed(Decoder):
 @pytest.mark.parametrize("by", ["heads", "ring"])
 def test_a_team_goes_without_whole_logits(by: str) -> None:
     graph = graph_of(lambda: Summed(depth=1))
-    draft = drafted(graph, f"chunk-loss{{tokens=3}}, {lines(by, 2)}", 2)
+    draft = make_draft(graph, f"chunk-loss{{tokens=3}}, {lines(by, 2)}", 2)
     assert any(call_name(node) == "chunked_cross_entropy" for node in draft.graph.nodes)
     assert_a_team_trains_as_eager(graph, draft)
 
@@ -254,7 +254,7 @@ def test_rows_that_meet_are_refused_in_words_about_rows(call: Any) -> None:
 )
 def test_a_wish_that_cannot_be_met_is_refused(line: str, said: str) -> None:
     with pytest.raises(PassError, match=said):
-        drafted(small(), line, 8, micro_batches=8)
+        make_draft(small(), line, 8, micro_batches=8)
 
 
 class Scaled(nn.Module):
@@ -280,7 +280,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("by", ["heads", "ring"])
 def test_attention_changed_in_place_trains_as_attention_that_is_not(by: str) -> None:
     """Torch's kernel for CPUs keeps its result for backward, so that plain PyTorch trains the second alone."""
-    draft = drafted(graph_of(lambda: Scaled("in place")), lines(by, 2), 2)
+    draft = make_draft(graph_of(lambda: Scaled("in place")), lines(by, 2), 2)
     assert_a_team_trains_as_eager(graph_of(lambda: Scaled("apart")), draft)
 
 
@@ -292,7 +292,9 @@ def test_an_operand_of_attention_that_changes_later_is_refused() -> None:
 @pytest.mark.parametrize("by", ["heads", "ring", "rows"])
 def test_members_with_different_tokens_divide_layers(by: str) -> None:
     """The rows of all go to every member's columns, and each member gets its own rows of the sum."""
-    draft = drafted(graph_of(), f"split-context{{by={by}, team=2}}, split-width{{team=2}}, coarsen, mesh, {PLAIN}", 2)
+    draft = make_draft(
+        graph_of(), f"split-context{{by={by}, team=2}}, split-width{{team=2}}, coarsen, mesh, {PLAIN}", 2
+    )
     wide = {row.part.parameter for row in draft.graph.parts.values()}
     assert {"layers.1.up.weight", "layers.1.up.bias", "layers.1.down.weight"} <= wide
     assert {"gather_parts", "scatter_sum"} <= {*names_of(draft)}
@@ -315,6 +317,6 @@ class Pooled(nn.Module):
 @pytest.mark.slow
 def test_a_sum_that_layers_read_is_added_up_by_the_team() -> None:
     graph = graph_of(Pooled)
-    draft = drafted(graph, lines("heads", 2), 2)
+    draft = make_draft(graph, lines("heads", 2), 2)
     assert_a_team_trains_as_eager(graph, draft)
     assert names_of(draft).count("sum_parts") == 2 * 3  # for each micro-batch the mean, its gradient, and the loss

@@ -126,14 +126,14 @@ def test_parts_that_would_wait_for_each_other_for_ever_are_refused_with_the_pass
     model, batch = transformers.MixtralForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
     ending = "map-round-robin, schedule-pipeline, choose-activations, insert-fetch, insert-optimizer"
 
-    def planned(cut: str) -> Job:
+    def plan_for(cut: str) -> Job:
         strategy = f"split-experts{{parts=8}}, coarsen, {cut}, {ending}"
         return job_of(model, batch, "9MB", 4, micro_batches=8, strategy=strategy)
 
     apart = r"for ever: the parts of model\.layers\.\d\.mlp\.experts are on several devices.*\{together=true\}"
     with pytest.raises(DoesNotFit, match=apart):
-        planned("partition-min-stage{inputs_leave=true}")
-    assert planned("partition-balanced{stages=43, inputs_leave=true, together=true}").plan.decisions.experts
+        plan_for("partition-min-stage{inputs_leave=true}")
+    assert plan_for("partition-balanced{stages=43, inputs_leave=true, together=true}").plan.decisions.experts
 
 
 @pytest.mark.slow

@@ -290,7 +290,7 @@ def test_an_edited_plan_names_parts_of_the_model() -> None:
 def test_members_of_a_team_cut_their_own_tokens() -> None:
     graph = sequences.graph_of(lambda: sequences.Decoder(depth=1))
     line = sequences.lines("heads", 2).replace("coarsen", "tile-sequence{tokens=2}, coarsen", 1)
-    draft = sequences.drafted(graph, line, 2)
+    draft = sequences.make_draft(graph, line, 2)
     assert any(isinstance(step, TiledPart) for step in with_parts(draft.graph.nodes))
     sequences.assert_a_team_trains_as_eager(graph, draft)
 
@@ -298,11 +298,11 @@ def test_members_of_a_team_cut_their_own_tokens() -> None:
 def test_tokens_are_followed_once_for_plan_and_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def counted(*given: Any) -> TokenFacts:
+    def count(*given: Any) -> TokenFacts:
         calls.append(1)
         return token_facts(*given)
 
-    monkeypatch.setattr(parts, "token_facts", counted)
+    monkeypatch.setattr(parts, "token_facts", count)
     draft = draft_of(trace(Attending(), full_batch(2)))
     found = TileSequence(tokens=4).plan(draft)
     TileSequence(tokens=4).rewrite(draft, found)

@@ -25,7 +25,7 @@ from penstock.tests.passes.running import (
     draft_of,
     text_of,
     to_schedule,
-    traced,
+    trace_case,
 )
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -72,7 +72,7 @@ def test_it_takes_as_long_as_fill_and_drain_and_less_memory() -> None:
 
 @pytest.mark.parametrize("name", slow_but(("gpt2",), ["gpt2", "t5"]))
 def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str) -> None:
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     runs = []
     for passes in (to_schedule(4), one_forward_one_backward(4)):
         draft = draft_of(graph, micro_batches=3, max_grad_norm=1.0)
@@ -94,7 +94,7 @@ def test_swapped_stages() -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_cut_and_no_mapping_deadlocks(data: st.DataObject) -> None:
-    draft = draft_of(traced("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
+    draft = draft_of(trace_case("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
     apply(draft, *to_schedule()[:1])
     names = [block.name for block in draft.blocks]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(names) - 1))))

@@ -24,7 +24,16 @@ from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.passes.sharding.mesh import Mesh
 from penstock.runtime.reference.run import Reference
-from penstock.tests.passes.running import apply, chain, draft_of, joined, reference, to_schedule, traced, traced_model
+from penstock.tests.passes.running import (
+    apply,
+    chain,
+    draft_of,
+    join_batches,
+    reference,
+    to_schedule,
+    trace_case,
+    traced_model,
+)
 from penstock.tests.passes.sequential import Sequential
 from penstock.tests.zoo import zoo
 
@@ -59,14 +68,14 @@ def test_it_trains_as_the_sequential_loop_does(
 ) -> None:
     """GPT-2 with tied weights on three devices, T5 with edges between stages that are no neighbours on two, several
     stages on a device; dropout; two calls; mini-batches of several micro-batches, and a norm that clips most."""
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     devices, stages = (3, 4) if name == "gpt2" else (2, 6)
     optimizer = {"adamw": ADAMW, "momentum": MOMENTUM}[rule]
     options = {"micro_batches": 6, "max_grad_norm": max_norm}
     draft = asynchronous(graph, weights, devices, stages, accumulate, **options)
     machine, loop = reference(draft, optimizer), Sequential(draft, weights, optimizer)
     for _ in range(2):
-        losses = machine.step(joined([*batches, *batches]))["results"]["loss"]
+        losses = machine.step(join_batches([*batches, *batches]))["results"]["loss"]
         assert torch.equal(torch.stack(losses), torch.stack(loop.step([*batches, *batches])))
     for stage in loop.stages:
         for param, value in stage.names.items():
@@ -93,7 +102,7 @@ def test_fp16_skips_mini_batches_that_overflow_in_every_stage(weights: str, accu
     assert draft.programs[0].interface.scale_lag == -(-2 // accumulate)
     machine, loop = reference(draft, ADAMW, precision="fp16"), Sequential(draft, weights, ADAMW)
     for _ in range(3):
-        losses = machine.step(joined(batches))["results"]["loss"]
+        losses = machine.step(join_batches(batches))["results"]["loss"]
         assert torch.equal(torch.stack(losses), torch.stack(loop.step(batches)))
     for stage in loop.stages:
         for param, value in stage.masters.items():
@@ -125,14 +134,14 @@ class LargeLoss(torch.nn.Module):
 @pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_stages_off_the_device_train_as_the_sequential_loop_does(tier: str, max_norm: float | None) -> None:
     """Weights are fetched again after each update, in DRAM or on states that come from SSD and go back there."""
-    graph, batches = traced("gpt2")
+    graph, batches = trace_case("gpt2")
     hardware = Hardware.cpu(num_devices=2, ssd="1GB")
     draft = draft_of(graph, hardware, micro_batches=6, max_grad_norm=max_norm)
     schedule = ScheduleAsync(accumulate=2, tier=tier)
     apply(draft, *to_schedule(4)[:3], schedule, memory=True)
     machine, loop = reference(draft, ADAMW), Sequential(draft, "current", ADAMW, whole=True)
     for _ in range(2):
-        losses = machine.step(joined([*batches, *batches]))["results"]["loss"]
+        losses = machine.step(join_batches([*batches, *batches]))["results"]["loss"]
         assert torch.equal(torch.stack(losses), torch.stack(loop.step([*batches, *batches])))
     for stage in loop.stages:
         for param, value in stage.names.items():
@@ -156,7 +165,7 @@ def test_lanes_train_as_the_sequential_loop_does(case: str) -> None:
     """Two pipelines of two devices and three stages: each mini-batch has micro-batches of both, whose gradients are
     summed before the update. Shards are gathered again after each update."""
     shards, weights, accumulate, max_norm = LANES[case]
-    graph, batches = traced("gpt2")
+    graph, batches = trace_case("gpt2")
     draft = draft_of(graph, Hardware.cpu(num_devices=4), micro_batches=12, max_grad_norm=max_norm)
     schedule = ScheduleAsync(weights=weights, accumulate=accumulate)
     apply(draft, Coarsen(), Mesh(shards=shards, depth=2), PartitionBalanced(stages=3), MapRoundRobin())
@@ -164,7 +173,7 @@ def test_lanes_train_as_the_sequential_loop_does(case: str) -> None:
     machine, loop = reference(draft, ADAMW), Sequential(draft, weights, ADAMW, whole=shards > 1)
     assert loop.lanes == 2 and loop.accumulate == accumulate // 2
     for _ in range(2):
-        losses = machine.step(joined(batches * 4))["results"]["loss"]
+        losses = machine.step(join_batches(batches * 4))["results"]["loss"]
         assert torch.equal(torch.stack(losses), torch.stack(loop.step(batches * 4)))
     for stage in loop.stages:
         for param, value in stage.names.items():
@@ -266,7 +275,7 @@ def test_a_frozen_stage_has_no_updates_and_no_staleness() -> None:
     graph, batches = traced_model(model, [batch] * 4)
     draft = asynchronous(graph, devices=2, micro_batches=4, stages=4)
     machine, loop = reference(draft, MOMENTUM), Sequential(draft, "current", MOMENTUM)
-    losses = machine.step(joined(batches))["results"]["loss"]
+    losses = machine.step(join_batches(batches))["results"]["loss"]
     assert torch.equal(torch.stack(losses), torch.stack(loop.step(batches)))
     frozen = [s.spec.name for s in draft.stages if not s.spec.trained_params]
     assert frozen and not set(frozen) & ScheduleAsync().plan(draft)["staleness"].keys()
@@ -279,7 +288,7 @@ def test_bf16_trains() -> None:
     graph = trace(model, shapes, autocast=torch.bfloat16)
     draft = asynchronous(graph, "predict", micro_batches=4, precision="bf16")
     machine = reference(draft, ADAMW, precision="bf16")
-    losses = [float(machine.step(joined([batch] * 4))["loss"]) for _ in range(4)]
+    losses = [float(machine.step(join_batches([batch] * 4))["loss"]) for _ in range(4)]
     assert losses[-1] < 0.8 * losses[0]
     named = {name: w for rows in machine.stage_weights.values() for name, w in rows.items()}
     assert named["transformer.wte.weight"].dtype is torch.float32

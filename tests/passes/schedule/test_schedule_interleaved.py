@@ -28,7 +28,7 @@ from penstock.tests.passes.running import (
     draft_of,
     text_of,
     to_schedule,
-    traced,
+    trace_case,
 )
 
 
@@ -91,7 +91,7 @@ def test_any_number_of_micro_batches_flows_and_no_more_is_held_than_promised(n: 
 @given(data=st.data())
 def test_no_cut_of_a_model_with_edges_over_stages_deadlocks(data: st.DataObject) -> None:
     """T5: the encoder's output goes to every stage of the decoder."""
-    draft = draft_of(traced("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
+    draft = draft_of(trace_case("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
     apply(draft, *to_schedule()[:1])
     names = [block.name for block in draft.blocks]
     num_devices = data.draw(st.integers(1, len(names) // 2))
@@ -103,7 +103,7 @@ def test_no_cut_of_a_model_with_edges_over_stages_deadlocks(data: st.DataObject)
 
 @pytest.mark.parametrize("name", ["t5", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str) -> None:
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     runs = []
     for schedule in (SchedulePipeline(), ScheduleInterleaved()):
         draft = draft_of(graph, micro_batches=3, max_grad_norm=1.0)

@@ -26,7 +26,7 @@ from penstock.tests.passes.running import (
     draft_of,
     text_of,
     to_schedule,
-    traced,
+    trace_case,
     traced_model,
 )
 
@@ -44,7 +44,7 @@ def test_stages_alternate_on_their_device(golden: Golden) -> None:
 def test_a_value_with_readers_on_several_devices_is_sent_to_each_once(golden: Golden) -> None:
     """T5's encoder output: gradients are added where they are made, sent back once, and added again."""
     hardware = Hardware.cpu(num_devices=3)
-    draft = apply(draft_of(traced("t5")[0], hardware), *to_schedule(6))
+    draft = apply(draft_of(trace_case("t5")[0], hardware), *to_schedule(6))
     golden(text_of(draft), "t5")
     sends = [n.kwargs["tag"] for p in draft.programs for n in p.ops() if n.target is ops.send]
     assert all(sends.count(tag) <= 2 for tag in sends)  # one per other device
@@ -100,7 +100,7 @@ def test_more_devices_are_faster() -> None:
 @given(data=st.data())
 def test_any_cut_and_any_mapping_verifies(data: st.DataObject) -> None:
     """No deadlock, no lost message: on a model with skip connections, tied weights and shared values."""
-    graph = traced("t5")[0]
+    graph = trace_case("t5")[0]
     draft = draft_of(graph, micro_batches=data.draw(st.integers(1, 3)))
     apply(draft, *to_schedule()[:1])
     names = [block.name for block in draft.blocks]

@@ -38,7 +38,7 @@ from penstock.tests.passes.running import (
     draft_of,
     text_of,
     to_schedule,
-    traced,
+    trace_case,
     traced_model,
 )
 
@@ -105,7 +105,7 @@ def test_the_bubble_shrinks() -> None:
     ("name", "double", "rounding"), [("gpt2", False, 0.0), pytest.param("t5", True, 1e-16, marks=pytest.mark.slow)]
 )
 def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str, double: bool, rounding: float) -> None:
-    graph, batches = traced(name, double=double)
+    graph, batches = trace_case(name, double=double)
     runs = []
     for schedule in (SchedulePipeline(), ScheduleZeroBubble()):
         draft = apply(draft_of(graph, micro_batches=3, max_grad_norm=1.0), *whole(schedule, 4))
@@ -119,7 +119,7 @@ def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str, double: bool,
     "name", ["wide_resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "mixtral"))]
 )
 def test_training_is_bit_for_bit_that_of_eager(name: str) -> None:
-    graph, batches = traced(name)
+    graph, batches = trace_case(name)
     draft = apply(draft_of(graph, micro_batches=3), *whole(ScheduleZeroBubble(), 4))
     assert_trains_like_eager(draft, batches)
 
@@ -156,7 +156,7 @@ def test_stages_that_are_swapped_and_computed_again() -> None:
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_cut_and_no_mapping_deadlocks_or_holds_more_than_1f1b(data: st.DataObject) -> None:
-    draft = draft_of(traced("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
+    draft = draft_of(trace_case("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
     apply(draft, *to_schedule()[:1])
     names = [block.name for block in draft.blocks]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(names) - 1))))
@@ -171,7 +171,7 @@ def test_no_cut_and_no_mapping_deadlocks_or_holds_more_than_1f1b(data: st.DataOb
 
 def test_what_lies_between_the_halves_is_what_was_planned() -> None:
     """Gradients that wait, of every stage of a model with norms, attention and products: as counted from its blocks."""
-    graph, batches = traced("t5")
+    graph, batches = trace_case("t5")
     draft = apply(draft_of(graph, micro_batches=3), *whole(ScheduleZeroBubble(), 4))
     machine = assert_trains_like_eager(draft, batches, tolerance=1e-6, steps=1)
     for stage in draft.stages[1:]:
@@ -220,7 +220,7 @@ AROUND = (
 @pytest.mark.slow
 @pytest.mark.parametrize("line", AROUND)
 def test_replicas_shards_and_the_update_under_the_backward(line: str) -> None:
-    graph, batches = traced("t5")
+    graph, batches = trace_case("t5")
     passes = parse_pipeline(f"coarsen, {line}".replace("{}", "schedule-zero-bubble"), 4)
     draft = draft_of(graph, Hardware.cpu(num_devices=4, memory="64MB"), micro_batches=4, max_grad_norm=1.0)
     apply(draft, *passes)

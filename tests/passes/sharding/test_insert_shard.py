@@ -13,7 +13,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import persistent_bytes, profile_memory
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import simulate
-from penstock.tests.passes.running import assert_trains_like_eager, chain, draft_of, text_of, traced
+from penstock.tests.passes.running import assert_trains_like_eager, chain, draft_of, text_of, trace_case
 
 START = "coarsen, mesh{{{mesh}}}, partition-min-stage, map-round-robin, {schedule}, insert-remat"
 TOLERANCE = 5e-6  # sums over lanes in another order than eager's, of terms below 10, after two steps of rate 0.05
@@ -23,7 +23,7 @@ def line(shard: str = "", rest: str = "insert-two-hop, insert-optimizer", mesh: 
     return f"{START.format(mesh=mesh, schedule=more.get('schedule', 'schedule-1f1b'))}, insert-shard{{{shard}}}, {rest}"
 
 
-def drafted(strategy: str, graph: Any = None, hosts: int = 1, **hardware: Any) -> tuple[Draft, dict[str, Any]]:
+def make_draft(strategy: str, graph: Any = None, hosts: int = 1, **hardware: Any) -> tuple[Draft, dict[str, Any]]:
     machine = Hardware.cpu(num_devices=4, hosts=hosts, **hardware)
     draft = draft_of(chain(depth=6, width=64) if graph is None else graph, machine, micro_batches=8)
     decisions, _ = run_passes(draft, parse_pipeline(strategy, 4))
@@ -38,7 +38,7 @@ def test_memory_decides_where_shards_lie_and_what_stays_whole() -> None:
     """With less memory first fewer stages stay whole, then shards leave for DRAM, then nothing comes ahead."""
     seen = []
     for memory in ("4MB", "1.2MB", "700kB", "500kB", "450kB"):
-        draft, decisions = drafted(line(), memory=memory)
+        draft, decisions = make_draft(line(), memory=memory)
         made = decisions["sharding"]
         seen.append((made.tier, made.ahead, len(made.held)))
         assert (
@@ -49,8 +49,8 @@ def test_memory_decides_where_shards_lie_and_what_stays_whole() -> None:
 
 
 def test_what_is_held_is_gathered_once() -> None:
-    held, _ = drafted(line())
-    again, _ = drafted(line("hold=false"))
+    held, _ = make_draft(line())
+    again, _ = make_draft(line("hold=false"))
     stages = len(held.stages)
     assert len(gathers(held)) == stages
     assert len(gathers(again)) > 3 * stages  # two micro-batches a lane, forward and backward
@@ -59,7 +59,7 @@ def test_what_is_held_is_gathered_once() -> None:
 
 
 def test_shards_take_their_part_of_the_device() -> None:
-    draft, _ = drafted(line("tier=device, hold=false"))
+    draft, _ = make_draft(line("tier=device, hold=false"))
     whole = sum(s.spec.weight_bytes for s in draft.stages)
     persistent = persistent_bytes(draft.programs[0])
     assert persistent.device["weights"] == pytest.approx(whole / 2, rel=0.05)
@@ -68,20 +68,20 @@ def test_shards_take_their_part_of_the_device() -> None:
 
 
 def test_groups_over_hosts_gather_in_a_hierarchy() -> None:
-    inside, _ = drafted(line(), hosts=2)
-    over, decisions = drafted(line(mesh="shards=4"), hosts=2)
+    inside, _ = make_draft(line(), hosts=2)
+    over, decisions = make_draft(line(mesh="shards=4"), hosts=2)
     assert not any(node.kwargs.get("hierarchical") for node in gathers(inside))
     assert all(node.kwargs["hierarchical"] for node in gathers(over))
     assert 'group="shards", hierarchical=True)' in text_of(over)
     assert decisions["sharding"].hierarchical
-    flat, _ = drafted(line("hierarchical=false", mesh="shards=4"), hosts=2)
+    flat, _ = make_draft(line("hierarchical=false", mesh="shards=4"), hosts=2)
     assert "hierarchical" not in text_of(flat)
     with pytest.raises(PassError, match="hierarchical=true needs groups with the same number of members"):
-        drafted(line("hierarchical=true"), hosts=2)
+        make_draft(line("hierarchical=true"), hosts=2)
 
 
 def test_a_saved_decision_gives_the_same_programs() -> None:
-    draft, decisions = drafted(line("prefetch=1"), memory="900kB")
+    draft, decisions = make_draft(line("prefetch=1"), memory="900kB")
     again = draft_of(chain(depth=6, width=64), Hardware.cpu(num_devices=4, memory="900kB"), micro_batches=8)
     run_passes(again, parse_pipeline(line("prefetch=1"), 4), decisions)
     assert text_of(again) == text_of(draft)
@@ -102,8 +102,8 @@ def test_a_saved_decision_gives_the_same_programs() -> None:
 )
 def test_training_is_eagers(shard: str, rest: str, mesh: str, schedule: str) -> None:
     """GPT-2 with its tied table, saved tensors kept while weights leave."""
-    graph, batches = traced("gpt2")
-    draft, _ = drafted(line(shard, rest, mesh, schedule=schedule), graph, ssd="1GB")
+    graph, batches = trace_case("gpt2")
+    draft, _ = make_draft(line(shard, rest, mesh, schedule=schedule), graph, ssd="1GB")
     assert_trains_like_eager(draft, [batches[i % 3] for i in range(8)], TOLERANCE)
 
 
@@ -121,4 +121,4 @@ def test_training_is_eagers(shard: str, rest: str, mesh: str, schedule: str) -> 
 )  # fmt: skip
 def test_what_does_not_go_with_shards(strategy: str, said: str) -> None:
     with pytest.raises(PassError, match=said):
-        drafted(strategy, ssd="1GB")
+        make_draft(strategy, ssd="1GB")

@@ -25,10 +25,10 @@ from penstock.tests.passes.running import (
     assert_trains_like_eager,
     chain,
     draft_of,
-    joined,
+    join_batches,
     reference,
     text_of,
-    traced,
+    trace_case,
 )
 
 # Gradients of micro-batches are added on each device and then over devices, in eager one after the other: another order
@@ -36,14 +36,14 @@ from penstock.tests.passes.running import (
 TOLERANCE = 2e-6
 
 
-def drafted(strategy: str, graph: OpGraph, num_devices: int = 2, micro_batches: int = 2, **options: Any) -> Draft:
+def make_draft(strategy: str, graph: OpGraph, num_devices: int = 2, micro_batches: int = 2, **options: Any) -> Draft:
     draft = draft_of(graph, Hardware.cpu(num_devices=num_devices), micro_batches=micro_batches, **options)
     return apply(draft, *parse_pipeline(strategy, num_devices), memory=True)
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
 def test_the_text(golden: Golden, strategy: str) -> None:
-    draft = drafted(strategy, chain(depth=2), max_grad_norm=1.0)
+    draft = make_draft(strategy, chain(depth=2), max_grad_norm=1.0)
     golden(text_of(draft), strategy)
     draft.programs = evaluation_programs(draft, {s.spec.name: {} for s in draft.stages})
     golden(text_of(draft), f"{strategy}-evaluation")
@@ -56,31 +56,31 @@ def test_the_text(golden: Golden, strategy: str) -> None:
 )
 def test_training_is_eagers(strategy: str, name: str, num_devices: int, max_norm: float | None) -> None:
     """Both models have tied weights; with dropout."""
-    graph, batches = traced(name)
-    draft = drafted(strategy, graph, num_devices, 3, max_grad_norm=max_norm)
+    graph, batches = trace_case(name)
+    draft = make_draft(strategy, graph, num_devices, 3, max_grad_norm=max_norm)
     assert_trains_like_eager(draft, batches, TOLERANCE)
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
 def test_several_micro_batches_a_device(strategy: str) -> None:
-    graph, batches = traced("gpt2", dropout=0.0)
-    draft = drafted(strategy, graph, 2, 4)
+    graph, batches = trace_case("gpt2", dropout=0.0)
+    draft = make_draft(strategy, graph, 2, 4)
     assert_trains_like_eager(draft, [*batches, batches[0]], TOLERANCE)
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
 def test_replicas_stay_equal_and_evaluate_alike(strategy: str) -> None:
-    graph, batches = traced("gpt2", dropout=0.0)
+    graph, batches = trace_case("gpt2", dropout=0.0)
     alone = draft_of(graph, Hardware.cpu(num_devices=1), micro_batches=2)
     apply(alone, *parse_pipeline("balanced", 1))
-    draft, outputs = drafted(strategy, graph), []
+    draft, outputs = make_draft(strategy, graph), []
     for case in (alone, draft):
         fetch = {s.spec.name: {} for s in draft.stages} if case is draft and strategy == "zero3-offload" else {}
         evaluation = evaluation_programs(case, fetch)
         verify(evaluation, case.lane_hardware)
         machine = reference(case, evaluation=evaluation)
-        machine.step(joined(batches[:2]))
-        outputs.append(machine.evaluate(joined(batches[:2]))["results"])
+        machine.step(join_batches(batches[:2]))
+        outputs.append(machine.evaluate(join_batches(batches[:2]))["results"])
     for name, rows in outputs[0].items():
         assert all((a - b).abs().max() < 1e-4 for a, b in zip(rows, outputs[1][name], strict=True))
     if strategy == "data-parallel":
@@ -122,9 +122,9 @@ def test_gathers_come_one_phase_ahead_where_memory_allows() -> None:
 
 def test_what_cannot_be_shared() -> None:
     with pytest.raises(PassError, match=r"5 micro-batches cannot be shared out equally among 3 lanes.* is 6"):
-        drafted("data-parallel", chain(), 3, 5)
+        make_draft("data-parallel", chain(), 3, 5)
     with pytest.raises(PassError, match="changes a buffer in every forward"):
-        drafted("zero3-offload", traced("wide_resnet")[0])
+        make_draft("zero3-offload", trace_case("wide_resnet")[0])
     draft = draft_of(chain(), Hardware.cpu(num_devices=4), micro_batches=4)
     with pytest.raises(PassError, match=r"3 shards x 1 deep are 3 devices, and 4 .* is 4"):
         Mesh(shards=3).plan(draft)
@@ -137,7 +137,7 @@ def test_what_cannot_be_shared() -> None:
 
 
 def test_one_device_needs_no_other() -> None:
-    draft = drafted("data-parallel", chain(), 1, 2)
+    draft = make_draft("data-parallel", chain(), 1, 2)
     assert ops.all_reduce not in {n.target for n in draft.programs[0].ops()}
     with pytest.raises(PassError, match="no lanes share their weights"):
-        drafted("zero3-offload", chain(), 1, 2)
+        make_draft("zero3-offload", chain(), 1, 2)

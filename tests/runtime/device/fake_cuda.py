@@ -221,21 +221,21 @@ def _watch_loans(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     """Note what is lent to whom, and who lets go of it before the stream that took it is past all its readers."""
     lend, settle = Loans._lend, Loans.settle
 
-    def lent(loans: Loans, taker: Any, tensors: list[Tensor], reader: Any, index: int) -> None:
+    def lend_loans(loans: Loans, taker: Any, tensors: list[Tensor], reader: Any, index: int) -> None:
         actor = reader.stream.name if reader.is_cuda else f"penstock-{reader.name}"
         cuda.held.update((tensor.untyped_storage().data_ptr(), actor) for tensor in tensors)
         lend(loans, taker, tensors, reader, index)
 
-    def settled(loans: Loans, stream: Any, waits: Any) -> None:
-        before = borrowed(loans, stream)
+    def settle_loans(loans: Loans, stream: Any, waits: Any) -> None:
+        before = borrowed_keys(loans, stream)
         settle(loans, stream, waits)
         _, clock = cuda.actor()
-        for reader, key in before - borrowed(loans, stream):
+        for reader, key in before - borrowed_keys(loans, stream):
             for access in cuda.accesses.get(key, ()):
                 if access.actor == reader and clock.get(reader, 0) < access.clock[reader]:
                     cuda.races.append(f"{stream.name} takes its memory back from {access.what} on {reader}")
 
-    def borrowed(loans: Loans, taker: Any) -> set[tuple[str, int]]:
+    def borrowed_keys(loans: Loans, taker: Any) -> set[tuple[str, int]]:
         rows = loans._open.get(taker, {}).items()
         return {
             (reader.stream.name, tensor.untyped_storage().data_ptr())  # type: ignore[attr-defined]
@@ -245,14 +245,14 @@ def _watch_loans(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
             for tensor in tensors
         }
 
-    monkeypatch.setattr(Loans, "_lend", lent)
-    monkeypatch.setattr(Loans, "settle", settled)
+    monkeypatch.setattr(Loans, "_lend", lend_loans)
+    monkeypatch.setattr(Loans, "settle", settle_loans)
 
 
 def _watch_tasks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     launch = DeviceRuntime._launch
 
-    def watched(
+    def watch_over(
         runtime: DeviceRuntime, issue: Any, reads: Any, run: Callable[[], Any], *memory: Any, **more: Any
     ) -> Any:
         def task() -> Any:
@@ -261,7 +261,7 @@ def _watch_tasks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
 
         return launch(runtime, issue, reads, task, *memory, **more)
 
-    monkeypatch.setattr(DeviceRuntime, "_launch", watched)
+    monkeypatch.setattr(DeviceRuntime, "_launch", watch_over)
 
 
 def _watch_files(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:

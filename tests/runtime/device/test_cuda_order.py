@@ -165,11 +165,11 @@ def test_memory_comes_back_as_the_order_says_and_the_host_waits_for_nothing(
     tight = FakeCudaSession(replace(roomy.setup, hardware=Hardware.from_any(document)), roomy.file)
     end_issue, most, while_issued = Streams.end_issue, [0, 0], []
 
-    def counted(streams: Streams, used: Any) -> None:
+    def count(streams: Streams, used: Any) -> None:
         while_issued.append(cuda.host_waits)
         end_issue(streams, used)
 
-    monkeypatch.setattr(Streams, "end_issue", counted)
+    monkeypatch.setattr(Streams, "end_issue", count)
     for place, session in enumerate((roomy, tight)):
         _count_borrowed(monkeypatch, most, place)
         cuda.host_waits = 0

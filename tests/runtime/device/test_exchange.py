@@ -57,7 +57,7 @@ def together(count: int, member: Any) -> None:
         thread.join()
 
 
-def gathered(hosts: list[int], hierarchical: bool, length: int = 3) -> tuple[list[Tensor], Post]:
+def gather(hosts: list[int], hierarchical: bool, length: int = 3) -> tuple[list[Tensor], Post]:
     post, count = Post(), len(hosts)
     for key in [(a, b, tag) for a in range(count) for b in range(count) for tag in range(count)]:
         post.boxes[key]  # made here: a defaultdict is not to grow under several threads
@@ -74,7 +74,7 @@ def gathered(hosts: list[int], hierarchical: bool, length: int = 3) -> tuple[lis
 @settings(max_examples=40, deadline=None)
 @given(hosts=st.lists(st.integers(0, 2), min_size=2, max_size=6), hierarchical=st.booleans())
 def test_every_order_of_hosts_gathers_the_same(hosts: list[int], hierarchical: bool) -> None:
-    rows, _ = gathered(hosts, hierarchical)
+    rows, _ = gather(hosts, hierarchical)
     want = torch.arange(3) + 10.0 * torch.arange(len(hosts))[:, None]
     assert all(torch.equal(found, want) for found in rows)
 
@@ -85,14 +85,14 @@ def test_what_goes_between_hosts(hosts: list[int], per_host: int) -> None:
     count = len(hosts)
     crossing = {}
     for hierarchical in (False, True):
-        rows, post = gathered(hosts, hierarchical)
+        rows, post = gather(hosts, hierarchical)
         value = rows[0].nbytes
         out = sum(n for (a, b), n in post.sent_bytes.items() if hosts[a] == 0 and hosts[b] == 1)
         crossing[hierarchical] = out / value
     assert crossing == {False: (count - 1) / count, True: (count - per_host) / count}
 
 
-def summed(given_rows: Tensor, hosts: list[int], hierarchical: bool) -> tuple[dict[int, Tensor], Post]:
+def sum_all(given_rows: Tensor, hosts: list[int], hierarchical: bool) -> tuple[dict[int, Tensor], Post]:
     post, count = Post(), len(hosts)
     for key in [(a, b, 0) for a in range(count) for b in range(count)]:
         post.boxes[key]
@@ -112,7 +112,7 @@ def summed(given_rows: Tensor, hosts: list[int], hierarchical: bool) -> tuple[di
 @given(count=st.integers(2, 6), seed=st.integers(0, 99))
 def test_sums_are_added_up_in_the_order_of_devices(count: int, seed: int) -> None:
     given_rows = torch.randn(count, count, 5, generator=torch.Generator().manual_seed(seed))
-    found, _ = summed(given_rows, [0] * count, hierarchical=True)  # of one host there is no hierarchy
+    found, _ = sum_all(given_rows, [0] * count, hierarchical=True)  # of one host there is no hierarchy
     for index in range(count):
         want = given_rows[0, index].clone()
         for other in range(1, count):
@@ -127,7 +127,7 @@ def test_sums_go_between_hosts_once_for_each_place(hosts: list[int]) -> None:
     given_rows = torch.randn(count, count, 7)
     sent = {}
     for hierarchical in (False, True):
-        found, post = summed(given_rows, hosts, hierarchical)
+        found, post = sum_all(given_rows, hosts, hierarchical)
         for index in range(count):
             torch.testing.assert_close(found[index], given_rows[:, index].sum(0))
         sent[hierarchical] = sum(n for (a, b), n in post.sent_bytes.items() if hosts[a] == 0 and hosts[b] != 0)

@@ -194,7 +194,7 @@ def run(models: list[Model], random: Random, ahead: bool) -> None:
         assert moved, [model.issues[model.cursor % model.per_step] for model in models]
 
 
-def hoisted(program: Program, random: Random, moves: int) -> Program:
+def hoist(program: Program, random: Random, moves: int) -> Program:
     """The program with some receives earlier in the text."""
     for _ in range(moves):
         rows = list(program.ops())
@@ -242,7 +242,7 @@ def test_what_the_verifier_passes_ends_in_any_interleaving_and_keeps_its_shares(
     shape: dict[str, Any], seed: int, moves: int, slack_bytes: int, ahead: bool
 ) -> None:
     random = Random(seed)
-    programs = [hoisted(program, random, moves) for program in pipeline(**shape)]
+    programs = [hoist(program, random, moves) for program in pipeline(**shape)]
     budgets = [max(1, least_bytes(program)) + slack_bytes for program in programs]
     try:
         verify(programs, machine(budgets))

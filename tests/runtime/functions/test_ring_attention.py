@@ -66,7 +66,7 @@ def masks(kind: str) -> tuple[dict[str, Tensor], Tensor]:
         mask[0, 0, 4] = False  # a query sees no key
     elif kind == "documents":
         numbers = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8, [5] * 12 + [6] * 12])
-        return {"documents": numbers}, hidden(numbers[:, None, :, None] == numbers[:, None, None])
+        return {"documents": numbers}, mask_of(numbers[:, None, :, None] == numbers[:, None, None])
     elif kind == "numbers":
         mask = torch.randn(1, 4, TOKENS, TOKENS, dtype=torch.double, generator=made)
         return {"mask": mask}, mask
@@ -76,10 +76,10 @@ def masks(kind: str) -> tuple[dict[str, Tensor], Tensor]:
         return {"mask": mask}, mask
     else:
         return {}, torch.zeros(square, dtype=torch.double)
-    return {"mask": mask}, hidden(mask)
+    return {"mask": mask}, mask_of(mask)
 
 
-def hidden(seen: Tensor) -> Tensor:
+def mask_of(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, dtype=torch.double).masked_fill(~seen, float("-inf"))
 
 
@@ -100,7 +100,7 @@ def test_a_ring_is_attention(team: int, zigzag: bool, kind: str) -> None:
         seen &= apart >= -(TOKENS if after is None else after)
         with sdpa_kernel(SDPBackend.MATH):
             want = F.scaled_dot_product_attention(
-                *operands, attn_mask=added + hidden(seen), scale=scale, enable_gqa=True
+                *operands, attn_mask=added + mask_of(seen), scale=scale, enable_gqa=True
             )
         torch.testing.assert_close(found, want, rtol=0, atol=1e-13)
         given = torch.randn(want.shape, dtype=torch.double, generator=made)

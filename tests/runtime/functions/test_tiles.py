@@ -41,10 +41,10 @@ def outcome(run: Run, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("tokens", [2, 4, 11, 64])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_results_and_gradients_are_those_of_the_body(tokens: int, dtype: torch.dtype) -> None:
-    def tiled(part: Part, operands: list[Tensor]) -> tuple[Tensor, ...]:
+    def run_in_tiles(part: Part, operands: list[Tensor]) -> tuple[Tensor, ...]:
         return in_tiles(part, tokens, operands, [1, 1, None], [0, 1], [*part.up.parameters()])  # type: ignore[return-value]
 
-    found, want = outcome(tiled, dtype), outcome(lambda part, operands: part(*operands), dtype)
+    found, want = outcome(run_in_tiles, dtype), outcome(lambda part, operands: part(*operands), dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 0.05  # sums over tiles: each product is rounded
     for mine, whole in zip(found, want, strict=True):
         assert mine.dtype == whole.dtype
@@ -55,18 +55,18 @@ def test_results_that_nothing_reads_are_not_made_and_have_gradients() -> None:
     """One token runs, for the shapes of results, in forward; each tile in backward."""
     ran: list[int] = []
 
-    def counted(part: Part, *operands: Tensor) -> tuple[Tensor, ...]:
+    def count(part: Part, *operands: Tensor) -> tuple[Tensor, ...]:
         ran.append(operands[0].shape[1])
         return part(*operands)  # type: ignore[no-any-return]
 
     found = []
     for unread in (False, True):
 
-        def tiled(part: Part, operands: list[Tensor], unread: bool = unread) -> tuple[Tensor, ...]:
-            body, weights = partial(counted, part), [*part.up.parameters()]
+        def run_in_tiles(part: Part, operands: list[Tensor], unread: bool = unread) -> tuple[Tensor, ...]:
+            body, weights = partial(count, part), [*part.up.parameters()]
             return in_tiles(body, 4, operands, [1, 1, None], [0, 1], weights, unread=unread)  # type: ignore[return-value]
 
-        found.append(outcome(tiled, torch.float64))
+        found.append(outcome(run_in_tiles, torch.float64))
     assert ran == [4, 4, 3] * 2 + [1] + [4, 4, 3]
     for mine, want in zip(found[1][:2], found[0][:2], strict=True):
         assert (mine.shape, mine.dtype) == (want.shape, want.dtype) and mine.untyped_storage().nbytes() == 8

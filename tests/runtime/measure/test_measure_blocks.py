@@ -20,14 +20,14 @@ from penstock.runtime.device.file import open_device_file
 from penstock.runtime.measure import blocks as measure_blocks
 from penstock.runtime.source.trust import OWN
 from penstock.runtime.stage.runner import StageRunner
-from penstock.tests.passes.running import apply, draft_of, traced
+from penstock.tests.passes.running import apply, draft_of, trace_case
 from penstock.tests.zoo import token_batch, zoo
 
 CPU = torch.device("cpu")
 
 
 def folder_of(name: str, tmp_path: Path) -> Path:
-    graph, _ = traced(name)
+    graph, _ = trace_case(name)
     blocks = apply(draft_of(graph), Coarsen()).blocks
     write_samples(tmp_path, samples(graph, blocks, distinct(blocks)))
     return tmp_path

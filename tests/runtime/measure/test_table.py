@@ -31,13 +31,13 @@ from penstock.runtime.measure.table import (
 CALL_S = 1e-6
 
 
-def timed(work: Callable[[], object]) -> float:
+def measure_time(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s
 
 
-def timing(time_of: Callable[[Callable[[], object]], float] = timed, **more: Any) -> TableTiming:
+def timing(time_of: Callable[[Callable[[], object]], float] = measure_time, **more: Any) -> TableTiming:
     figures: dict[str, Any] = {
         "sizes": (8, 16, 32), "lengths": (8, 16), "head_sizes": (8, 16), "heads": 2, "tokens": 16,
         "tensor_bytes": (4096, 8192),

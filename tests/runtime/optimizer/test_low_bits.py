@@ -55,7 +55,7 @@ def found_bytes(part: StageOptimizer, spec: OptimizerSpec, dtype: torch.dtype = 
     return sum(t.nbytes for name, row in rows for key, t in row.items() if t.dim() and key not in known[name].shared)
 
 
-def written(state: Mapping[str, Any]) -> dict[str, Any]:
+def write(state: Mapping[str, Any]) -> dict[str, Any]:
     """What is saved, with what is plain data as JSON gives it back."""
     return {**state, **json.loads(json.dumps({key: state[key] for key in ("scalars", "group", "scheduler")}))}
 
@@ -64,7 +64,7 @@ def written(state: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", EACH)
 def test_the_same_bits_undone_saved_and_loaded(name: str, placed: bool) -> None:
     schedule: Callable[..., Any] = lr_scheduler.ExponentialLR
-    spec = OptimizerSpec.from_json(OptimizerSpec.from_callable(LOW_BITS[name], halved).to_json())
+    spec = OptimizerSpec.from_json(OptimizerSpec.from_callable(LOW_BITS[name], halve).to_json())
     mine, plain = weights(), {n: nn.Parameter(w) for n, w in weights().items()}
     eager = LOW_BITS[name](list(plain.values()))
     follow = schedule(eager, gamma=0.5)
@@ -75,7 +75,7 @@ def test_the_same_bits_undone_saved_and_loaded(name: str, placed: bool) -> None:
             part.step({n: torch.full_like(w, 3.0) for n, w in mine.items()})
             part.restore(before)
         if step == 3:
-            saved = written(part.state_dict())
+            saved = write(part.state_dict())
             part = StageOptimizer(spec, mine, places_for(spec) if placed else None)
             part.load_state_dict(saved)
         part.step(gradients(step))
@@ -96,7 +96,7 @@ def test_the_same_bits_undone_saved_and_loaded(name: str, placed: bool) -> None:
         }
 
 
-def halved(optimizer: Any) -> lr_scheduler.LRScheduler:
+def halve(optimizer: Any) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
 
 
@@ -116,7 +116,7 @@ def test_states_of_bf16_parameters(name: str) -> None:
     part, eager = StageOptimizer(spec, mine, places_for(spec, kind)), LOW_BITS[name](list(plain.values()))
     for step in range(4):
         if step == 2:
-            saved = written(part.state_dict())
+            saved = write(part.state_dict())
             part = StageOptimizer(spec, mine, places_for(spec, kind))
             part.load_state_dict(saved)
         part.step(gradients(step, kind))
@@ -133,7 +133,7 @@ def test_what_all_parameters_share_stays_shared_behind_a_checkpoint() -> None:
     part = StageOptimizer(spec, weights())
     part.step(gradients(0))
     again = StageOptimizer(spec, weights())
-    again.load_state_dict(written(part.state_dict()))
+    again.load_state_dict(write(part.state_dict()))
     assert again.state_bytes() == part.state_bytes()
     assert again.state_row("even").shared == {"qmap1", "qmap2"}
 

@@ -245,15 +245,15 @@ def test_what_is_known_of_an_optimizer() -> None:
     assert traits("Counting") == (False, True, True, True)
 
 
-def transposed(grad: Tensor) -> Tensor:
+def transpose_grad(grad: Tensor) -> Tensor:
     return grad.t().contiguous().t()
 
 
-def expanded(grad: Tensor) -> Tensor:
+def expand_grad(grad: Tensor) -> Tensor:
     return grad[:1].expand_as(grad)
 
 
-@pytest.mark.parametrize("change", [transposed, expanded])
+@pytest.mark.parametrize("change", [transpose_grad, expand_grad])
 def test_gradients_may_lie_otherwise_in_memory(change: Callable[[Tensor], Tensor]) -> None:
     spec = OptimizerSpec.from_callable(CASES["AdamW-fused"])
     mine, plain = torch.zeros(6, 5), torch.zeros(6, 5)

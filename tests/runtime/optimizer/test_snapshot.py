@@ -50,7 +50,7 @@ def places_for(spec: OptimizerSpec) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def frozen(part: StageOptimizer) -> Any:
+def freeze(part: StageOptimizer) -> Any:
     """Everything that there is of it, copied."""
     assert part.optimizer is not None
     groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
@@ -85,14 +85,14 @@ def test_every_optimizer_returns_to_before_the_step(case: str, placed: bool) -> 
     reference = StageOptimizer(spec, plain)
     snapshot = None
     for step in range(4):
-        before = frozen(part)
+        before = freeze(part)
         snapshot = part.snapshot(into=snapshot)
         part.step(poison())  # overwrites everything that a step can
         if step == 2:
             part.restore(snapshot)  # and once more from the same snapshot
             part.step(poison())
         part.restore(snapshot)
-        assert_same(frozen(part), before)
+        assert_same(freeze(part), before)
         part.step(gradients(step))
         reference.step(gradients(step))
         for name, want in plain.items():
@@ -106,13 +106,13 @@ def test_every_schedule_returns(scheduler: Any) -> None:
     spec = OptimizerSpec(spec.path, spec.kwargs, spec.scheduler_path, spec.scheduler_kwargs, groups)
     part = StageOptimizer(spec, weights())
     for step in range(5):
-        before, snapshot = frozen(part), part.snapshot()
+        before, snapshot = freeze(part), part.snapshot()
         part.step(gradients(step))
-        after = frozen(part)
+        after = freeze(part)
         part.restore(snapshot)
-        assert_same(frozen(part), before)
+        assert_same(freeze(part), before)
         part.step(gradients(step))
-        assert_same(frozen(part), after)
+        assert_same(freeze(part), after)
 
 
 @pytest.mark.parametrize("case", ["AdamW-fused", "Adagrad-loop", "Replacing", "SGD-momentum-fused"])

@@ -95,13 +95,13 @@ def test_two_stages_step_like_one_optimizer_also_after_a_resume(optimizer: objec
 
 
 def test_fused_is_the_default_where_the_class_has_it() -> None:
-    def fused(optimizer: object) -> object:
+    def uses_fused(optimizer: object) -> object:
         return OptimizerSpec.from_callable(optimizer).build([torch.zeros(2)]).param_groups[0].get("fused")
 
-    assert fused(torch.optim.AdamW) is True
-    assert fused(partial(torch.optim.AdamW, fused=False)) is False
-    assert fused(partial(torch.optim.AdamW, foreach=True)) is None
-    assert fused(torch.optim.RMSprop) is None
+    assert uses_fused(torch.optim.AdamW) is True
+    assert uses_fused(partial(torch.optim.AdamW, fused=False)) is False
+    assert uses_fused(partial(torch.optim.AdamW, foreach=True)) is None
+    assert uses_fused(torch.optim.RMSprop) is None
 
 
 def test_state_bytes() -> None:

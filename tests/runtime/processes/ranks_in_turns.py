@@ -60,7 +60,7 @@ def main(folder: Path, fault: str = "", victim: str = "") -> None:
     hold, step = TurnClient.hold, 0
 
     @contextmanager
-    def watched(client: TurnClient, turn: int) -> Iterator[None]:
+    def watch(client: TurnClient, turn: int) -> Iterator[None]:
         with hold(client, turn):
             begin_s = time.monotonic()
             if fault and rank == victim and step == FAULT_STEP:
@@ -68,7 +68,7 @@ def main(folder: Path, fault: str = "", victim: str = "") -> None:
             yield
             found["held"].append([turn, begin_s, time.monotonic()])
 
-    TurnClient.hold = watched  # type: ignore[method-assign, assignment]
+    TurnClient.hold = watch  # type: ignore[method-assign, assignment]
     try:
         for step in range(STEPS):
             losses = driver.step({"x": batch_of(step)}).values["loss"]

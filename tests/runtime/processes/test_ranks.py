@@ -119,7 +119,7 @@ def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
     assert "seen last: line 7" in found.error["message"]
 
 
-def watched(
+def watch(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, moves: bool, step_s: float, search_s: float = 0.2
 ) -> list[Failure]:
     """Two ranks in a step that takes longer than their timeout; the second one goes on from place to place, or not."""
@@ -146,18 +146,18 @@ def watched(
 
 @pytest.mark.slow
 def test_a_step_may_take_longer_than_the_timeout(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(server, monkeypatch, moves=True, step_s=3.0) == []
+    assert watch(server, monkeypatch, moves=True, step_s=3.0) == []
 
 
 @pytest.mark.slow
 def test_nobody_is_blamed_for_the_time_before_the_first_look(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert watched(server, monkeypatch, moves=True, step_s=2.0, search_s=1.3) == []
+    assert watch(server, monkeypatch, moves=True, step_s=2.0, search_s=1.3) == []
 
 
 def test_ranks_that_do_not_go_on_are_found(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = watched(server, monkeypatch, moves=False, step_s=8.0)
+    first, *_ = watch(server, monkeypatch, moves=False, step_s=8.0)
     assert "no rank has gone on for 1 s" in first.error["message"] and "timeout_s" in first.error["message"]
 
 

@@ -199,7 +199,7 @@ def test_freed_values_are_gone_from_memory() -> None:
     assert len(alive) == 6 and counts == [0, 0]
 
 
-def edited(programs: list[Program], device: int, old: str, new: str) -> list[Program]:
+def edit(programs: list[Program], device: int, old: str, new: str) -> list[Program]:
     text = print_program(programs[device])
     assert old in text
     changed = parse_program(text.replace(old, new), programs[device].interface, device)
@@ -208,16 +208,16 @@ def edited(programs: list[Program], device: int, old: str, new: str) -> list[Pro
 
 def test_use_behind_a_free_is_refused() -> None:
     send = "    rt.send(h_m1, dst=1"
-    programs = edited(training(interface_of(*models())), 0, send, f"    rt.free(h_m1)\n{send}")
+    programs = edit(training(interface_of(*models())), 0, send, f"    rt.free(h_m1)\n{send}")
     with pytest.raises(VerifyError, match=r"`h_m1` is used, but line \d+ \(`rt.free\(h_m1\)`\) ended it"):
         reference(programs).step(batch_of(0))
-    programs = edited(training(interface_of(*models())), 1, 'rt.step("stage1", g1_m2', 'rt.step("stage1", g1_m1')
+    programs = edit(training(interface_of(*models())), 1, 'rt.step("stage1", g1_m2', 'rt.step("stage1", g1_m1')
     with pytest.raises(VerifyError, match=r"`g1_m1` is used, but line \d+ \(`.*rt.backward"):
         reference(programs).step(batch_of(0))
 
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
-    programs = edited(training(interface_of(*models())), 0, 'tag="f.m1"', 'tag="f.m7"')
+    programs = edit(training(interface_of(*models())), 0, 'tag="f.m1"', 'tag="f.m7"')
     with pytest.raises(VerifyError, match=r"(?s)deadlock.*device 0, line \d+.*'b.m0'.*device 1, line \d+.*'f.m1'"):
         reference(programs).step(batch_of(0))
     programs = training(interface_of(*models(tied=True), tied=True))
@@ -230,7 +230,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
 def test_a_message_that_nobody_receives_is_refused() -> None:
     programs = training(interface_of(*models()))
     old = "    rt.send(h_m1, dst=1"
-    programs = edited(programs, 0, old, f'    rt.send(h_m1, dst=1, tag="more")\n{old}')
+    programs = edit(programs, 0, old, f'    rt.send(h_m1, dst=1, tag="more")\n{old}')
     with pytest.raises(VerifyError, match="never received: 'more' from device 0 to 1"):
         reference(programs).step(batch_of(0))
 

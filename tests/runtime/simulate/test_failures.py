@@ -18,7 +18,7 @@ RUNS = [
 ]
 
 
-def walked(run: FailingRun, interval_s: float, failures: int) -> float:
+def walk_run(run: FailingRun, interval_s: float, failures: int) -> float:
     """The useful share of a run that is walked through event by event, with a save at a time."""
     draw = random.Random(1)
     at_s, kept_s, next_s, failed = 0.0, 0.0, draw.expovariate(1 / run.mtbf_s), 0
@@ -49,7 +49,7 @@ def test_drawn_failures_take_what_the_closed_form_says(run: FailingRun) -> None:
         assert shares.useful + shares.saves + shares.lost + shares.restarts == pytest.approx(1.0)
         assert min(shares.saves, shares.lost, shares.restarts) >= 0.0
         failures = int(min(4000, 60_000 * interval_s / run.mtbf_s))
-        assert walked(run, interval_s, failures) == pytest.approx(shares.useful, rel=0.06)
+        assert walk_run(run, interval_s, failures) == pytest.approx(shares.useful, rel=0.06)
 
 
 @pytest.mark.parametrize("run", RUNS)

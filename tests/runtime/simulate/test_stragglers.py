@@ -22,7 +22,7 @@ def programs() -> list[Program]:
     return pipeline(4, 4, 4, width=64, rows=512, flops=1e9)
 
 
-def slowed(timeline: Timeline, device: int, op: str, factor: float, everywhere: float = 1.0) -> Timeline:
+def slow_down(timeline: Timeline, device: int, op: str, factor: float, everywhere: float = 1.0) -> Timeline:
     """The same step, with one device's ops of a kind taking `factor` times as long."""
     spans = []
     for span in timeline.spans:
@@ -34,12 +34,12 @@ def slowed(timeline: Timeline, device: int, op: str, factor: float, everywhere: 
 def test_none_in_a_step_as_planned_however_slow_the_machine_is(programs: list[Program]) -> None:
     planned = simulate(programs, HARDWARE)
     assert find_stragglers(planned, programs, HARDWARE) == []
-    assert find_stragglers(slowed(planned, 0, "none", 1.0, everywhere=7.0), programs, HARDWARE) == []
+    assert find_stragglers(slow_down(planned, 0, "none", 1.0, everywhere=7.0), programs, HARDWARE) == []
 
 
 def test_one_is_found_with_the_op_and_what_it_cost(programs: list[Program]) -> None:
     planned = simulate(programs, HARDWARE)
-    found = find_stragglers(slowed(planned, 2, "backward", 3.0, everywhere=2.0), programs, HARDWARE)
+    found = find_stragglers(slow_down(planned, 2, "backward", 3.0, everywhere=2.0), programs, HARDWARE)
     assert [(row.device, row.stream, row.op, row.stage) for row in found] == [(2, "compute", "backward", "stage2")]
     (row,) = found
     assert 1.5 < row.ratio < 3.0 and 0.2 < row.held_up < 0.7 and not row.by_equals
@@ -58,7 +58,7 @@ def test_a_slow_device_is_read_in_full_where_backwards_have_halves() -> None:
     for device in range(4):
         slow = planned
         for op in {span.op for span in planned.spans if span.stream == ops.COMPUTE}:
-            slow = slowed(slow, device, op, 3.0)
+            slow = slow_down(slow, device, op, 3.0)
         (row,) = find_stragglers(slow, draft.programs, HARDWARE)
         assert row.device == device and row.ratio == pytest.approx(3.0, rel=1e-6)
 

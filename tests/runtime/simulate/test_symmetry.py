@@ -11,10 +11,10 @@ from penstock.ir.program import slice_of
 from penstock.passes.decisions import regular_lanes
 from penstock.runtime.simulate import costs, simulate
 from penstock.runtime.simulate.symmetry import links_alike, repeating_lanes
-from penstock.tests.ir.program.test_lanes import drafted
+from penstock.tests.ir.program.test_lanes import make_draft
 
 
-def racked(num_hosts: int, each: int, **racks: Any) -> Hardware:
+def put_in_racks(num_hosts: int, each: int, **racks: Any) -> Hardware:
     """Hosts of `each` equal GPUs in racks."""
     document = Hardware.preset(f"mics-p3dn:{num_hosts}").model_dump()
     kept = [device for device in document["devices"] if int(device["name"].removeprefix("gpu")) % 8 < each]
@@ -36,17 +36,17 @@ def racked(num_hosts: int, each: int, **racks: Any) -> Hardware:
     ],
 )
 def test_lanes_that_repeat(shards: int, depth: int, each: int, racks: dict[str, Any], lanes: int) -> None:
-    hardware = racked(16 if racks.get("hosts_per_rack") != 3 else 24, each, **racks)
+    hardware = put_in_racks(16 if racks.get("hosts_per_rack") != 3 else 24, each, **racks)
     rows = regular_lanes(hardware.num_devices, shards, depth)
     assert repeating_lanes(hardware, rows, shards) == lanes
 
 
 def test_a_machine_that_is_irregular_does_not_repeat() -> None:
-    document = racked(8, 4).model_dump()
+    document = put_in_racks(8, 4).model_dump()
     document["devices"][9]["memory_bytes"] //= 2
     other = Hardware.model_validate(document)
     assert repeating_lanes(other, regular_lanes(32, 4, 1), 4) == 32
-    assert repeating_lanes(racked(8, 4), [[i] for i in [1, 0, *range(2, 32)]], 4) == 32
+    assert repeating_lanes(put_in_racks(8, 4), [[i] for i in [1, 0, *range(2, 32)]], 4) == 32
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_lanes_that_stand_for_all_cost_what_all_cost(
     shards: int, depth: int, nearest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for racks in ({}, {"hosts_per_rack": 2, "oversubscription": 4}):
-        draft = drafted(shards, depth, racked(8, 4, **racks), nearest, micro_batches=32)
+        draft = make_draft(shards, depth, put_in_racks(8, 4, **racks), nearest, micro_batches=32)
         few_s = simulate(draft.programs, draft.machine).step_s
         with monkeypatch.context() as patch:
             patch.setattr(costs, "repeating_lanes", lambda hardware, lanes, shards: len(lanes))
@@ -69,19 +69,19 @@ def test_racks_slow_a_lane_as_they_slow_all(shards: int, depth: int) -> None:
     """Four hosts of two GPUs in racks of two: written out, and one lane for all. A narrow uplink costs time."""
     seconds = {}
     for over in (1, 100_000):
-        hardware = racked(4, 2, hosts_per_rack=2, oversubscription=over)
-        draft = drafted(shards, depth, hardware)
+        hardware = put_in_racks(4, 2, hosts_per_rack=2, oversubscription=over)
+        draft = make_draft(shards, depth, hardware)
         seconds[over] = simulate(draft.programs, hardware).step_s
         lane_s = simulate(draft.programs, hardware, written_out=0).step_s
         assert lane_s == pytest.approx(seconds[over], rel=0.02)
-    without = drafted(shards, depth, racked(4, 2))
+    without = make_draft(shards, depth, put_in_racks(4, 2))
     assert seconds[1] == pytest.approx(simulate(without.programs, without.machine).step_s)
     assert seconds[100_000] > 1.2 * seconds[1]
 
 
 def test_a_lane_in_several_racks_stands_for_those_in_one() -> None:
     """Pipelines of two hosts, racks of three: the first lane is in one rack, the second in two."""
-    hardware = racked(12, 4, hosts_per_rack=3, uplink_bandwidth="6GB/s")
+    hardware = put_in_racks(12, 4, hosts_per_rack=3, uplink_bandwidth="6GB/s")
     lanes = regular_lanes(48, 1, 8)
     part = slice_of(hardware, lanes)
     assert part.racks == [0, 1]

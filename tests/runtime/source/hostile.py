@@ -182,9 +182,9 @@ def tricks(text: str, canary: str) -> Iterator[Hostile]:
     for statements, place, depth in places:
         for name, statement in statements.items():
             put = textwrap.indent(statement, " " * depth)
-            yield Hostile(name, _replaced(text, (place, f"{put}\n{place}"), canary))
+            yield Hostile(name, _replace_pairs(text, (place, f"{put}\n{place}"), canary))
     for name, pairs in REPLACED.items():
-        yield Hostile(name, _replaced(text, pairs, canary))
+        yield Hostile(name, _replace_pairs(text, pairs, canary))
 
 
 def payloads(text: str, canary: str) -> Iterator[Hostile]:
@@ -192,10 +192,10 @@ def payloads(text: str, canary: str) -> Iterator[Hostile]:
     for place, (old, new) in PLACES.items():
         for payload, expression in PAYLOADS.items():
             put = new.replace("{E}", expression) if "{E}" in new else new.replace("{}", expression)
-            yield Hostile(f"{payload}, {place}", _replaced(text, (old, put), canary))
+            yield Hostile(f"{payload}, {place}", _replace_pairs(text, (old, put), canary))
 
 
-def _replaced(text: str, pairs: tuple[str, ...], canary: str) -> str:
+def _replace_pairs(text: str, pairs: tuple[str, ...], canary: str) -> str:
     for old, new in zip(pairs[::2], pairs[1::2]):
         assert text.count(old) == 1, (old, text.count(old))
         text = text.replace(old, new)

@@ -21,7 +21,7 @@ def generated() -> Generated:
     return generate(Tiny(), tiny_batch())
 
 
-def tried(generated: Generated, hostile: Hostile, folder: Path, trust: Trust | None) -> Exception | None:
+def try_file(generated: Generated, hostile: Hostile, folder: Path, trust: Trust | None) -> Exception | None:
     """What opening the file and running its stage and its step raises."""
     (folder / "device0.py").write_text(hostile.text)
     with contextlib.suppress(VerifyError):
@@ -44,7 +44,7 @@ def outcomes(
     canary = folder / "canary"
     for hostile in files:
         canary.unlink(missing_ok=True)
-        error = tried(generated, hostile, folder, trust)
+        error = try_file(generated, hostile, folder, trust)
         if canary.exists():
             ran.append(hostile.name)
         elif isinstance(error, VerifyError) and str(folder / "device0.py") in str(error):

@@ -26,7 +26,7 @@ def directories(parent: Path, count: int = 1) -> list[Path]:
     return found
 
 
-def aligned(num_bytes: int, seed: int | None = None) -> Tensor:
+def aligned_memory(num_bytes: int, seed: int | None = None) -> Tensor:
     """Memory at a multiple of 4096: random bytes, or ones where no seed is given."""
     whole = torch.ones(num_bytes + PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from penstock.ir.errors import SsdError
 from penstock.runtime.ssd.direct_io import IN_FLIGHT, Engine, Piece, ThreadEngine
-from penstock.tests.runtime.ssd.on_disk import EINTR, EIO, ENOSPC, PAGE, Faults, aligned, directories, make_engine
+from penstock.tests.runtime.ssd.on_disk import (
+    EINTR,
+    EIO,
+    ENOSPC,
+    PAGE,
+    Faults,
+    aligned_memory,
+    directories,
+    make_engine,
+)
 
 SIZE = 16 * PAGE
 
@@ -27,7 +36,7 @@ class DirectFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.contents = aligned(SIZE, seed=1)
+        self.contents = aligned_memory(SIZE, seed=1)
         path.write_bytes(self.contents.numpy().tobytes())
         self.fd = os.open(path, os.O_RDWR | os.O_DIRECT)
 
@@ -52,10 +61,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def test_pieces_are_written_and_read(engine: Engine, file: DirectFile) -> None:
-    into = aligned(SIZE)
+    into = aligned_memory(SIZE)
     engine.read(file.pieces(into, PAGE), None)
     assert torch.equal(into, file.contents)
-    source = aligned(SIZE, seed=2)
+    source = aligned_memory(SIZE, seed=2)
     engine.write(file.pieces(source, 3 * PAGE), None)
     assert file.path.read_bytes() == source.numpy().tobytes()
     engine.read([])
@@ -66,10 +75,10 @@ def test_short_and_interrupted_transfers_are_continued(engine: Engine, file: Dir
     # An interrupted system call is repeated by Python itself; a ring reports it.
     results = [PAGE, 2 * PAGE + 512, None, 512] + ([] if isinstance(engine, ThreadEngine) else [EINTR, PAGE, EINTR])
     read, write = Faults(engine, write=False, results=results), Faults(engine, write=True, results=results)
-    into = aligned(SIZE)
+    into = aligned_memory(SIZE)
     engine.read(file.pieces(into, 8 * PAGE))
     assert torch.equal(into, file.contents)
-    source = aligned(SIZE, seed=2)
+    source = aligned_memory(SIZE, seed=2)
     engine.write(file.pieces(source, 8 * PAGE))
     assert file.path.read_bytes() == source.numpy().tobytes()
     assert not read.results and not write.results
@@ -90,7 +99,7 @@ def test_failures_name_the_file_and_the_place(
     engine: Engine, file: DirectFile, write: bool, results: list[int | None], number: int | None, text: str
 ) -> None:
     Faults(engine, write=write, results=results)
-    pieces = file.pieces(aligned(SIZE), 4 * PAGE)
+    pieces = file.pieces(aligned_memory(SIZE), 4 * PAGE)
     with pytest.raises(SsdError, match=text) as caught:
         (engine.write if write else engine.read)(pieces if len(results) > 2 else pieces[1:2])
     assert str(file.path) in str(caught.value) and caught.value.file == str(file.path)
@@ -103,11 +112,11 @@ def test_failures_name_the_file_and_the_place(
 def test_reading_behind_the_end_of_a_file_is_an_error(engine: Engine, file: DirectFile) -> None:
     os.truncate(file.path, 3 * PAGE + 100)
     with pytest.raises(SsdError, match="the file ends there"):
-        engine.read(file.pieces(aligned(SIZE), 8 * PAGE))
+        engine.read(file.pieces(aligned_memory(SIZE), 8 * PAGE))
 
 
 def test_checks_see_each_piece_and_their_errors_come_through(engine: Engine, file: DirectFile) -> None:
-    into, seen = aligned(SIZE), []
+    into, seen = aligned_memory(SIZE), []
 
     def check(piece: Piece) -> None:
         begin = piece.offset_bytes
@@ -136,7 +145,7 @@ def test_several_pieces_are_under_way_at_once(file: DirectFile) -> None:
         return os.preadv(*args)  # type: ignore[arg-type]
 
     engine.preadv = preadv
-    into = aligned(SIZE)
+    into = aligned_memory(SIZE)
     engine.read(file.pieces(into, PAGE))
     assert torch.equal(into, file.contents)
     engine.close()
@@ -153,7 +162,7 @@ def test_a_read_does_not_wait_for_a_slow_write(file: DirectFile) -> None:
     engine.pwritev = pwritev
     writer = threading.Thread(target=engine.write, args=(file.pieces(file.contents, PAGE),))
     writer.start()
-    into = aligned(SIZE)
+    into = aligned_memory(SIZE)
     engine.read(file.pieces(into, PAGE))
     assert torch.equal(into, file.contents) and writer.is_alive()
     go_on.set()
@@ -174,7 +183,7 @@ def test_nothing_touches_the_memory_after_a_failure(file: DirectFile) -> None:
 
     engine.preadv = preadv
     with pytest.raises(SsdError):
-        engine.read(file.pieces(aligned(SIZE), PAGE))
+        engine.read(file.pieces(aligned_memory(SIZE), PAGE))
     at_return = len(done)
     time.sleep(0.1)
     assert len(done) == at_return < SIZE // PAGE - 1  # those that had not begun never did
@@ -186,7 +195,7 @@ def test_a_ring_has_nothing_under_way_after_a_failure(file: DirectFile) -> None:
     engine = make_engine("io_uring")
     Faults(engine, write=False, results=[EIO])
     source, sink = os.pipe()
-    fails, waits = file.pieces(aligned(2 * PAGE), PAGE)
+    fails, waits = file.pieces(aligned_memory(2 * PAGE), PAGE)
     failures: list[SsdError] = []
 
     def read() -> None:

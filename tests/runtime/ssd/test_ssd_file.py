@@ -19,7 +19,7 @@ from penstock.ir.errors import SsdError
 from penstock.runtime.ssd.checksums import PageSums
 from penstock.runtime.ssd.file import Regions, SsdFile
 from penstock.runtime.ssd.folder import SsdFolder
-from penstock.tests.runtime.ssd.on_disk import EIO, ENOSPC, PAGE, Faults, aligned, directories, make_engine
+from penstock.tests.runtime.ssd.on_disk import EIO, ENOSPC, PAGE, Faults, aligned_memory, directories, make_engine
 
 CHUNK = 4 * PAGE
 Make = Callable[..., SsdFolder]
@@ -43,8 +43,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         each.close()
 
 
-def filled(folder: SsdFolder, num_bytes: int, seed: int = 1) -> tuple[SsdFile, torch.Tensor]:
-    file, contents = folder.reserve("stage1.states", num_bytes), aligned(num_bytes, seed)
+def fill(folder: SsdFolder, num_bytes: int, seed: int = 1) -> tuple[SsdFile, torch.Tensor]:
+    file, contents = folder.reserve("stage1.states", num_bytes), aligned_memory(num_bytes, seed)
     file.write(0, contents)
     return file, contents
 
@@ -75,7 +75,7 @@ def test_regions_read_as_written_over_any_number_of_disks(make: Make, count: int
         for number, (write, begin, length) in enumerate(moves):
             begin %= size
             end = min(begin + length, size)
-            memory = aligned((end - begin) * PAGE, seed + number)
+            memory = aligned_memory((end - begin) * PAGE, seed + number)
             if write:
                 file.write(begin * PAGE, memory)
                 model[begin * PAGE : end * PAGE] = memory.numpy().tobytes()
@@ -94,7 +94,7 @@ def test_regions_read_as_written_over_any_number_of_disks(make: Make, count: int
 def test_chunks_go_round_robin_and_files_begin_on_different_disks(make: Make) -> None:
     folder = make(3)
     for number in range(3):
-        file, contents = filled(folder, 7 * CHUNK + PAGE, seed=number)
+        file, contents = fill(folder, 7 * CHUNK + PAGE, seed=number)
         chunks = [contents[at : at + CHUNK].numpy().tobytes() for at in range(0, len(contents), CHUNK)]
         for stripe in range(3):
             mine = chunks[(stripe - number) % 3 :: 3]
@@ -104,9 +104,9 @@ def test_chunks_go_round_robin_and_files_begin_on_different_disks(make: Make) ->
 def test_a_file_written_whole_is_read_in_parts_and_counted(make: Make) -> None:
     """Weights, masters and states lie behind each other; masters and states are read without the weights."""
     folder = make(2, verify=True)
-    file, contents = filled(folder, 15 * PAGE)
+    file, contents = fill(folder, 15 * PAGE)
     for begin, end in ((3, 15), (0, 3), (4, 5)):
-        into = aligned((end - begin) * PAGE)
+        into = aligned_memory((end - begin) * PAGE)
         file.read(begin * PAGE, into)
         assert torch.equal(into, contents[begin * PAGE : end * PAGE])
     assert (folder.written_bytes, folder.read_bytes) == (15 * PAGE, 16 * PAGE)
@@ -121,35 +121,35 @@ def test_sizes_are_rounded_up_to_pages(make: Make) -> None:
 @pytest.mark.parametrize("verify", [False, True])
 def test_what_was_never_written_cannot_be_read(make: Make, verify: bool) -> None:
     file = make(verify=verify).reserve("stage1.states", 10 * PAGE)
-    file.write(2 * PAGE, aligned(3 * PAGE, seed=1))
+    file.write(2 * PAGE, aligned_memory(3 * PAGE, seed=1))
     with pytest.raises(SsdError, match=r"stage1\.states: byte 20480 was never written") as caught:
-        file.read(2 * PAGE, aligned(4 * PAGE))
+        file.read(2 * PAGE, aligned_memory(4 * PAGE))
     assert caught.value.offset_bytes == 5 * PAGE and caught.value.file == file.stripes[0].path
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 def test_a_failed_write_leaves_a_hole_until_it_is_repeated(make: Make, engine: str) -> None:
     folder = make(2, engine=engine)
-    file, contents = filled(folder, 8 * CHUNK)
+    file, contents = fill(folder, 8 * CHUNK)
     Faults(file._home.engine, write=True, results=[None, ENOSPC])
     with pytest.raises(SsdError, match="No space left on device"):
         file.write(CHUNK, contents[: 2 * CHUNK])
     with pytest.raises(SsdError, match="never written"):
-        file.read(0, aligned(8 * CHUNK))
-    into = aligned(CHUNK)
+        file.read(0, aligned_memory(8 * CHUNK))
+    into = aligned_memory(CHUNK)
     file.read(3 * CHUNK, into)
     assert torch.equal(into, contents[3 * CHUNK : 4 * CHUNK])
     file.write(CHUNK, contents[CHUNK : 3 * CHUNK])
-    into = aligned(8 * CHUNK)
+    into = aligned_memory(8 * CHUNK)
     file.read(0, into)
     assert torch.equal(into, contents) and folder.written_bytes == 10 * CHUNK
 
 
 def test_a_failed_read_can_be_repeated(make: Make) -> None:
     folder = make()
-    file, contents = filled(folder, 2 * CHUNK)
+    file, contents = fill(folder, 2 * CHUNK)
     Faults(file._home.engine, write=False, results=[EIO])
-    into = aligned(2 * CHUNK)
+    into = aligned_memory(2 * CHUNK)
     with pytest.raises(SsdError, match="Input/output error"):
         file.read(0, into)
     assert folder.read_bytes == 0
@@ -159,31 +159,31 @@ def test_a_failed_read_can_be_repeated(make: Make) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 def test_a_flipped_bit_is_found_and_named(make: Make, engine: str) -> None:
-    file, contents = filled(make(2, engine=engine, verify=True), 6 * CHUNK)
+    file, contents = fill(make(2, engine=engine, verify=True), 6 * CHUNK)
     flip_bit(file, stripe=1, position=CHUNK + PAGE + 5, bit=7)  # in chunk 3, its second page
     with pytest.raises(
         SsdError, match=rf"4096 bytes from {CHUNK + PAGE} on \(in chunk 3 of stage1\.states\)"
     ) as caught:
-        file.read(0, aligned(6 * CHUNK))
+        file.read(0, aligned_memory(6 * CHUNK))
     assert caught.value.file == file.stripes[1].path and caught.value.offset_bytes == 3 * CHUNK + PAGE
-    into = aligned(3 * CHUNK + PAGE)
+    into = aligned_memory(3 * CHUNK + PAGE)
     file.read(0, into)  # the page before it is whole
     assert torch.equal(into, contents[: len(into)])
     file.write(3 * CHUNK, contents[3 * CHUNK : 4 * CHUNK])
-    file.read(0, aligned(6 * CHUNK))
+    file.read(0, aligned_memory(6 * CHUNK))
 
 
 def test_without_verify_a_flipped_bit_goes_through(make: Make) -> None:
-    file, contents = filled(make(), CHUNK)
+    file, contents = fill(make(), CHUNK)
     flip_bit(file, stripe=0, position=0)
-    into = aligned(CHUNK)
+    into = aligned_memory(CHUNK)
     file.read(0, into)
     assert into[0] == contents[0] ^ 1 and torch.equal(into[1:], contents[1:])
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 def test_one_thread_reads_while_another_writes(make: Make, engine: str) -> None:
-    file, contents = filled(make(2, engine=engine, verify=True), 64 * CHUNK)
+    file, contents = fill(make(2, engine=engine, verify=True), 64 * CHUNK)
     half, failures = 32 * CHUNK, []
 
     def write() -> None:
@@ -195,7 +195,7 @@ def test_one_thread_reads_while_another_writes(make: Make, engine: str) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    into = aligned(half)
+    into = aligned_memory(half)
     for _ in range(10):
         into.zero_()
         file.read(0, into)
@@ -208,15 +208,15 @@ def test_one_thread_reads_while_another_writes(make: Make, engine: str) -> None:
 
 @pytest.mark.parametrize("move", ["read", "write"])
 def test_bounds_and_alignment_are_demanded(make: Make, move: str) -> None:
-    call = getattr(filled(make(), 4 * PAGE)[0], move)
+    call = getattr(fill(make(), 4 * PAGE)[0], move)
     for offset, memory in (
-        (0, aligned(4 * PAGE)[1:]),
-        (0, aligned(PAGE)[: PAGE // 2]),
-        (512, aligned(PAGE)),
-        (PAGE, aligned(4 * PAGE)),
-        (-PAGE, aligned(PAGE)),
-        (0, aligned(4 * PAGE).view(torch.float32)),
-        (0, aligned(4 * PAGE).view(2, -1)),
+        (0, aligned_memory(4 * PAGE)[1:]),
+        (0, aligned_memory(PAGE)[: PAGE // 2]),
+        (512, aligned_memory(PAGE)),
+        (PAGE, aligned_memory(4 * PAGE)),
+        (-PAGE, aligned_memory(PAGE)),
+        (0, aligned_memory(4 * PAGE).view(torch.float32)),
+        (0, aligned_memory(4 * PAGE).view(2, -1)),
     ):
         with pytest.raises(AssertionError, match=r"stage1\.states"):
             call(offset, memory)
@@ -224,7 +224,7 @@ def test_bounds_and_alignment_are_demanded(make: Make, move: str) -> None:
 
 def test_a_closed_folder_refuses(make: Make) -> None:
     folder = make()
-    file, contents = filled(folder, PAGE)
+    file, contents = fill(folder, PAGE)
     folder.close()
     for call in (file.read, file.write):
         with pytest.raises(SsdError, match="the folder was closed"):
@@ -236,9 +236,9 @@ def test_a_closed_folder_refuses(make: Make) -> None:
 @pytest.mark.slow
 def test_files_outlive_a_folder_that_nobody_holds(tmp_path: Path) -> None:
     directory = directories(tmp_path)[0]
-    file, contents = filled(SsdFolder([directory], "cpu0"), PAGE)
+    file, contents = fill(SsdFolder([directory], "cpu0"), PAGE)
     gc.collect()
-    into = aligned(PAGE)
+    into = aligned_memory(PAGE)
     file.read(0, into)
     assert torch.equal(into, contents)
     del file
@@ -248,9 +248,9 @@ def test_files_outlive_a_folder_that_nobody_holds(tmp_path: Path) -> None:
 
 def test_a_file_that_someone_removed_still_reads(make: Make) -> None:
     folder = make()
-    file, contents = filled(folder, PAGE)
+    file, contents = fill(folder, PAGE)
     shutil.rmtree(Path(file.stripes[0].path).parent)
-    into = aligned(PAGE)
+    into = aligned_memory(PAGE)
     file.read(0, into)
     assert torch.equal(into, contents)
     folder.close()

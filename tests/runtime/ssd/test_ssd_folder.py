@@ -21,7 +21,7 @@ from penstock.ir.errors import DoesNotFit, HardwareError, SsdError
 from penstock.runtime.ssd import direct_io
 from penstock.runtime.ssd import folder as ssd_folder
 from penstock.runtime.ssd.folder import SsdFolder
-from penstock.tests.runtime.ssd.on_disk import PAGE, aligned, directories, make_engine
+from penstock.tests.runtime.ssd.on_disk import PAGE, aligned_memory, directories, make_engine
 
 OTHER_JOB = """
 import sys, torch
@@ -113,8 +113,8 @@ def test_names_of_files_may_hold_anything(disk: Path) -> None:
 def test_an_empty_file_takes_nothing(disk: Path) -> None:
     folder = SsdFolder([disk], "gpu0")
     file = folder.reserve("nothing", 0)
-    file.write(0, aligned(0))
-    file.read(0, aligned(0))
+    file.write(0, aligned_memory(0))
+    file.read(0, aligned_memory(0))
     assert file.num_bytes == 0
     folder.close()
 
@@ -133,7 +133,7 @@ def test_a_forked_process_leaves_its_parents_files(disk: Path) -> None:
 # Directories and engines that do not work
 
 
-def refused(*paths: Path | str, **options: Any) -> str:
+def refusal(*paths: Path | str, **options: Any) -> str:
     with pytest.raises(HardwareError) as caught:
         SsdFolder(list(paths), "gpu0", **options)
     for path in paths[-1:]:
@@ -143,12 +143,12 @@ def refused(*paths: Path | str, **options: Any) -> str:
 
 def test_directories_that_cannot_work_are_named_with_a_way_out(disk: Path) -> None:
     (disk / "file").write_text("")
-    assert "does not exist" in refused(disk, disk / "missing")
-    assert "is a file, not a directory" in refused(disk / "file")
-    assert "Not a directory" in refused(disk / "file" / "below")
-    assert "cannot be written" in refused("/sys")
-    assert "none given" in refused()
-    text = refused(disk / "missing")
+    assert "does not exist" in refusal(disk, disk / "missing")
+    assert "is a file, not a directory" in refusal(disk / "file")
+    assert "Not a directory" in refusal(disk / "file" / "below")
+    assert "cannot be written" in refusal("/sys")
+    assert "none given" in refusal()
+    text = refusal(disk / "missing")
     assert "Name a directory on an SSD that this user may write" in text
     assert not folders_in(disk)
 
@@ -156,13 +156,13 @@ def test_directories_that_cannot_work_are_named_with_a_way_out(disk: Path) -> No
 def test_the_same_directory_twice_is_refused_under_any_name(disk: Path) -> None:
     (disk.parent / "link").symlink_to(disk)
     for other in (disk, f"{disk}/../{disk.name}", disk.parent / "link"):
-        assert f"is the same as {disk}" in refused(disk, other)
+        assert f"is the same as {disk}" in refusal(disk, other)
     assert not folders_in(disk)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_directories_in_memory_are_refused(disk: Path) -> None:
-    assert "lies in memory (tmpfs), not on a disk" in refused(disk, "/dev/shm")
+    assert "lies in memory (tmpfs), not on a disk" in refusal(disk, "/dev/shm")
     assert not folders_in(Path("/dev/shm")) and not folders_in(disk)
 
 
@@ -180,7 +180,7 @@ def test_file_systems_without_direct_access_are_refused(disk: Path, monkeypatch:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, at, no_direct if at == "open" else no_write)
-    text = refused(disk)
+    text = refusal(disk)
     assert "refuses O_DIRECT" in text and "ext4, xfs or btrfs" in text
     assert not folders_in(disk)
 
@@ -290,7 +290,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing_half_made(
 ) -> None:
     folder, places = two
     kept = folder.reserve("first", PAGE)
-    kept.write(0, aligned(PAGE, seed=1))
+    kept.write(0, aligned_memory(PAGE, seed=1))
     before = files_in(places)
     calls: list[int] = []
 
@@ -305,10 +305,10 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing_half_made(
         with pytest.raises(SsdError if number == errno.EFBIG else DoesNotFit, match="stage1"):
             folder.reserve("stage1.states", 8 * PAGE)
     assert files_in(places) == before and len(os.listdir("/proc/self/fd")) == open_before
-    into = aligned(PAGE)
+    into = aligned_memory(PAGE)
     kept.read(0, into)
-    assert torch.equal(into, aligned(PAGE, seed=1))
-    folder.reserve("stage1.states", 8 * PAGE).write(0, aligned(8 * PAGE))
+    assert torch.equal(into, aligned_memory(PAGE, seed=1))
+    folder.reserve("stage1.states", 8 * PAGE).write(0, aligned_memory(8 * PAGE))
 
 
 FULL_DISK = """

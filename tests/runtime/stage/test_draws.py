@@ -45,7 +45,7 @@ class Silent(Stage):
         return (F.dropout(x, 0.5, self.training),)
 
 
-def wanted(seed: int, place: str, number: int, x: Tensor) -> Tensor:
+def wanted_draws(seed: int, place: str, number: int, x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw_seed(seed, f"{place}.drop", number))
         h = F.dropout(x, 0.5)
@@ -63,13 +63,15 @@ def test_a_place_is_a_path_in_the_model_and_a_number() -> None:
     x = torch.ones(64)
     found = run(Drawing(), x, 5)
     places = [("h.0", 0), ("h.1", 0), ("h.1", 1)]
-    assert all(torch.equal(y, wanted(5, place, number, x)) for y, (place, number) in zip(found, places, strict=True))
+    assert all(
+        torch.equal(y, wanted_draws(5, place, number, x)) for y, (place, number) in zip(found, places, strict=True)
+    )
 
 
 def test_a_stage_says_which_of_the_draws_at_a_place_are_its_own() -> None:
     x = torch.ones(64)
     _, first, second = run(Drawing({"h.1": (3, 1), "h.1.drop": (3, 1)}), x, 5)
-    assert torch.equal(first, wanted(5, "h.1", 3, x)) and torch.equal(second, wanted(5, "h.1", 1, x))
+    assert torch.equal(first, wanted_draws(5, "h.1", 3, x)) and torch.equal(second, wanted_draws(5, "h.1", 1, x))
 
 
 def test_a_second_run_draws_the_same_and_the_users_generator_goes_on() -> None:

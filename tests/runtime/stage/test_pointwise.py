@@ -33,21 +33,21 @@ def rms_norm(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(h) + linear(h)
 
 
-def gated(linear: nn.Linear, x: Tensor) -> Tensor:
+def gate(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(F.silu(linear(x)) * linear(x + 1))
 
 
-def rotated(linear: nn.Linear, x: Tensor) -> Tensor:
+def rotate(linear: nn.Linear, x: Tensor) -> Tensor:
     h = linear(x)
     first, last = h[..., : WIDTH // 2], h[..., WIDTH // 2 :]
     return linear((h * 2 + torch.cat((-last, first), dim=-1) * 3).t().contiguous().t())
 
 
-def dropped(linear: nn.Linear, x: Tensor) -> Tensor:
+def drop(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(F.dropout(torch.sigmoid(linear(x)), 0.5) + x)
 
 
-def changed(linear: nn.Linear, x: Tensor) -> Tensor:
+def change(linear: nn.Linear, x: Tensor) -> Tensor:
     """Both a result of which others were made, and one that waits for backward, are written in place."""
     h = linear(x)
     wide = torch.tanh(h * 2)
@@ -62,10 +62,10 @@ def seen_otherwise(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(h.view(-1, WIDTH // 2).pow(2).view(h.shape)) * (bits > 0)
 
 
-FORWARDS = [gelu, rms_norm, gated, rotated, dropped, changed, seen_otherwise]
+FORWARDS = [gelu, rms_norm, gate, rotate, drop, change, seen_otherwise]
 
 
-def trained(forward: Forward, dtype: torch.dtype, again: bool) -> tuple[list[Tensor], int]:
+def train(forward: Forward, dtype: torch.dtype, again: bool) -> tuple[list[Tensor], int]:
     """Output and gradients of one forward and backward, and the bytes that were saved beside input and weights."""
     torch.manual_seed(0)
     linear, x = nn.Linear(WIDTH, WIDTH).to(dtype), torch.randn(8, WIDTH, dtype=dtype, requires_grad=True)
@@ -97,14 +97,14 @@ def trained(forward: Forward, dtype: torch.dtype, again: bool) -> tuple[list[Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_gradients_are_bit_for_bit_those_of_saved_results(forward: Forward, dtype: torch.dtype) -> None:
-    (plain, plain_bytes), (again, again_bytes) = (trained(forward, dtype, again) for again in (False, True))
+    (plain, plain_bytes), (again, again_bytes) = (train(forward, dtype, again) for again in (False, True))
     assert len(plain) == len(again) == 4 and all(map(torch.equal, plain, again))
     assert again_bytes <= plain_bytes
 
 
 def test_what_a_gelu_saves_is_its_input_alone() -> None:
     row_bytes = 8 * WIDTH * 4
-    assert [trained(gelu, torch.float32, again)[1] for again in (False, True)] == [5 * row_bytes, row_bytes]
+    assert [train(gelu, torch.float32, again)[1] for again in (False, True)] == [5 * row_bytes, row_bytes]
 
 
 STEPS: dict[str, Callable[[nn.Linear, Tensor, Tensor], Tensor]] = {
@@ -132,6 +132,6 @@ def test_any_chain_trains_the_same_and_saves_no_more(steps: list[str], low: bool
         return linear(value)
 
     dtype = torch.bfloat16 if low else torch.float32
-    (plain, plain_bytes), (again, again_bytes) = (trained(forward, dtype, again) for again in (False, True))
+    (plain, plain_bytes), (again, again_bytes) = (train(forward, dtype, again) for again in (False, True))
     torch.testing.assert_close(again, plain, rtol=0, atol=0, equal_nan=True)  # products of products may overflow
     assert again_bytes <= plain_bytes

@@ -150,7 +150,7 @@ def test_each_device_keeps_its_part() -> None:
 Edit = Callable[[str], str]
 
 
-def edited(edits: dict[int, Edit]) -> list[Program]:
+def edit_text(edits: dict[int, Edit]) -> list[Program]:
     programs = spread(interface())
     shown = [print_program(program) for program in programs]
     texts = [edits.get(device, str)(text) for device, text in enumerate(shown)]
@@ -158,7 +158,7 @@ def edited(edits: dict[int, Edit]) -> list[Program]:
     return [parse_program(text, programs[0].interface, device) for device, text in enumerate(texts)]
 
 
-def unscattered(text: str) -> str:
+def leave_unscattered(text: str) -> str:
     """The gradients of stage 1 go on as they are."""
     found = re.search(r'    stage1_own = rt.reduce_scatter\((\w+), group="shards"\)\n', text)
     assert found is not None
@@ -169,24 +169,24 @@ def unscattered(text: str) -> str:
     ("edit", "said"),
     [
         (lambda t: t.replace('fetch("stage1.weights", group="shards")', 'fetch("stage1.weights")'), "must be shard"),
-        (unscattered, "stage1 is spread over 'shards' here, but these gradients are whole"),
+        (leave_unscattered, "stage1 is spread over 'shards' here, but these gradients are whole"),
         (lambda t: t.replace('rt.step("stage0", stage0_dram)', 'rt.step("stage1", stage0_dram)'), "belong to stage0"),
         (lambda t: t.replace('group="shards"', 'group="others"', 1), "no group 'others'; there are shards"),
     ],
 )
 def test_what_one_device_may_not_leave_out(edit: Edit, said: str) -> None:
     with pytest.raises(VerifyError, match=said):
-        verify(edited({1: edit}))
+        verify(edit_text({1: edit}))
 
 
 def test_devices_must_meet_in_the_same_order() -> None:
-    def crossed(text: str) -> str:
+    def cross(text: str) -> str:
         rows = text.split("\n")
         at = [i for i, row in enumerate(rows) if "reduce_scatter" in row]
         return "\n".join([*rows[: at[0]], *rows[at[1] : at[1] + 5], *rows[at[0] : at[1]], *rows[at[1] + 5 :]])
 
     with pytest.raises(VerifyError, match="meets grads of stage0 to reduce_scatter here and grads of stage1"):
-        verify(edited({0: crossed}))
+        verify(edit_text({0: cross}))
 
 
 def test_gradients_that_no_group_adds_up() -> None:

@@ -17,7 +17,7 @@ from penstock.ir.verify import verify
 from penstock.runtime.simulate import simulate
 from penstock.runtime.stage.split_backward import input_half, weight_half
 from penstock.tests.ir.program.handmade import pipeline
-from penstock.tests.ir.verify.test_rules import edited
+from penstock.tests.ir.verify.test_rules import edit
 
 WIDTH = 8
 SPLIT = {"fetched": False, "kept": True, "split": True}
@@ -90,7 +90,7 @@ WRONG = {
 def test_wrong_texts_are_refused(name: str) -> None:
     changes, match = WRONG[name]
     with pytest.raises(VerifyError, match=match):
-        verify(edited(pipeline(2, 2, 2, **SPLIT), 1, *changes))
+        verify(edit(pipeline(2, 2, 2, **SPLIT), 1, *changes))
 
 
 def test_both_halves_run_on_the_same_weights() -> None:
@@ -98,7 +98,7 @@ def test_both_halves_run_on_the_same_weights() -> None:
     again = '    w9 = rt.fetch("stage1.weights")\n    g1_m0 = rt.backward_weight("stage1", w9'
     changes = (('    g1_m0 = rt.backward_weight("stage1", w1', again), ("rt.free(w1, r1_m0", "rt.free(w1, w9, r1_m0"))
     with pytest.raises(VerifyError, match="left by a backward on `w1`, but this half runs on `w9`"):
-        verify(edited(program, 0, *changes))
+        verify(edit(program, 0, *changes))
 
 
 def test_a_stage_whose_backward_has_one_half_is_not_split() -> None:

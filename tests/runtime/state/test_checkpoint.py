@@ -71,7 +71,7 @@ def partition(model: nn.Module, kind: str) -> list[StageSpec]:
     ]
 
 
-def trained(optimizer: Any = torch.optim.AdamW, steps: int = 3, **kwargs: Any) -> tuple[Model, Any]:
+def train(optimizer: Any = torch.optim.AdamW, steps: int = 3, **kwargs: Any) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model()
     opt = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.1, **kwargs)
@@ -140,9 +140,9 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.mark.parametrize("written", ["one", "three", "head owns"])
 @pytest.mark.parametrize("read", ["one", "three", "head owns"])
 def test_a_run_goes_on_bit_for_bit_with_another_partition(tmp_path: Path, written: str, read: str) -> None:
-    model, opt = trained()
+    model, opt = train()
     save(tmp_path / "c", model, opt, written)
-    other, fresh = trained(steps=0)
+    other, fresh = train(steps=0)
     restore(open_checkpoint(tmp_path / "c", verify=True), other, fresh, read)
     assert_same(everything(model, opt), everything(other, fresh))
     advance(model, opt, 2)
@@ -156,15 +156,15 @@ def test_a_run_goes_on_bit_for_bit_with_another_partition(tmp_path: Path, writte
     + [(cls, {}) for cls in (torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor)],
 )
 def test_states_of_every_kind_of_optimizer_are_kept(tmp_path: Path, optimizer: Any, kwargs: dict[str, Any]) -> None:
-    model, opt = trained(optimizer, **kwargs)
+    model, opt = train(optimizer, **kwargs)
     save(tmp_path / "c", model, opt, "three")
-    other, fresh = trained(optimizer, steps=0, **kwargs)
+    other, fresh = train(optimizer, steps=0, **kwargs)
     restore(open_checkpoint(tmp_path / "c"), other, fresh, "one")
     assert_same(everything(model, opt), everything(other, fresh))
 
 
 def test_a_tie_is_written_once_and_read_as_one_tensor(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     save(tmp_path / "c", model, opt, "three")
     opened = open_checkpoint(tmp_path / "c")
     assert sorted(opened.names) == sorted(OWNERS)
@@ -178,7 +178,7 @@ def test_a_tie_is_written_once_and_read_as_one_tensor(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_is_of_the_model_not_of_the_partition(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     prints = {open_checkpoint(save(tmp_path / kind, model, opt, kind)).fingerprint for kind in ("one", "three")}
     assert len(prints) == 1
     model.frozen = nn.Linear(4, 4, dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_the_fingerprint_is_of_the_model_not_of_the_partition(tmp_path: Path) ->
 
 
 def test_progress_comes_back_exactly(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     schedulers = torch.optim.lr_scheduler
     schedule = schedulers.SequentialLR(
         opt, [schedulers.LinearLR(opt, 0.3), schedulers.MultiStepLR(opt, [2, 5], 0.1)], milestones=[4]
@@ -217,10 +217,10 @@ def test_progress_comes_back_exactly(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     save(tmp_path / "c", model, opt, "one")
     with pytest.raises(CheckpointError, match=r"data of the checkpoint\.loader\[1\]: a function cannot be saved"):
-        save(tmp_path / "c", model, opt, "one", RunPosition(step=4, data={"loader": [1, trained]}))
+        save(tmp_path / "c", model, opt, "one", RunPosition(step=4, data={"loader": [1, train]}))
     assert open_checkpoint(tmp_path / "c").progress.step == 3
 
 
@@ -238,13 +238,13 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
     def guard(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def wrap(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             if len(calls) >= number:
                 raise Crash
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, wrapped)
+        monkeypatch.setattr(owner, name, wrap)
 
     guard(Path, "rename")
     guard(shutil, "rmtree")
@@ -254,7 +254,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
 
 
 def test_a_crash_at_any_point_leaves_one_complete_checkpoint(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     seen = set()
     for number in range(1, 100):
         root = tmp_path / str(number)
@@ -281,7 +281,7 @@ def test_a_crash_at_any_point_leaves_one_complete_checkpoint(tmp_path: Path) -> 
 
 
 def test_find_latest_takes_the_highest_step_and_passes_over_unfinished_saves(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "nowhere") is None
     for step in (9, 10, 2):
         save(tmp_path / f"step-{step}", model, opt, "one", RunPosition(step=step))
@@ -292,7 +292,7 @@ def test_find_latest_takes_the_highest_step_and_passes_over_unfinished_saves(tmp
 
 
 def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match=r"would be lost: thesis\.tex"):
         save(tmp_path, model, opt, "one")
@@ -306,7 +306,7 @@ def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = trained()
+    model, opt = train()
     save(tmp_path / "c", model, opt, "one", RunPosition(step=1))
     real = tensor_file._write_all
     written = []
@@ -413,7 +413,7 @@ def damage(directory: Path, what: str) -> Path:
     ],
 )
 def test_damage_is_refused_and_the_file_named(tmp_path: Path, what: str, reason: str) -> None:
-    model, opt = trained()
+    model, opt = train()
     save(tmp_path / "c", model, opt, "three")
     file = damage(tmp_path / "c", what)
     with pytest.raises(CheckpointError, match=f"{file}.*{reason}"):
@@ -425,7 +425,7 @@ def test_damage_is_refused_and_the_file_named(tmp_path: Path, what: str, reason:
 
 
 def test_another_models_checkpoint_and_none_at_all(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     save(tmp_path / "c", model, opt, "three")
     wide = nn.ModuleDict({"norm": nn.BatchNorm1d(5), "tail": nn.Linear(1, 1)})
     spec = stage(wide, "s", ["norm.weight", "tail.bias"])
@@ -437,7 +437,7 @@ def test_another_models_checkpoint_and_none_at_all(tmp_path: Path) -> None:
 
 
 def test_state_is_in_storage_of_its_own(tmp_path: Path) -> None:
-    model, opt = trained()
+    model, opt = train()
     opened = open_checkpoint(save(tmp_path / "c", model, opt, "one"))
     spec = partition(model, "one")[0]
     first: SavedStage = opened.read(spec)

@@ -225,12 +225,12 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     model, worse = gpt2(), gpt2()
     save_pretrained(tmp_path / "m", stages_of(model, 2), model)
 
-    def interrupted() -> Iterator[Stage]:
+    def interrupt() -> Iterator[Stage]:
         yield next(stages_of(worse, 2))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save_pretrained(tmp_path / "m", interrupted(), worse)
+        save_pretrained(tmp_path / "m", interrupt(), worse)
     real, calls = tensor_file._write_all, []
 
     def full(file, data: memoryview) -> None:

@@ -93,7 +93,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
-def expected(model: nn.Module) -> dict[str, torch.Tensor]:
+def expected_rates(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
 
 
@@ -105,7 +105,7 @@ def test_live_weights_are_the_models_own_tensors_unless_owned() -> None:
     shared = stage_weights(LiveWeights(model), spec_of(model), own=False)
     assert shared["transformer.wte.weight"].data_ptr() == model.transformer.wte.weight.data_ptr()
     owned = stage_weights(LiveWeights(model), spec_of(model))
-    assert same(owned, expected(model))
+    assert same(owned, expected_rates(model))
     owned["transformer.wte.weight"].add_(1)
     assert not torch.equal(owned["transformer.wte.weight"], model.transformer.wte.weight)
     assert owned["lm_head.weight"] is owned["transformer.wte.weight"]  # the tie holds
@@ -156,10 +156,10 @@ def test_directories_of_transformers_are_read_onto_a_meta_model(tmp_path: Path, 
     empty = on_meta(make)
     source = open_directory(tmp_path, empty)
     assert (source.fresh_names, source.unexpected_keys) == ((), ())
-    assert same(stage_weights(source, spec_of(empty)), expected(model))
+    assert same(stage_weights(source, spec_of(empty)), expected_rates(model))
     assert same(stage_buffers(source, spec_of(empty)), dict(model.named_buffers()))
     again: DirectoryWeights = pickle.loads(pickle.dumps(source))
-    assert same(stage_weights(again, spec_of(empty)), expected(model))
+    assert same(stage_weights(again, spec_of(empty)), expected_rates(model))
 
 
 def test_a_base_model_is_read_into_one_with_a_head_and_the_reverse(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_base_model_is_read_into_one_with_a_head_and_the_reverse(tmp_path: Pat
     for prefix in (None, "bert", "bert."):
         source = open_directory(tmp_path / "inner", empty, prefix=prefix, missing_ok=["classifier.*"], seed=1)
         weights = stage_weights(source, spec_of(empty))
-        assert all(torch.equal(weights[f"bert.{name}"], tensor) for name, tensor in expected(inner).items())
+        assert all(torch.equal(weights[f"bert.{name}"], tensor) for name, tensor in expected_rates(inner).items())
         assert source.fresh_names == ("classifier.weight", "classifier.bias")
     assert torch.equal(weights["classifier.bias"], torch.zeros(2))
     assert 0.005 < weights["classifier.weight"].std() < 0.05  # initializer_range is 0.02
@@ -177,7 +177,7 @@ def test_a_base_model_is_read_into_one_with_a_head_and_the_reverse(tmp_path: Pat
     whole.save_pretrained(tmp_path / "whole")
     source = open_directory(tmp_path / "whole", on_meta(lambda: bert(inner=True)))
     assert source.unexpected_keys == ("classifier.bias", "classifier.weight")
-    assert same(stage_weights(source, spec_of(inner)), expected(whole.bert))
+    assert same(stage_weights(source, spec_of(inner)), expected_rates(whole.bert))
 
 
 def test_what_does_not_agree_is_listed(tmp_path: Path) -> None:
@@ -196,12 +196,12 @@ def test_what_does_not_agree_is_listed(tmp_path: Path) -> None:
 
 def test_a_tie_is_found_under_its_other_name_and_must_agree(tmp_path: Path) -> None:
     model = gpt2()
-    state = {name: tensor.clone() for name, tensor in expected(model).items()}
+    state = {name: tensor.clone() for name, tensor in expected_rates(model).items()}
     del state["transformer.wte.weight"]
     save_file(state, tmp_path / "model.safetensors")
     empty = on_meta(gpt2)
     weights = stage_weights(open_directory(tmp_path, empty), spec_of(empty))
-    assert same(weights, expected(model))
+    assert same(weights, expected_rates(model))
     state["transformer.wte.weight"] = state["lm_head.weight"] + 1
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'transformer\.wte\.weight' and 'lm_head\.weight' differ"):
@@ -210,13 +210,13 @@ def test_a_tie_is_found_under_its_other_name_and_must_agree(tmp_path: Path) -> N
 
 def test_names_of_old_files_are_understood(tmp_path: Path) -> None:
     model = bert()
-    old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): t.clone() for n, t in expected(model).items()}
+    old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): t.clone() for n, t in expected_rates(model).items()}
     old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in old.items()}
     assert sum(name.endswith((".gamma", ".beta")) for name in old) == 10
     save_file(old, tmp_path / "model.safetensors")
     source = open_directory(tmp_path, on_meta(bert))
     assert source.unexpected_keys == ()
-    assert same(stage_weights(source, spec_of(model)), expected(model))
+    assert same(stage_weights(source, spec_of(model)), expected_rates(model))
 
 
 STREAM = """
@@ -290,7 +290,7 @@ def test_real_pretrained_weights_go_into_a_classifier() -> None:
     assert source.unexpected_keys == ()  # its stored position ids are a buffer that the model computes
     reference = transformers.BertForSequenceClassification.from_pretrained(minilm(), num_labels=5)
     weights = stage_weights(source, spec_of(empty))
-    for name, tensor in expected(reference).items():
+    for name, tensor in expected_rates(reference).items():
         assert weights[name].shape == tensor.shape
         if not name.startswith("classifier."):
             assert torch.equal(weights[name], tensor), name
@@ -305,7 +305,7 @@ def test_fresh_values_have_the_distribution_of_construction(make) -> None:
     torch.manual_seed(0)
     model, empty = make(), on_meta(make)
     values = stage_weights(FreshWeights(empty, seed=3), spec_of(empty))
-    for name, tensor in expected(model).items():
+    for name, tensor in expected_rates(model).items():
         drawn = values[name]
         if tensor.numel() > 200 and float(tensor.std()) > 0:
             assert 0.75 < float(drawn.std() / tensor.std()) < 1.33, name

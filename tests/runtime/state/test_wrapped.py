@@ -99,26 +99,26 @@ def test_the_refusal_comes_before_the_devices_are_asked_and_its_way_out_works(tm
     assert found.keys() == model.encoder.state_dict().keys()
 
 
-def exchanged() -> nn.Module:
+def exchange_modules() -> nn.Module:
     model: Any = bert()
     model.classifier = nn.Linear(16, 5)
     return model
 
 
-def extended() -> nn.Module:
+def extend() -> nn.Module:
     model: Any = gpt2()
     model.transformer.h[0].attn.extra = nn.Linear(16, 2)
     return model
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(exchanged, r"classifier\.weight \[5, 16\]"), (extended, r"attn\.extra\.weight \[2, 16\]")]
+    ("make", "name"), [(exchange_modules, r"classifier\.weight \[5, 16\]"), (extend, r"attn\.extra\.weight \[2, 16\]")]
 )
 def test_parts_that_the_configuration_does_not_know_are_refused(make: Any, name: str, tmp_path: Path) -> None:
     model = make()
     with pytest.raises(PlanError, match=name):
         save_pretrained(tmp_path / "saved", stages_of(model, 2), model)
-    if make is exchanged:
+    if make is exchange_modules:
         model.config.num_labels = 5
         save_pretrained(tmp_path / "saved", stages_of(model, 2), model)
         assert_loads(tmp_path / "saved", model)

@@ -28,7 +28,7 @@ class Pair(nn.Module):
         self.second = nn.Linear(4, 2)
 
 
-def saved(model: Any, directory: Path) -> dict[str, Tensor]:
+def save(model: Any, directory: Path) -> dict[str, Tensor]:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
     else:
@@ -40,7 +40,7 @@ def saved(model: Any, directory: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("wrap", [Called, torch.compile, lambda m: nn.Sequential(nn.ModuleDict({"m": m}))])
 def test_the_files_of_the_model_in_a_wrapper_are_read(make: Any, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     torch.manual_seed(1)
-    values = saved(model := make(), tmp_path)
+    values = save(model := make(), tmp_path)
     inner = on_meta(make)
     wrapper = wrap(inner)
     source = open_directory(tmp_path, wrapper)  # nothing is missing
@@ -51,7 +51,7 @@ def test_the_files_of_the_model_in_a_wrapper_are_read(make: Any, wrap: Callable[
 
 
 def test_a_head_of_the_wrapper_keeps_its_own_values_or_is_initialised(tmp_path: Path) -> None:
-    values = saved(bert("MaskedLM").bert, tmp_path)
+    values = save(bert("MaskedLM").bert, tmp_path)
     wrapper = Headed(on_meta(lambda: bert("MaskedLM").bert))
     with pytest.raises(CheckpointError, match=r"Missing \(2\): score\.weight, score\.bias"):
         open_directory(tmp_path, wrapper)
@@ -65,13 +65,13 @@ def test_a_head_of_the_wrapper_keeps_its_own_values_or_is_initialised(tmp_path: 
 
 
 def test_a_part_is_known_by_its_names_if_only_one_has_them(tmp_path: Path) -> None:
-    values = saved(Pair().first, tmp_path / "first")
+    values = save(Pair().first, tmp_path / "first")
     with torch.device("meta"):
         model = Pair()
     model.second = nn.Linear(4, 2)
     source = open_directory(tmp_path / "first", model, missing_ok=["second.*"])
     assert torch.equal(source.read("first.2.bias"), values["2.bias"])
-    saved(nn.Linear(4, 4), tmp_path / "one")  # which of three?
+    save(nn.Linear(4, 4), tmp_path / "one")  # which of three?
     with pytest.raises(CheckpointError, match="Not one name agrees"):
         open_directory(tmp_path / "one", model, missing_ok=True)
 
@@ -83,7 +83,7 @@ def test_a_part_is_known_by_its_names_if_only_one_has_them(tmp_path: Path) -> No
 def test_the_base_of_adapters_comes_from_the_files_and_adapters_begin_as_peft_begins(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    values = saved(llama(), tmp_path)
+    values = save(llama(), tmp_path)
     options = {"init_lora_weights": True, **options}
     model = lora(on_meta(llama), **options)
     live = lora(llama(), **options)
@@ -108,7 +108,7 @@ def test_the_base_of_adapters_comes_from_the_files_and_adapters_begin_as_peft_be
 
 @pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
 def test_adapters_that_begin_from_the_weights_are_refused_on_meta(options: dict[str, Any], tmp_path: Path) -> None:
-    saved(llama(), tmp_path)
+    save(llama(), tmp_path)
     model = lora(on_meta(llama), init_lora_weights=True)
     for config in model.peft_config.values():
         config.init_lora_weights = options.get("init_lora_weights", True)

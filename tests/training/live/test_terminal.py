@@ -23,7 +23,7 @@ def terminal(width: int = 100, height: int = 30) -> Console:
     return Console(file=StringIO(), width=width, height=height, force_terminal=True, record=True, _environ={})
 
 
-def shown(listener: Listener, screen: Console) -> str:
+def show(listener: Listener, screen: Console) -> str:
     """What the view looks like now, without the blanks at the ends of lines."""
     screen.print(listener)
     return "".join(f"{line.rstrip()}\n" for line in screen.export_text().splitlines())
@@ -33,10 +33,10 @@ def test_a_run_under_way(golden: Golden) -> None:
     screen, clock = terminal(), Clock()
     view = TerminalView(screen, RunState(clock))
     view.state.begin(facts_of_run())
-    golden(shown(view, screen), "before-the-first-step")
+    golden(show(view, screen), "before-the-first-step")
     tell(view, clock, range(1, 121))
     view.evaluated(100, {"loss": 2.3, "accuracy": 0.91})
-    golden(shown(view, screen), "under-way")
+    golden(show(view, screen), "under-way")
 
 
 def test_a_run_that_was_stopped_on_one_device(golden: Golden) -> None:
@@ -45,7 +45,7 @@ def test_a_run_that_was_stopped_on_one_device(golden: Golden) -> None:
     view.state.begin(facts_of_run(1))
     tell(view, clock, range(1, 4), 1)
     view.state.end(interrupted=True)
-    golden(shown(view, screen), "stopped-on-one-device")
+    golden(show(view, screen), "stopped-on-one-device")
 
 
 @pytest.mark.parametrize(

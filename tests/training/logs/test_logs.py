@@ -13,7 +13,7 @@ import pytest
 
 from penstock.ir.errors import PlanError
 from penstock.tests.training.live.told import OFFER
-from penstock.tests.training.logged_run import MICRO_BATCHES, STEPS, TOKENS, compiled, run
+from penstock.tests.training.logged_run import MICRO_BATCHES, STEPS, TOKENS, compile_job, run
 from penstock.training.listener import RunFacts, StepRecord
 from penstock.training.logs import find
 from penstock.training.logs.find import find_logs
@@ -118,7 +118,7 @@ def test_the_page_names_every_curve_and_its_loop_runs(tmp_path: Path, monkeypatc
     told = record(1, gradient_norm=1.0, predicted_s=1.0, model_flops_utilisation=0.5, ssd_wear_share=0.1)
     assert [name for name in scalars(told) if f"`{name}`" not in page] == []
     monkeypatch.chdir(tmp_path)
-    job, batch = compiled()
+    job, batch = compile_job()
     exec(page.split("```python\n")[1].split("```")[0], {"job": job, "batches": [batch] * 3})
     assert [row["event"] for row in lines(tmp_path / "out" / "logs")] == ["begin", *["step"] * 3, "end"]
 

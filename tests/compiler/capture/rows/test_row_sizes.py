@@ -23,7 +23,7 @@ FAMILIES = ["gpt2", "llama", "mixtral", "bert", "vit", "wide_resnet", "in_place"
 META = ("val", "alias_of", "mutates", "source", "module_path", "module_call", "random", "draw", "no_grad", "autocast")
 
 
-def shown(graph: OpGraph) -> list[tuple]:
+def show(graph: OpGraph) -> list[tuple]:
     """All that passes read of a graph."""
     rows = []
     for node in graph.nodes:
@@ -49,7 +49,7 @@ def at(model: nn.Module, rows: int, other: int) -> tuple[OpGraph, Callable[[], O
         return {"x": torch.zeros(number, 6)}
 
     found = trace(model, batch(rows), any_rows=True)
-    assert shown(found) == shown(trace(model, batch(rows)))
+    assert show(found) == show(trace(model, batch(rows)))
     assert found.at_inputs is not None
     at_inputs = found.at_inputs
     return trace(model, batch(other)), lambda: at_inputs(batch(other))
@@ -61,8 +61,8 @@ def test_other_rows_are_what_a_trace_of_them_gives(name: str) -> None:
     one = {key: value[:1] for key, value in batch.items()}
     found = trace(model, batch, any_rows=True)
     assert found.at_inputs is not None
-    assert shown(found) == shown(trace(model, batch))
-    assert shown(found.at_inputs(one)) == shown(trace(model, one))
+    assert show(found) == show(trace(model, batch))
+    assert show(found.at_inputs(one)) == show(trace(model, one))
 
 
 FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -86,7 +86,7 @@ FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_numbers_are_followed(name: str) -> None:
     alone, other = at(Body(FOLLOWED[name]), 4, 2)
-    assert shown(other()) == shown(alone)
+    assert show(other()) == show(alone)
 
 
 class Cache(dict):
@@ -129,7 +129,7 @@ def test_what_python_reads_of_rows_is_found_out(name: str) -> None:
     model = Body(BAKED[name])
     try:
         alone, other = at(model, 4, 2)
-        assert shown(other()) == shown(alone)
+        assert show(other()) == show(alone)
     except CaptureError as error:
         assert isinstance(error, OtherTrace) or "failed" in str(error) or "value" in str(error)
 
@@ -215,7 +215,7 @@ def test_a_model_that_branches_is_traced_for_each_number() -> None:
     graph_of = graphs(Body(BAKED["branch"]))
     for number in (1, 2, 4):
         graph = graph_of(number)
-        assert shown(graph) == shown(trace(Body(BAKED["branch"]), {"x": torch.zeros(8 // number, 6)}))
+        assert show(graph) == show(trace(Body(BAKED["branch"]), {"x": torch.zeros(8 // number, 6)}))
     assert traced == ["any", "4"]  # 4 rows take the branch of 8
 
 

@@ -50,7 +50,7 @@ def lora(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(**given))
 
 
-def compiled(
+def compile_job(
     model: nn.Module, *, memory: str = "64MB", num_devices: int = 1, batch: Any = BATCH, **options: Any
 ) -> Job:  # fmt: skip
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory=memory, dram="1GB")

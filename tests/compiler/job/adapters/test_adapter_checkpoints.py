@@ -15,7 +15,7 @@ import penstock
 from penstock.errors import CheckpointError, PlanError
 from penstock.runtime.state.checkpoint import open_checkpoint
 from penstock.tests.compiler.eager_baseline import optimizer_states
-from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compiled, llama, lora
+from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compile_job, llama, lora
 from penstock.tests.compiler.job.quantised import models as quantised
 from penstock.tests.runtime.state.test_pretrained import on_meta
 
@@ -24,7 +24,7 @@ STEPS = 2
 
 def went_on(model: Any, directory: Path, **options: Any) -> tuple[list[float], dict[str, Tensor], dict[Any, Any]]:
     """Losses after `resume`, then weights and optimizer states."""
-    with compiled(model, **options) as job:
+    with compile_job(model, **options) as job:
         job.resume(directory)
         losses = [float(job.step(BATCH)) for _ in range(STEPS)]
         return losses, job.state_dict(), optimizer_states(job)
@@ -33,7 +33,7 @@ def went_on(model: Any, directory: Path, **options: Any) -> tuple[list[float], d
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, list[float], dict[str, Tensor]]:
     """A checkpoint after two steps, and what the run did afterwards."""
-    with compiled(lora(llama(), modules_to_save=["lm_head"])) as job:
+    with compile_job(lora(llama(), modules_to_save=["lm_head"])) as job:
         for _ in range(STEPS):
             job.step(BATCH)
         job.save(tmp_path / "checkpoint")
@@ -81,7 +81,7 @@ def test_a_run_goes_on_on_two_devices(strategy: str, saved: Any) -> None:
 
 def test_a_job_that_runs_already_goes_back(saved: Any) -> None:
     directory, losses, _ = saved
-    with compiled(lora(llama(), modules_to_save=["lm_head"])) as job:
+    with compile_job(lora(llama(), modules_to_save=["lm_head"])) as job:
         for _ in range(3):
             job.step(BATCH)
         job.resume(directory)
@@ -108,7 +108,7 @@ def test_another_base_is_refused_and_both_are_named(saved: Any, tmp_path: Path) 
         (lambda: lora(other, modules_to_save=["lm_head"]), {}),
         (lambda: lora(on_meta(llama), modules_to_save=["lm_head"]), {"weights": tmp_path / "other"}),
     ):
-        with compiled(make(), **more) as job, pytest.raises(CheckpointError) as caught:
+        with compile_job(make(), **more) as job, pytest.raises(CheckpointError) as caught:
             job.resume(directory)
         said = str(caught.value)
         assert digest in said and (str(tmp_path / "other") in said if more else said.count("llama (") == 2), said
@@ -117,13 +117,13 @@ def test_another_base_is_refused_and_both_are_named(saved: Any, tmp_path: Path) 
 
 def test_a_base_on_meta_without_files_is_refused(saved: Any) -> None:
     directory, _, _ = saved
-    job = compiled(lora(on_meta(llama), modules_to_save=["lm_head"]))
+    job = compile_job(lora(on_meta(llama), modules_to_save=["lm_head"]))
     with pytest.raises(PlanError, match="weights=DIRECTORY"):
         job.resume(directory)
 
 
 def test_a_job_whose_weights_are_all_trained_keeps_full_checkpoints(tmp_path: Path) -> None:
-    with compiled(llama()) as job:
+    with compile_job(llama()) as job:
         job.step(BATCH)
         job.save(tmp_path / "checkpoint")
         names = set(job.state_dict())
@@ -137,7 +137,7 @@ def test_a_full_checkpoint_of_a_frozen_base_is_read_and_its_base_kept(tmp_path: 
     """As jobs wrote it before: what it holds counts, and later checkpoints hold it, too."""
 
     def old(model: Any, directory: Path) -> tuple[Any, list[float]]:
-        job = compiled(model)
+        job = compile_job(model)
         job.step(BATCH)
         job._run.base = None
         job.save(directory)
@@ -148,7 +148,7 @@ def test_a_full_checkpoint_of_a_frozen_base_is_read_and_its_base_kept(tmp_path: 
     assert open_checkpoint(tmp_path / "old").base is None
     other = llama()
     other.model.norm.weight.data.add_(1.0)
-    with compiled(lora(other)) as job:
+    with compile_job(lora(other)) as job:
         job.resume(tmp_path / "old")
         job.save(tmp_path / "new")
         assert [float(job.step(BATCH)) for _ in range(STEPS)] == losses
@@ -159,7 +159,10 @@ def test_a_truncated_adapter_file_is_refused(saved: Any) -> None:
     directory, _, _ = saved
     file = next(iter(directory.glob("*.safetensors")))
     file.write_bytes(file.read_bytes()[:-5])
-    with compiled(lora(llama(), modules_to_save=["lm_head"])) as job, pytest.raises(CheckpointError, match=file.name):
+    with (
+        compile_job(lora(llama(), modules_to_save=["lm_head"])) as job,
+        pytest.raises(CheckpointError, match=file.name),
+    ):
         job.resume(directory)
 
 
@@ -174,16 +177,16 @@ def test_a_quantised_base_is_the_same_loaded_and_packed_while_it_is_read(tmp_pat
             model, machine, example_inputs=quantised.batch(0), optimizer=quantised.SGD, micro_batches=2, **more
         )
 
-    with job_of(quantised.adapted(quantised.loaded(whole, "nf4"))) as job:
+    with job_of(quantised.adapt(quantised.load_model(whole, "nf4"))) as job:
         job.step(quantised.batch(0))
         job.save(tmp_path / "checkpoint")
         expected = float(job.step(quantised.batch(1)))
         with pytest.raises(PlanError, match="is quantised"):
             job.save_pretrained(tmp_path / "merged", merge=True)
     assert all("lora_" in key for key in tensors_in(tmp_path / "checkpoint") if not key.startswith("buffers"))
-    with job_of(quantised.adapted(quantised.on_meta(whole, "nf4")), weights=whole) as job:
+    with job_of(quantised.adapt(quantised.on_meta(whole, "nf4")), weights=whole) as job:
         job.resume(tmp_path / "checkpoint")
         assert float(job.step(quantised.batch(1))) == expected
-    other = job_of(quantised.adapted(quantised.loaded(whole, "fp4")))
+    other = job_of(quantised.adapt(quantised.load_model(whole, "fp4")))
     with pytest.raises(CheckpointError, match="Compile with the base"):
         other.resume(tmp_path / "checkpoint")

@@ -14,7 +14,7 @@ from penstock.tests.compiler.eager_baseline import Eager, assert_close, assert_s
 from penstock.tests.compiler.job.adapters.adapted_models import (
     BATCH,
     MODELS,
-    compiled,
+    compile_job,
     input_gradients,
     llama,
     lora,
@@ -29,7 +29,7 @@ TOLERANCE = 5e-6
 def assert_trains(model: Any, steps: int = 3, **options: Any) -> None:
     eager = Eager(model)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    with compiled(model, **options) as job:
+    with compile_job(model, **options) as job:
         assert bool(job.plan.decisions.fetch) == (options.get("strategy") == "mobius")
         for _ in range(steps):
             assert_close({"loss": job.step(BATCH)}, {"loss": eager.step(BATCH)}, 1e-6)
@@ -68,11 +68,11 @@ def test_adapters_on_two_devices_train_as_in_eager(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(["reentrant checkpointing"], ["checkpointing", "reentrant checkpointing"]))
 def test_gradient_checkpointing_is_ignored_and_this_is_said(name: str) -> None:
     with pytest.warns(UserWarning, match="asks for gradient checkpointing.*is ignored: the plan itself decides"):
-        job = compiled(MODELS[name]())
+        job = compile_job(MODELS[name]())
     model = input_gradients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = compiled(model)
+        plain = compile_job(model)
     # The plan is that of the model without it: nothing runs twice unless the plan says so.
     assert job.plan.hash == plain.plan.hash
     assert job.code(0).partition("def step(")[2] == plain.code(0).partition("def step(")[2]
@@ -80,14 +80,14 @@ def test_gradient_checkpointing_is_ignored_and_this_is_said(name: str) -> None:
 
 def test_gradients_of_inputs_that_a_hook_asks_for_are_not_computed() -> None:
     model = MODELS["input gradients"]()
-    with_hook, without = compiled(model, num_devices=2), compiled(MODELS["last layer"](), num_devices=2)
+    with_hook, without = compile_job(model, num_devices=2), compile_job(MODELS["last layer"](), num_devices=2)
     assert with_hook.code(0).count("rt.backward(") == without.code(0).count("rt.backward(") == 0
     assert with_hook.code(1).count("rt.backward(") == without.code(1).count("rt.backward(") > 0
 
 
 def test_dropout_of_adapters_draws_the_numbers_of_eager() -> None:
     model = lora(llama(), lora_dropout=0.2)
-    with compiled(model) as job:
+    with compile_job(model) as job:
         first = [float(job.step(BATCH)) for _ in range(2)]
     eager = Eager(model)
     assert first == pytest.approx([float(eager.step(BATCH)) for _ in range(2)], abs=1e-6)
@@ -103,12 +103,12 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
     model = lora(llama())
     model.requires_grad_(False)
     with pytest.raises(penstock.errors.PenstockError, match="PeftModel has no parameter that requires a gradient"):
-        compiled(model)
+        compile_job(model)
 
 
 def test_adapters_switched_on_after_compile_are_refused_by_name() -> None:
     model = MODELS["one of two"]()
-    with compiled(model) as job:
+    with compile_job(model) as job:
         job.step(BATCH)
         model.set_adapter("default")
         with pytest.raises(penstock.errors.PlanError, match=r"lora_[AB]\.(default|other)"):

@@ -17,7 +17,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.ir import ops
 from penstock.ir.program import Interface, ParamSpec, StageSpec
-from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compiled, llama, lora
+from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compile_job, llama, lora
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 LAYERS = 4
@@ -34,21 +34,21 @@ def stage_of(node: fx.Node) -> str:
     return str(node.args[0]).partition(".")[0]
 
 
-def moved(job: Job, kind: Any) -> int:
+def move(job: Job, kind: Any) -> int:
     return sum(node.meta["type"].bytes for node in calls(job, kind))
 
 
-def swapped(model: Any, memory: str = "160kB") -> Job:
+def swapping_job(model: Any, memory: str = "160kB") -> Job:
     """Four stages, of which one or two fit, so that a backward fetches its stage again."""
     stages = "coarsen, partition-balanced{stages=4}, map-cross, schedule-pipeline"
     tail = "insert-remat, insert-fetch{swap=true}, insert-optimizer"
-    return compiled(model, strategy=f"{stages}, {tail}", optimizer=ADAMW, memory=memory)
+    return compile_job(model, strategy=f"{stages}, {tail}", optimizer=ADAMW, memory=memory)
 
 
 def test_optimizer_states_and_gradients_are_those_of_the_adapters() -> None:
     model = lora(llama(num_hidden_layers=LAYERS))
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    job = compiled(model, optimizer=ADAMW, precision="bf16-mixed", strategy="balanced")
+    job = compile_job(model, optimizer=ADAMW, precision="bf16-mixed", strategy="balanced")
     specs = job.folder.interface.stages.values()
     assert sum(spec.trained_params for spec in specs) == adapters
     assert sum(job.folder.interface.master_bytes(spec) for spec in specs) in (0, 4 * adapters)
@@ -58,7 +58,7 @@ def test_optimizer_states_and_gradients_are_those_of_the_adapters() -> None:
 
 
 def test_resident_adapters_and_their_states_stay_on_the_device() -> None:
-    job = compiled(lora(llama(num_hidden_layers=LAYERS)), optimizer=ADAMW)
+    job = compile_job(lora(llama(num_hidden_layers=LAYERS)), optimizer=ADAMW)
     assert set(job.plan.decisions.optimizer.values()) == {"device"}
     assert not list(calls(job, ops.fetch)) and not list(calls(job, ops.offload))
     with job:
@@ -75,9 +75,9 @@ def test_of_a_swapped_base_with_large_adapters_only_their_gradients_leave_the_de
     """Too large to stay on the device, they travel with their stages."""
     model = lora(llama(num_hidden_layers=LAYERS))
     adapters = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    job, full = swapped(model), swapped(llama(num_hidden_layers=LAYERS), "300kB")
-    assert moved(job, ops.offload) == adapters
-    assert moved(full, ops.offload) >= 20 * adapters
+    job, full = swapping_job(model), swapping_job(llama(num_hidden_layers=LAYERS), "300kB")
+    assert move(job, ops.offload) == adapters
+    assert move(full, ops.offload) >= 20 * adapters
     with job:
         job.step(BATCH)
         job.step(BATCH)
@@ -89,7 +89,7 @@ def test_of_a_swapped_base_with_large_adapters_only_their_gradients_leave_the_de
 
 def test_stages_below_the_first_adapter_are_fetched_once_and_have_no_backward() -> None:
     model = lora(llama(num_hidden_layers=LAYERS), layers_to_transform=[LAYERS - 1])
-    job = swapped(model)
+    job = swapping_job(model)
     stages = list(job.folder.interface.stages)
     assert len(stages) == LAYERS
     fetched = Counter(stage_of(node) for node in calls(job, ops.fetch))
@@ -100,8 +100,8 @@ def test_stages_below_the_first_adapter_are_fetched_once_and_have_no_backward() 
     assert {stage: fetched[stage] - parts[stage] for stage in stages[:first]} == dict.fromkeys(stages[:first], 1)
     assert backward == set(stages[first:])
     assert {stage_of(node) for node in calls(job, ops.step)} == {stages[first]}
-    everywhere = swapped(lora(llama(num_hidden_layers=LAYERS)))
-    assert moved(everywhere, ops.fetch) > 1.5 * moved(job, ops.fetch)
+    everywhere = swapping_job(lora(llama(num_hidden_layers=LAYERS)))
+    assert move(everywhere, ops.fetch) > 1.5 * move(job, ops.fetch)
 
 
 def test_frozen_stages_on_ssd_are_never_read_for_a_step_nor_written(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_of_a_base_on_ssd_only_pages_with_adapters_are_read_for_a_step_and_writt
 ) -> None:
     """Also where an update may be undone, so that each file has two slots: frozen weights lie in both."""
 
-    def made(**options: Any) -> Job:
+    def make(**options: Any) -> Job:
         machine = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="200MB", ssd="2GB")
         model = lora(llama(hidden_size=64, intermediate_size=256), r=48, target_modules=["q_proj"])
         return penstock.compile(
@@ -135,12 +135,12 @@ def test_of_a_base_on_ssd_only_pages_with_adapters_are_read_for_a_step_and_writt
             max_grad_norm=clip, **options,
         )  # fmt: skip
 
-    def trained(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def train(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
         return [float(job.step(BATCH)) for _ in range(3)], job.state_dict()
 
-    with made(strategy="fuyou", ssd_dirs=[tmp_path], ssd_verify=True) as job:
+    with make(strategy="fuyou", ssd_dirs=[tmp_path], ssd_verify=True) as job:
         assert "all" in job.plan.decisions.ssd.stages.values()
-        losses, weights = trained(job)
+        losses, weights = train(job)
         assert job.last is not None
         moved_bytes, told = job.last.moved_bytes, job.simulate()
         updated = {stage_of(node) for node in calls(job, ops.step)}
@@ -153,8 +153,8 @@ def test_of_a_base_on_ssd_only_pages_with_adapters_are_read_for_a_step_and_writt
     assert {moved for link, moved in told.moved_bytes.items() if "ssd" in link} >= {size}
     stages = "drop-masks, chunk-loss, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin"
     tail = "schedule-pipeline, insert-remat, insert-fetch{swap=true}, insert-optimizer"
-    with made(strategy=f"{stages}, {tail}") as other:
-        expected, held = trained(other)
+    with make(strategy=f"{stages}, {tail}") as other:
+        expected, held = train(other)
     assert losses == expected
     assert all(torch.equal(tensor, held[name]) for name, tensor in weights.items())
 

@@ -19,7 +19,7 @@ from penstock.tests.compiler.job.adapters.adapted_models import (
     BATCH,
     IDS,
     MODELS,
-    compiled,
+    compile_job,
     llama,
     lora,
 )
@@ -31,13 +31,13 @@ from penstock.tests.shown_elsewhere import slow_but
 TOLERANCE = 2e-5
 
 
-def tied(**options: Any) -> Callable[[], Any]:
+def tie(**options: Any) -> Callable[[], Any]:
     return lambda: lora(llama(tie_word_embeddings=True), **options)
 
 
 TIED = {
-    "tied embedding": tied(target_modules=["embed_tokens", "q_proj"]),
-    "tied head": tied(modules_to_save=["lm_head"]),
+    "tied embedding": tie(target_modules=["embed_tokens", "q_proj"]),
+    "tied head": tie(modules_to_save=["lm_head"]),
     "gpt2": lambda: lora(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
 }
 CASES = {name: make for name, make in {**MODELS, **TIED}.items() if "checkpointing" not in name}
@@ -52,7 +52,7 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def loaded(directory: Path, model: Any) -> Any:
+def load(directory: Path, model: Any) -> Any:
     kind = transformers.AutoModelForCausalLM
     found, info = kind.from_pretrained(directory, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
@@ -72,14 +72,14 @@ def logits(model: nn.Module) -> Tensor:
 def test_the_merged_model_computes_what_was_trained(name: str, tmp_path: Path) -> None:
     model = CASES[name]()
     base = {key: value.clone() for key, value in model.state_dict().items()}
-    with compiled(model) as job:
+    with compile_job(model) as job:
         for _ in range(2):
             job.step(BATCH)
         job.save_pretrained(tmp_path / "merged", merge=True)
         assert all(torch.equal(value, base[key]) for key, value in model.state_dict().items())  # untouched until now
         job.sync()
     assert not list((tmp_path / "merged").glob("adapter*"))
-    found, expected = logits(loaded(tmp_path / "merged", model)), logits(model)
+    found, expected = logits(load(tmp_path / "merged", model)), logits(model)
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
     with model.disable_adapter():
         assert (found - logits(model)).abs().max() > 100 * TOLERANCE * expected.abs().max()
@@ -87,11 +87,11 @@ def test_the_merged_model_computes_what_was_trained(name: str, tmp_path: Path) -
 
 def test_merging_is_that_of_peft(tmp_path: Path) -> None:
     model = lora(llama(), use_dora=True, use_rslora=True)
-    with compiled(model) as job:
+    with compile_job(model) as job:
         job.step(BATCH)
         job.save_pretrained(tmp_path, merge=True)
         job.sync()
-    found = loaded(tmp_path, model).state_dict()
+    found = load(tmp_path, model).state_dict()
     expected = model.merge_and_unload(safe_merge=True).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -105,37 +105,40 @@ def test_stages_of_a_swapped_base_on_meta_are_merged_one_layer_at_a_time(
     held: list[int] = []
     merge = merged.AdaptedLayer.merge
 
-    def counted(layer: merged.AdaptedLayer) -> dict[str, Tensor]:
+    def count(layer: merged.AdaptedLayer) -> dict[str, Tensor]:
         held.append(sum(t.numel() for t in layer.given.values()))
         return merge(layer)
 
-    monkeypatch.setattr(merged.AdaptedLayer, "merge", counted)
+    monkeypatch.setattr(merged.AdaptedLayer, "merge", count)
     model = lora(on_meta(llama), init_lora_weights=True)
-    job = compiled(model, weights=tmp_path / "base", strategy="mobius", memory="150kB")
+    job = compile_job(model, weights=tmp_path / "base", strategy="mobius", memory="150kB")
     with pytest.warns(UserWarning, match="absent and start from"), job:
         job.step(BATCH)
         job.save_pretrained(tmp_path / "merged", merge=True)
         job.sync()
     assert len(held) == 4 and max(held) == 32 * 32 + 2 * 4 * 32  # one projection with its adapter
-    found, expected = logits(loaded(tmp_path / "merged", model)), logits(model)
+    found, expected = logits(load(tmp_path / "merged", model)), logits(model)
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
-    with compiled(llama()) as job, pytest.raises(PlanError, match="LlamaForCausalLM has no adapters of PEFT to merge"):
+    with (
+        compile_job(llama()) as job,
+        pytest.raises(PlanError, match="LlamaForCausalLM has no adapters of PEFT to merge"),
+    ):
         job.save_pretrained(tmp_path / "merged", merge=True)
     assert not (tmp_path / "merged").exists()
 
 
 def test_adapters_that_change_no_weights_are_refused(tmp_path: Path) -> None:
     model = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with compiled(model) as job, pytest.raises(PlanError, match=re.escape("PROMPT_TUNING are no change of weights")):
+    with compile_job(model) as job, pytest.raises(PlanError, match=re.escape("PROMPT_TUNING are no change of weights")):
         job.save_pretrained(tmp_path / "merged", merge=True)
 
 
 def test_numbers_that_are_not_finite_leave_the_directory_as_it_was(tmp_path: Path) -> None:
     model = lora(llama())
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data[0, 0] = float("inf")
-    with compiled(model) as job, pytest.raises(PlanError, match=r"self_attn\.q_proj: NaNs detected"):
+    with compile_job(model) as job, pytest.raises(PlanError, match=r"self_attn\.q_proj: NaNs detected"):
         job.save_pretrained(tmp_path / "merged", merge=True)
     assert durable.names_in(tmp_path) == []

@@ -32,7 +32,7 @@ def model() -> Any:
     return lora(llama(num_hidden_layers=4, hidden_size=64, intermediate_size=256), r=2)
 
 
-def compiled(given: Any, strategy: str, memory: str = "2MB", num_devices: int = 1, **options: Any) -> Job:
+def compile_job(given: Any, strategy: str, memory: str = "2MB", num_devices: int = 1, **options: Any) -> Job:
     machine = penstock.Hardware.cpu(num_devices, memory=memory, dram="200MB", ssd="1GB")
     kept = {"optimizer": ADAMW, "micro_batches": MICRO_BATCHES, **options}
     job = penstock.compile(given, machine, example_inputs=BATCH, strategy=strategy, **kept)
@@ -61,7 +61,7 @@ def test_training_is_eagers(strategy: str, devices: int, options: dict[str, Any]
     eager = Eager(given, ADAMW, **options)
     if strategy is SSD:
         options = {**options, "ssd_dirs": [tmp_path], "ssd_verify": True}
-    with compiled(given, strategy, num_devices=devices, **options) as job:
+    with compile_job(given, strategy, num_devices=devices, **options) as job:
         for _ in range(3):
             assert_close({"loss": job.step(BATCH)}, {"loss": eager.step(BATCH)}, 1e-6)
         assert_same_states(job, eager, TOLERANCE)
@@ -91,7 +91,7 @@ def test_low_precision_is_that_of_a_plan_that_stays(precision: str) -> None:
 @pytest.mark.parametrize("strategy", [DRAM, SSD], ids=["dram", "ssd"])
 def test_frozen_bytes_alone_move_as_predicted(strategy: str, tmp_path: Path) -> None:
     options = {} if strategy is DRAM else {"ssd_dirs": [tmp_path]}
-    with compiled(model(), strategy, **options) as job:
+    with compile_job(model(), strategy, **options) as job:
         assert set(job.plan.decisions.optimizer.values()) <= {"device", "dram", "ssd"}
         assert {job.plan.decisions.optimizer[n.args[0]] for n in of(job, ops.step)} == {"device"}
         assert not of(job, ops.write)
@@ -116,7 +116,7 @@ def test_frozen_bytes_alone_move_as_predicted(strategy: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_in_a_plan_with_all_on_the_device(tmp_path: Path) -> None:
-    with compiled(model(), DRAM) as job:
+    with compile_job(model(), DRAM) as job:
         job.step(BATCH)
         job.save(tmp_path / "checkpoint")
         job.save_pretrained(tmp_path / "adapter")
@@ -133,7 +133,7 @@ def test_a_checkpoint_goes_on_in_a_plan_with_all_on_the_device(tmp_path: Path) -
 
 
 def test_a_plan_that_puts_their_states_on_ssd_is_refused(tmp_path: Path) -> None:
-    with compiled(model(), SSD, ssd_dirs=[tmp_path]) as job:
+    with compile_job(model(), SSD, ssd_dirs=[tmp_path]) as job:
         plan = job.plan.model_copy(deep=True)
     stage = next(spec.name for spec in job.folder.interface.stages.values() if spec.staying)
     plan.decisions.ssd.stages[stage] = "states"

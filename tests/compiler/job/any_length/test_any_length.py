@@ -25,7 +25,7 @@ MANY_LENGTHS = [[tokens(2, 5), tokens(2, 48, 1)], [tokens(2, 31, 2), tokens(2, 4
 FEWER_ROWS = [tokens(3, 20, 4), [tokens(1, 9, 5), tokens(2, 17, 6)], tokens(2, 48, 7)]
 
 
-def compiled(name: str, devices: int = 1, memory: str = "64MB", **options: Any) -> tuple[penstock.Job, Eager]:
+def compile_job(name: str, devices: int = 1, memory: str = "64MB", **options: Any) -> tuple[penstock.Job, Eager]:
     model = without_cache(zoo()[name](dropout=0.0)[0])
     twin = Eager(model)
     arguments = {"example_inputs": tokens(4, 32), "optimizer": SGD, "micro_batches": 2, "strategy": "mobius"}
@@ -49,7 +49,7 @@ def compiled(name: str, devices: int = 1, memory: str = "64MB", **options: Any) 
     ],
 )  # fmt: skip
 def test_steps_of_any_length_equal_eager(name: str, devices: int, memory: str) -> None:
-    job, twin = compiled(name, devices, memory, dynamic_shapes=(ROWS, SEQUENCE))
+    job, twin = compile_job(name, devices, memory, dynamic_shapes=(ROWS, SEQUENCE))
     swaps = any(node.target is ops.fetch for program in job.programs for node in program.ops())
     assert swaps == (memory != "64MB")
     with job:
@@ -64,20 +64,20 @@ def test_steps_of_any_length_equal_eager(name: str, devices: int, memory: str) -
 
 
 def test_the_printed_code_says_sequence_and_the_plan_is_for_the_most() -> None:
-    job, _ = compiled("llama")
+    job, _ = compile_job("llama")
     code = job.code()
     assert "sequence = input_ids.size(1)" in code and "f32[2, sequence, 32]" in code
     assert "32, sequence" not in code.replace("[2, sequence, 32]", "")
     stage = job.programs[0].interface.stages["stage0"]
     assert stage.inputs[0].shape == (2, 48) and stage.inputs[0].dims == ("", "sequence")
-    fixed, _ = compiled("llama", dynamic_shapes=None, example_inputs=tokens(4, 48))
+    fixed, _ = compile_job("llama", dynamic_shapes=None, example_inputs=tokens(4, 48))
     longest, most = fixed.simulate().peak_bytes["cpu0"], job.simulate().peak_bytes["cpu0"]
     assert longest <= most < 1.01 * longest  # a trace with symbols has a copy more
 
 
 @pytest.mark.slow
 def test_written_files_take_any_length_too(tmp_path: Any) -> None:
-    job, twin = compiled("llama")
+    job, twin = compile_job("llama")
     job.write(tmp_path)
     again = penstock.load(tmp_path, job.model)
     with again:
@@ -92,7 +92,7 @@ def test_one_trace_serves_all_numbers_of_micro_batches(monkeypatch: pytest.Monke
     traces: list[Any] = []
     record = tracing._record
     monkeypatch.setattr(tracing, "_record", lambda *args: traces.append(args) or record(*args))
-    job, twin = compiled("llama", micro_batches="auto", strategy="auto", dynamic_shapes=(ROWS, SEQUENCE))
+    job, twin = compile_job("llama", micro_batches="auto", strategy="auto", dynamic_shapes=(ROWS, SEQUENCE))
     assert len(traces) == 1
     with job:
         torch.testing.assert_close(job.step(tokens(4, 20)), twin.step(tokens(4, 20)), **CLOSE)
@@ -100,7 +100,7 @@ def test_one_trace_serves_all_numbers_of_micro_batches(monkeypatch: pytest.Monke
 
 @functools.cache
 def shared() -> tuple[penstock.Job, Eager]:
-    return compiled("llama")
+    return compile_job("llama")
 
 
 class Means(torch.nn.Module):
@@ -159,23 +159,23 @@ def test_batches_that_no_program_takes_are_named_before_anything_runs(batch: Any
 )  # fmt: skip
 def test_dynamic_shapes_that_say_nothing_usable_are_named(shapes: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        compiled("gpt2", dynamic_shapes=shapes)
+        compile_job("gpt2", dynamic_shapes=shapes)
 
 
 def test_inputs_of_one_model_that_share_a_length_must_all_be_named() -> None:
     """The mask and the labels have the length of the ids."""
     with pytest.raises(CaptureError, match="leaves dimension 1 of 'attention_mask' at 48, the most of sequence"):
-        compiled("llama", dynamic_shapes={"input_ids": {1: SEQUENCE}}, example_inputs=tokens(4, 48))
+        compile_job("llama", dynamic_shapes={"input_ids": {1: SEQUENCE}}, example_inputs=tokens(4, 48))
 
 
 @pytest.mark.parametrize("name", ["cuda_graphs", "compile_stages"])
 def test_what_needs_fixed_sizes_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match=f"{name}=True with dynamic_shapes" if name != "cuda_graphs" else "cuda_graphs"):
-        compiled("gpt2", **{name: True})
+        compile_job("gpt2", **{name: True})
 
 
 def test_a_list_of_micro_batches_of_one_length_needs_no_dynamic_shapes() -> None:
-    job, twin = compiled("gpt2", dynamic_shapes=None)
+    job, twin = compile_job("gpt2", dynamic_shapes=None)
     with job:
         found = job.step([tokens(2, 32), tokens(2, 32, 1)])
         torch.testing.assert_close(found, twin.step([tokens(2, 32), tokens(2, 32, 1)]), **CLOSE)
@@ -188,7 +188,7 @@ def test_steps_are_simulated_at_any_length() -> None:
     job, _ = shared()
     most, half = job.simulate(), job.simulate(sequence=24)
     assert job.simulate(sequence=48).step_s == most.step_s > half.step_s > job.simulate(sequence=4).step_s
-    longer = compiled("llama", example_inputs=tokens(4, 24), dynamic_shapes=None, plan=job.plan, strategy="auto")[0]
+    longer = compile_job("llama", example_inputs=tokens(4, 24), dynamic_shapes=None, plan=job.plan, strategy="auto")[0]
     assert half.step_s == pytest.approx(longer.simulate().step_s, rel=0.02)  # the same plan, compiled for this length
     found = job.throughput([4, 24, 24, 48])
     assert found.mean_length == 25 and found.tokens_per_s > found.padded_tokens_per_s
@@ -207,7 +207,7 @@ def test_sizes_that_a_plan_does_not_have_are_named(tmp_path: Any) -> None:
     job.write(tmp_path)
     with pytest.raises(PlanError, match="ask the job that compile made"):
         penstock.load(tmp_path, job.model).simulate(sequence=8)
-    fixed, _ = compiled("gpt2", dynamic_shapes=None)
+    fixed, _ = compile_job("gpt2", dynamic_shapes=None)
     with pytest.raises(PlanError, match="compiled without dynamic_shapes"):
         fixed.simulate(sequence=8)
 
@@ -235,7 +235,7 @@ def test_what_a_pass_makes_of_unknown_size_is_refused_before_it_runs() -> None:
 def test_a_loss_in_chunks_takes_any_length(tokens_of_chunk: int) -> None:
     passes = f"chunk-loss{{tokens={tokens_of_chunk}}}, coarsen, partition-balanced{{stages=2}}, map-round-robin, "
     passes += "schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
-    job, twin = compiled("llama", strategy=passes, dynamic_shapes=(ROWS, SEQUENCE))
+    job, twin = compile_job("llama", strategy=passes, dynamic_shapes=(ROWS, SEQUENCE))
     assert "chunked_cross_entropy" in job.code()
     with job:
         for batch in (tokens(4, 9), tokens(3, 48, 1)):
@@ -246,7 +246,7 @@ def test_a_loss_in_chunks_takes_any_length(tokens_of_chunk: int) -> None:
 
 @pytest.mark.slow
 def test_a_check_is_of_one_length() -> None:
-    job, twin = compiled("llama")
+    job, twin = compile_job("llama")
     with pytest.raises(PlanError, match=r"'input_ids' is \[4, 48\] in the first batch, and \[4, 20\] in batch 1"):
         check(job, twin.model, [tokens(4, 48), tokens(4, 20)])
     with pytest.raises(PlanError, match="batch 0 is a list of micro-batches; hand over whole batches"):

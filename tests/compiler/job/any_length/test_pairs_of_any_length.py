@@ -10,12 +10,12 @@ from torch.export import Dim
 
 import penstock
 from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD
-from penstock.tests.preference_case import adapted, pairs
+from penstock.tests.preference_case import adapt, pairs
 
 
 @pytest.mark.slow
 def test_pairs_of_any_length_equal_eager() -> None:
-    model = adapted()
+    model = adapt()
     twin = copy.deepcopy(model)
     eager = penstock.DPO(twin)
     optimizer = SGD([p for p in twin.parameters() if p.requires_grad])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.export import Dim
 
 import penstock
-from penstock.tests.compiler.job.quantised.models import SGD, adapted, loaded, write_whole
+from penstock.tests.compiler.job.quantised.models import SGD, adapt, load_model, write_whole
 
 
 def tokens(length: int, seed: int) -> dict[str, Tensor]:
@@ -22,7 +22,7 @@ def tokens(length: int, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["nf4-double", "int8"])
 def test_a_quantised_base_takes_any_length_bit_for_bit(kind: str, tmp_path: Path) -> None:
     write_whole(tmp_path)
-    model, twin = adapted(loaded(tmp_path, kind)), adapted(loaded(tmp_path, kind))
+    model, twin = adapt(load_model(tmp_path, kind)), adapt(load_model(tmp_path, kind))
     optimizer = SGD([p for p in twin.parameters() if p.requires_grad])
     job = penstock.compile(
         model, penstock.Hardware.cpu(1, memory="64MB"), example_inputs=tokens(16, 0), optimizer=SGD, strategy="mobius",

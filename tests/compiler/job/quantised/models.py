@@ -37,7 +37,7 @@ def write_whole(directory: Path, dtype: torch.dtype = torch.float32) -> Path:
     return directory
 
 
-def loaded(directory: Path, kind: str | None) -> nn.Module:
+def load_model(directory: Path, kind: str | None) -> nn.Module:
     """The model as its library loads it; `kind` None: as the checkpoint says."""
     how = {} if kind is None else {"quantization_config": BitsAndBytesConfig(**QUANTISATIONS[kind])}
     return AutoModelForCausalLM.from_pretrained(directory, **how)  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def on_meta(directory: Path, kind: str, packed: bool = False) -> nn.Module:
     return replaced  # type: ignore[no-any-return]
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapt(model: nn.Module) -> nn.Module:
     """With LoRA, both of whose matrices begin with numbers other than zero, in training mode."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=ADAPTED, init_lora_weights=False)

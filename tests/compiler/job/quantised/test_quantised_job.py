@@ -22,10 +22,10 @@ from penstock.tests.compiler.job.quantised.models import (
     QUANTISATIONS,
     SGD,
     STEPS,
-    adapted,
+    adapt,
     batch,
     eager_losses,
-    loaded,
+    load_model,
     on_meta,
     trained_params,
     write_whole,
@@ -41,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SWAPPING = "620kB"  # of a device: one layer has room, not all of them
 
 
-def compiled(model: nn.Module, memory: str = "64MB", **options: Any) -> Job:
+def compile_job(model: nn.Module, memory: str = "64MB", **options: Any) -> Job:
     machine = penstock.Hardware.cpu(1, memory=memory, dram="1GB", ssd="1GB")
     chosen = {"optimizer": SGD, "micro_batches": 1, "strategy": "mobius", **options}
     return penstock.compile(model, machine, example_inputs=batch(0), **chosen)
@@ -62,9 +62,9 @@ SLOW = ("fp4", "nf4-bf16", "nf4-double")
 )
 def test_steps_are_those_of_the_library(whole: Path, kind: str) -> None:
     """Swapped from DRAM: packed bytes arrive before forward and again before backward."""
-    theirs, own = adapted(loaded(whole, kind)), adapted(loaded(whole, kind))
+    theirs, own = adapt(load_model(whole, kind)), adapt(load_model(whole, kind))
     losses = eager_losses(theirs)
-    with compiled(own, SWAPPING) as job:
+    with compile_job(own, SWAPPING) as job:
         assert "rt.fetch(" in job.folder.files[0]
         assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
         job.sync()
@@ -73,11 +73,11 @@ def test_steps_are_those_of_the_library(whole: Path, kind: str) -> None:
 
 @pytest.mark.slow
 def test_resident_and_on_ssd(whole: Path, tmp_path: Path) -> None:
-    theirs = adapted(loaded(whole, "nf4-double"))
+    theirs = adapt(load_model(whole, "nf4-double"))
     losses = eager_losses(theirs)
     for strategy, disks in (("gpipe", None), ("fuyou", [tmp_path])):
-        own = adapted(loaded(whole, "nf4-double"))
-        with compiled(own, strategy=strategy, ssd_dirs=disks) as job:
+        own = adapt(load_model(whole, "nf4-double"))
+        with compile_job(own, strategy=strategy, ssd_dirs=disks) as job:
             assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
             job.sync()
         require_equal(own, theirs)
@@ -89,7 +89,7 @@ def test_half_a_byte_a_parameter_travels(whole: Path) -> None:
     weight and an absmax of 8 bits for each 64, or of 32 without double quantisation, which adds little to a layer."""
     moved = {}
     for kind, absmax_bytes in (("nf4", 4), ("nf4-double", 1)):
-        with compiled(adapted(loaded(whole, kind)), SWAPPING) as job:
+        with compile_job(adapt(load_model(whole, kind)), SWAPPING) as job:
             job.step(batch(0))
             job.step(batch(1))
             assert job.last is not None and job.plan.predicted is not None
@@ -135,10 +135,10 @@ def test_an_unpacked_weight_counts_on_a_gpu() -> None:
 @pytest.mark.multi
 def test_two_devices(whole: Path) -> None:
     """Stages of one micro-batch on two workers, which import the libraries by themselves."""
-    losses = eager_losses(adapted(loaded(whole, "nf4-double")))
+    losses = eager_losses(adapt(load_model(whole, "nf4-double")))
     machine = penstock.Hardware.cpu(2, memory="64MB", dram="1GB")
     options: dict[str, Any] = {"optimizer": SGD, "micro_batches": 1, "strategy": "gpipe"}
-    model = adapted(loaded(whole, "nf4-double"))
+    model = adapt(load_model(whole, "nf4-double"))
     with penstock.compile(model, machine, example_inputs=batch(0), **options) as job:
         assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
 
@@ -148,9 +148,9 @@ def test_two_devices(whole: Path) -> None:
 def test_no_precision_touches_packed_tensors(whole: Path, precision: str) -> None:
     """Losses differ from eager's, with autocast or in fp32, by no more than bf16's own rounding: under autocast as much
     as those of a model that is not quantised do (1e-4)."""
-    own, theirs = adapted(loaded(whole, "nf4-double")), adapted(loaded(whole, "nf4-double"))
+    own, theirs = adapt(load_model(whole, "nf4-double")), adapt(load_model(whole, "nf4-double"))
     losses = eager_losses(theirs, torch.bfloat16 if precision == "bf16-mixed" else None)
-    with compiled(own, precision=precision) as job:
+    with compile_job(own, precision=precision) as job:
         found = [float(job.step(batch(step))) for step in range(STEPS)]
         params = [p for spec in job.folder.interface.stages.values() for p in spec.params]
         assert {p.dtype for p in params if "_proj" in p.name and "lora" not in p.name} == {"uint8"}
@@ -166,12 +166,12 @@ def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
     directory = whole
     if packed:
         directory = tmp_path / "packed"
-        loaded(whole, kind).save_pretrained(directory)
-    live = adapted(loaded(whole, kind))
-    with compiled(live) as job:
+        load_model(whole, kind).save_pretrained(directory)
+    live = adapt(load_model(whole, kind))
+    with compile_job(live) as job:
         wanted = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
-    empty = adapted(on_meta(directory, kind, packed))
-    with compiled(empty, weights=directory) as job:
+    empty = adapt(on_meta(directory, kind, packed))
+    with compile_job(empty, weights=directory) as job:
         with pytest.warns(UserWarning, match="start from their initialiser"):  # the adapters
             found = {name: tensor for _, weights, _ in job.states() for name, tensor in weights.items()}
         assert float(job.step(batch(0))) > 0
@@ -188,8 +188,8 @@ def test_a_model_on_meta_reads_or_packs_what_from_pretrained_would(
 @pytest.mark.slow
 def test_packed_from_the_type_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
     directory = write_whole(tmp_path / "whole", dtype)
-    layer = loaded(directory, "nf4").model.layers[0].mlp.up_proj  # type: ignore[union-attr, index]
-    with compiled(adapted(on_meta(directory, "nf4")), weights=directory) as job:
+    layer = load_model(directory, "nf4").model.layers[0].mlp.up_proj  # type: ignore[union-attr, index]
+    with compile_job(adapt(on_meta(directory, "nf4")), weights=directory) as job:
         job.step(batch(0))
         assert f"dtype=torch.{str(layer.weight.quant_state.dtype)[6:]}" in "".join(job.folder.files.values())
         weights = {name: t for _, row, _ in job.states() for name, t in row.items()}
@@ -216,10 +216,10 @@ def test_a_checkpoint_that_is_cut_off(
     whole: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     directory = tmp_path / "packed"
-    loaded(whole, "nf4").save_pretrained(directory)
+    load_model(whole, "nf4").save_pretrained(directory)
     damage(directory)
     with pytest.raises(CheckpointError, match=message):
-        compiled(adapted(on_meta(directory, "nf4", packed=True)), weights=directory)
+        compile_job(adapt(on_meta(directory, "nf4", packed=True)), weights=directory)
 
 
 def cut_off(file: Path) -> None:
@@ -227,27 +227,27 @@ def cut_off(file: Path) -> None:
 
 
 def test_a_checkpoint_quantised_otherwise(whole: Path, tmp_path: Path) -> None:
-    loaded(whole, "fp4").save_pretrained(tmp_path)
+    load_model(whole, "fp4").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="quant_type 'fp4' in these files, but 'nf4' in the model"):
-        compiled(adapted(on_meta(tmp_path, "nf4", packed=True)), weights=tmp_path)
+        compile_job(adapt(on_meta(tmp_path, "nf4", packed=True)), weights=tmp_path)
 
 
 def test_the_adapter_is_saved_and_read_back(whole: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    own = adapted(loaded(whole, "nf4"))
-    with compiled(own) as job:
+    own = adapt(load_model(whole, "nf4"))
+    with compile_job(own) as job:
         job.step(batch(0))
         job.save_pretrained(tmp_path)
         job.sync()
-    read = PeftModel.from_pretrained(loaded(whole, "nf4"), tmp_path).train()  # type: ignore[arg-type]
+    read = PeftModel.from_pretrained(load_model(whole, "nf4"), tmp_path).train()  # type: ignore[arg-type]
     for name, param in trained_params(own).items():
         assert torch.equal(param, dict(read.named_parameters())[name]), name
 
 
 def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: Path) -> None:
     refused = pytest.raises(PlanError, match=r"merge=True\): .* is quantised, and PEFT rounds")
-    with compiled(adapted(loaded(whole, "nf4"))) as job, refused:
+    with compile_job(adapt(load_model(whole, "nf4"))) as job, refused:
         job.save_pretrained(tmp_path, merge=True)
 
 
@@ -255,8 +255,8 @@ def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: P
 def test_evaluation_is_that_of_the_library(whole: Path, kind: str) -> None:
     """int8: what exceeds the threshold is found in the real inputs and multiplied in 16 bits, as in eager. 4 bits: as
     the library computes where the CPU does not multiply in bf16, to which it would round inputs."""
-    own = adapted(loaded(whole, kind))
-    with compiled(own) as job:
+    own = adapt(load_model(whole, kind))
+    with compile_job(own) as job:
         found = float(job.evaluate(batch(0)).loss)
     for layer in own.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -268,8 +268,8 @@ def test_evaluation_is_that_of_the_library(whole: Path, kind: str) -> None:
 @pytest.mark.slow
 def test_compiled_stages(whole: Path) -> None:
     """torch.compile adds up in another order."""
-    losses = eager_losses(adapted(loaded(whole, "nf4-double")))
-    with compiled(adapted(loaded(whole, "nf4-double")), strategy="gpipe", compile_stages=True) as job:
+    losses = eager_losses(adapt(load_model(whole, "nf4-double")))
+    with compile_job(adapt(load_model(whole, "nf4-double")), strategy="gpipe", compile_stages=True) as job:
         found = [float(job.step(batch(step))) for step in range(STEPS)]
     assert found == pytest.approx(losses, rel=1e-5)
 
@@ -278,16 +278,16 @@ def test_compiled_stages(whole: Path) -> None:
 def test_prepared_for_kbit_training(whole: Path) -> None:
     from peft import prepare_model_for_kbit_training
 
-    theirs, own = (adapted(prepare_model_for_kbit_training(loaded(whole, "nf4"))) for _ in range(2))
+    theirs, own = (adapt(prepare_model_for_kbit_training(load_model(whole, "nf4"))) for _ in range(2))
     losses = eager_losses(theirs)
-    with compiled(own) as job:
+    with compile_job(own) as job:
         assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
 
 
 def test_the_state_dict_is_the_librarys(whole: Path) -> None:
     for kind in ("nf4-double", "int8"):
-        own = adapted(loaded(whole, kind))
-        with compiled(own) as job:
+        own = adapt(load_model(whole, kind))
+        with compile_job(own) as job:
             job.step(batch(0))
             state = job.state_dict()
             job.sync()
@@ -299,11 +299,11 @@ def test_the_state_dict_is_the_librarys(whole: Path) -> None:
 
 def test_a_written_job_runs_again(whole: Path, tmp_path: Path) -> None:
     """Its files are verified as a stranger's would be."""
-    theirs = adapted(loaded(whole, "nf4-double"))
+    theirs = adapt(load_model(whole, "nf4-double"))
     losses = eager_losses(theirs)
-    with compiled(adapted(loaded(whole, "nf4-double"))) as job:
+    with compile_job(adapt(load_model(whole, "nf4-double"))) as job:
         job.write(tmp_path)
-    with penstock.load(tmp_path, adapted(loaded(whole, "nf4-double"))) as again:
+    with penstock.load(tmp_path, adapt(load_model(whole, "nf4-double"))) as again:
         assert [float(again.step(batch(step))) for step in range(STEPS)] == losses
 
 
@@ -327,8 +327,8 @@ def test_a_library_that_is_missing_is_named(whole: Path, monkeypatch: pytest.Mon
 
 
 def test_a_model_without_adapters_is_saved_by_its_library(whole: Path, tmp_path: Path) -> None:
-    model = loaded(whole, "nf4").train()
-    with compiled(model) as job, pytest.raises(PlanError, match=r"is quantised, and its library alone writes"):
+    model = load_model(whole, "nf4").train()
+    with compile_job(model) as job, pytest.raises(PlanError, match=r"is quantised, and its library alone writes"):
         job.save_pretrained(tmp_path)
 
 

@@ -27,7 +27,7 @@ from penstock.errors import CheckpointError, PlanError
 from penstock.tests.compiler.job.quantised.models import (
     SGD,
     STEPS,
-    adapted,
+    adapt,
     batch,
     eager_losses,
     trained_params,
@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_config(directory: Path, config: Any) -> nn.Module:
     how = TorchAoConfig(config)
-    return adapted(AutoModelForCausalLM.from_pretrained(directory, quantization_config=how))
+    return adapt(AutoModelForCausalLM.from_pretrained(directory, quantization_config=how))
 
 
 @pytest.mark.parametrize("kind", slow_but(["int4"], CONFIGS))
@@ -80,7 +80,7 @@ def test_a_model_on_meta_reads_what_torchao_has_quantised(whole: Path, tmp_path:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(whole))
     quantize_(empty.model, CONFIGS["float8"])
-    own = adapted(empty)
+    own = adapt(empty)
     options: dict[str, Any] = {"example_inputs": batch(0), "optimizer": SGD, "micro_batches": 1, "strategy": "gpipe"}
     with penstock.compile(own, penstock.Hardware.cpu(1), weights=tmp_path, **options) as job:
         job.step(batch(0))

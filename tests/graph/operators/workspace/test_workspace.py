@@ -31,17 +31,17 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def held(operator: Any, *arguments: Any, gpu: GpuSize = CARD) -> int | None:
+def hold_back(operator: Any, *arguments: Any, gpu: GpuSize = CARD) -> int | None:
     return workspace_bytes(operator, arguments, {}, operator(*arguments), gpu)
 
 
 def test_of_what_has_no_rule_nothing_is_known_and_views_and_pointwise_calls_hold_nothing() -> None:
-    assert held(aten.kthvalue.default, meta(8, 8), 1) is None
+    assert hold_back(aten.kthvalue.default, meta(8, 8), 1) is None
     for operator, *given in (
         (aten.mul.Tensor, meta(8), meta(8)), (aten.add_.Tensor, meta(8), meta(8)), (aten.split.Tensor, meta(8), 4),
         (aten.transpose.int, meta(8, 8), 0, 1), (aten.copy_.default, meta(8), meta(8)),
     ):  # fmt: skip
-        assert held(operator, *given) == 0, operator
+        assert hold_back(operator, *given) == 0, operator
 
 
 class Second(nn.Module):
@@ -68,49 +68,49 @@ def test_a_sum_over_rows_leaves_a_part_for_each_block_of_threads() -> None:
     """Blocks of 32 by 4 threads, 4 columns for a thread: 8 blocks span 1024 columns. A thread's 1024 of 4096 rows are
     16 for each of 64 blocks; each block has a part for 32 x 4 columns of every column, and each 8th a counter."""
     value = meta(4096, 1024)
-    assert held(aten.sum.dim_IntList, value, [0]) == 4 * 1024 * 64 * (32 * 4) + 4 * 8
-    assert held(aten.sum.dim_IntList, value.float(), [0]) == 4 * 1024 * 64 * (32 * 4) + 4 * 8
-    assert held(aten.var_mean.correction, value, [0]) == 16 * 1024 * 64 * (32 * 4) + 4 * 8
+    assert hold_back(aten.sum.dim_IntList, value, [0]) == 4 * 1024 * 64 * (32 * 4) + 4 * 8
+    assert hold_back(aten.sum.dim_IntList, value.float(), [0]) == 4 * 1024 * 64 * (32 * 4) + 4 * 8
+    assert hold_back(aten.var_mean.correction, value, [0]) == 16 * 1024 * 64 * (32 * 4) + 4 * 8
 
 
 def test_many_rows_fill_the_gpu_once() -> None:
     """12 blocks of 128 threads on each of 128 processors, 32 of which span 4096 columns."""
     blocks = 12 * 128 // 32
-    assert held(aten.sum.dim_IntList, meta(16384, 4096), [0]) == 4 * 4096 * blocks * (32 * 4) + 4 * 32
+    assert hold_back(aten.sum.dim_IntList, meta(16384, 4096), [0]) == 4 * 4096 * blocks * (32 * 4) + 4 * 32
     larger = 16 * 132 // 32
-    assert held(aten.sum.dim_IntList, meta(16384, 4096), [0], gpu=LARGEST) == 4 * 4096 * larger * (32 * 4) + 4 * 32
+    assert hold_back(aten.sum.dim_IntList, meta(16384, 4096), [0], gpu=LARGEST) == 4 * 4096 * larger * (32 * 4) + 4 * 32
 
 
 @pytest.mark.parametrize(("shape", "dims"), [((300, 768), [0]), ((4096, 1024), [1]), ((0, 8), [0]), ((), [])])
 def test_few_rows_and_columns_leave_nothing(shape: Sequence[int], dims: list[int]) -> None:
-    assert held(aten.sum.dim_IntList, meta(*shape), dims) == 0
+    assert hold_back(aten.sum.dim_IntList, meta(*shape), dims) == 0
 
 
 def test_leading_dimensions_are_rows_too() -> None:
-    whole = held(aten.sum.dim_IntList, meta(8 * 512, 1024), [0])
-    assert held(aten.sum.dim_IntList, meta(8, 512, 1024), [0, 1]) == whole > 0
+    whole = hold_back(aten.sum.dim_IntList, meta(8 * 512, 1024), [0])
+    assert hold_back(aten.sum.dim_IntList, meta(8, 512, 1024), [0, 1]) == whole > 0
 
 
 def test_a_table_of_embeddings_adds_up_ten_rows_at_a_time_in_fp32() -> None:
     parts = 16384 // 10 + 16384
     want = 8 * (2 + 1 + 2) * 16384 + 8 * parts + 4 * parts * 1024
     grad, indices = meta(16384, 1024), meta(16384, dtype=INT64)
-    assert held(aten.embedding_dense_backward.default, grad, indices, 32000, -1, False) == want
+    assert hold_back(aten.embedding_dense_backward.default, grad, indices, 32000, -1, False) == want
     grad, indices = meta(3072, 1024), meta(3072, dtype=INT64)
-    assert held(aten.embedding_dense_backward.default, grad, indices, 32000, -1, False) == 0
+    assert hold_back(aten.embedding_dense_backward.default, grad, indices, 32000, -1, False) == 0
 
 
 def test_a_small_table_has_no_more_sums_than_rows() -> None:
     parts = 4096 // 10 + 1000
     want = 8 * (2 + 1) * 4096 + 8 * 2 * 1000 + 8 * parts + 4 * parts * 256
     grad, indices = meta(4096, 256), meta(4096, dtype=INT64)
-    assert held(aten.embedding_dense_backward.default, grad, indices, 1000, -1, False) == want
+    assert hold_back(aten.embedding_dense_backward.default, grad, indices, 1000, -1, False) == want
 
 
 def test_additions_at_indices_sort_them() -> None:
     table, rows, indices = meta(1000, 64), meta(512, 64), meta(512, dtype=INT64)
-    assert held(aten.index_put.default, table, [indices], rows, True) == 6 * 8 * 512 + 64 * 1024
-    assert held(aten.index_put.default, table, [indices], rows, False) == 0
+    assert hold_back(aten.index_put.default, table, [indices], rows, True) == 6 * 8 * 512 + 64 * 1024
+    assert hold_back(aten.index_put.default, table, [indices], rows, False) == 0
 
 
 def test_the_backward_of_a_norm_of_many_short_rows_adds_up_parts() -> None:
@@ -119,7 +119,9 @@ def test_the_backward_of_a_norm_of_many_short_rows_adds_up_parts() -> None:
     def backward(rows: int) -> int:
         value, each, weight = meta(rows, 256), meta(rows, 1, dtype=FP32), meta(256)
         flags = [True, True, True]
-        return held(aten.native_layer_norm_backward.default, value, value, [256], each, each, weight, weight, flags)
+        return hold_back(
+            aten.native_layer_norm_backward.default, value, value, [256], each, each, weight, weight, flags
+        )
 
     assert backward(131072) == 2 * 4096 * 256 * 2 + 4 * 256 * 64 * (32 * 4) + 4 * 2
     assert backward(65536) == 0
@@ -127,74 +129,76 @@ def test_the_backward_of_a_norm_of_many_short_rows_adds_up_parts() -> None:
 
 def test_the_backward_of_a_softmax_holds_a_product() -> None:
     value = meta(8, 100, 100, dtype=FP32)
-    assert held(aten._softmax_backward_data.default, value, value, -1, FP32) == value.nbytes
+    assert hold_back(aten._softmax_backward_data.default, value, value, -1, FP32) == value.nbytes
 
 
 def test_a_product_copies_what_cublas_cannot_read() -> None:
     left, right = meta(64, 64), meta(64, 64)
-    assert held(aten.mm.default, left.t(), right.t()) == 0
-    assert held(aten.mm.default, meta(64, 128)[:, ::2], right) == left.nbytes
-    assert held(aten.addmm.default, meta(64), meta(64, 128)[:, ::2], right) == left.nbytes
+    assert hold_back(aten.mm.default, left.t(), right.t()) == 0
+    assert hold_back(aten.mm.default, meta(64, 128)[:, ::2], right) == left.nbytes
+    assert hold_back(aten.addmm.default, meta(64), meta(64, 128)[:, ::2], right) == left.nbytes
 
 
 def test_a_convolution_copies_tensors_into_the_layout_of_its_kernels() -> None:
     value, weight = meta(2, 16, 32, 32), meta(8, 16, 3, 3)
     options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     out = meta(2, 8, 32, 32)
-    assert held(aten.convolution.default, value, weight, None, *options) == value.nbytes + weight.nbytes + out.nbytes
+    assert (
+        hold_back(aten.convolution.default, value, weight, None, *options) == value.nbytes + weight.nbytes + out.nbytes
+    )
     last = [t.to(memory_format=torch.channels_last) for t in (value, weight, out)]
-    assert held(aten.convolution.default, last[0], last[1], None, *options) == 0
+    assert hold_back(aten.convolution.default, last[0], last[1], None, *options) == 0
     flags = [True, True, False]
-    given = held(aten.convolution_backward.default, out, value, weight, [8], *options, flags)
+    given = hold_back(aten.convolution_backward.default, out, value, weight, [8], *options, flags)
     assert given == value.nbytes + weight.nbytes + out.nbytes + 4 * weight.numel()
-    given = held(aten.convolution_backward.default, last[2], last[0], last[1], [8], *options, flags)
+    given = hold_back(aten.convolution_backward.default, last[2], last[0], last[1], [8], *options, flags)
     assert given == 4 * weight.numel()
 
 
 def test_sorts_have_copies_of_keys_and_places() -> None:
-    assert held(aten.sort.default, meta(512, 1024)) == 8 * 1024
-    assert held(aten.sort.default, meta(100000, dtype=INT64)) == (8 + 8 + 8) * 100000 + 50000 + 128 * 1024
-    assert held(aten.topk.default, meta(1000, 64), 8) == 0
-    assert held(aten.topk.default, meta(16384, 1024), 8) == 16384 * (1024 + 32 + 536) + 4096
+    assert hold_back(aten.sort.default, meta(512, 1024)) == 8 * 1024
+    assert hold_back(aten.sort.default, meta(100000, dtype=INT64)) == (8 + 8 + 8) * 100000 + 50000 + 128 * 1024
+    assert hold_back(aten.topk.default, meta(1000, 64), 8) == 0
+    assert hold_back(aten.topk.default, meta(16384, 1024), 8) == 16384 * (1024 + 32 + 536) + 4096
 
 
 def test_scans_copy_what_does_not_lie_in_rows_and_have_states_of_tiles() -> None:
     value = meta(64, 128)
     for scan in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
-        assert held(scan, value, 1) == 0, scan
-        assert held(scan, value.t(), 1) == value.nbytes, scan
-        assert held(scan, meta(1 << 20), 0) == 16 * 512 + 4096, scan
-    assert held(aten.cumsum.default, meta(64, 128, dtype=torch.bool), 0) == 8 * 64 * 128
-    assert held(aten.cumsum.default, meta(64, 128, dtype=torch.bool).t(), 0) == 2 * 8 * 64 * 128
-    assert held(aten.cummax.default, value, 1) == 0
-    assert held(aten.cummax.default, value.t(), 1) == value.nbytes
+        assert hold_back(scan, value, 1) == 0, scan
+        assert hold_back(scan, value.t(), 1) == value.nbytes, scan
+        assert hold_back(scan, meta(1 << 20), 0) == 16 * 512 + 4096, scan
+    assert hold_back(aten.cumsum.default, meta(64, 128, dtype=torch.bool), 0) == 8 * 64 * 128
+    assert hold_back(aten.cumsum.default, meta(64, 128, dtype=torch.bool).t(), 0) == 2 * 8 * 64 * 128
+    assert hold_back(aten.cummax.default, value, 1) == 0
+    assert hold_back(aten.cummax.default, value.t(), 1) == value.nbytes
     mask = meta(64, 1, dtype=torch.bool)
-    assert held(aten.masked_scatter.default, value, mask, value) == (8 + 1) * 64 * 128 + 8 * 64 * 128 // 256 + 4096
+    assert hold_back(aten.masked_scatter.default, value, mask, value) == (8 + 1) * 64 * 128 + 8 * 64 * 128 // 256 + 4096
 
 
 def test_the_largest_elements_have_their_places_beside_them() -> None:
     value, parts = meta(16384, 4096), 12 * 128 // 32 * (32 * 4)
-    assert held(aten.argmax.default, value, 0) == held(aten.max.dim, value, 0) == 16 * 4096 * parts + 4 * 32
-    assert held(aten.max.default, meta(64, 64)) == held(aten.max.other, value, value) == 0
-    assert held(aten.logsumexp.default, meta(64, 128), [1]) == 2 * 64 * 128 + 2 * 64
+    assert hold_back(aten.argmax.default, value, 0) == hold_back(aten.max.dim, value, 0) == 16 * 4096 * parts + 4 * 32
+    assert hold_back(aten.max.default, meta(64, 64)) == hold_back(aten.max.other, value, value) == 0
+    assert hold_back(aten.logsumexp.default, meta(64, 128), [1]) == 2 * 64 * 128 + 2 * 64
 
 
 def test_pools_copy_what_does_not_lie_in_rows() -> None:
     value = meta(2, 8, 16, 16)
     last = value.to(memory_format=torch.channels_last)
     for given, num_bytes in ((value, 0), (last, 0), (value.transpose(0, 1), value.nbytes)):
-        assert held(aten.avg_pool2d.default, given, [2, 2]) == num_bytes
+        assert hold_back(aten.avg_pool2d.default, given, [2, 2]) == num_bytes
     backward = (aten.max_pool2d_with_indices_backward.default, last, value, [1, 1], [1, 1], [0, 0], [1, 1], False)
     indices = meta(2, 8, 16, 16, dtype=INT64)
-    assert held(*backward, indices) == 2 * value.nbytes + indices.nbytes
+    assert hold_back(*backward, indices) == 2 * value.nbytes + indices.nbytes
 
 
 def test_the_norm_of_groups_has_numbers_for_each_channel() -> None:
     value, weight, each = meta(4, 8, 16), meta(8), meta(4, 2)
     sizes = (4, 8, 16, 2)
-    assert held(aten.native_group_norm.default, value, weight, weight, *sizes, 1e-5) == 4 * 4 * 2 * 8
+    assert hold_back(aten.native_group_norm.default, value, weight, weight, *sizes, 1e-5) == 4 * 4 * 2 * 8
     flags = [True, True, True]
-    given = held(aten.native_group_norm_backward.default, value, value, each, each, weight, *sizes, flags)
+    given = hold_back(aten.native_group_norm_backward.default, value, value, each, each, weight, *sizes, flags)
     assert given == 4 * 4 * (3 * 8 + 2 * 2)
 
 

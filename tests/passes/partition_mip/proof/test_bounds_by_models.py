@@ -96,7 +96,7 @@ def check_largest(p: MipProblem, most_checked: int = MOST_CHECKED) -> None:
                 assert optimum(relaxed, relax=True) <= seconds * (1 + 1e-6)
 
 
-def narrowed(tables: IntervalTables, solved: CountModel, cuts: Cuts, cutoff_s: float) -> BlockIntervals:
+def narrow(tables: IntervalTables, solved: CountModel, cuts: Cuts, cutoff_s: float) -> BlockIntervals:
     """The intervals that are left below a cutoff, those of a faster partition among them."""
     through = tables.through(solved)
     assert float(through[0].min()) == pytest.approx(tables.bound_s(solved))
@@ -147,7 +147,7 @@ def check_models(p: MipProblem, most: int, monkeypatch: pytest.MonkeyPatch) -> N
             left: BlockIntervals | None = None
             if optimum(ordered.model, relax=True) < math.inf:
                 assert tables.bound_s(ordered) <= seconds * (1 + 1e-6)
-                left = narrowed(tables, ordered, cuts, seconds * 1.001)
+                left = narrow(tables, ordered, cuts, seconds * 1.001)
             more: dict[str, Any] = {"cutoff_s": seconds * 1.001, "left": left}
             whole = CountModel(limits, count, stays, ordered=True, whole=True, **more)
             assert optimum(whole.model) <= seconds * (1 + 1e-6)
