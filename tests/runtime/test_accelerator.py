@@ -1,4 +1,4 @@
-"""What differs between makers of GPUs, hardware queues and the GPU of a rank, by the calls made: no GPU of AMD or Intel
+"""Differences between makers of GPUs, hardware queues and the GPU of a rank, by the calls made: no GPU of AMD or Intel
 is here."""
 
 from __future__ import annotations

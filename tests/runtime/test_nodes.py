@@ -17,7 +17,7 @@ GPUS = {"0000:17:00.0": 0, "0000:3b:00.0": 0, "0001:b1:00.0": 1, "0001:d8:00.0":
 
 
 def describe_kernel(folder: Path, memory: str = "0-1\n") -> Path:
-    """What a kernel says of two sockets with 8 cores each, and of GPUs under both."""
+    """The files of a kernel with two sockets of 8 cores each, and GPUs under both."""
     node = folder / "devices/system/node"
     for index, cores in enumerate(("0-3,8-11\n", "4-7,12-15\n")):
         (node / f"node{index}").mkdir(parents=True)

@@ -36,7 +36,7 @@ time.sleep(60)
 
 
 def left_in(directory: Path, name: str = "penstock-0123456789abcdef-gpu0") -> Path:
-    """What a killed process leaves: a marked folder that nobody holds, with a file and a folder in it."""
+    """The remains of a killed process: a marked folder that nobody holds, with a file and a folder in it."""
     path = directory / name
     (path / "below").mkdir(parents=True, mode=0o700)
     (path / "below" / "0-stage1.states").write_bytes(bytes(4096))

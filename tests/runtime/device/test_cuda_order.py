@@ -93,7 +93,7 @@ def test_no_stream_touches_what_another_may_still_use(shape: dict[str, Any], cud
 
 
 def test_without_events_every_kind_of_race_is_found(cuda: FakeCuda, tmp_path: Path) -> None:
-    """What the waits are there for, and that the detector would see one that is missing."""
+    """Every wait has a purpose, and the detector sees a missing one."""
     session = open_session(tmp_path / "cuda", "cuda", fetched=True)
     for issue in session.plans["step"].ops:
         issue.waits = ()

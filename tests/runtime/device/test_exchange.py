@@ -200,7 +200,7 @@ def counted_rows(index: int) -> Tensor:
 
 
 def counted_for(index: int) -> Tensor:
-    """What comes to a member."""
+    """The rows that come to a member."""
     return torch.cat([rows[rows[:, 1] == index] for rows in map(counted_rows, range(TEAM))])
 
 

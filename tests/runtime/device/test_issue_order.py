@@ -108,7 +108,7 @@ class Model:
         return True
 
     def memory(self, node: fx.Node) -> None:
-        """What `Issuing._launch` does with boxes."""
+        """The accounting of `Issuing._launch` for boxes."""
         issue = self.issue_of(self.cursor)
         stream = self.streams[issue.stream]
         waits = [HostEvent(self.streams[self.issue_of(i).stream]) for i in self.waits(self.cursor)]

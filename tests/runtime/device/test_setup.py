@@ -1,4 +1,4 @@
-"""What a device is told crosses to its process as JSON, and is there what it was."""
+"""The setup of a device crosses to its process as JSON and is equal there."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class Handed(torch.autograd.Function):
 
 
 def ring(operands: list[Tensor], team: int, zigzag: bool, again: bool, **options: Any) -> Tensor:
-    """What all members together make, each with its own tokens. `again`: gradients are those of a rematerialisation."""
+    """The result of all members together, each with its own tokens. `again`: gradients are those of a
+    rematerialisation."""
     tokens = operands[0].shape[-2]
     wholes = []
     members = [torch.tensor([number]) for number in range(team)]

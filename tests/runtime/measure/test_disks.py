@@ -1,4 +1,4 @@
-"""Which directories count as disks, and that measuring one uses the runtime's own I/O and leaves nothing."""
+"""Directories that count as disks; measuring a disk uses the runtime's own I/O and leaves no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages and disks reach of their rates, from what they took."""
+"""The shares of their rates that messages and disks reach, from measured times."""
 
 from __future__ import annotations
 

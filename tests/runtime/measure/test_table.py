@@ -101,7 +101,7 @@ def test_equal_devices_share_the_mean_of_their_reports() -> None:
 
 
 def report(speed: float) -> dict[str, Any]:
-    """What a child process prints about a CPU device."""
+    """The report that a child process prints about a CPU device."""
     curve = {"128": 4e10 * speed, "512": 5e10 * speed}
     row = {"backend": "flash", "dtypes": ["fp32"], "head_size": 64, "forward": curve, "backward": curve}
     return {

@@ -1,5 +1,5 @@
-"""What a step takes beside parameters, gradients and states: as found on real tensors, no more than a quarter less than
-counted."""
+"""The temporary memory of a step beside parameters, gradients and states: as measured on real tensors, no more than a
+quarter less than counted."""
 
 from __future__ import annotations
 

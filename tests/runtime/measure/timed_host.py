@@ -22,7 +22,7 @@ def host(index: int, folder: str, found: SimpleQueue[Any], kind: str = "cpu") ->
 
 
 def timed_by_all(folder: str, kind: str = "cpu") -> dict[int, dict[str, Any]]:
-    """What each host has found, by its number."""
+    """The measurements of each host, by its number."""
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     processes = [context.Process(target=host, args=(index, folder, found, kind)) for index in range(HOSTS)]

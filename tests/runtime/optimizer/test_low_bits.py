@@ -56,7 +56,7 @@ def found_bytes(part: StageOptimizer, spec: OptimizerSpec, dtype: torch.dtype = 
 
 
 def write(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved, with what is plain data as JSON gives it back."""
+    """The saved state, with its plain data read back from JSON."""
     return {**state, **json.loads(json.dumps({key: state[key] for key in ("scalars", "group", "scheduler")}))}
 
 

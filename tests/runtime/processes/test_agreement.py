@@ -1,4 +1,4 @@
-"""What ranks must have in common, and where they must stand: said in one sentence that names who differs."""
+"""The values that ranks must agree on and the places that they must have: one sentence names the rank that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rendezvous store listens, and a thread that goes on whatever it finds there."""
+"""The address of the rendezvous store, and a thread that goes on whatever it receives there."""
 
 from __future__ import annotations
 

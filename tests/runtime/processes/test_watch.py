@@ -1,4 +1,4 @@
-"""Who is blamed when signs of life stop: whoever is stopped or silent, never one that only waits for it."""
+"""The worker to blame when signs of life stop: a stopped or silent one, never one that only waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when something dies: a clear error in time, no process left, whoever it was."""
+"""Deaths of workers and of the script: a clear error in time, and no process left."""
 
 from __future__ import annotations
 

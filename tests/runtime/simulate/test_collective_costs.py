@@ -1,4 +1,4 @@
-"""What collectives cost over hosts: bytes on every link by hand, rounds of latency, and one lane for all."""
+"""The cost of collectives over hosts: bytes on every link by hand, rounds of latency, and one lane for all."""
 
 from __future__ import annotations
 

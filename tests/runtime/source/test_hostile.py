@@ -22,7 +22,7 @@ def generated() -> Generated:
 
 
 def try_file(generated: Generated, hostile: Hostile, folder: Path, trust: Trust | None) -> Exception | None:
-    """What opening the file and running its stage and its step raises."""
+    """The error of opening the file and running its stage and its step."""
     (folder / "device0.py").write_text(hostile.text)
     with contextlib.suppress(VerifyError):
         read_directory(folder, generated.interface)

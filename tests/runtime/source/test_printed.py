@@ -1,4 +1,4 @@
-"""What is printed passes: random models, both tracers. The files of all other models pass in tests/codegen."""
+"""Printed files pass: random models, both tracers. The files of all other models pass in tests/codegen."""
 
 from __future__ import annotations
 

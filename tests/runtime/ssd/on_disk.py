@@ -1,4 +1,4 @@
-"""What tests of scratch files share: directories on a real disk, aligned memory, the engines that work here."""
+"""The helpers of tests of scratch files: directories on a real disk, aligned memory, the engines that work here."""
 
 from __future__ import annotations
 

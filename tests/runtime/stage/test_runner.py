@@ -299,7 +299,7 @@ def test_modules_that_list_their_own_weights() -> None:
 
 
 def flatten_as_on_a_gpu(self: nn.RNNBase) -> None:
-    """What cuDNN's form does with weights that lie apart: they become views of one buffer."""
+    """Give separate weights cuDNN's form: they become views of one buffer."""
     weights = [w for w in self._flat_weights if isinstance(w, Tensor) and w.numel()]
     if len({w.data_ptr() for w in weights}) == len(self._flat_weights):
         buffer = torch.cat([w.detach().reshape(-1) for w in weights])

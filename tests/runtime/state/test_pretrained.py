@@ -1,4 +1,4 @@
-"""What is saved loads in transformers with equal weights, nothing missing, nothing unexpected, one stage at a time."""
+"""Saved models load in transformers with equal weights, nothing missing, nothing unexpected, one stage at a time."""
 
 from __future__ import annotations
 

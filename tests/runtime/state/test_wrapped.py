@@ -1,4 +1,4 @@
-"""What is written of a wrapped model is read back by `from_pretrained`, or nothing is written."""
+"""The written files of a wrapped model are read back by `from_pretrained`, or nothing is written."""
 
 from __future__ import annotations
 
