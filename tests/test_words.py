@@ -31,10 +31,10 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "cli": (0, 0, 2, 0, 4, 0, 5, 0),
     "papers": (14, 9, 6, 4, 6, 0, 11, 0),
     "bench": (21, 21, 35, 15, 12, 0, 17, 1),
-    "docs": (1, 0, 0, 9, 26, 4, 68, 0),
+    "docs": (1, 0, 0, 5, 8, 4, 67, 0),
     "examples": (1, 0, 1, 1, 0, 0, 1, 0),
     "tests": (56, 53, 115, 113, 40, 0, 124, 0),
-    ".": (0, 0, 0, 0, 1, 0, 5, 0),
+    ".": (0, 0, 0, 0, 0, 0, 5, 0),
 }
 UNCOUNTED = {"CHANGELOG.md", "style.md", Path(__file__).name}  # the past, and the habits themselves
 
