@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from ..ir.edges import reads
 from ..ir.program import dtype_bytes
 from .body import Body, describe
 from .imports import TAKEN, Imports
@@ -20,7 +21,7 @@ from .layout import Line, block, signature
 from .members import Members, parameters_of, size, ties, used_members
 from .names import RESULT, name_in_source, usable
 from .paths import camel_case, is_under
-from .segments import BlockCall, reads
+from .segments import BlockCall
 
 
 @dataclass(eq=False)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.edges import reads
 from .expressions import IN_PLACE
 from .names import code_of
-from .segments import mode_of, reads
+from .segments import mode_of
 
 MAX_OPS = 9  # in one statement
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..ir.calls import function_name
+from ..ir.edges import reads, storage_root, written_roots
 from .paths import is_under, owners
 
 MIN_NODES = 12  # of a block outside of a list
@@ -35,14 +36,6 @@ CallOrNode = fx.Node | BlockCall
 def is_switch(node: fx.Node) -> bool:
     """Whether a node turns gradients or autocast on or off; the text says so with `with` instead."""
     return node.op == "call_function" and function_name(node.target) in _SWITCHES
-
-
-def reads(node: fx.Node) -> list[fx.Node]:
-    """Nodes that a node reads, in training or in evaluation mode."""
-    found = dict.fromkeys(node.all_input_nodes)
-    for key in ("eval_args", "eval_kwargs"):
-        fx.node.map_arg(node.meta.get(key, ()), found.setdefault)
-    return list(found)
 
 
 def item_reads(item: CallOrNode) -> list[fx.Node]:
@@ -123,9 +116,9 @@ def _can_precede(loose: Sequence[fx.Node], run: Sequence[fx.Node]) -> bool:
     for node in loose:
         if any(read in inside for read in reads(node)) or node.meta.get("random") or node.meta.get("updates_buffers"):
             return False
-        if any(storage_root(written) in touched for written in node.meta.get("mutates", ())):
+        if not touched.isdisjoint(written_roots(node)):
             return False
-    written = {storage_root(w) for r in run for w in r.meta.get("mutates", ())}
+    written = {root for r in run for root in written_roots(r)}
     return not any(storage_root(read) in written for node in loose for read in reads(node))
 
 
@@ -158,13 +151,6 @@ def _has_input(call: BlockCall) -> bool:
     if any(map(is_first_only, call.nodes)) and not any(map(is_first_only, outside)):
         return False
     return any("val" not in n.meta or isinstance(n.meta["val"], torch.Tensor) for n in outside)
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The first node of the chain of views and in-place results that `node` is one of."""
-    while isinstance(node.meta.get("alias_of"), fx.Node):
-        node = node.meta["alias_of"]
-    return node
 
 
 def _readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

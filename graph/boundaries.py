@@ -8,14 +8,13 @@ is, and so do losses, what a head in parts leaves for one, and values without a 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ..runtime.functions.part_loss import part_statistics
 from ..runtime.functions.ring_attention import with_gradients
+from .edit import describe
 from .opgraph import OpGraph
 
 CASTS = ("to", "type", "type_as", "float")  # methods by which a model asks for a type
@@ -60,8 +59,5 @@ def value_bytes(graph: OpGraph, node: fx.Node, narrow: frozenset[fx.Node]) -> in
 def cast(graph: fx.Graph, copy: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Add to a stage's graph the cast of `copy`, which has the value of `node` in the step."""
     made = graph.call_method("to", (copy, dtype))
-    meta: dict[str, Any] = {**node.meta, "val": node.meta["val"].to(dtype), "mutates": (), "alias_of": None}
-    for key in ("eval_args", "eval_kwargs", "updates_buffers", "draw"):
-        meta.pop(key, None)
-    made.meta = {**meta, "random": False, "autocast": None, "no_grad": False, "block": "", "block_hash": ""}
-    return made
+    modes = {"autocast": None, "no_grad": False, "block": "", "block_hash": "", "dims": node.meta.get("dims", ())}
+    return describe(made, node, node.meta["val"].to(dtype), **modes)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import fx
 
-from ..ir.edges import storage_root
+from ..ir.edges import storage_root, written_roots
 from .opgraph import OpGraph, is_check, is_mode_switch
 
 Operands = Callable[[fx.Node], Iterable[fx.Node]]
@@ -28,14 +28,14 @@ def closure(nodes: Iterable[fx.Node], step: Operands) -> set[fx.Node]:
     return seen
 
 
-def has_effect(node: fx.Node, draws: bool = True) -> bool:
+def has_effect(node: fx.Node, draws: bool = True, writes: bool = False) -> bool:
     """Whether a node matters though nothing may read it: an input or a result, a switch of modes, a check, a draw from
-    the random generator (with `draws`), or a write into an input, a parameter or a buffer."""
+    the random generator (with `draws`), a write into an input, a parameter or a buffer (with `writes`: any write)."""
     if node.op in ("placeholder", "output") or is_mode_switch(node) or is_check(node):
         return True
     if node.meta.get("updates_buffers") or (draws and node.meta.get("random")):
         return True
-    return any(storage_root(target).op in ("placeholder", "get_attr") for target in node.meta.get("mutates", ()))
+    return any(writes or root.op in ("placeholder", "get_attr") for root in written_roots(node))
 
 
 class Dataflow:
@@ -45,8 +45,8 @@ class Dataflow:
         self.nodes = list(nodes)
         self.written_by: dict[fx.Node, list[fx.Node]] = {}  # the owner of a storage -> what writes into it, in order
         for node in self.nodes:
-            for target in node.meta.get("mutates", ()):
-                self.written_by.setdefault(storage_root(target), []).append(node)
+            for root in written_roots(node):
+                self.written_by.setdefault(root, []).append(node)
 
     @cached_property
     def order(self) -> dict[fx.Node, int]:
@@ -61,7 +61,7 @@ class Dataflow:
         """The nodes that write into a node's storage."""
         return self.written_by.get(storage_root(node), [])
 
-    def above(
+    def ancestors(
         self, nodes: Iterable[fx.Node], operands: Operands | None = None, ends: Collection[fx.Node] = ()
     ) -> set[fx.Node]:
         """These nodes and all that they are made of: what they read, and what writes into the storage of any of these.
@@ -75,7 +75,7 @@ class Dataflow:
 
         return closure(nodes, step)
 
-    def below(self, nodes: Iterable[fx.Node], operands: Operands | None = None) -> set[fx.Node]:
+    def descendants(self, nodes: Iterable[fx.Node], operands: Operands | None = None) -> set[fx.Node]:
         """These nodes and all that is made of them: what reads one of these, and what later reads a storage into which
         one of these is written.
 
@@ -85,15 +85,15 @@ class Dataflow:
             read = node.all_input_nodes if operands is None else operands(node)
             if node in seen or any(arg in seen or storage_root(arg) in changed for arg in read):
                 seen.add(node)
-                changed.update(map(storage_root, node.meta.get("mutates", ())))
+                changed.update(written_roots(node))
         return seen.union(node for node in self.nodes if storage_root(node) in changed)
 
-    def dead(self, kept: Iterable[fx.Node] = (), draws: bool = True) -> set[fx.Node]:
+    def dead(self, kept: Iterable[fx.Node] = (), draws: bool = True, writes: bool = False) -> set[fx.Node]:
         """The nodes that can go, because neither a result nor an effect needs them.
 
         `kept`: nodes that stay although nothing reads them; `draws`: whether random draws stay, too, since all later
-        draws would change."""
-        needed = self.above([*(node for node in self.nodes if has_effect(node, draws)), *kept])
+        draws would change; `writes`: whether writes into values that nothing reads stay."""
+        needed = self.ancestors([*(node for node in self.nodes if has_effect(node, draws, writes)), *kept])
         return set(self.nodes) - needed
 
 

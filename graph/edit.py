@@ -22,28 +22,39 @@ from .kernels.stand_ins import SHAPE_RULES
 from .opgraph import OpGraph, build_module, value_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_OWN = (*META_EDGES, "updates_buffers", "draw", "dims")  # meta of one node, which no neighbour takes over
+_OWN = (*META_EDGES, "updates_buffers", "random", "draw", "dims")  # meta of one node, which no neighbour takes over
 
 
 class GraphEdit:
-    """Writes nodes before `at`, or `after` it, in the modes in which `at` was recorded, at the module path `path`."""
+    """Writes nodes before `at`, or `after` it, in the modes in which `at`, or `like`, was recorded, at the module path
+    `path`."""
 
-    def __init__(self, graph: OpGraph, at: fx.Node, after: bool = False):
-        self.place = graph.graph.inserting_after if after else graph.graph.inserting_before
-        self.graph, self.at, self.path = graph, at, str(at.meta["module_path"])
-        self.fake_mode = next(t.fake_mode for t in value_tensors(at.meta["val"]) if isinstance(t, FakeTensor))
+    def __init__(self, graph: OpGraph, at: fx.Node, after: bool = False, like: fx.Node | None = None):
+        like = like or at
+        place = graph.graph.inserting_after if after else graph.graph.inserting_before
+        self.graph, self.at, self.path, self.place = graph, like, str(like.meta["module_path"]), lambda: place(at)
+        self.fake_mode = next(t.fake_mode for t in value_tensors(like.meta["val"]) if isinstance(t, FakeTensor))
 
     def call(self, target: Any, *args: Any, view_of: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A call of a torch function. `view_of`: the argument whose storage the result shares."""
-        with self.place(self.at):
+        with self.place():
             node = self.graph.graph.call_function(target, args, kwargs)
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self.autocast():
             return self._annotate(node, SHAPE_RULES.get(target, target)(*given, **named), view_of)
 
+    def put(
+        self, op: str, target: Any, args: tuple[Any, ...], value: Any, kwargs: dict[str, Any] | None = None,
+        view_of: fx.Node | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """A node whose value is known."""
+        with self.place():
+            node = self.graph.graph.create_node(op, target, args, kwargs or {})
+        return describe(node, self.at, value, alias_of=view_of)
+
     def parameter(self, name: str, value: torch.Tensor) -> fx.Node:
         """A read of a parameter in the dtype of the computation."""
-        with self.place(self.at):
+        with self.place():
             node = self.graph.graph.create_node("get_attr", name)
         with self.fake_mode:
             dtype = self.graph.compute_dtype(value)
@@ -76,16 +87,20 @@ def describe(node: fx.Node, like: fx.Node | Mapping[str, Any], value: Any, **mor
     """Give a node the meta of a neighbour, or this meta, with a value of its own and without edges.
 
     `more`: further meta, such as `mutates` and `alias_of`. Returns the node."""
-    meta = like.meta if isinstance(like, fx.Node) else like
-    kept = {key: item for key, item in meta.items() if key not in _OWN}
-    node.meta = {**kept, "random": False, "mutates": (), "alias_of": None, "val": value, **more}
+    meta, left_out = (like.meta, _OWN) if isinstance(like, fx.Node) else (like, META_EDGES)
+    kept = {"random": False} | {key: item for key, item in meta.items() if key not in left_out}
+    node.meta = {**kept, "mutates": (), "alias_of": None, "val": value, **more}
     return node
 
 
-def set_edges(node: fx.Node, **edges: Any) -> None:
-    """Write `mutates` or `alias_of` of a node."""
-    assert edges.keys() <= {"mutates", "alias_of"}
-    node.meta.update(edges)
+def set_writes(node: fx.Node, targets: Iterable[fx.Node]) -> None:
+    """Note which of its arguments' storages a node writes."""
+    node.meta["mutates"] = tuple(targets)
+
+
+def set_base(node: fx.Node, base: fx.Node | None) -> None:
+    """Note whose storage a node's value shares."""
+    node.meta["alias_of"] = base
 
 
 def set_evaluation(node: fx.Node, arguments: Arguments | None) -> None:
@@ -105,6 +120,11 @@ def evaluation_of(node: fx.Node) -> Arguments | None:
 # --- operands
 
 
+def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write a node's arguments in training."""
+    node.args, node.kwargs = args, kwargs
+
+
 def change_arguments(node: fx.Node, change: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
     """Change a node's arguments, and in the same way those that it has in evaluation."""
     node.args, node.kwargs = change(node.args, dict(node.kwargs))
@@ -120,10 +140,12 @@ def read_instead(node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def copy_edges(node: fx.Node, copy: fx.Node, new: Callable[[fx.Node], Any]) -> None:
-    """Give a copy the edges of a node, each to the node that `new` says."""
+    """Give a copy the edges of a node, each to the node that `new` says. What it says None for is not written."""
     for key in META_EDGES:
         if key in node.meta:
             copy.meta[key] = fx.map_arg(node.meta[key], new)
+    if copy.meta.get("mutates"):
+        copy.meta["mutates"] = tuple(target for target in copy.meta["mutates"] if target is not None)
 
 
 # --- readers
@@ -133,17 +155,19 @@ def replace_uses(graph: OpGraph, new: Mapping[fx.Node, fx.Node], readers: Collec
     """Let what reads a node of `new`, and outputs, have the node that stands for it. What that one is made of keeps the
     old node. `readers`: these alone, and outputs."""
     made_of = {old: _made_of(other, old) for old, other in new.items()}
+    users = {user for old in new for user in old.users}
     for node in graph.nodes:
-        if node.op != "output" and (readers is None or node in readers):
+        more = node.meta.get("alias_of") in new or node.meta.get("mutates") or "eval_args" in node.meta
+        if (node in users or more) and node.op != "output" and (readers is None or node in readers):
             own = {n: new[n] for n in edges(node) if n in new and node not in made_of[n]}
             if own:
                 read_instead(node, own)
     set_outputs(graph, {name: new.get(node, node) for name, node in graph.outputs.items()})
 
 
-def _made_of(node: fx.Node, first: fx.Node) -> set[fx.Node]:
-    """A node and what it is made of, as far back as a node that comes before all of these."""
-    return closure([node], lambda n: () if n is first else (arg for arg in n.all_input_nodes if not arg < first))
+def _made_of(node: fx.Node, old: fx.Node) -> set[fx.Node]:
+    """A node, and what it is made of, back to an older node."""
+    return closure([node], lambda n: () if n is old else (arg for arg in n.all_input_nodes if not arg < old))
 
 
 def replace_all(graph: OpGraph, new: Mapping[fx.Node, fx.Node]) -> None:
@@ -156,6 +180,13 @@ def set_outputs(graph: OpGraph, outputs: dict[str, fx.Node]) -> None:
     """Let the step return these values."""
     graph.outputs = outputs
     graph.graph.output_node().args = (dict(outputs),)
+
+
+def put_input(graph: OpGraph, name: str, value: torch.Tensor) -> fx.Node:
+    """A new input, after the others, which `OpGraph.inputs` does not have yet."""
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    with graph.graph.inserting_after(last):
+        return describe(graph.graph.placeholder(name), last, value, source="")
 
 
 # --- fewer nodes
@@ -182,15 +213,13 @@ def erase_dead(graph: OpGraph, kept: Iterable[fx.Node] = (), among: Collection[f
     """Remove what neither a result nor an effect needs. `kept`: nodes that stay although nothing reads them; `among`:
     these nodes at most."""
     dead = Dataflow(graph.nodes).dead(kept)
-    erase(graph, dead if among is None else dead.intersection(among))
+    if among is not None:
+        outside = [node for node in dead if node not in among]
+        dead -= closure(outside, lambda node: node.all_input_nodes)  # what stays reads these
+    erase(graph, dead)
 
 
 # --- copies
-
-
-def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy that reads copies, where there are some; edges in meta are those of the node (`copy_edges`)."""
-    return graph.node_copy(node, lambda n: copies.get(n, n))
 
 
 def copy_graph(graph: OpGraph) -> OpGraph:

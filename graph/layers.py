@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..ir.edges import storage_root
+from ..ir.edges import written_roots
 from ..ir.errors import PassError
 from ..ir.tiles import mark_of
 from .blocks import Block, node_inputs, node_outputs, structural_hash
@@ -184,7 +184,7 @@ def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node
     written = {ties.get(name, name) for name in written}
     holder: dict[str, fx.Node] = {}
     for node in home:
-        pairs += [(storage_root(target), node) for target in node.meta.get("mutates", ())]
+        pairs += [(root, node) for root in written_roots(node)]
         if not isinstance(node.meta.get("val"), torch.Tensor):
             pairs += [(node, user) for user in node.users]
         if node.target is operator.getitem:

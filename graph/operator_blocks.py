@@ -15,7 +15,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from ..ir.calls import function_name
-from ..ir.edges import storage_root
+from ..ir.edges import storage_root, written_roots
 from .opgraph import OpGraph
 
 Pair = tuple[fx.Node, fx.Node]
@@ -73,7 +73,7 @@ def _with_writes(nodes: list[fx.Node]) -> Iterator[Pair]:
     """Pairs of a storage's last write with what reads the storage before, which would read another value elsewhere."""
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        last.update((storage_root(target), i) for target in node.meta.get("mutates", ()))
+        last.update((root, i) for root in written_roots(node))
     for i, node in enumerate(nodes):
         for value in (node, *node.all_input_nodes):
             root = storage_root(value)

@@ -207,10 +207,9 @@ class OpGraph:
         graph = PlainGraph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-            if "eval_args" in node.meta:
-                copy.args = fx.map_arg(node.meta["eval_args"], copies.__getitem__)
-                copy.kwargs = fx.map_arg(node.meta["eval_kwargs"], copies.__getitem__)
+            arguments = (node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))
+            args, kwargs = fx.map_arg(arguments, copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         return build_module(self.model, graph, self.unregistered)
 
 
@@ -254,13 +253,6 @@ def missing_buffers(model: nn.Module) -> tuple[str, ...]:
     """Non-persistent buffers on the meta device: their values are neither here nor in a checkpoint."""
     on_meta = {name for name, buffer in model.named_buffers() if buffer.is_meta}
     return tuple(sorted(on_meta - model.state_dict(keep_vars=True).keys()))
-
-
-def plain_meta(node: fx.Node) -> dict[str, Any]:
-    """The meta of a new node that stands beside `node` and neither writes nor shares storage."""
-    left_out = ("eval_args", "eval_kwargs", "updates_buffers", "dims")
-    meta = {key: value for key, value in node.meta.items() if key not in left_out}
-    return {**meta, "mutates": (), "alias_of": None, "random": False}
 
 
 def value_tensors(value: Any) -> Iterator[torch.Tensor]:

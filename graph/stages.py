@@ -7,7 +7,7 @@ that reads them. A value that a later stage reads is an output here and an input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.edges import storage_root
 from ..ir.errors import PassError, PlanError
 from ..ir.plain_graph import PlainGraph
 from ..ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
@@ -25,8 +24,9 @@ from .boundaries import cast, narrowed
 from .costs.saved_classes import saved_classes
 from .costs.split_backward import split_costs
 from .costs.stage import cast_bytes, stage_costs
-from .dataflow import shared_nodes
+from .dataflow import Dataflow, shared_nodes
 from .divide.exchanges import exchange, exchanges_of, handed, hands_back, is_exchange, routes_of, source_of
+from .edit import copy_edges, describe
 from .experts.joins import passes_through
 from .forwards.first_only import left_out, unread_in
 from .opgraph import OpGraph, build_module, is_check, value_tensors
@@ -82,10 +82,7 @@ class _Cut:
                 self.nodes[self.home[node]].append(node)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.shared = shared_nodes(graph)
-        self.writers: dict[fx.Node, list[fx.Node]] = {}  # shared nodes that write into shared storage
-        for node in graph.nodes:
-            for target in node.meta.get("mutates", ()) if node in self.shared else ():
-                self.writers.setdefault(storage_root(target), []).append(node)
+        self.shared_flow = Dataflow(node for node in graph.nodes if node in self.shared)
         self.parameters, self.buffers, self.ties = graph.parameters(), graph.buffers(), graph.ties()
         self.uses: dict[str, set[int]] = {}  # parameter's first name -> the stages that have it
         for node, index in self.home.items():
@@ -137,15 +134,8 @@ class _Cut:
 
     def shared_closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
         """The shared nodes of `wanted`, the shared nodes that they read, and those that write one of them in place."""
-        found: set[fx.Node] = set()
-        stack = [n for n in wanted if n in self.shared]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack.extend(a for a in node.all_input_nodes if a in self.shared)
-                stack.extend(self.writers.get(storage_root(node), ()))
-        return found
+        roots = (node for node in wanted if node in self.shared)
+        return self.shared_flow.ancestors(roots, lambda node: (a for a in node.all_input_nodes if a in self.shared))
 
 
 def _inputs_in(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -155,21 +145,15 @@ def _inputs_in(nodes: set[fx.Node]) -> set[fx.Node]:
 def live_nodes(graph: OpGraph) -> set[fx.Node]:
     """Nodes through which gradients of the loss flow. Others exist for the model's further outputs, or for nothing:
     what only they read gets no gradient, rather than one of zeros, as in eager PyTorch."""
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for target in node.meta.get("mutates", ()):
-            writers.setdefault(storage_root(target), []).append(node)
-    found: set[fx.Node] = set()
-    stack = [graph.outputs["loss"]]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += writers.get(storage_root(node), ())
-            stack += (a for a in node.all_input_nodes if storage_root(a) in writers or _requires_grad(a))
-            before = handed(node)
-            stack += [before] if before is not None else []
-    return found
+    flow = Dataflow(graph.nodes)
+
+    def operands(node: fx.Node) -> Iterator[fx.Node]:
+        yield from (arg for arg in node.all_input_nodes if flow.writers(arg) or _requires_grad(arg))
+        before = handed(node)
+        if before is not None:
+            yield before
+
+    return flow.ancestors([graph.outputs["loss"]], operands)
 
 
 def _requires_grad(node: fx.Node) -> bool:
@@ -290,8 +274,8 @@ class _Builder:
         graph = PlainGraph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = {**node.meta, "random": False, "first_only": node in unneeded}  # it was drawn elsewhere
+            held = copies[node] = graph.placeholder(node.name)
+            describe(held, node.meta, node.meta["val"], random=False, first_only=node in unneeded)  # drawn elsewhere
         for node in inputs:
             if node in self.cut.narrow:
                 copies[node].meta["val"] = node.meta["val"].to(self.graph.boundary_dtype)
@@ -303,11 +287,7 @@ class _Builder:
             copy.meta["block"] = self._printed_as(block) if block else ""
             copy.meta["block_hash"] = block.hash if block else ""
             copy.meta["first_only"], copy.meta["unread"] = node in self.without, node in self.unread
-            for key in ("eval_args", "eval_kwargs"):
-                if key in node.meta:
-                    copy.meta[key] = fx.node.map_arg(node.meta[key], copies.__getitem__)
-            copy.meta["mutates"] = tuple(copies[n] for n in node.meta.get("mutates", ()) if n in copies)
-            copy.meta["alias_of"] = copies.get(node.meta.get("alias_of"))  # type: ignore[arg-type]
+            copy_edges(node, copy, copies.get)
         graph.output(tuple(self._sent(graph, copies[n], n, n in sent) for n in outputs))
         compute_sizes(graph)
         show_sizes(graph)

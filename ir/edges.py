@@ -17,7 +17,12 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
-def read_nodes(node: fx.Node) -> list[fx.Node]:
+def written_roots(node: fx.Node) -> list[fx.Node]:
+    """The owners of the storages into which a node writes."""
+    return [storage_root(target) for target in node.meta.get("mutates", ())]
+
+
+def reads(node: fx.Node) -> list[fx.Node]:
     """The nodes that a node reads, in training or in evaluation."""
     if "eval_args" not in node.meta:
         return node.all_input_nodes
@@ -29,4 +34,4 @@ def read_nodes(node: fx.Node) -> list[fx.Node]:
 def edges(node: fx.Node) -> list[fx.Node]:
     """All nodes to which a node has an edge: those that it reads, writes or shares storage with."""
     base = node.meta.get("alias_of")
-    return [*read_nodes(node), *node.meta.get("mutates", ()), *([] if base is None else [base])]
+    return [*reads(node), *node.meta.get("mutates", ()), *([] if base is None else [base])]

@@ -35,7 +35,7 @@ ORDER = {
         "emulate", "measure", "processes",
     ),
     "graph": (
-        "loss_terms", "opgraph", "boundaries", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit",
+        "loss_terms", "opgraph", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit", "boundaries",
         "sizes", "blocks", "operator_blocks", "follow", "experts", "forwards", "costs", "loss", "masks", "tables",
         "divide", "layers", "tiles", "stages", "profile",
     ),

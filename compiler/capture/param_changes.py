@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...graph.dataflow import closure
+from ...graph.edit import erase_dead, replace_all
 from ...graph.opgraph import OpGraph, ParamChange
+from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...ir.program import HookCall
 from ...runtime.optimizer.hooks import call_hooks
@@ -48,12 +51,7 @@ def changes_of(graph: OpGraph) -> dict[str, ParamChange]:
 
 def _makers(nodes: list[fx.Node]) -> set[fx.Node]:
     """These nodes and all that they are made of."""
-    found, waiting = set(nodes), list(nodes)
-    while waiting:
-        fresh = [operand for operand in waiting.pop().all_input_nodes if operand not in found]
-        found.update(fresh)
-        waiting += fresh
-    return found
+    return closure(nodes, lambda node: node.all_input_nodes)
 
 
 def _serves(reader: fx.Node, own: set[fx.Node]) -> bool:
@@ -63,22 +61,12 @@ def _serves(reader: fx.Node, own: set[fx.Node]) -> bool:
 
 def take_out(graph: OpGraph) -> None:
     """Remove the nodes that make the element-wise changes: runners make them, before forward."""
-    ties = graph.ties()
+    ties, idle = graph.ties(), [node for node in graph.nodes if not node.users]
     for node in list(graph.nodes):
         if any((change := graph.changes.get(ties.get(n, n))) and change.calls for n in _written(graph, node)):
-            operands = node.all_input_nodes
-            node.replace_all_uses_with(operands[0])
-            graph.graph.erase_node(node)
-            _erase_unused(graph.graph, operands)
+            replace_all(graph, {node: node.all_input_nodes[0]})
+    erase_dead(graph, kept=idle)
     graph.module.recompile()
-
-
-def _erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    for node in nodes:
-        if not node.users and node.op != "placeholder" and not node.meta["mutates"]:
-            operands = node.all_input_nodes
-            graph.erase_node(node)
-            _erase_unused(graph, operands)
 
 
 def _calls(graph: OpGraph, name: str, nodes: list[fx.Node]) -> tuple[HookCall, ...]:
@@ -117,9 +105,7 @@ def _replay(node: Any, value: torch.Tensor) -> Any:
 
 def _written(graph: OpGraph, node: fx.Node) -> Iterator[str]:
     """The names of the parameters that a node changes."""
-    for written in node.meta.get("mutates", ()):
-        while written.meta["alias_of"] is not None:
-            written = written.meta["alias_of"]
+    for written in written_roots(node):
         if written.op == "get_attr" and graph.node_parameters(written):
             yield str(written.target)
     if node.op == "call_module" and _max_norm_of(graph, node) is not None:

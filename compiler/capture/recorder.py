@@ -26,8 +26,10 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ...graph.edit import set_base, set_writes
 from ...graph.kernels.stand_ins import SHAPE_RULES
 from ...graph.opgraph import CHECKS
+from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...runtime.forced_eager import forced_eager
 from .calls import (
@@ -259,7 +261,7 @@ class Recorder(GraphWriter):
             return result
         result = self._fresh(result, mutated)
         node = self._record(call, args, kwargs, result, touched)
-        node.meta["mutates"] = mutated
+        set_writes(node, mutated)
         node.meta["random"] = self._is_random(call, real_args, real_kwargs or {})
         self._note_buffers(call, node, args, kwargs)
         if self.rows is not None:
@@ -331,11 +333,11 @@ class Recorder(GraphWriter):
         if isinstance(value, torch.Tensor):
             storage = storage_of(value)
             argument = next((n for n, t, _ in touched if storage_of(t) == storage), None)
-            node.meta["alias_of"] = argument or self.storages.get(storage)
+            set_base(node, argument or self.storages.get(storage))
             self.storages.setdefault(storage, node)
         elif value is not None:
             storages = {storage_of(t) for t in tensors_in(value)}
-            node.meta["alias_of"] = next((n for n, t, _ in touched if storage_of(t) in storages), None)
+            set_base(node, next((n for n, t, _ in touched if storage_of(t) in storages), None))
         return node
 
     def _fresh(self, result: Any, mutated: tuple[fx.Node, ...]) -> Any:
@@ -369,11 +371,8 @@ class Recorder(GraphWriter):
             if keeps_statistics and module.training:
                 names += [f"{call.target}.{name}" for name, buffer in module._buffers.items() if buffer is not None]
         elif call.target in (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm):
-            node.meta["mutates"] = _running_statistics(call.target, args, kwargs)
-        for written in node.meta["mutates"]:
-            owner = written
-            while owner.meta["alias_of"] is not None:
-                owner = owner.meta["alias_of"]
+            set_writes(node, _running_statistics(call.target, args, kwargs))
+        for owner in written_roots(node):
             if owner.op == "get_attr" and owner.target in self.held.buffers:
                 names.append(str(owner.target))
         if names:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.dataflow import Dataflow
 from ...graph.opgraph import is_mode_switch
 from ...ir.calls import function_name
 from ...ir.errors import CaptureError
@@ -112,11 +113,6 @@ def _numbers(*args: Any) -> list[Any]:
 
 def _constants(recorded: Recorder) -> set[fx.Node]:
     """The nodes whose values follow from no input, no tensor of the model and no random draw."""
-    found: set[fx.Node] = set()
-    for node in recorded.graph.nodes:
-        makes = node.op in ("call_function", "call_method") and not node.meta["random"]
-        if makes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-        elif node.op != "output":
-            found.difference_update(node.meta["mutates"])
-    return found
+    nodes = recorded.graph.nodes
+    given = [n for n in nodes if n.op not in ("call_function", "call_method") or n.meta["random"]]
+    return set(nodes) - Dataflow(nodes).descendants(given)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.edit import evaluation_of, set_evaluation
 from ...ir.calls import function_name
 from .calls import RecordedCall
 from .recorder import Recorder
@@ -109,7 +110,7 @@ class Replay(Recorder):
         shapes = [[(t.shape, t.dtype) for t in tensors_in(value)] for value in (result, step.meta["val"])]
         if shapes[0] != shapes[1]:
             raise Misaligned(f"{self.lines.current()}: {step.target} gives other shapes in evaluation than in training")
-        step.meta["eval_args"], step.meta["eval_kwargs"] = args, kwargs
+        set_evaluation(step, (args, kwargs))
 
     def finish(self, outputs: dict[str, torch.Tensor], expected: dict[str, fx.Node]) -> None:
         """Check that nothing is left over and that the outputs are the recorded ones."""
@@ -132,8 +133,7 @@ class PlainEvaluation(Replay):
         self.rows = None
 
     def _repeats(self, step: fx.Node, args: Any, kwargs: Any) -> bool:
-        first = step.meta.get("eval_args", step.args), step.meta.get("eval_kwargs", step.kwargs)
-        return same(plain((args, kwargs)), plain(first))
+        return same(plain((args, kwargs)), plain(evaluation_of(step) or (step.args, step.kwargs)))
 
     def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
         raise Misaligned(f"{self.lines.where()}\n  {step.target} gets other arguments where sizes are plain numbers")

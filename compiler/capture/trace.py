@@ -16,9 +16,11 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...graph.dataflow import Dataflow
+from ...graph.edit import erase, set_evaluation
 from ...graph.kernels.cuda_autocast import autocast_as
-from ...graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
-from ...ir.edges import storage_root
+from ...graph.opgraph import OpGraph, build_module, missing_buffers
+from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
 from ..packing.varying_inputs import ValueRead
@@ -93,8 +95,8 @@ def trace_in(precision: Precision, model: nn.Module, example_inputs: Any, **opti
 
 def _refuse_written_constants(graph: OpGraph) -> None:
     for node in graph.nodes:
-        for target in node.meta.get("mutates", ()):
-            name = str(storage_root(target).target)
+        for root in written_roots(node):
+            name = str(root.target)
             if name in graph.constants:
                 raise CaptureError(
                     f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not "
@@ -118,7 +120,8 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         recorder.graph.output(nodes)
         require_repeatable(recorder, lambda again: _run(again, inputs, options.loss_fn), nodes, before)
         number_draws(recorder.graph)
-        unused, removable = _unused(recorder.graph)
+        flow = Dataflow(recorder.graph.nodes)
+        unused, removable = (flow.dead(draws=draws, writes=True) for draws in (False, True))
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation and options.training:
             eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
@@ -127,7 +130,8 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     if options.dynamic is not None:
         require_any_size(inputs.symbols, options.dynamic.ranges)
     items = {node: [(child, child.args[1]) for _, child in rows] for node, rows in recorder.items.items()}
-    _remove(recorder.graph, removable)
+    erase(recorder.graph, removable)
+    _merge_grad_switches(recorder.graph)
     constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
 
     def made(graph: fx.Graph, inputs: TraceInputs, nodes: dict[str, fx.Node]) -> OpGraph:
@@ -211,8 +215,7 @@ def _align(
         replay.finish(_run(replay, inputs, loss_fn), nodes)
     except (Misaligned, CaptureError) as error:
         for step in recorder.steps:
-            step.meta.pop("eval_args", None)
-            step.meta.pop("eval_kwargs", None)
+            set_evaluation(step, None)
         return str(error)
     return None
 
@@ -231,53 +234,17 @@ def _require_plain(
         raise CaptureError(str(error)) from None
 
 
-def _unused(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that no output, in-place write or mode switch needs, and which of these nodes may be removed.
-
-    A dropped random draw would shift the generator for all later ones, so unused draws stay.
-    """
-    needed: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        effect = node.op in ("output", "placeholder") or is_mode_switch(node) or is_check(node)
-        if effect or node.meta["mutates"] or "updates_buffers" in node.meta or node in needed:
-            needed.add(node)
-            needed.update(node.all_input_nodes)
-    unused = {node for node in graph.nodes if node not in needed}
-    kept: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node in unused and (node.meta["random"] or node in kept):
-            kept.add(node)
-            kept.update(node.all_input_nodes)
-    return unused, unused - kept
-
-
-def _remove(graph: fx.Graph, removable: set[fx.Node]) -> None:
-    stand_ins: dict[fx.Node, fx.Node] = {}  # a removed owner of a storage -> the first node left that shares it
-    for node in graph.nodes:
-        owner = node.meta.get("alias_of")
-        while node not in removable and owner in removable:
-            above = owner.meta["alias_of"]
-            owner = above if above is not None else stand_ins.setdefault(owner, node)
-            node.meta["alias_of"] = owner if owner is not node else None
-    for node in reversed(graph.nodes):
-        if node in removable:
-            graph.erase_node(node)
-    _merge_grad_switches(graph)
-
-
 def _merge_grad_switches(graph: fx.Graph) -> None:
     """Drop gradient switches that are overridden before any op, or that change nothing."""
     is_switch = torch._C._set_grad_enabled
-    nodes = list(graph.nodes)
-    for node, following in pairwise(nodes):
-        if node.target is is_switch and following.target is is_switch:
-            graph.erase_node(node)
-    enabled = True
-    for node in list(graph.nodes):
+    pairs = pairwise(list(graph.nodes))
+    erase(graph, [node for node, following in pairs if node.target is following.target is is_switch])
+    enabled, idle = True, []
+    for node in graph.nodes:
         if node.target is is_switch:
-            if node.args[0] == enabled:
-                graph.erase_node(node)
+            idle += [node] if node.args[0] == enabled else []
             enabled = bool(node.args[0])
+    erase(graph, idle)
 
 
 def _store_reassigned_buffers(recorder: Recorder) -> None:

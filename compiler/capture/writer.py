@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from ...graph.edit import describe, set_base, set_writes
 from ...graph.sizes.nodes import SizeNodes
 from ...ir.errors import CaptureError
 from ...ir.plain_graph import PlainGraph
@@ -58,18 +59,15 @@ class GraphWriter:
     def annotate(self, node: fx.Node, value: Any) -> None:
         """Fill the meta that every node has."""
         path, kind, number = self.modules[-1]
-        node.meta = {
-            "val": value,
+        meta = {
             "module_path": path,
             "module_type": kind,
             "module_call": number,
             "source": self.lines.current() if node.op != "placeholder" else "",
             "no_grad": not torch.is_grad_enabled(),
             "autocast": self.autocasts[-1][1],
-            "mutates": (),
-            "alias_of": None,
-            "random": False,
         }
+        describe(node, meta, value)
         self.alive.append(value)
 
     def bind(self, node: fx.Node, result: Any) -> None:
@@ -82,7 +80,7 @@ class GraphWriter:
         for key, item in result.items() if isinstance(result, dict) else enumerate(result):
             if has_tensor(item):
                 child = self.add_plain("call_function", operator.getitem, (node, key), item)
-                child.meta["alias_of"] = node
+                set_base(child, node)
                 if self.rows is not None and node in self.rows.follows:
                     self.rows.follows.add(child)
                 self.items.setdefault(node, []).append((item, child))
@@ -182,7 +180,7 @@ class GraphWriter:
 
     def _add_held(self, name: str, fake: torch.Tensor) -> fx.Node:
         node = self.add_plain("get_attr", name, (), fake)
-        node.meta["alias_of"] = self.storages.get(storage_of(fake))
+        set_base(node, self.storages.get(storage_of(fake)))
         self.storages.setdefault(storage_of(fake), node)
         return node
 
@@ -202,7 +200,9 @@ class GraphWriter:
         owner, source = self._attribute(buffer), self.tensor_node(new)
         self.add_plain("call_function", torch._C._set_grad_enabled, (False,), None)
         node = self.add_plain("call_method", "copy_", (owner, source), buffer)
-        node.meta.update(no_grad=True, mutates=(owner,), alias_of=owner, updates_buffers=(name,))
+        node.meta.update(no_grad=True, updates_buffers=(name,))
+        set_writes(node, (owner,))
+        set_base(node, owner)
         self.add_plain("call_function", torch._C._set_grad_enabled, (True,), None)
 
     def placeholder(self, name: str, fake: torch.Tensor) -> None:

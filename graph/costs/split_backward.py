@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from ..blocks import Block
+from ..dataflow import closure
 from ..opgraph import OpGraph, value_tensors
 
 
@@ -46,12 +47,8 @@ def _waiting_bytes(
         if (node.op != "get_attr" and _is_trained(graph, node)) or any(_learns(graph, arg) for arg in beside):
             tensors = (t for t in value_tensors(node.meta.get("val")) if t.requires_grad)
             waiting += sum(t.numel() * t.element_size() for t in tensors)
-    own, after, stack = set(body), set[fx.Node](), [node for node in outputs if node not in reached]
-    while stack:
-        node = stack.pop()
-        if node not in after:
-            after.add(node)
-            stack += (arg for arg in node.all_input_nodes if arg in own)
+    own = set(body)
+    after = closure((n for n in outputs if n not in reached), lambda n: filter(own.__contains__, n.all_input_nodes))
     whole = {id(p): p for node in after for p in graph.node_parameters(node).values() if p.requires_grad}
     return waiting + sum(p.numel() * graph.compute_dtype(p).itemsize for p in whole.values())
 

@@ -251,7 +251,7 @@ def _places(
 def _differing(graph: OpGraph) -> set[fx.Node]:
     """The values that may differ from member to member."""
     nodes = graph.nodes
-    return Dataflow(nodes).below(node for node in nodes if node.target == MEMBER or is_exchange(node))
+    return Dataflow(nodes).descendants(node for node in nodes if node.target == MEMBER or is_exchange(node))
 
 
 def _gather_rows(graph: OpGraph, region: WidthRegion, differing: set[fx.Node]) -> WidthRegion | None:

@@ -129,7 +129,7 @@ def _replace_chain(graph: OpGraph, layer: ExpertLayer, sums: TokenSums, last: fx
     """Let what reads `last`, which is of the chain that makes sums of a layer's rows, read `result`, and remove what
     made it and nothing else reads."""
     chain = sums.chain[: sums.chain.index(last) + 1]
-    made_of = Dataflow(graph.nodes).above([*chain, sums.taken])
+    made_of = Dataflow(graph.nodes).ancestors([*chain, sums.taken])
     replace_layers(graph, [(replace(layer, inside=(*layer.inside, *chain)), {last: result})])
     erase_dead(graph, [node for node in graph.nodes if node not in made_of or node.op == "get_attr"])
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from ..dataflow import closure
 from ..follow.engine import keeps_rows
 from ..opgraph import OpGraph, value_tensors
 
@@ -140,23 +141,10 @@ def _held_bytes(graph: OpGraph, weights: Iterable[nn.Parameter]) -> int:
 def _between(look: _Look, products: list[fx.Node]) -> set[fx.Node]:
     """The products, what is computed of one for another, and what writes into any of these."""
     places = [look.order[product] for product in products]
-    window = look.nodes[min(places) : max(places) + 1]  # what lies between two of them lies in here
-    after, before = set(products), set(products)
-    for node in window:
-        if not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-    for node in reversed(window):
-        if not before.isdisjoint(node.users):
-            before.add(node)
-    found = (after & before) | set(products)
-    waiting = list(found)
-    while waiting:
-        node = waiting.pop()
-        for user in node.users:
-            if user not in found and node in user.meta.get("mutates", ()):
-                found.add(user)
-                waiting.append(user)
-    return found
+    window = set(look.nodes[min(places) : max(places) + 1])  # what lies between two of them lies in here
+    after = closure(products, lambda node: filter(window.__contains__, node.users))
+    before = closure(products, lambda node: filter(window.__contains__, node.all_input_nodes))
+    return closure(after & before, lambda node: (user for user in node.users if node in user.meta["mutates"]))
 
 
 def _refusal(

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ...runtime.experts.split_experts import part_product
-from ..edit import GraphEdit, replace_all
+from ..edit import GraphEdit, copy_edges, erase, erase_dead, replace_uses
 from ..opgraph import OpGraph
 from .layers import ExpertLayer, is_of_rows, weight_of
 
@@ -68,10 +68,8 @@ class ExpertShare:
     def _copied(self, node: fx.Node) -> fx.Node:
         with self.graph.graph.inserting_before(self.layer.inside[-1]):
             copy = self.graph.graph.node_copy(node, self._copy_of)
-        copy.meta = {**node.meta, "module_path": self.edit.path}
-        for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-            if key in copy.meta:
-                copy.meta[key] = fx.map_arg(copy.meta[key], self._copy_of)
+        copy.meta["module_path"] = self.edit.path
+        copy_edges(node, copy, self._copy_of)
         return copy
 
     def _weight(self, product: fx.Node) -> fx.Node:
@@ -83,33 +81,19 @@ class ExpertShare:
         value = self.graph.parts[part].tensor
         read = self.edit.parameter(part, value)
         for node in chain[1:]:
-            with self.graph.graph.inserting_before(self.layer.inside[-1]):
-                view = self.graph.graph.call_method(str(node.target), (read, *node.args[1:]), dict(node.kwargs))
             with self.edit.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]):
                 made = getattr(read.meta["val"], str(node.target))(*node.args[1:], **node.kwargs)
-            alias = read if node.meta["alias_of"] is not None else None
-            view.meta = {**node.meta, "val": made, "module_path": self.edit.path, "alias_of": alias}
-            view.meta.pop("dims", None)
+            base = None if node.meta["alias_of"] is None else read
+            edit = GraphEdit(self.graph, self.layer.inside[-1], like=node)
+            view = edit.put("call_method", str(node.target), (read, *node.args[1:]), made, dict(node.kwargs), base)
+            view.meta["module_path"] = self.edit.path
             read = view
         return read
 
 
 def replace_layers(graph: OpGraph, replaced: Sequence[tuple[ExpertLayer, dict[fx.Node, fx.Node]]]) -> None:
-    """Let what reads layers read what was found for the nodes that leave them, and remove the layers with the reads of
-    their weights."""
-    replace_all(graph, {old: new for _, found in replaced for old, new in found.items()})
-    for layer, found in replaced:
-        for node in reversed(layer.inside):
-            if node not in found:
-                graph.graph.erase_node(node)
-    ties, weights = graph.ties(), {name for layer, _ in replaced for name in layer.weights}
-    for node in reversed(graph.nodes):
-        if node.op != "output" and not node.users and _read_by(node, ties) in weights:
-            graph.graph.erase_node(node)
-
-
-def _read_by(node: fx.Node, ties: Mapping[str, str]) -> str:
-    """The first name of what a node reads, or is a view of; empty for other nodes."""
-    while node.op == "call_method" and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return ties.get(str(node.target), str(node.target)) if node.op == "get_attr" else ""
+    """Let what reads layers read what stands for the nodes that leave them, and remove the layers with all that only
+    they read."""
+    replace_uses(graph, {old: new for _, leaving in replaced for old, new in leaving.items()})
+    erase(graph, {node for layer, _ in replaced for node in layer.inside})
+    erase_dead(graph)

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from ...ir.errors import CaptureError, DoesNotFit
+from ..edit import GraphEdit, set_outputs
 from ..operators.states import Kind
 from ..opgraph import OpGraph
 from .rows import Coupling, GraphOf, RowFacts, row_facts
@@ -33,14 +34,10 @@ def scaled_loss(graph: OpGraph, facts: RowFacts, num_micro_batches: int) -> OpGr
     factor, loss = facts.factor(num_micro_batches), graph.outputs["loss"]
     if factor == 1:
         return graph
-    with graph.graph.inserting_before(graph.graph.output_node()):
-        made = graph.graph.call_function(operator.mul, (loss, factor))
-    made.meta = {**loss.meta, "mutates": (), "alias_of": None, "random": False, "val": loss.meta["val"] * factor}
-    for name in ("updates_buffers", "eval_args", "eval_kwargs"):
-        made.meta.pop(name, None)
+    edit = GraphEdit(graph, graph.graph.output_node(), like=loss)
+    made = edit.put("call_function", operator.mul, (loss, factor), loss.meta["val"] * factor)
     made.meta.update(module_path="", module_type=type(graph.model).__name__, module_call=0)
-    graph.outputs["loss"] = made
-    graph.graph.output_node().args = (graph.outputs,)
+    set_outputs(graph, graph.outputs | {"loss": made})
     graph.module.recompile()
     return graph
 

@@ -12,29 +12,19 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from ...ir.edges import storage_root
 from ...ir.tiles import unread_parts
 from ...runtime.functions import with_gradients
 from ..blocks import Block
+from ..dataflow import Dataflow
 
 
 def unread_by_gradients(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
     """The nodes without gradients that no node with gradients among these reads, as far as these nodes show."""
-    inside = set(nodes)
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        for target in node.meta.get("mutates", ()):
-            writers.setdefault(storage_root(target), []).append(node)
-    outer = {root for root in writers if root not in inside}  # what is written there may be read elsewhere
-    stack = [n for n in nodes if not n.meta.get("no_grad")] + [n for root in outer for n in writers[root]]
-    needed = set(stack)
-    while stack:
-        for operand in needed_operands(stack.pop()):
-            for node in (operand, *writers.get(storage_root(operand), ())):
-                if node in inside and node not in needed:
-                    needed.add(node)
-                    stack.append(node)
-    return frozenset(inside - needed)
+    flow, inside = Dataflow(nodes), set(nodes)
+    elsewhere = [n for root, writers in flow.written_by.items() if root not in inside for n in writers]
+    with_gradients = [n for n in nodes if not n.meta.get("no_grad")]
+    here = flow.ancestors([*with_gradients, *elsewhere], lambda n: (a for a in needed_operands(n) if a in inside))
+    return frozenset(inside - here)
 
 
 def needed_operands(node: fx.Node) -> list[fx.Node]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...ir.calls import call_name
 from ...runtime.functions import chunked_cross_entropy, evaluation_logits
-from ..edit import GraphEdit
+from ..edit import GraphEdit, erase_dead, replace_uses, set_arguments, set_evaluation, set_outputs
 from ..opgraph import OpGraph
 from .head_loss import HeadLoss, NodeOrName, WholeLogits
 
@@ -77,23 +77,16 @@ def chunk_head(graph: OpGraph, head: HeadLoss, chunk: LossChunk) -> None:
     weight, bias = _tensor(first, head.weight), _tensor(first, head.bias)
     if head.outputs and chunk.logits:
         logits = first.call(evaluation_logits, head.hidden, weight, bias, False)
-        logits.meta.update(eval_args=logits.args, eval_kwargs={})
-        logits.args = (*logits.args[:-1], True)
-        for node in _made_for_outputs(head):
-            node.replace_input_with(head.product, logits)
-            if node.meta.get("alias_of") is head.product:
-                node.meta["alias_of"] = logits
-        graph.outputs = {name: logits if node is head.product else node for name, node in graph.outputs.items()}
+        set_evaluation(logits, (logits.args, {}))
+        set_arguments(logits, (*logits.args[:-1], True), {})
+        replace_uses(graph, {head.product: logits}, readers=_made_for_outputs(head))
     else:
-        graph.outputs = {name: node for name, node in graph.outputs.items() if name not in head.outputs}
-    graph.graph.output_node().args = (graph.outputs,)
+        set_outputs(graph, {name: node for name, node in graph.outputs.items() if name not in head.outputs})
     made = _chunked(edit, head, chunk.tokens, weight, bias)
     name = head.loss.name
     edit.replace(head.loss, made)
     made.name = name  # the loss keeps its name in programs
-    for node in reversed((*head.product.all_input_nodes, head.product, *head.between)):
-        if not node.users and node.op != "placeholder":
-            graph.graph.erase_node(node)
+    erase_dead(graph, among={*head.product.all_input_nodes, head.product, *head.between})
 
 
 def _edit(graph: OpGraph, at: fx.Node, like: fx.Node) -> GraphEdit:

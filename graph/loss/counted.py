@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 from torch import fx
 
 from ...ir.errors import CaptureError
+from ..dataflow import Dataflow
+from ..edit import GraphEdit, erase, erase_dead, put_input, replace_uses
 from ..follow.linear import LinearPath, is_quotient, reduction_of
 from ..loss_terms import NUM_ITEMS, CountRules, Divisor, LossRules, LossTerm
-from ..opgraph import OpGraph, build_module, is_mode_switch, plain_meta
+from ..opgraph import OpGraph, build_module
 from .class_loss import ClassLoss, class_loss
 from .counting import BatchView, Targets, Total, count_graph, divisor_graph, is_item_count
 
@@ -87,11 +89,9 @@ class _Rewrite:
         if not found.weight:
             given: fx.Node | None = found.arguments.get("weight")
             return given
-        with self.graph.graph.inserting_before(node):
-            made = self.graph.graph.create_node("get_attr", found.weight, ())
         table = self.graph.module.get_submodule(str(node.target)).weight
         value = node.meta["val"].new_empty(table.shape, dtype=table.dtype)
-        made.meta = {**plain_meta(node), "val": value, "source": node.meta.get("source", "")}
+        made = GraphEdit(self.graph, node).put("get_attr", found.weight, (), value)
         self.view.shared.add(made)
         return made
 
@@ -181,19 +181,13 @@ class _Rewrite:
 
     def _add(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: Any) -> fx.Node:
         """A node in front of `like`, with its shape and its place in the user's model."""
-        graph = self.graph.graph
-        with graph.inserting_before(like):
-            if target is torch.Tensor.to:
-                made = graph.call_method("to", args, kwargs)
-            else:
-                made = graph.call_function(target, args, kwargs)
+        call: tuple[str, Any] = ("call_method", "to") if target is torch.Tensor.to else ("call_function", target)
         value = like.meta["val"]
-        made.meta = {**plain_meta(like), "val": fake_like(value, value.shape, dtype)}
-        return made
+        return GraphEdit(self.graph, like).put(*call, args, fake_like(value, value.shape, dtype), kwargs)
 
     def _replace(self, node: fx.Node, made: fx.Node) -> None:
         """Let the loss's path and the results read the new node; whatever else reads the old one keeps it."""
-        replace_on_path(self.graph, node, made, self.path.inside)
+        replace_uses(self.graph, {node: made}, self.path.inside)
         if not node.users:
             node.name, made.name = made.name, node.name  # the loss keeps its name in programs
 
@@ -238,14 +232,8 @@ class _Rewrite:
 
     def _is_read(self, wanted: fx.Node) -> bool:
         """Whether a result, or a node with an effect, still reads a node."""
-        waiting = [node for node in self.graph.nodes if node.op == "output" or has_effect(node)]
-        seen = set(waiting)
-        while waiting:
-            for argument in waiting.pop().all_input_nodes:
-                if argument not in seen:
-                    seen.add(argument)
-                    waiting.append(argument)
-        return wanted in seen
+        flow = Dataflow(self.graph.nodes)
+        return any(user not in flow.dead() for user in wanted.users)
 
     def finish(self, terms: list[LossTerm]) -> LossRules:
         """Cut out what counts, and remove from the graph what nothing reads any more."""
@@ -257,9 +245,9 @@ class _Rewrite:
             made = divisor_graph(self.view, [row[1:] for row in self.divisors], self.totals)
             counts = build_module(graph.model, counted, graph.constants)
             divisors = None if made is None else build_module(graph.model, made, graph.constants)
-        drop_unused(graph, self.idle.difference(unread.users if unread is not None else ()))
+        erase_dead(graph, self.idle.difference(unread.users if unread is not None else ()))
         if unread is not None:
-            graph.graph.erase_node(unread)
+            erase(graph, [unread])
             del graph.inputs[NUM_ITEMS]
         rules = CountRules(
             inputs=tuple(names),
@@ -296,38 +284,7 @@ def _free_name(stem: str, taken: Mapping[str, Any]) -> str:
 
 def add_input(graph: OpGraph, name: str, dtype: torch.dtype) -> fx.Node:
     """A new input with one number per micro-batch; returns the node of that number."""
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    fake = last.meta["val"].new_empty((1,), dtype=dtype)
-    with graph.graph.inserting_after(last):
-        given = graph.graph.placeholder(name)
-    with graph.graph.inserting_after(given):
-        item = graph.graph.call_function(operator.getitem, (given, 0))
+    fake = next(iter(graph.inputs.values())).new_empty((1,), dtype=dtype)
     graph.inputs[name] = fake
-    given.meta = {**last.meta, "val": fake}
-    item.meta = {**last.meta, "val": fake[0], "alias_of": given}
-    return item
-
-
-def replace_on_path(graph: OpGraph, node: fx.Node, made: fx.Node, path: set[fx.Node]) -> None:
-    """Let the nodes of the loss's path and the results read `made` in place of `node`."""
-    readers = [user for user in node.users if user in path or user.op == "output"]
-    for user in readers:
-        user.replace_input_with(node, made)
-        user.meta["mutates"] = tuple(made if n is node else n for n in user.meta.get("mutates", ()))
-    for other in graph.nodes:
-        if other.meta.get("alias_of") is node and other in path:
-            other.meta["alias_of"] = made
-    graph.outputs = {name: made if value is node else value for name, value in graph.outputs.items()}
-
-
-def drop_unused(graph: OpGraph, before: Collection[fx.Node]) -> None:
-    """Remove the nodes that only replaced nodes have read; `before` are those that had no reader in the first place."""
-    for node in reversed(graph.nodes):
-        if not (node.users or node.op in ("output", "placeholder") or has_effect(node) or node in before):
-            graph.graph.erase_node(node)
-
-
-def has_effect(node: fx.Node) -> bool:
-    """Whether a node matters though nothing reads it: it writes, draws or switches."""
-    writes = node.meta.get("mutates") or node.meta.get("updates_buffers")
-    return bool(writes or node.meta.get("random") or is_mode_switch(node))
+    given = put_input(graph, name, fake)
+    return GraphEdit(graph, given, after=True).call(operator.getitem, given, 0, view_of=given)

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from ...ir.calls import call_name
-from ...ir.edges import storage_root
-from ..dataflow import shared_nodes
+from ..dataflow import Dataflow, shared_nodes
+from ..edit import describe
 from ..follow.engine import keeps_rows_apart
 from ..follow.linear import is_scalar, reduction_of
 from ..loss_terms import NUM_ITEMS
-from ..opgraph import OpGraph, plain_meta
+from ..opgraph import OpGraph
 
 _CASTS = {"to", "float", "double", "contiguous", "clone", "detach"}
 _KEEP = (torch.int64, torch.float32, torch.float64)  # dtypes that hold a count as it is
@@ -51,25 +51,19 @@ class BatchView:
     rows: int  # of a micro-batch
     shared: set[fx.Node] = field(default_factory=set)
     dependent: set[fx.Node] = field(default_factory=set)
-    written_by: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    flow: Dataflow = field(init=False)
 
     @staticmethod
     def of(graph: OpGraph, rows: int) -> BatchView:
         view = BatchView(graph, rows, shared_nodes(graph))
-        for node in graph.nodes:
-            if node.op == "placeholder" or any(n in view.dependent for n in node.all_input_nodes):
-                view.dependent.add(node)
-            for target in node.meta.get("mutates", ()):
-                view.written_by.setdefault(storage_root(target), []).append(node)
-        view.dependent |= {n for root, writers in view.written_by.items() for n in (root, *writers)}
+        view.flow = Dataflow(graph.nodes)
+        view.dependent = view.flow.descendants(node for node in graph.nodes if node.op == "placeholder")
+        view.dependent |= {n for root, writers in view.flow.written_by.items() for n in (root, *writers)}
         return view
 
     def depends(self, node: Any) -> bool:
         """Whether a value depends on the batch; numbers, parameters and constants do not."""
         return isinstance(node, fx.Node) and node in self.dependent
-
-    def writers(self, node: fx.Node) -> list[fx.Node]:
-        return self.written_by.get(storage_root(node), [])
 
     def is_known(self, node: Any) -> bool:
         """Whether a value can be computed from the batch alone, before the step."""
@@ -81,14 +75,8 @@ class BatchView:
 
     def closure(self, nodes: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> list[fx.Node]:
         """The nodes that `nodes` are computed from, and those that write into them, in order."""
-        found, waiting, ends = set(), list(nodes), set(stop)
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                if node not in ends:
-                    waiting += [*node.all_input_nodes, *self.writers(node)]
-        return [node for node in self.graph.nodes if node in found]
+        above = self.flow.ancestors(nodes, ends=set(stop))
+        return [node for node in self.graph.nodes if node in above]
 
     def totals(self, divisor: fx.Node) -> list[fx.Node] | None:
         """The reductions over all rows of which a scalar is made; None if it is not made of such. The count that the
@@ -105,7 +93,7 @@ class BatchView:
                 if not all(map(self.keeps_rows_apart, node.all_input_nodes)):
                     return None
                 found[node] = None
-            elif not is_scalar(node) or not node.all_input_nodes or self.writers(node):
+            elif not is_scalar(node) or not node.all_input_nodes or self.flow.writers(node):
                 return None
             else:
                 waiting += node.all_input_nodes
@@ -164,8 +152,7 @@ class _Writer:
     def _with_meta(self, node: fx.Node, dtype: torch.dtype, scalar: bool) -> fx.Node:
         value = self.like.meta["val"]
         fake = value.new_empty(() if scalar else value.shape, dtype=dtype)
-        node.meta = {**plain_meta(self.like), "val": fake}
-        return node
+        return describe(node, self.like, fake)
 
 
 def divisor_graph(
@@ -204,6 +191,5 @@ def _uncast(node: fx.Node) -> fx.Node:
 
 def _total_input(graph: fx.Graph, number: int, total: Total) -> fx.Node:
     like = total.of.node if isinstance(total.of, Targets) else total.of
-    node = graph.placeholder(f"total{number}")
-    node.meta = {**plain_meta(like), "val": like.meta["val"].new_empty((), dtype=torch.float64), "source": ""}
-    return node
+    fake = like.meta["val"].new_empty((), dtype=torch.float64)
+    return describe(graph.placeholder(f"total{number}"), like, fake, source="")

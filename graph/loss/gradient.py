@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ...ir.errors import CaptureError
+from ..dataflow import Dataflow
 from ..opgraph import OpGraph
 
 
@@ -23,7 +24,7 @@ def require_gradient(graph: OpGraph) -> None:
     ancestors = _Ancestors(graph)
     if any(ancestors.trains(n) and ancestors.has_gradient(n) for n in ancestors.of(node, alive=True)):
         return
-    made = set(ancestors.of(node, alive=False))
+    made = ancestors.of(node, alive=False)
     cut = next((n for n in reversed(graph.nodes) if n in made and ancestors.cuts(n)), None)
     if cut is None:
         raise CaptureError(
@@ -41,24 +42,12 @@ class _Ancestors:
     """The nodes that a node is made of. What is written in place into a value, or a view of it, belongs to it."""
 
     def __init__(self, graph: OpGraph):
-        self.graph = graph
-        self.writers: dict[fx.Node, list[fx.Node]] = {}  # the owner of a storage -> the nodes that write into it
-        for node in graph.nodes:
-            for written in node.meta.get("mutates", ()):
-                self.writers.setdefault(_owner(written), []).append(node)
+        self.graph, self.flow = graph, Dataflow(graph.nodes)
 
-    def of(self, node: fx.Node, alive: bool) -> list[fx.Node]:
+    def of(self, node: fx.Node, alive: bool) -> set[fx.Node]:
         """The node and its ancestors; `alive`: only those from which a gradient flows to it."""
-        found, waiting = {node: None}, [node]
-        while waiting:
-            current = waiting.pop()
-            if alive and not self.has_gradient(current):
-                continue
-            for operand in (*current.all_input_nodes, *self.writers.get(_owner(current), ())):
-                if operand not in found:
-                    found[operand] = None
-                    waiting.append(operand)
-        return list(found)
+        ends = {n for n in self.graph.nodes if n.op != "output" and not self.has_gradient(n)} if alive else ()
+        return self.flow.ancestors([node], ends=ends)
 
     def has_gradient(self, node: fx.Node) -> bool:
         """Whether the node's value has one; a write in place has none of its own."""
@@ -71,12 +60,6 @@ class _Ancestors:
         """Whether a gradient that the node's operands have ends here."""
         operands = any(_has_gradient(operand.meta["val"]) for operand in node.all_input_nodes)
         return not self.has_gradient(node) and (operands or self.trains(node))
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    while node.meta.get("alias_of") is not None:
-        node = node.meta["alias_of"]
-    return node
 
 
 def _has_gradient(value: object) -> bool:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...ir.calls import call_name
-from ...ir.edges import storage_root
+from ...ir.edges import storage_root, written_roots
+from ..dataflow import Dataflow
 from ..opgraph import OpGraph
 from .class_loss import ClassLoss, class_loss
 
@@ -95,7 +96,7 @@ def head_losses(graph: OpGraph) -> list[HeadLoss | WholeLogits]:
     """All cross entropies that gradients come from, or that the loss reads without one, as those of a reference in
     preference training, in order."""
     found: list[HeadLoss | WholeLogits] = []
-    read = _read_by_loss(graph)
+    read = Dataflow(graph.nodes).ancestors([graph.outputs["loss"]])
     for node in graph.nodes:
         call = class_loss(graph, node)
         if call is not None and (node.meta["val"].requires_grad or node in read):
@@ -103,17 +104,6 @@ def head_losses(graph: OpGraph) -> list[HeadLoss | WholeLogits]:
                 found.append(_Finder(graph, node, call).find())
             except _Whole as why:
                 found.append(WholeLogits(node, str(why)))
-    return found
-
-
-def _read_by_loss(graph: OpGraph) -> set[fx.Node]:
-    """The nodes that the loss is computed from."""
-    found, stack = set[fx.Node](), [graph.outputs["loss"]]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
     return found
 
 
@@ -199,7 +189,7 @@ class _Finder:
         roots = {storage_root(node) for node in operands if isinstance(node, fx.Node)}
         nodes = self.graph.nodes
         for node in nodes[nodes.index(product) : nodes.index(self.loss)]:
-            if any(storage_root(written) in roots for written in node.meta.get("mutates", ())):
+            if not roots.isdisjoint(written_roots(node)):
                 raise _Whole(f"{call_name(node)} writes one of its operands after the head")
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..edit import GraphEdit, read_instead, replace_uses
 from ..loss_terms import WEIGHT, CountRules, Divisor, LossRules, LossTerm
-from ..opgraph import OpGraph, plain_meta, value_tensors
-from .counted import add_input, fake_like, replace_on_path
+from ..opgraph import OpGraph, value_tensors
+from .counted import add_input, fake_like
 
 
 def weigh_loss(graph: OpGraph) -> OpGraph:
@@ -33,7 +34,7 @@ def weigh_loss(graph: OpGraph) -> OpGraph:
     if dtype != before:
         made = _after(graph, made, loss, torch.Tensor.to, (made, before), before)
     source = str(loss.meta.get("source", ""))
-    replace_on_path(graph, loss, made, set())
+    replace_uses(graph, {loss: made}, readers=())
     term = LossTerm(kind="weighted", source=source, counts="what loss_weight gives", input=WEIGHT)
     rules = CountRules(divisors=(Divisor(input=WEIGHT, dtype="float32", spread=False),), by_user=True)
     graph.loss = LossRules(terms=[term], rules=rules)
@@ -63,26 +64,13 @@ def _gate(graph: OpGraph, node: fx.Node, reader: fx.Node, nothing: fx.Node) -> N
     if not isinstance(node.meta["val"], torch.Tensor):
         return
     value = node.meta["val"]
-    apart = _before(graph, reader, node, torch.Tensor.detach, (node,), value.dtype)
-    apart.meta.update(val=value.detach(), alias_of=node)
-    made = _before(graph, reader, node, torch.where, (nothing, apart, node), value.dtype)
-    reader.replace_input_with(node, made)
+    edit = GraphEdit(graph, reader, like=node)
+    apart = edit.put("call_method", "detach", (node,), value.detach(), view_of=node)
+    made = edit.put("call_function", torch.where, (nothing, apart, node), fake_like(value, value.shape, value.dtype))
+    read_instead(reader, {node: made})
 
 
 def _after(graph: OpGraph, place: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...], dtype: Any) -> fx.Node:
-    with graph.graph.inserting_after(place):
-        return _made(graph, like, target, args, dtype)
-
-
-def _before(graph: OpGraph, place: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...], dtype: Any) -> fx.Node:
-    with graph.graph.inserting_before(place):
-        return _made(graph, like, target, args, dtype)
-
-
-def _made(graph: OpGraph, like: fx.Node, target: Any, args: tuple[Any, ...], dtype: Any) -> fx.Node:
-    if target in (torch.Tensor.detach, torch.Tensor.to):
-        node = graph.graph.call_method(target.__name__, args)
-    else:
-        node = graph.graph.call_function(target, args)
-    node.meta = {**plain_meta(like), "val": fake_like(like.meta["val"], like.meta["val"].shape, dtype)}
-    return node
+    call: tuple[str, Any] = ("call_method", "to") if target is torch.Tensor.to else ("call_function", target)
+    fake = fake_like(like.meta["val"], like.meta["val"].shape, dtype)
+    return GraphEdit(graph, place, after=True, like=like).put(*call, args, fake)

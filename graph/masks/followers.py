@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...ir.calls import call_name
+from ..dataflow import Dataflow
 from ..opgraph import OpGraph
 from .calls import PRODUCTS, given_arguments, is_scored, weighs
 from .visible import operands
@@ -19,7 +20,8 @@ from .visible import operands
 def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
     """The places of attention calls whose masks do not depend on these inputs."""
     found = []
-    reached = _reached(graph, names)
+    inputs = (node for node in graph.nodes if node.op == "placeholder" and node.name in names)
+    reached = Dataflow(graph.nodes).descendants(inputs, operands)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             mask = given_arguments(node.args, node.kwargs).get("attn_mask")
@@ -31,17 +33,6 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
         if not is_masked:
             found.append(str(node.meta.get("module_path", "")) or node.name)
     return found
-
-
-def _reached(graph: OpGraph, names: Collection[str]) -> set[fx.Node]:
-    """The inputs and all nodes whose values depend on them."""
-    reached: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_input = node.op == "placeholder" and node.name in names
-        if is_input or not reached.isdisjoint(operands(node)):
-            reached.add(node)
-            reached.update(node.meta.get("mutates", ()))
-    return reached
 
 
 def _added(node: fx.Node) -> Iterator[fx.Node]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..edit import change_arguments
 from ..kernels.attention import FLASH, cuda_backend
 from ..opgraph import OpGraph
 
@@ -56,7 +57,5 @@ def without_repeats(graph: OpGraph, node: fx.Node, on_gpu: bool) -> bool:
         args, kwargs = fx.map_arg((args, dict(kwargs)), lambda n: before.get(n, n))
         return args, {**kwargs, "enable_gqa": True}
 
-    node.args, node.kwargs = of_call(node.args, node.kwargs)
-    if "eval_args" in node.meta:
-        node.meta["eval_args"], node.meta["eval_kwargs"] = of_call(node.meta["eval_args"], node.meta["eval_kwargs"])
+    change_arguments(node, of_call)
     return True

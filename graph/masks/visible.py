@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ir.calls import function_name
-from ...ir.edges import storage_root
+from ..dataflow import Dataflow
 from ..opgraph import OpGraph, value_tensors
 from .intervals import (
     Followed,
@@ -76,22 +76,9 @@ def constant_value(graph: OpGraph, node: fx.Node) -> Tensor | None:
 
 def _chain(graph: OpGraph, mask: fx.Node) -> list[fx.Node] | None:
     """The nodes that the mask is made of, in order; None if one of them depends on more than constants."""
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for target in node.meta.get("mutates", ()):
-            writers.setdefault(storage_root(target), []).append(node)
-    found: set[fx.Node] = set()
-    stack = [mask]
-    while stack:
-        node = stack.pop()
-        if node in found:
-            continue
-        if not _is_constant(graph, node):
-            return None
-        found.add(node)
-        stack += operands(node)
-        stack += writers.get(storage_root(node), ())
-    return [node for node in graph.nodes if node in found]
+    flow = Dataflow(graph.nodes)
+    above = flow.ancestors([mask], lambda node: operands(node) if _is_constant(graph, node) else ())
+    return flow.in_order(above) if all(_is_constant(graph, node) for node in above) else None
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

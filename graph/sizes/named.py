@@ -18,6 +18,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from ...ir.errors import PassError
 from ...ir.program import SizeRange, Sizes, wrong_expression
+from ..edit import change_arguments, copy_edges, describe
 from ..opgraph import OpGraph, build_module
 from .nodes import SizeNodes
 
@@ -110,21 +111,20 @@ class _AtSizes:
         self.alive: list[Any] = []
 
     def made(self) -> OpGraph:
-        made, copies = fx.Graph(), dict[fx.Node, Any]()
+        made, copies, copied = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
         for node in self.graph.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt | torch.SymFloat):
                 copies[node] = self.number(value)
                 continue
+            copied.append(node)
             copy = copies[node] = made.node_copy(node, copies.__getitem__)
             copy.meta["val"] = fx.node.map_aggregate(value, self.concrete)
             if isinstance(value, torch.Tensor):
                 dims = tuple(self.number(size) for size in value.shape)
                 copy.meta["dims"] = dims if any(isinstance(size, Named) for size in dims) else ()
-        for copy in made.nodes:
-            for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-                if key in copy.meta:
-                    copy.meta[key] = fx.map_arg(copy.meta[key], copies.__getitem__)
+        for node in copied:
+            copy_edges(node, copies[node], copies.__getitem__)
         return dataclasses.replace(
             self.graph,
             module=build_module(self.graph.model, made, self.graph.unregistered),
@@ -193,11 +193,9 @@ def compute_sizes(graph: fx.Graph) -> None:
     def make(op: str, target: Any, args: tuple, value: Any) -> fx.Node:
         with graph.inserting_before(first):
             node = graph.create_node(op, target, args)
-        node.meta = {"val": value, "module_path": "", "module_type": "", "source": "", "no_grad": False}
-        node.meta |= {"autocast": None, "mutates": (), "alias_of": None, "random": False, "block": "", "block_hash": ""}
-        if op == "call_method":
-            node.meta["size"] = str(value.expression)
-        return node
+        meta = dict.fromkeys(("module_path", "module_type", "source", "block", "block_hash"), "")
+        size = {"size": str(value.expression)} if op == "call_method" else {}
+        return describe(node, meta, value, no_grad=False, autocast=None, **size)
 
     nodes = SizeNodes(make)
     for name, tensor, dim in _sized(inputs):
@@ -212,11 +210,7 @@ def compute_sizes(graph: fx.Graph) -> None:
             raise PassError(str(error)) from error
 
     for node in users:
-        node.args = fx.node.map_aggregate(node.args, computed)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, computed)
-        for key in ("eval_args", "eval_kwargs"):
-            if key in node.meta:
-                node.meta[key] = fx.node.map_aggregate(node.meta[key], computed)
+        change_arguments(node, lambda *arguments: fx.node.map_aggregate(arguments, computed))
 
 
 def show_sizes(graph: fx.Graph) -> None:

@@ -24,7 +24,8 @@ from ...runtime.functions import (
     joined_statistics,
     part_statistics,
 )
-from ..edit import GraphEdit
+from ..dataflow import closure
+from ..edit import GraphEdit, erase, erase_dead, set_outputs
 from ..opgraph import OpGraph
 from ..row_parts import add_part
 from .tables import OF_PARTS, OF_SUM, Head, Lookup, TokenTable, loss_arguments
@@ -44,9 +45,7 @@ def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
             drop_outputs(graph, head.node)
         else:
             reader.multiply(head)
-    for node in reversed(graph.nodes):
-        if node.op == "get_attr" and not node.users and node.target not in graph.parts:
-            graph.graph.erase_node(node)
+    erase_dead(graph)
 
 
 def _make_parts(graph: OpGraph, name: str, value: nn.Parameter, rows: Sequence[int]) -> list[str]:
@@ -56,15 +55,9 @@ def _make_parts(graph: OpGraph, name: str, value: nn.Parameter, rows: Sequence[i
 
 def drop_outputs(graph: OpGraph, logits: fx.Node) -> None:
     """Leave out the model's outputs that are made of these logits, with all that makes them."""
-    made = {logits}
-    for node in graph.nodes:
-        if node.op != "output" and not made.isdisjoint(node.all_input_nodes):
-            made.add(node)
-    graph.outputs = {name: node for name, node in graph.outputs.items() if node not in made}
-    graph.graph.output_node().args = (graph.outputs,)
-    for node in reversed(graph.nodes):
-        if node in made:
-            graph.graph.erase_node(node)
+    below = closure([logits], lambda node: (user for user in node.users if user.op != "output"))
+    set_outputs(graph, {name: node for name, node in graph.outputs.items() if node not in below})
+    erase(graph, below)
 
 
 class _Reader:

@@ -19,6 +19,7 @@ from ...ir.calls import call_name
 from ...ir.edges import storage_root
 from ..blocks import Block
 from ..costs.block import FakeBlockRun
+from ..dataflow import Dataflow
 from ..follow.tokens import TokenFacts, sequence_lengths, token_facts
 from ..kernels.call_node import call_key
 from ..layers import layer_runs
@@ -52,7 +53,7 @@ def token_parts(graph: OpGraph, device_kind: str = "cpu") -> list[TokenPart]:
     Where sequences of several lengths enter, those of the longest are cut."""
     if graph.sizes or graph.symbols:
         return []
-    known = graph.module.meta.setdefault("token_parts", {})  # a rewrite asks again for what its plan has found
+    known = graph.looked.setdefault((token_parts, graph.module), {})  # a rewrite asks again for what its plan has found
     if (graph.team, device_kind) not in known:
         whole = max(sequence_lengths(graph), default=0)
         lengths = dict.fromkeys((whole // graph.team, whole))  # members of a team may have a part of the tokens each
@@ -81,7 +82,7 @@ class _Finder:
         self.graph, self.facts, self.layer, self.made = graph, facts, layer, made
         self.runner = FakeBlockRun(graph, Block(layer, ()), mode, "cpu")
         self.found: list[TokenPart] = []
-        self.written = {storage_root(w) for n in graph.nodes for w in n.meta.get("mutates", ())}
+        self.written = Dataflow(graph.nodes).written_by.keys()
         self.open: dict[fx.Node, Any] = {}  # node of the part -> its value on a tile
         self.args: dict[fx.Node, tuple[Any, ...]] = {}
         self.after: set[fx.Node] = set()  # what depends on the part and is not in it

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...graph.edit import GraphEdit, copy_graph
+from ...graph.edit import GraphEdit, change_arguments, copy_graph, erase_dead
 from ...graph.masks.calls import form_of, given_arguments, is_scored, weighs
 from ...graph.masks.documents import counted_input, documents_of
 from ...graph.masks.forms import DocumentBorders, KeyWindow, MaskForm
 from ...graph.masks.grouped_heads import without_repeats
 from ...graph.masks.intervals import Intervals
 from ...graph.masks.visible import visible_keys
-from ...graph.opgraph import OpGraph, is_check, is_mode_switch
+from ...graph.opgraph import OpGraph
 from ...ir.calls import call_name
 from ...ir.errors import PassError
 from ...runtime.functions import MOST_QUERIES, document_borders, packed_attention, window_attention
@@ -93,7 +93,7 @@ class DropMasks(GraphPass):
             on_gpu = draft.machine.devices[0].kind != "cpu"
             if form in ("all", "causal") and (has_flash(draft) or not on_gpu):
                 without_repeats(graph, calls[place], on_gpu)
-        _remove_unused(graph)
+        erase_dead(graph)  # what made the masks
         draft.graph = graph
 
 
@@ -186,10 +186,7 @@ def _rewrite(graph: OpGraph, node: fx.Node, form: MaskForm, borders: dict[fx.Nod
             borders[documents] = edit.call(document_borders, documents, form.most)
             borders[documents].meta["source"] = ""  # no line of the user's
         more = {"borders": borders[documents]}
-    node.args, node.kwargs = _without_mask(node.args, node.kwargs, form, documents, more)
-    if "eval_args" in node.meta:
-        own = node.meta["eval_args"], node.meta["eval_kwargs"]
-        node.meta["eval_args"], node.meta["eval_kwargs"] = _without_mask(*own, form, documents, more)
+    change_arguments(node, lambda args, kwargs: _without_mask(args, kwargs, form, documents, more))
     if isinstance(form, KeyWindow):
         node.target = window_attention
 
@@ -205,16 +202,6 @@ def _without_mask(
     if documents is not None:
         return (*operands, documents), rest
     return operands, {**rest, "is_causal": True} if form == "causal" else rest
-
-
-def _remove_unused(graph: OpGraph) -> None:
-    """Take out what made the masks and is read by nothing else."""
-    written = {target for node in graph.nodes for target in node.meta.get("mutates", ())}
-    for node in reversed(graph.nodes):
-        plain = node.op in ("call_function", "call_method", "get_attr") and not is_mode_switch(node)
-        has_effect = is_check(node) or node.meta.get("mutates") or node.meta.get("random") or node in written
-        if plain and not node.users and not has_effect:
-            graph.graph.erase_node(node)
 
 
 def _in_words(form: MaskForm) -> str:

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...graph.edit import copy_graph
+from ...graph.edit import copy_graph, describe, erase
 from ...graph.layers import buffers_of, in_list, is_inside, split_runs
-from ...graph.opgraph import OpGraph, is_mode_switch, plain_meta
-from ...ir.edges import storage_root
+from ...graph.opgraph import OpGraph, is_mode_switch
+from ...ir.edges import reads, storage_root, written_roots
 from ...ir.errors import PassError
 from ..decisions import Decision
 from ..draft import Draft
@@ -133,24 +133,23 @@ def _needs(graph: OpGraph) -> dict[fx.Node, set[fx.Node]]:
     found: dict[fx.Node, set[fx.Node]] = {}
     ties = graph.ties()
     last_write: dict[Any, fx.Node] = {}
-    reads: dict[Any, list[fx.Node]] = defaultdict(list)
+    readers: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        operands = dict.fromkeys(node.all_input_nodes)
-        for key in ("eval_args", "eval_kwargs"):
-            fx.node.map_arg(node.meta.get(key, ()), operands.setdefault)
+        operands = reads(node)
         needs = found[node] = set(operands)
         roots = {storage_root(n) for n in operands}
         touched: set[Any] = {n if n.op != "get_attr" else ties.get(str(n.target), str(n.target)) for n in roots}
         touched |= {ties.get(name, name) for name in buffers_of(graph, node)}
-        written: set[Any] = {storage_root(n) for n in node.meta.get("mutates", ())}
-        written = {n if n.op != "get_attr" else ties.get(str(n.target), str(n.target)) for n in written}
+        written: set[Any] = {
+            n if n.op != "get_attr" else ties.get(str(n.target), str(n.target)) for n in written_roots(node)
+        }
         written |= {ties.get(name, name) for name in node.meta.get("updates_buffers", ())}
         needs |= {last_write[key] for key in touched | written if key in last_write}
         for key in written:
-            needs.update(reads.pop(key, ()))
+            needs.update(readers.pop(key, ()))
             last_write[key] = node
         for key in touched - written:
-            reads[key].append(node)
+            readers[key].append(node)
         needs.discard(node)
     return found
 
@@ -200,9 +199,7 @@ def _reads_parameters(graph: OpGraph, node: fx.Node) -> bool:
 
 def _reorder(graph: OpGraph, order: list[fx.Node]) -> None:
     """Put the nodes in this order, with new switches of modes between them."""
-    for node in reversed(graph.nodes):
-        if is_mode_switch(node):
-            graph.graph.erase_node(node)
+    erase(graph, filter(is_mode_switch, graph.nodes))
     end = graph.graph.output_node()
     for node in order:
         end.prepend(node)
@@ -238,6 +235,4 @@ def _switch_autocast(graph: fx.Graph, order: list[fx.Node]) -> None:
 
 def _switch(graph: fx.Graph, function: Any, args: tuple[Any, ...], beside: fx.Node | None) -> fx.Node:
     assert beside is not None
-    made = graph.call_function(function, args)
-    made.meta = {**plain_meta(beside), "val": None}
-    return made
+    return describe(graph.call_function(function, args), beside, None)

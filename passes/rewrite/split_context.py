@@ -45,7 +45,16 @@ from ...graph.divide.local import LocalValues, with_local_sizes
 from ...graph.divide.placements import Has, Placement
 from ...graph.divide.ring import AttentionRings
 from ...graph.divide.routed_experts import refusal, route_experts
-from ...graph.edit import GraphEdit, copy_graph, erase, erase_dead, read_instead, replace_uses, set_outputs
+from ...graph.edit import (
+    GraphEdit,
+    copy_graph,
+    erase,
+    erase_dead,
+    read_instead,
+    replace_uses,
+    set_arguments,
+    set_outputs,
+)
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from ...graph.loss.class_loss import class_loss
@@ -407,11 +416,11 @@ class _Splitter:
         """Let each member add its N-th part of what all have to a summand."""
         if call_name(node) not in ADDS:
             return
-        for at, arg in enumerate(node.args):
-            if isinstance(arg, fx.Node) and arg not in summands:
+        for arg in node.all_input_nodes:
+            if arg not in summands:
                 read_instead(node, {arg: GraphEdit(self.graph, node).call(operator.truediv, arg, self.team)})
-            elif isinstance(arg, (int, float)):
-                node.update_arg(at, arg / self.team)
+        args = (arg / self.team if isinstance(arg, (int, float)) else arg for arg in node.args)
+        set_arguments(node, tuple(args), node.kwargs)
 
     # --- attention
 

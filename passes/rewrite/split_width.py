@@ -22,7 +22,7 @@ from ...graph.divide.member_experts import add_team_part, divide_experts
 from ...graph.divide.member_tables import dividable_tables, divide_table
 from ...graph.divide.placements import Placement
 from ...graph.divide.regions import WideProduct, WidthRegion, as_function, find_regions
-from ...graph.edit import GraphEdit, copy_graph, erase, read_instead
+from ...graph.edit import GraphEdit, copy_graph, erase, read_instead, set_arguments
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.kernels.call_node import call_node
 from ...graph.layers import find_blocks
@@ -309,7 +309,8 @@ class _Divided:
         for args, kwargs in self.arguments(node, wanted, [dim for dim, _ in places]):
             made = _made(edit, node, args, kwargs)
             if made is not None and [list(tensor.shape) for tensor in value_tensors(made)] == wanted:
-                node.args, node.kwargs, node.meta["val"] = args, kwargs, made
+                set_arguments(node, args, kwargs)
+                node.meta["val"] = made
                 node.meta.pop("dims", None)
                 return
         found = "fails" if made is None else f"gives {[list(tensor.shape) for tensor in value_tensors(made)]}"

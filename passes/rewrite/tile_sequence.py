@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import fx
 
-from ...graph.edit import copy_graph
+from ...graph.edit import copy_graph, set_arguments
 from ...graph.follow.tokens import sequence_lengths
 from ...graph.opgraph import OpGraph
 from ...graph.tiles.token_wise import TokenPart, token_parts
@@ -100,7 +100,7 @@ def mark_part(graph: OpGraph, part: TokenPart, tokens: int) -> None:
     seen: set[int] = set()
     for node, twin in zip(nodes, part.nodes):
         if twin in part.args:
-            node.args = fx.map_arg(part.args[twin], lambda n: copies[n.name])
+            set_arguments(node, fx.map_arg(part.args[twin], lambda n: copies[n.name]), node.kwargs)
         places = [part.facts.place(operand) for operand in twin.all_input_nodes]
         place = part.facts.place(twin)
         dims = tuple(

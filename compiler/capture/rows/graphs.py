@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....graph.edit import Arguments, copy_edges, describe, evaluation_of, set_base, set_evaluation
 from ....ir.plain_graph import PlainGraph
 from ..replay import same
 from .replay import RowReplay
@@ -45,27 +46,25 @@ class TracedRows:
             copy = copies[node] = made.create_node(
                 node.op, node.target, arguments(node.args), arguments(node.kwargs), node.name, node.type
             )
-            copy.meta = dict(node.meta)
-            if replay is not None and "val" in copy.meta:
-                copy.meta["val"] = replay.value(node)
+            if node.op != "output":
+                describe(copy, node.meta, node.meta["val"] if replay is None else replay.value(node))
         for node, copy in copies.items():
+            copy_edges(node, copy, copies.__getitem__)
             if replay is not None and node in replay.alias:
-                copy.meta["alias_of"] = owner = replay.alias[node]
+                owner = replay.alias[node]
                 if owner is not None and owner not in copies:
                     raise OtherTrace(f"{node.meta['source']}\n  {node.target} shares memory with what is not used else")
-            for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
-                if key in copy.meta:
-                    copy.meta[key] = arguments(copy.meta[key])
-            if "eval_args" in copy.meta:
-                self._settle_evaluation(node, copy)
+                set_base(copy, None if owner is None else copies[owner])
+            evaluation = evaluation_of(node)
+            if evaluation is not None:
+                own = arguments(evaluation[0]), arguments(evaluation[1])
+                set_evaluation(copy, None if self._is_as_in_training(node, copy, own) else own)
         return made, copies
 
-    def _settle_evaluation(self, node: fx.Node, copy: fx.Node) -> None:
+    def _is_as_in_training(self, node: fx.Node, copy: fx.Node, evaluation: Arguments) -> bool:
         """Arguments of evaluation may be made of other sizes, and yet be the same numbers."""
-        is_same = same(copy.meta["eval_args"], copy.args) and same(copy.meta["eval_kwargs"], copy.kwargs)
-        traced = [plain(nest) for nest in (node.meta["eval_args"], node.meta["eval_kwargs"], node.args, node.kwargs)]
-        was_same = same(traced[:2], traced[2:])
+        is_same = same(evaluation, (copy.args, copy.kwargs))
+        was_same = same(plain(evaluation_of(node)), plain((node.args, node.kwargs)))
         if is_same != was_same:
             raise OtherTrace(f"{node.meta['source']}\n  evaluation differs from training for some rows only")
-        if is_same:
-            del copy.meta["eval_args"], copy.meta["eval_kwargs"]
+        return is_same
