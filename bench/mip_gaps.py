@@ -119,7 +119,7 @@ def main() -> None:
             row["deadline_s"] = options.deadline
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             try:
-                found = MipFound.of(draft, PartitionMip(deadline_s=options.deadline))
+                found = MipFound.of(draft, PartitionMip(deadline_s=options.deadline, prove=True))
             except DoesNotFit as error:
                 rows.save("mip_gaps", {**row, "fits": False, "why": str(error)})
                 continue

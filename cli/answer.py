@@ -22,8 +22,9 @@ from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
+from ..passes.partition_mip.partition_mip import PartitionMip
 from .compare import figure, price
-from .options import JobOptions, natural_precision, with_ssds
+from .options import JobOptions, PlanOptions, natural_precision, with_ssds
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 LABEL = 12  # characters before a line's text
@@ -198,6 +199,8 @@ def answer(
         _line("bound by", f"{_busiest(job)}; {_gain(job)}"),
         _line("plan", _stages(job)),
     ]
+    if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
+        lines.append(_line("proof", plan.notes[PartitionMip.name]))
     if tokens is not None:
         useful = 1.0 if failures is None else failures.useful_share
         lines.append(_line(f"{_short(tokens)} tokens", _duration(job, rate * useful, tokens)))

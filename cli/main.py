@@ -72,6 +72,8 @@ def plan(
     several = len(options.hardware or ()) > 1
     if several and (out is not None or dump_passes or options.plan is not None or shown.full):
         raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
+    if options.prove and (several or options.plan is not None):
+        raise PlanError("--prove is for one machine and a plan that is searched; leave it, or --plan, out")
     if (several or as_json) and (count is not None or shown.price is not None):
         raise PlanError("--tokens and --price are for the answer in words about one machine; leave them out")
     if several and (shown.mtbf is not None or shown.storage is not None):
@@ -89,7 +91,8 @@ def plan(
         looks = shown.alternatives is not False and not as_json and options.plan is None
         failing = with_failures(options.machine(), shown.mtbf, shown.storage)
         try:
-            job = options.compile(Dump(out) if dump_passes else None)
+            compile_job = options.compile_proved if options.prove else options.compile
+            job = compile_job(Dump(out) if dump_passes else None)
         except DoesNotFit as miss:
             raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
         skips = looks and shown.alternatives is None and has_many_stages(job)

@@ -240,14 +240,39 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(JobOptions):
-    """The options that `penstock plan` takes in addition: what else batches are like that do not exist."""
+    """The options that `penstock plan` takes in addition: of batches that do not exist, and of the plan's proof."""
 
     padding: Annotated[
         bool, typer.Option(help="rows may end in padding, so that there is a mask; else all rows are full")
     ] = True
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove", help="bound how far the stages of partition-mip are from the fastest; may improve them"
+        ),
+    ] = False
 
     def named_model(self) -> NamedModel:
         return dataclasses.replace(super().named_model(), padding=self.padding)
+
+    def compile_proved(self, dump: Callable[[str, Draft], None] | None = None) -> Job:
+        """Search a plan, and compile it again with the proof of its stages, where a faster partition may be found.
+
+        Raises `PlanError` for a plan whose stages come from another pass than `partition-mip`.
+        """
+        from ..compiler.pipeline import parse_pipeline, pipeline_text
+        from ..passes.partition_mip.partition_mip import PartitionMip
+
+        plan, machine = self.compile().plan, self.machine()
+        passes = parse_pipeline(plan.passes, machine.num_devices)
+        if not any(isinstance(each, PartitionMip) for each in passes):
+            raise PlanError(
+                f"--prove: only the stages of {PartitionMip.name} can be proved, and this plan has others: "
+                f"{plan.passes}; --strategy mobius has such stages"
+            )
+        proved = [dataclasses.replace(each, prove=True) if isinstance(each, PartitionMip) else each for each in passes]
+        again = dataclasses.replace(self, strategy=pipeline_text(proved), micro_batches=plan.micro_batches)
+        return again.compile(dump)
 
 
 @dataclass(frozen=True)

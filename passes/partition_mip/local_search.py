@@ -19,6 +19,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,15 @@ REFUSED_S = 2e-5  # of work, for a partition that does not fit
 BATCH_S = 5e-4  # of work, for partitions that are bounded at once
 BATCH_STAGE_S, ROW_STAGE_S = 1.6e-5, 3.8e-7  # for each of their stages, and for it in each of them
 STEP_S = 3e-4  # for moves of all chains
+
+
+@dataclass
+class Proof:
+    """`lower_s`: no partition is faster. `trouble`: what went wrong with the solver."""
+
+    lower_s: float
+    how: str
+    trouble: str = ""
 
 
 class Turns:

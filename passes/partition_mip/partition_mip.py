@@ -1,17 +1,15 @@
-"""`partition-mip`: the contiguous stages whose predicted step is fastest, and how far from the optimum they may be.
+"""`partition-mip`: the contiguous stages whose predicted step is fastest and, with `prove`, their gap to the optimum.
 
-In: blocks with costs. Out: `draft.partition`, `draft.planned_for` and `draft.stages`; the draft's notes say what is
+In: blocks with costs. Out: `draft.partition`, `draft.planned_for` and `draft.stages`; a note on the draft says what is
 proven. Mobius 3.2 decides per layer i and stage j a boolean B_ij by a mixed-integer program (eq. 3 to 11). Given a
 partition, though, the best schedule is a longest path (`recurrence`: the paper's own objective, and one that counts
 what the machine adds: shared root complexes, first uploads, gradients, the optimizer). So partitions are searched
-(`local_search`, most of them by bounds of many at once), all of them where there are few blocks, and bounded from below
-(`bounds`; `model` and `solve`: a program over counts of identical blocks for each number of stages, through python-mip
-with HiGHS; `order` and `intervals`: what unlike blocks add).
+(`local_search`, most of them by bounds of many at once), all of them where there are few blocks. `proof/` bounds them
+from below, which may find a faster partition. It is imported with `prove=true` only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,15 +19,13 @@ from ..draft import Draft
 from ..mapping.map_cross import cross_order
 from ..partition.partition import Partition, StagesDecision, asked_stages, contiguous, device_order
 from ..partition.slices import Slices
-from .bounds import closed_form_s
-from .local_search import Cuts, Search
+from .local_search import Cuts, Proof, Search
 from .problem import MipProblem, problem_of
-from .proof.solve import Proof, prove
 from .recurrence import contended_s, literal_s, residents
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
 ONE_NUMBER_S = 1.0  # the deadline where the search asks for another number of stages
-SEARCH_SHARE = 0.35  # the most that the local search may take of the deadline
+SEARCH_SHARE = 0.35  # the most that the local search may take of the deadline; the rest is for the proof
 MOVES = 1.35  # what a search takes over its counted work: making moves, and which stages run again, are not counted
 
 
@@ -49,7 +45,7 @@ class PartitionMip(Partition):
     first stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
     `insert-fetch{swap=true}`, weights come from DRAM also where they could stay. `always`: for
     `insert-remat{always=true}`, every stage runs its forward again. `turns`: for `take-turns`, fetches do not share a
-    root complex evenly."""
+    root complex evenly. `prove`: also bound the optimum from below."""
 
     name: ClassVar[str] = "partition-mip"
     rank: ClassVar[int] = 33
@@ -60,6 +56,7 @@ class PartitionMip(Partition):
     swap: bool = False
     always: bool = False
     turns: bool = False
+    prove: bool = False
 
     def with_stages(self, number: int) -> Partition:
         return replace(self, stages=number, deadline_s=ONE_NUMBER_S)
@@ -86,11 +83,11 @@ def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5)
 
 @dataclass
 class MipFound:
-    """What the search found and what is proven of it."""
+    """The partitions that the search found. `proof`: of the best one; None: not proved."""
 
     problem: MipProblem
     search: Search
-    proof: Proof
+    proof: Proof | None
     order: list[int]
     literal: bool
 
@@ -118,7 +115,14 @@ class MipFound:
         every = length <= EXHAUSTIVE_BLOCKS
         if fewest is None or (search.run_all(counts) if every else search.run(counts)) is None:
             raise slices.does_not_fit(counts)
-        proof = _prove(search, counts, every, options)
+        proof = None
+        if every and not search.is_late():
+            proof = Proof(min(search.best.values())[0], "trying every partition")
+        elif options.prove:
+            from .proof.solve import prove
+
+            left_s = options.deadline_s - MOVES * min(search.work.seconds, SEARCH_SHARE * options.deadline_s)
+            proof = prove(search, counts, left_s, options.literal)
         return MipFound(problem, search, proof, order, options.literal)
 
     @property
@@ -135,24 +139,12 @@ class MipFound:
         return residents(self.problem, self.best_cuts)
 
     def remark(self) -> str:
-        """Objective, lower bound, gap and how it was proven, in one sentence or two."""
+        """The objective in one sentence or two; lower bound, gap and how it was proven where it was."""
         objective = "the paper's own objective" if self.literal else "the objective with contention"
-        stages = f"{len(self.best_cuts) - 1} stages"
+        text = f"{objective} is {format_seconds(self.best_s)} in {len(self.best_cuts) - 1} stages"
+        if self.proof is None:
+            how = f"penstock plan --prove, or {PartitionMip.name}{{prove=true}}"
+            return f"{text}; its gap to the optimum is not proved: {how}"
         gap = 1 - self.proof.lower_s / self.best_s
-        text = (
-            f"{objective} is {format_seconds(self.best_s)} in {stages}, at least {format_seconds(self.proof.lower_s)} "
-            f"(gap {max(0.0, gap):.2%}) by {self.proof.how}"
-        )
+        text += f", at least {format_seconds(self.proof.lower_s)} (gap {max(0.0, gap):.2%}) by {self.proof.how}"
         return text + (f"; {self.proof.trouble}" if self.proof.trouble else "")
-
-
-def _prove(search: Search, counts: Sequence[int], every: bool, options: PartitionMip) -> Proof:
-    p = search.problem
-    best_s, _ = min(search.best.values())
-    if every and not search.is_late():
-        return Proof(best_s, "trying every partition")
-    bound_s = min(closed_form_s(p, count, options.literal) for count in counts)
-    if options.literal:
-        return Proof(min(bound_s, best_s), "closed form, local search")
-    left_s = options.deadline_s - MOVES * min(search.work.seconds, SEARCH_SHARE * options.deadline_s)
-    return prove(search, counts, left_s)

@@ -1,7 +1,7 @@
 """The numbers of a partition problem: what a run of blocks takes on each device, as sums over its blocks.
 
-In: a draft with blocks. Out: a `MipProblem`; `recurrence`, `local_search`, `bounds` and `solve` know nothing but its
-numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation, the bytes of its upload and of its
+In: a draft with blocks. Out: a `MipProblem`; `recurrence`, `local_search` and `proof` know nothing but its numbers
+(Mobius table 2): per block T^f and T^b with and without rematerialisation, the bytes of its upload and of its
 gradients; per run of blocks its memory S and the bytes that enter it; per device its memory G, its links and its root
 complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
 """
@@ -29,6 +29,7 @@ from ..draft import Draft
 from ..partition.slices import Slices
 
 CLIPPING_SHOWS = 0.5  # of the time for clipping by several devices, the part that no update hides
+LIKE = 0.8  # blocks are unlike where no kind has this share of all
 SHORT = 4  # runs of so many blocks are told apart block by block
 Table = list[list[float]]  # [end][start] of a run of blocks
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .problem import MipProblem
-from .proof.limits import LIKE
+from .problem import LIKE, MipProblem
 
 Cuts = tuple[int, ...]
 RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states

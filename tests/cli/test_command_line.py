@@ -75,6 +75,32 @@ def test_plan_prints_tables(run: Run) -> None:
         assert part in out, part
 
 
+PROVED = ["plan", "--model", GPT, "--hardware", "rtx4090x2", "--batch", "4", "--sequence", "32", "--micro-batches", "2",
+          "--no-alternatives"]  # fmt: skip
+
+
+def test_plan_proves_its_stages_if_asked(run: Run) -> None:
+    code, out, _ = run(*PROVED, "--strategy", "mobius")
+    assert code == 0 and "gap" not in out
+    code, proved, _ = run(*PROVED, "--strategy", "mobius", "--prove", "--full")
+    assert code == 0 and "(gap 0.00%) by trying every partition" in next(
+        line for line in proved.splitlines() if line.startswith("proof ")
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--strategy", "gpipe"], "only the stages of partition-mip can be proved"),
+        (["--hardware", "rtx4090x1"], "--prove is for one machine"),
+        (["--plan", "plan.json"], "a plan that is searched"),
+    ],
+)
+def test_plan_refuses_to_prove(run: Run, more: list[str], said: str) -> None:
+    code, _, err = run(*PROVED, *more, "--prove")
+    assert code == 2 and said in err
+
+
 def test_plan_as_data(run: Run) -> None:
     code, out, _ = run("plan", "--model", GPT, *CPU, "--json", "--precision", "bf16", "--optimizer", "SGD")
     plan = json.loads(out)
@@ -94,7 +120,15 @@ def test_a_plan_can_be_carried_out_again(run: Run, written: Path, tmp_path: Path
 @pytest.mark.slow
 def test_encoder_decoders_are_planned_over_many_devices(run: Run) -> None:
     code, out, err = run(
-        "plan", "--model", "t5-small:num_layers=2", "--hardware", "mobius-topo2+2", "--batch", "4", "--sequence", "16",
+        "plan",
+        "--model",
+        "t5-small:num_layers=2",
+        "--hardware",
+        "mobius-topo2+2",
+        "--batch",
+        "4",
+        "--sequence",
+        "16",
         "--full",
     )
     assert (code, err) == (0, "")

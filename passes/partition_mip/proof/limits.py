@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import MipProblem
+from ..problem import LIKE, MipProblem
 
 BlockIntervals = Sequence[NDArray[np.bool_]]  # by stage, [first block, end]
-LIKE = 0.8  # blocks are unlike where no kind has this share of all
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...run_again import surely_again
-from ..bounds import fastest
+from .closed_form import fastest
 from .limits import BlockLimits, Largest
 
 NONE = -math.inf  # there is no such partition

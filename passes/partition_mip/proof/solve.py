@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from ...work_limit import WorkDone
-from ..bounds import closed_form_s
-from ..local_search import Cuts, Search
+from ..local_search import Cuts, Proof, Search
 from ..problem import MipProblem
+from .closed_form import closed_form_s
 from .limits import ANY_LARGEST, BlockIntervals, BlockLimits, Largest
 from .most_kept import NONE, MostKept
 
@@ -64,15 +64,6 @@ INTERVALS_S = 5e-8  # of work, for an interval of a stage
 Residents = tuple[bool | None, ...]  # None: either
 
 
-@dataclass
-class Proof:
-    """`lower_s`: no partition is faster. `trouble`: what went wrong with the solver."""
-
-    lower_s: float
-    how: str
-    trouble: str = ""
-
-
 @dataclass(order=True)
 class _Node:
     """Partitions into `fewest`, `fewest` + `step`, ... `count` stages, `number` of whose devices are resident, and
@@ -96,12 +87,14 @@ class _Node:
     solved: bool = field(compare=False, default=False)  # nothing bounds it better
 
 
-def prove(search: Search, counts: Sequence[int], most_s: float) -> Proof:
+def prove(search: Search, counts: Sequence[int], most_s: float, literal: bool = False) -> Proof:
     """Bound all partitions into `counts` stages (consecutive numbers) in `most_s` seconds of work; may improve
-    `search.best`."""
+    `search.best`. `literal`: for the paper's own objective, which the linear programs do not bound."""
     p = search.problem
-    closed_s = min(*(closed_form_s(p, count) for count in counts), min(search.best.values())[0])
+    closed_s = min(*(closed_form_s(p, count, literal) for count in counts), min(search.best.values())[0])
     closed = Proof(closed_s, "closed form")
+    if literal:
+        return closed
     try:
         import mip  # noqa: F401  (only to say what is missing)
 

@@ -34,7 +34,7 @@ from typing import Any
 import mip
 import numpy as np
 
-from ..bounds import fastest
+from .closed_form import fastest
 from .limits import ANY_LARGEST, BlockLimits, Largest
 
 GB = 1e9

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.bounds import closed_form_s
 from penstock.passes.partition_mip.local_search import Objective, Search
 from penstock.passes.partition_mip.problem import MipProblem
+from penstock.passes.partition_mip.proof.closed_form import closed_form_s
 from penstock.passes.partition_mip.proof.model import MOST_RUNS
 from penstock.passes.partition_mip.proof.solve import prove
 from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import math
 import re
 import sys
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
+from penstock.passes.partition_mip import partition_mip
 from penstock.passes.partition_mip.partition_mip import PartitionMip, candidates
 from penstock.passes.partition_mip.proof import model as mip_model
 from penstock.passes.rewrite.coarsen import Coarsen
@@ -90,7 +93,7 @@ def test_the_objective_on_all_models(model: str, machine: str, micro_batches: in
 @pytest.mark.slow
 def test_the_plan_beats_one_block_a_stage_and_says_what_is_proven() -> None:
     draft = make_draft("mobius-8b", 2, "mobius-topo4", 4)
-    decision = PartitionMip(deadline_s=2.0).plan(draft)
+    decision = PartitionMip(deadline_s=2.0, prove=True).plan(draft)
     names = [block.name for block in draft.blocks]
     assert [name for stage in decision["stages"] for name in stage] == names
     every = {"stages": [[name] for name in names], "planned_for": [j % 4 for j in range(len(names))]}
@@ -118,15 +121,42 @@ def test_few_blocks_are_all_tried() -> None:
 
 def test_literal_objective() -> None:
     draft = small(16)
-    PartitionMip(literal=True, deadline_s=1.0).plan(draft)
-    assert draft.notes[NAME].startswith("the paper's own objective") and "closed form" in draft.notes[NAME]
+    PartitionMip(literal=True, deadline_s=1.0, prove=True).plan(draft)
+    assert draft.notes[NAME].startswith("the paper's own objective") and "by closed form" in draft.notes[NAME]
+
+
+def test_without_prove_nothing_is_said_to_be_proved() -> None:
+    for literal in (False, True):
+        draft = small(16)
+        PartitionMip(literal=literal, deadline_s=1.0).plan(draft)
+        said = draft.notes[NAME]
+        assert "at least" not in said and said.endswith(
+            " stages; its gap to the optimum is not proved: penstock plan --prove, or partition-mip{prove=true}"
+        )
+
+
+def test_without_prove_no_file_of_the_proof_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path(partition_mip.__file__).parent
+    names = {f"{partition_mip.__package__}.proof", "mip"}
+    names |= {f"{partition_mip.__package__}.proof.{file.stem}" for file in (home / "proof").glob("*.py")}
+    draft, other = small(16), small(16)
+    proved = PartitionMip(deadline_s=1.0, prove=True).plan(draft)
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it raises
+    found = PartitionMip(deadline_s=1.0).plan(other)
+    assert found == proved  # of blocks so much alike the search finds the best partition by itself
+    with pytest.raises(ImportError):
+        PartitionMip(deadline_s=1.0, prove=True).plan(other)
+    statements = [node for file in home.glob("*.py") for node in ast.parse(file.read_text("utf-8")).body]
+    imports = [ast.unparse(node) for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert len(imports) > 20 and not [text for text in imports if "proof" in text or "import mip" in text]
 
 
 def test_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, again = small(16), small(16)
-    with_solver = PartitionMip(stages=4).plan(draft)
+    with_solver = PartitionMip(stages=4, prove=True).plan(draft)
     monkeypatch.setitem(sys.modules, "mip", None)
-    found = PartitionMip(stages=4).plan(again)
+    found = PartitionMip(stages=4, prove=True).plan(again)
     assert "the solver is missing" in again.notes[NAME] and "local search's answer" in again.notes[NAME]
     assert len(found["stages"]) == len(with_solver["stages"]) == 4
 
@@ -137,13 +167,13 @@ def test_a_solver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mip_model, "CountModel", fails)
     draft = small(16)
-    assert len(PartitionMip(stages=4).plan(draft)["stages"]) == 4
+    assert len(PartitionMip(stages=4, prove=True).plan(draft)["stages"]) == 4
     assert "the solver failed (RuntimeError: highs went away)" in draft.notes[NAME]
 
 
 def test_a_solver_that_has_no_time() -> None:
     draft = small(16)
-    assert PartitionMip(deadline_s=1e-6).plan(draft)["stages"]
+    assert PartitionMip(deadline_s=1e-6, prove=True).plan(draft)["stages"]
     assert "the proof ended where its work did" in draft.notes[NAME]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from .problem import MipProblem
+from ..problem import MipProblem
 
 
 def closed_form_s(p: MipProblem, count: int, literal: bool = False) -> float:
