@@ -91,7 +91,7 @@ def plan(
         looks = shown.alternatives is not False and not as_json and options.plan is None
         failing = with_failures(options.machine(), shown.mtbf, shown.storage)
         try:
-            compile_job = options.compile_proved if options.prove else options.compile
+            compile_job = options.compile_with_proof if options.prove else options.compile
             job = compile_job(Dump(out) if dump_passes else None)
         except DoesNotFit as miss:
             raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None

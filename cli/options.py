@@ -255,7 +255,7 @@ class PlanOptions(JobOptions):
     def named_model(self) -> NamedModel:
         return dataclasses.replace(super().named_model(), padding=self.padding)
 
-    def compile_proved(self, dump: Callable[[str, Draft], None] | None = None) -> Job:
+    def compile_with_proof(self, dump: Callable[[str, Draft], None] | None = None) -> Job:
         """Search a plan, and compile it again with the proof of its stages, where a faster partition may be found.
 
         Raises `PlanError` for a plan whose stages come from another pass than `partition-mip`.

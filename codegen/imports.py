@@ -20,6 +20,7 @@ import torch
 
 from ..ir.errors import CaptureError
 from ..runtime.source.homes import HOMES, STANDING
+from ..runtime.torch_names import OpOverload, OpOverloadPacket
 
 TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "draw_at", "step", "evaluate", "rt"}
 TAKEN |= {"batch", "self", "functions"}
@@ -55,7 +56,7 @@ class Imports:
         if getattr(torch, name, None) is target:  # a private function of torch, known under no public name
             self._need("torch")
             return f"torch.{name}"
-        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(target, (OpOverload, OpOverloadPacket)):
             return f"torch.ops.{target}"
         owner = getattr(target, "__self__", None)
         if isinstance(owner, type):  # a bound classmethod, such as the apply of an autograd function

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from ..runtime.functions.part_loss import part_statistics
 from ..runtime.functions.ring_attention import with_gradients
+from ..runtime.torch_names import tree_leaves
 from .edit import describe
 from .opgraph import OpGraph
 

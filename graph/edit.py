@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ir.edges import META_EDGES, edges
 from ..ir.plain_graph import PlainGraph
+from ..runtime.torch_names import FakeTensor
 from .dataflow import Dataflow, closure
 from .kernels.stand_ins import SHAPE_RULES
 from .opgraph import OpGraph, build_module, value_tensors

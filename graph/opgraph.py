@@ -34,18 +34,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..ir.plain_graph import PlainGraph
 from ..ir.program import HookCall, ParamSpec, RowPart, SizeRange, TeamPart
+from ..runtime.torch_names import LazyGraphModule, assert_async, enter_autocast, exit_autocast, set_grad_enabled
 from .loss_terms import LossRules
 
 Looked = TypeVar("Looked")
-MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast)
 
 
-CHECKS = (torch._assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+CHECKS = (assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 
 
 def is_check(node: fx.Node) -> bool:
@@ -220,7 +219,7 @@ def build_module(model: nn.Module, graph: fx.Graph, unregistered: dict[str, torc
     Torch's constructor would register get_attr buffers anew inside the user's modules, losing their persistence. Its
     Python is made when it is first asked for: most graphs are never run.
     """
-    built = _LazyGraphModule(nn.Module(), fx.Graph(), type(model).__name__)
+    built = LazyGraphModule(nn.Module(), fx.Graph(), type(model).__name__)
     leaves = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     tensors = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
     places: dict[str, tuple[Any, nn.Module]] = {"": (model, built)}  # path -> the user's module and the one made here

@@ -19,6 +19,7 @@ from ..ir.errors import PassError, PlanError
 from ..ir.plain_graph import PlainGraph
 from ..ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ..runtime.functions.document_borders import document_borders
+from ..runtime.torch_names import NormBase
 from .blocks import Block
 from .boundaries import cast, narrowed
 from .costs.saved_classes import saved_classes
@@ -429,8 +430,7 @@ class _Builder:
         """Whether anything but batch normalisation writes a buffer: a second forward would see the written value."""
         for node in body:
             if node.meta.get("updates_buffers") and not (
-                node.op == "call_module"
-                and isinstance(self.graph.module.get_submodule(str(node.target)), torch.nn.modules.batchnorm._NormBase)
+                node.op == "call_module" and isinstance(self.graph.module.get_submodule(str(node.target)), NormBase)
             ):
                 return True
         return False

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..ir.errors import HardwareError
+from .torch_names import clear_cublas_workspaces, set_allocator_settings
 
 GpuStream = torch.cuda.Stream
 GpuEvent = torch.cuda.Event
@@ -147,17 +148,16 @@ def growing_segments(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or vendor() is not CUDA or sys.platform != "linux" or said:
         yield
         return
-    settings: Any = torch._C
     with _growing_lock:
         _growing += 1
-        settings._accelerator_setAllocatorSettings("expandable_segments:True")
+        set_allocator_settings("expandable_segments:True")
     try:
         yield
     finally:
         with _growing_lock:
             _growing -= 1
             if not _growing:
-                settings._accelerator_setAllocatorSettings("expandable_segments:False")
+                set_allocator_settings("expandable_segments:False")
 
 
 _growing = 0  # how many jobs of this process want it now
@@ -238,7 +238,7 @@ def leave(device: torch.device) -> None:
     """Wait for all work of a GPU, and give back the workspaces of its products: one per stream, which torch else keeps
     for ever."""
     torch.cuda.synchronize(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 def give_back(device: torch.device) -> None:
@@ -257,7 +257,7 @@ def capturing(graph: GpuGraph, pool: Any) -> Iterator[None]:
     """Note what the body puts on the current stream in the graph, and do not do it. What it takes is of the pool, the
     workspaces of products too: those that a stream has kept until then may be given back while the graph lives. Other
     threads may do what they like."""
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
@@ -266,7 +266,7 @@ def capturing(graph: GpuGraph, pool: Any) -> Iterator[None]:
             graph.capture_end()
         raise
     graph.capture_end()
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 @contextmanager

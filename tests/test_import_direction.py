@@ -30,9 +30,9 @@ ORDER = {
         "plain_graph", "tiles", "program", "verify",
     ),
     "runtime": (
-        "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names", "scratch",
-        "nodes", "threads", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device",
-        "emulate", "measure", "processes",
+        "torch_names", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names",
+        "scratch", "nodes", "threads", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference",
+        "device", "emulate", "measure", "processes",
     ),
     "graph": (
         "loss_terms", "opgraph", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit", "boundaries",

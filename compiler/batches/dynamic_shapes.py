@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _DimHintType
 
 from ...ir.errors import PlanError
 from ...ir.program import SizeRange
+from ...runtime.torch_names import DerivedDim, DimHint, DimHintType
 from ..capture.dynamic import DynamicDims
 from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
 from .shape import BatchShape, flatten
@@ -160,11 +160,11 @@ class _Reader:
 
     def _note(self, size: Any, name: str, dim: int, own: tuple[int, ...]) -> None:
         where = f"dynamic_shapes[{name!r}][{dim}]"
-        if size is None or (isinstance(size, _DimHint) and size.type == _DimHintType.STATIC):
+        if size is None or (isinstance(size, DimHint) and size.type == DimHintType.STATIC):
             return
         if isinstance(size, int) and not isinstance(size, bool) and size == own[dim]:
             return
-        if not isinstance(size, torch.export.Dim) or isinstance(size, _DerivedDim):
+        if not isinstance(size, torch.export.Dim) or isinstance(size, DerivedDim):
             raise PlanError(
                 f"{where} is {size!r}; it is a torch.export.Dim with a name and a max, None, or the example's size, "
                 f"{own[dim]}"
@@ -223,4 +223,3 @@ def _described(value: Any, take: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return rebuilt(value, [_described(item, take) for item in value])
     return value
-

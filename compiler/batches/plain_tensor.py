@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError
+from ...runtime.torch_names import DisableTorchFunctionSubclass
 
 
 def plain_tensor(name: str, value: Any) -> Tensor:
@@ -22,7 +23,7 @@ def plain_tensor(name: str, value: Any) -> Tensor:
     fault, advice = _fault(value)
     if fault:
         raise BatchError(f"batch[{name!r}] {fault}; {advice}. Nothing has run")
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         plain: Tensor = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
         return plain.clone() if plain.is_inference() else plain  # autograd saves no inference tensors
 

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from ...codegen.layers import layer_call
 from ...ir.calls import function_name
+from ...runtime.torch_names import DropoutNd, Loss
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def is_random(call: RecordedCall, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def is_random_module(module: nn.Module) -> bool:
     """Whether a leaf module draws random numbers in the mode that it is in."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DropoutNd):
         return module.training and module.p > 0
     if isinstance(module, nn.RNNBase):
         return module.training and module.dropout > 0
@@ -178,7 +179,7 @@ def _is_leaf(module: nn.Module, rebuilt: dict[str, nn.Module | None]) -> bool:
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind or module._modules or "forward" in module.__dict__:
         return False
-    if module._forward_hooks or module._forward_pre_hooks or isinstance(module, nn.modules.loss._Loss):
+    if module._forward_hooks or module._forward_pre_hooks or isinstance(module, Loss):
         return False  # a loss module's repr leaves its options out
     if getattr(module, "sparse", False):
         return False  # an embedding whose gradients are to be dense

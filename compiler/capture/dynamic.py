@@ -11,12 +11,11 @@ from types import FrameType
 from typing import Any
 
 import sympy
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.printers import PythonPrinter
 
 from ...ir.errors import CaptureError
 from ...ir.program import SizeRange
+from ...runtime.torch_names import FakeTensorMode, PythonPrinter
 from .lines import SourceLines
 
 LEAST_TRACED = 2  # torch takes sizes of 0 and 1 for constants; what holds for 2 and more holds for 1
@@ -70,7 +69,7 @@ class TracedSizes:
             return size
         name, each = dim
         if name not in self.symbols:
-            from torch._dynamo.source import ConstantSource  # late, as all of Dynamo takes half a second to import
+            from ...runtime.torch_names import ConstantSource  # late, as all of Dynamo takes half a second to import
 
             shape_env = self.fake_mode.shape_env
             assert shape_env is not None, "dynamic inputs need a shape environment"

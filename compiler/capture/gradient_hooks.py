@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import CaptureError
 from ...ir.program import Earlier, HookCall, elementwise
+from ...runtime.torch_names import TorchDispatchMode
 from .lines import SourceLines
 from .python_state import changed, values_of
 

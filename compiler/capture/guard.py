@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
+from ...runtime.torch_names import FakeTensorMode
 from .calls import leaf_modules
 from .constants import ConstantNames
 from .dynamic import DynamicDims

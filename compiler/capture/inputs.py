@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from ...graph.loss_terms import NUM_ITEMS
 from ...ir.errors import CaptureError
+from ...runtime.torch_names import FakeTensorMode, tree_map
 from .dynamic import DynamicDims, TracedSizes
 
 

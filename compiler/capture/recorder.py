@@ -13,18 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from ...graph.edit import set_base, set_writes
 from ...graph.kernels.stand_ins import SHAPE_RULES
@@ -32,6 +23,23 @@ from ...graph.opgraph import CHECKS
 from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...runtime.forced_eager import forced_eager
+from ...runtime.torch_names import (
+    CALL_OF_MODULES,
+    CHECKED,
+    CHECKPOINTED,
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    NormBase,
+    TorchDispatchMode,
+    assert_async,
+    enter_autocast,
+    exit_autocast,
+    set_grad_enabled,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 from .calls import (
     SPARSE,
     RecordedCall,
@@ -46,7 +54,7 @@ from .rows.sizes import ModeSwitch, settled
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
-_EFFECTS = (torch._C._set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
+_EFFECTS = (set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
@@ -102,7 +110,7 @@ class Recorder(GraphWriter):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks; remove them on exit."""
-        call, apply = nn.Module._call_impl, torch.autograd.Function.__dict__["apply"]
+        call, apply = getattr(*CALL_OF_MODULES), torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
         def on_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -118,17 +126,17 @@ class Recorder(GraphWriter):
         def on_exit(context: torch.autocast, *exception: Any) -> Any:
             if not self.busy:
                 node, _ = self.autocasts.pop()
-                node = self.perform(RecordedCall("call_function", _exit_autocast), (node,), {}, None)
+                node = self.perform(RecordedCall("call_function", exit_autocast), (node,), {}, None)
                 self._note_mode(node, lambda: leave(context, None, None, None))
             return leave(context, *exception)
 
-        checkpointed = checkpoint._checkpoint_without_reentrant_generator
+        checkpointed = getattr(*CHECKPOINTED)
 
         def on_checkpoint(*args: Any, **kwargs: Any) -> Any:
             self.has_checkpoints = True
             return checkpointed(*args, **kwargs)
 
-        check = torch._check_tensor_all_with
+        check = getattr(*CHECKED)
 
         def on_check(kind: type[Exception], condition: Any, message: Callable[[], str] | None = None) -> None:
             if self.busy or not has_tensor(condition) or condition.dtype != torch.bool:
@@ -137,12 +145,12 @@ class Recorder(GraphWriter):
             text = (
                 f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
             )
-            torch._assert_async(condition.all() if condition.dim() else condition, text)
+            assert_async(condition.all() if condition.dim() else condition, text)
 
         changes = [
-            (torch, "_check_tensor_all_with", on_check),
-            (checkpoint, "_checkpoint_without_reentrant_generator", on_checkpoint),
-            (nn.Module, "_call_impl", on_call),  # of `__call__`, Python would tell each of thousands of subclasses
+            (*CHECKED, on_check),
+            (*CHECKPOINTED, on_checkpoint),
+            (*CALL_OF_MODULES, on_call),
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (torch.autocast, "__enter__", on_enter),
             (torch.autocast, "__exit__", on_exit),
@@ -210,7 +218,7 @@ class Recorder(GraphWriter):
         try:
             if path and id(module) in self.held.leaves:
                 step = RecordedCall("call_module", path)
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     return self.perform(step, self.lower(args), self.lower(kwargs), call.__get__(module), args, kwargs)
             return call(module, *args, **kwargs)
         finally:
@@ -225,13 +233,13 @@ class Recorder(GraphWriter):
         if call is None:
             call = self.calls[kind] = RecordedCall("call_function", _apply_of(kind))
         self.draws = DrawWatch()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self.perform(call, self.lower(args), {}, self.draws.around(run), args, {})
 
     def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
         setting = (device, context.fast_dtype, context._enabled, context._cache_enabled)
-        node = self.perform(RecordedCall("call_function", _enter_autocast), setting, {}, None)
+        node = self.perform(RecordedCall("call_function", enter_autocast), setting, {}, None)
         self._note_mode(node, lambda: enter(context))
         self.autocasts.append((node, setting))
         return enter(context)
@@ -295,7 +303,7 @@ class Recorder(GraphWriter):
                 self.busy = False
             if known is UNKNOWN:
                 raise
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return tree_map_only(torch.Tensor, self._as_fake, known)
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -367,7 +375,7 @@ class Recorder(GraphWriter):
         names: list[str] = []
         if call.kind == "call_module":
             module = self.held.modules[call.target]
-            keeps_statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+            keeps_statistics = isinstance(module, NormBase) and module.track_running_stats
             if keeps_statistics and module.training:
                 names += [f"{call.target}.{name}" for name, buffer in module._buffers.items() if buffer is not None]
         elif call.target in (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm):

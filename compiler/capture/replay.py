@@ -15,6 +15,7 @@ from torch import fx
 
 from ...graph.edit import evaluation_of, set_evaluation
 from ...ir.calls import function_name
+from ...runtime.torch_names import set_grad_enabled
 from .calls import RecordedCall
 from .recorder import Recorder
 from .rows.sizes import NumberSlot, SizeSlot, plain
@@ -76,7 +77,7 @@ class Replay(Recorder):
                     f"{self.lines.current()}: {self.now} calls {_name(call)}, {self.then} {self._expected()}"
                 )
             return result
-        if call.target is torch._C._set_grad_enabled:
+        if call.target is set_grad_enabled:
             self.run(run, exec_args, exec_kwargs)
         if not self._repeats(step, args, kwargs):
             self._differ(step, args, kwargs, self.run(run, exec_args, exec_kwargs))

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...graph.dataflow import Dataflow
 from ...graph.edit import erase, set_evaluation
@@ -23,6 +21,7 @@ from ...graph.opgraph import OpGraph, build_module, missing_buffers
 from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
+from ...runtime.torch_names import FakeTensorMode, enable_python_dispatcher, set_grad_enabled
 from ..packing.varying_inputs import ValueRead
 from .calls import take_zeros
 from .dynamic import LinedShapeEnv, require_any_size
@@ -236,7 +235,7 @@ def _require_plain(
 
 def _merge_grad_switches(graph: fx.Graph) -> None:
     """Drop gradient switches that are overridden before any op, or that change nothing."""
-    is_switch = torch._C._set_grad_enabled
+    is_switch = set_grad_enabled
     pairs = pairwise(list(graph.nodes))
     erase(graph, [node for node, following in pairs if node.target is following.target is is_switch])
     enabled, idle = True, []

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+
+from ...runtime.torch_names import tree_map_only, unset_fake_temporarily
 
 LARGEST = 1 << 12  # elements of a tensor whose value is kept
 UNKNOWN = object()

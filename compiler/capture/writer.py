@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...graph.edit import describe, set_base, set_writes
 from ...graph.sizes.nodes import SizeNodes
 from ...ir.errors import CaptureError
 from ...ir.plain_graph import PlainGraph
+from ...runtime.torch_names import (
+    DisableTorchFunction,
+    FakeTensorMode,
+    is_functorch_wrapped_tensor,
+    set_grad_enabled,
+    unset_fake_temporarily,
+)
 from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
@@ -167,11 +173,11 @@ class GraphWriter:
                 )
             name = self.held.constant_names.take(tensor)
             self.busy = True
-            with torch._C.DisableTorchFunction(), self.fake_mode:
+            with DisableTorchFunction(), self.fake_mode:
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
             self.busy = False
             self.constants[name] = tensor
-            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            with unset_fake_temporarily(), DisableTorchFunction():
                 self.values.know(fake, tensor.detach())
             self.constant_of[id(tensor)] = fake, self._add_held(name, fake)
             self.alive += [tensor, fake]
@@ -198,12 +204,12 @@ class GraphWriter:
     def write_back(self, name: str, buffer: torch.Tensor, new: torch.Tensor) -> None:
         """Copy a value into a buffer at the end of the step."""
         owner, source = self._attribute(buffer), self.tensor_node(new)
-        self.add_plain("call_function", torch._C._set_grad_enabled, (False,), None)
+        self.add_plain("call_function", set_grad_enabled, (False,), None)
         node = self.add_plain("call_method", "copy_", (owner, source), buffer)
         node.meta.update(no_grad=True, updates_buffers=(name,))
         set_writes(node, (owner,))
         set_base(node, owner)
-        self.add_plain("call_function", torch._C._set_grad_enabled, (True,), None)
+        self.add_plain("call_function", set_grad_enabled, (True,), None)
 
     def placeholder(self, name: str, fake: torch.Tensor) -> None:
         """Add an input of the program."""
@@ -216,7 +222,7 @@ class GraphWriter:
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     """Inside vmap, grad and other function transforms, tensors are wrappers that mean nothing outside."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_functorch_wrapped_tensor(tensor)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ...ir.errors import PlanError
 from ...ir.machine.hardware import Hardware
@@ -25,6 +24,7 @@ from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
 from ...runtime.state.part_params import PartJoiner
+from ...runtime.torch_names import tree_map
 from ..batches.shape import flatten
 from ..capture.guard import LossFn
 from ..folder import Folder

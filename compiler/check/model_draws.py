@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...graph.opgraph import OpGraph
 from ...runtime.stage.draws import Draws
+from ...runtime.torch_names import tree_leaves, tree_map
 from ..capture.calls import classify, is_random, is_random_module, leaf_modules
 from ..capture.guard import replaced
 from ..capture.recorder import DrawWatch, EachFunction

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ...ir.errors import BatchError
+from ...runtime.torch_names import tree_map
 from ..batches.shape import BatchShape
 from ..batches.sizes import BatchSizes
 from .counts import rows_of

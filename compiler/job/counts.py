@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ...graph.loss_terms import WEIGHT, CountRules
 from ...ir.errors import BatchError
 from ...ir.program import Interface, ParamSpec, StageSpec
 from ...runtime.device.file import StageClass, open_stages
 from ...runtime.source.trust import Trust
+from ...runtime.torch_names import tree_map
 
 LossWeight = Callable[[Any], Any]
 T = TypeVar("T")

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...graph.masks.followers import heedless_attention
 from ...graph.opgraph import OpGraph
 from ...ir.errors import PlanError
+from ...runtime.torch_names import FakeTensor
 from .varying_inputs import Unread
 
 OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ...graph.sizes.symbolic import StageExpressions, StagesAt
 from ...ir.errors import PlanError
@@ -21,6 +20,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, Sizes, StageSpec, infer_all
 from ...ir.units import format_seconds
 from ...runtime.simulate import Timeline
+from ...runtime.torch_names import tree_leaves
 from ..batches.sizes import BatchSizes
 from ..steps import simulate_here
 

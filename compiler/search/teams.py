@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-import torch
-
 from ...graph.follow.tokens import sequence_lengths
 from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError
@@ -22,6 +20,7 @@ from ...passes.draft import Draft
 from ...passes.rewrite.split_context import SplitContext
 from ...passes.sharding.mesh import Mesh
 from ...runtime.experts.split_experts import part_product
+from ...runtime.torch_names import grouped_mm
 from .candidate import Candidate
 
 LONG_TOKENS = 8192  # of a row
@@ -34,7 +33,7 @@ def has_long_rows(graph: OpGraph) -> bool:
 
 def has_experts(graph: OpGraph) -> bool:
     """Whether products in groups make a team worth a try that shares out what they multiply by."""
-    return any(node.target in (torch._grouped_mm, part_product) for node in graph.nodes)
+    return any(node.target in (grouped_mm, part_product) for node in graph.nodes)
 
 
 def team_meshes(hardware: Hardware) -> Iterator[tuple[int, Mesh]]:

@@ -20,10 +20,7 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
@@ -41,6 +38,7 @@ from ...runtime.stage.saved_classes import (
     result_bytes,
     written_tensors,
 )
+from ...runtime.torch_names import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes, tree_leaves
 from ..blocks import AgainCost, Block, BlockCost, CostlyCall
 from ..forwards.first_only import unread_by_gradients
 from ..kernels.attention import cuda_attention
@@ -311,7 +309,7 @@ class FakeBlockRun:
 
     def flat(self, storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A fake tensor over all of a storage, which must not pass through the mode: that would hold it for good."""
-        with _disable_current_modes():
+        with disable_current_modes():
             return FakeTensor(self.mode, flat_tensor(storage, dtype, torch.device("meta")), device)
 
     def backward(self, ends: list[_End], saved: list[torch.UntypedStorage]) -> _Meter:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.program import Exchange, TensorSpec
 from ...runtime.functions import attend_block, attention_of, with_gradients
+from ...runtime.torch_names import FakeTensor
 from ..edit import GraphEdit, describe
 from ..opgraph import OpGraph, value_tensors
 from .placements import Placement, ops_between

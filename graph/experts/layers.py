@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from ...runtime.torch_names import grouped_mm
 from ..dataflow import closure
 from ..follow.engine import keeps_rows
 from ..opgraph import OpGraph, value_tensors
@@ -57,7 +58,7 @@ def find_expert_layers(graph: OpGraph) -> dict[str, ExpertLayer]:
     look = _Look(graph)
     for node in look.nodes:
         offsets = node.kwargs.get("offs") if node.op == "call_function" else None
-        if node.target is torch._grouped_mm and isinstance(offsets, fx.Node) and weight_of(graph, node, look.ties):
+        if node.target is grouped_mm and isinstance(offsets, fx.Node) and weight_of(graph, node, look.ties):
             groups[offsets].append(node)
     found: dict[str, ExpertLayer] = {}
     for offsets, products in groups.items():

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.stage.saved_classes import written_tensors
+from ...runtime.torch_names import TorchDispatchMode
 from ..kernels.call_node import call_key, call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.pointwise import elementwise

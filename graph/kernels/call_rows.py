@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, flops_of, merge_rows
+from ...runtime.torch_names import current_dispatch_modes
 
 aten = torch.ops.aten
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -40,7 +40,7 @@ class KernelCalls:
 
 def count_call(call: Product | AttentionCall, *results: Tensor) -> None:
     """Tell the active modes of a call that stands for a kernel, and of its results that a class would keep."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in current_dispatch_modes():
         if isinstance(mode, KernelCalls):
             mode.kernel(call)
             if results:
@@ -49,7 +49,7 @@ def count_call(call: Product | AttentionCall, *results: Tensor) -> None:
 
 def count_workspace(num_bytes: int) -> None:
     """Tell the active modes what a kernel holds while it runs."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in current_dispatch_modes():
         if isinstance(mode, KernelCalls):
             mode.held(num_bytes)
 

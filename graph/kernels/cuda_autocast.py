@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.library import _scoped_library
-from torch.utils._pytree import tree_map
+
+from ...runtime.torch_names import DisableAutocast, has_kernel_for_dispatch_key, scoped_library, tree_map
 
 CPU_KEY, CUDA_KEY = "AutocastCPU", "AutocastCUDA"
 
@@ -42,7 +42,7 @@ def autocast_as(device_kind: str, dtype: torch.dtype | None) -> AbstractContextM
 
 @contextmanager
 def _as_cuda(dtype: torch.dtype) -> Iterator[None]:
-    with _scoped_library("aten", "IMPL") as library, torch.autocast("cpu", dtype=dtype):
+    with scoped_library("aten", "IMPL") as library, torch.autocast("cpu", dtype=dtype):
         for names, wrap in ((INPUTS_IN_FP32, _inputs_in_fp32), (RESULT_IN_FP32, _result_in_fp32)):
             for name in names.split():
                 if _has_kernel(name, CUDA_KEY) and not _has_kernel(name, CPU_KEY):  # the lists change between versions
@@ -53,12 +53,12 @@ def _as_cuda(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _has_kernel(name: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    return has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _inputs_in_fp32(op: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with DisableAutocast():
             args, kwargs = tree_map(_in_fp32, (args, kwargs))
             return op(*args, **kwargs)
 
@@ -73,7 +73,7 @@ def _result_in_fp32(op: Any) -> Callable[..., Any]:
         if _is_eligible(args[0]) and given.get("dtype") is None:
             given["dtype"] = torch.float32
         first = given.pop(names[0])
-        with torch._C._DisableAutocast():
+        with DisableAutocast():
             return op(first, **given)
 
     return run

@@ -29,6 +29,7 @@ from ...runtime.functions import (
     window_attention,
 )
 from ...runtime.functions.chunked_loss import slices
+from ...runtime.torch_names import grouped_mm
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
 from .outliers import cuda_linear_8bit
@@ -83,7 +84,7 @@ def grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     if offs is None or a.dim() != 2 or b.dim() != 3 or bias is not None:
-        return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+        return grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     out: Tensor = _GroupedProduct.apply(a, b, offs, out_dtype)
     return out
 
@@ -96,7 +97,7 @@ def part_of_product(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int)
 
 def grouped_shape(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     """The same product's shape and dtype on fake tensors: torch's own shape rule takes bf16 only."""
-    return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
+    return grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
 
 
 def part_shape(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> Tensor:
@@ -126,7 +127,7 @@ def ends(total: int, size: int) -> Iterator[slice]:
 
 # Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
 SHAPE_RULES: dict[Any, Any] = {
-    torch._grouped_mm: grouped_shape,
+    grouped_mm: grouped_shape,
     part_product: part_shape,
     torch.nn.functional.ctc_loss: ctc_loss,
     chunked_cross_entropy: partial(chunked_cross_entropy, pieces=ends),
@@ -134,7 +135,7 @@ SHAPE_RULES: dict[Any, Any] = {
     attend_block: partial(attend_block, some=lambda tiles: tiles[:1]),
 }
 STAND_INS: dict[Any, Any] = {
-    torch._grouped_mm: grouped_product,
+    grouped_mm: grouped_product,
     part_product: part_of_product,
     torch.nn.functional.ctc_loss: ctc_loss,
 }

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn import _reduction
 
 from ...ir.calls import call_name
+from ...runtime.torch_names import reduction
 from ..opgraph import OpGraph
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
@@ -45,7 +45,7 @@ def class_loss(graph: OpGraph, node: fx.Node) -> ClassLoss | None:
     given = dict(bound.arguments)
     average, reduce = given.pop("size_average"), given.pop("reduce")
     if average is not None or reduce is not None:
-        given["reduction"] = _reduction.legacy_get_string(average, reduce, emit_warning=False)
+        given["reduction"] = reduction.legacy_get_string(average, reduce, emit_warning=False)
     return ClassLoss(_FUNCTIONS[name], given)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ir.calls import function_name
+from ...runtime.torch_names import tree_leaves
 from ..dataflow import Dataflow
 from ..opgraph import OpGraph, value_tensors
 from .intervals import (
@@ -231,7 +232,7 @@ def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]
 def _viewed(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
     """Applied to a broadcast row or column, a call that keeps it one copies nothing."""
     others = args[1:]
-    if any(isinstance(a, (Tensor, Followed)) for a in torch.utils._pytree.tree_leaves((others, kwargs))):
+    if any(isinstance(a, (Tensor, Followed)) for a in tree_leaves((others, kwargs))):
         raise Unfollowed
     call = _method("view") if _name(node) == "reshape" else _call(node)
     form: Followed = args[0]

@@ -13,11 +13,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._sympy.printers import PythonPrinter
 
 from ...ir.errors import PassError
 from ...ir.program import SizeRange, Sizes, wrong_expression
+from ...runtime.torch_names import FakeTensor, PythonPrinter
 from ..edit import change_arguments, copy_edges, describe
 from ..opgraph import OpGraph, build_module
 from .nodes import SizeNodes

@@ -11,7 +11,8 @@ from typing import Any
 
 import sympy
 from torch import fx
-from torch.utils._sympy import functions as sizes
+
+from ...runtime.torch_names import size_functions as sizes
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Pow: operator.pow,

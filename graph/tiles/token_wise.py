@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...ir.calls import call_name
 from ...ir.edges import storage_root
+from ...runtime.torch_names import FakeTensor, FakeTensorMode
 from ..blocks import Block
 from ..costs.block import FakeBlockRun
 from ..dataflow import Dataflow
@@ -76,9 +76,7 @@ def _parts(graph: OpGraph, length: int, device_kind: str) -> list[TokenPart]:
 class _Finder:
     """Finds the parts of one layer."""
 
-    def __init__(
-        self, graph: OpGraph, facts: TokenFacts, layer: str, mode: FakeTensorMode, made: dict[Hashable, Any]
-    ):
+    def __init__(self, graph: OpGraph, facts: TokenFacts, layer: str, mode: FakeTensorMode, made: dict[Hashable, Any]):
         self.graph, self.facts, self.layer, self.made = graph, facts, layer, made
         self.runner = FakeBlockRun(graph, Block(layer, ()), mode, "cpu")
         self.found: list[TokenPart] = []

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...compiler.job.job import Job
 from ...compiler.packing.documents import IGNORED
 from ...ir.errors import BatchError
+from ...runtime.torch_names import BatchNorm
 
 TOKENS = "input_ids"
 AS_LONG_AS = {"decoder_input_ids": "labels", "decoder_attention_mask": "labels"}  # where the collator makes them
@@ -140,7 +140,7 @@ def why_not_fillable(batch: Mapping[str, Tensor], model: nn.Module, job: Job | N
         return "its batches have no 'labels'"
     if labels.is_floating_point():
         return "its labels are no classes, of which a loss could leave some out"
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if any(isinstance(module, BatchNorm) for module in model.modules()):
         return "the model's BatchNorm mixes rows"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return "the model adds a loss of its routers over all rows"

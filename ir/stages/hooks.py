@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,16 +35,17 @@ class HookCall:
         return f"{self.op.split('.')[1]}({', '.join([*given, *(f'{key}={value}' for key, value in self.options)])})"
 
 
+_OPERATOR = type(torch.ops.aten.neg.default)
 # Beside torch's element-wise operators, those that make a tensor of another's shape, and the conversion to a dtype.
 _LIKE = {"aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default", "aten._to_copy.default"}
 
 
-def elementwise(name: str) -> torch._ops.OpOverload | None:
+def elementwise(name: str) -> Any:
     """The operator of this name, or None for one that is not element-wise, draws random numbers or writes in place."""
     library, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops.aten, packet, None), overload, None) if library == "aten" else None
-    if not isinstance(found, torch._ops.OpOverload) or found._schema.is_mutable:
+    if not isinstance(found, _OPERATOR) or found._schema.is_mutable:
         return None
     safe = torch.Tag.pointwise in found.tags and torch.Tag.nondeterministic_seeded not in found.tags
     return found if safe or name in _LIKE else None

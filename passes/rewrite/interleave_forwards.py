@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from ...graph.edit import copy_graph, describe, erase
 from ...graph.layers import buffers_of, in_list, is_inside, split_runs
 from ...graph.opgraph import OpGraph, is_mode_switch
 from ...ir.edges import reads, storage_root, written_roots
 from ...ir.errors import PassError
+from ...runtime.torch_names import enter_autocast, exit_autocast, set_grad_enabled
 from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
@@ -216,7 +215,7 @@ def _is_off(node: fx.Node | None) -> bool:
 def _switch_grad(graph: fx.Graph, before: fx.Node | None, node: fx.Node | None) -> None:
     if _is_off(before) != _is_off(node):
         with graph.inserting_before(node or graph.output_node()):
-            _switch(graph, torch._C._set_grad_enabled, (not _is_off(node),), node or before)
+            _switch(graph, set_grad_enabled, (not _is_off(node),), node or before)
 
 
 def _switch_autocast(graph: fx.Graph, order: list[fx.Node]) -> None:
@@ -229,8 +228,8 @@ def _switch_autocast(graph: fx.Graph, order: list[fx.Node]) -> None:
             continue
         with graph.inserting_before(node or graph.output_node()):
             if entered is not None:
-                _switch(graph, _exit_autocast, (entered,), node or before)
-            entered = None if new is None else _switch(graph, _enter_autocast, new, node)
+                _switch(graph, exit_autocast, (entered,), node or before)
+            entered = None if new is None else _switch(graph, enter_autocast, new, node)
 
 
 def _switch(graph: fx.Graph, function: Any, args: tuple[Any, ...], beside: fx.Node | None) -> fx.Node:

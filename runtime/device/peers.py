@@ -23,6 +23,7 @@ from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import Program, work_of
 from ..accelerator import settle
+from ..torch_names import gloo_options
 from .exchange import gather_rows, pass_on, seats_of, sum_rows, trade_counted, trade_rows
 
 LOOPBACK = "127.0.0.1"
@@ -224,7 +225,7 @@ class PeerLink:
     # --- backends
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options: Any = gloo_options()
         where = {"interface": os.environ[INTERFACE_SETTING]} if INTERFACE_SETTING in os.environ else {}
         if self._hostname is not None:
             where = {"hostname": self._hostname}

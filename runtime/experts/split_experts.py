@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..torch_names import grouped_mm
+
 
 def part_rows(rows: Tensor, offsets: Tensor, begin: int) -> Tensor:
     """The same rows, those of expert `begin` first and those before it last."""
@@ -107,7 +109,7 @@ class _PartProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        return torch._grouped_mm(rows, weight, offs=offsets).masked_fill_(rows_after(rows, offsets), 0.0)
+        return grouped_mm(rows, weight, offs=offsets).masked_fill_(rows_after(rows, offsets), 0.0)
 
     @staticmethod
     @once_differentiable
@@ -115,11 +117,11 @@ class _PartProduct(torch.autograd.Function):
         rows, weight, offsets = ctx.saved_tensors
         grad, of_rows, of_weight = grads[0].contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            of_rows = torch._grouped_mm(grad, weight.transpose(-2, -1), offs=offsets)
+            of_rows = grouped_mm(grad, weight.transpose(-2, -1), offs=offsets)
             of_rows.masked_fill_(rows_after(rows, offsets), 0.0)
         if ctx.needs_input_grad[1]:
             if weight.stride(-1) == 1:
-                of_weight = torch._grouped_mm(rows.t(), grad, offs=offsets)
+                of_weight = grouped_mm(rows.t(), grad, offs=offsets)
             else:  # a transposed parameter, which its gradient is laid out like
-                of_weight = torch._grouped_mm(grad.t(), rows, offs=offsets).transpose(-2, -1)
+                of_weight = grouped_mm(grad.t(), rows, offs=offsets).transpose(-2, -1)
         return of_rows, of_weight, None

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..torch_names import assert_async
+
 COLUMNS = 64  # the size of a slice of classes is a multiple of it, for kernels that work in tiles
 
 
@@ -262,6 +264,6 @@ def check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= num_classes))
     allowed = f"0 to {num_classes - 1}, or {ignore_index}, which is ignored"
     if labels.is_cuda:
-        torch._assert_async(~wrong.any(), f"a label is out of bounds; allowed are {allowed}")
+        assert_async(~wrong.any(), f"a label is out of bounds; allowed are {allowed}")
     elif wrong.any():
         raise IndexError(f"Target {labels[wrong][0].item()} is out of bounds; allowed are {allowed}")

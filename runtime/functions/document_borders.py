@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..accelerator import has_flash
+from ..torch_names import assert_async
 
 WIDEST = 192  # heads; the backward of wider ones needs more shared memory than gaming cards have
 MOST_DOCUMENTS = (1 << 16) - 1  # blocks of threads along one dimension of a grid
@@ -38,7 +39,7 @@ def document_borders(documents: Tensor, most: int) -> Tensor:
         fits = number[-1] < most
         message = f"the rows of a micro-batch hold more than the {most} documents that the plan has room for"
         if documents.is_cuda:
-            torch._assert_async(fits, message)
+            assert_async(fits, message)
         elif not fits:
             raise IndexError(message)
     return torch.searchsorted(number, torch.arange(most + 1, device=documents.device), out_int32=True)

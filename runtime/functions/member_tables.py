@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_names import assert_async
+
 
 def member_lookup(ids: Tensor, weight: Tensor, member: Tensor, members: int, padding_idx: int | None = None) -> Tensor:
     """The rows of a table of which `weight` is a member's part: zeros for tokens whose rows others have, so that the
@@ -34,6 +36,6 @@ def check_ids(ids: Tensor, rows: int) -> None:
         return
     wrong = (ids < 0) | (ids >= rows)
     if ids.is_cuda:
-        torch._assert_async(~wrong.any(), f"a token is no row of a table of {rows}")
+        assert_async(~wrong.any(), f"a token is no row of a table of {rows}")
     elif wrong.any():
         raise IndexError(f"index out of range: token {ids[wrong][0].item()} is no row of a table of {rows}")

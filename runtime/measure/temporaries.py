@@ -19,11 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.optim.optimizer as torch_optimizers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...ir.precision import PORTION_ELEMENTS, ROUNDED_ELEMENTS
 from ..optimizer.importable import import_kwargs, resolve
@@ -32,6 +28,7 @@ from ..optimizer.param_groups import ParamGroup
 from ..optimizer.probe import WHOLE, tiny
 from ..optimizer.spec import OptimizerSpec
 from ..optimizer.state_shapes import PRIMES, Build, Numbers, Shape, step_plainly
+from ..torch_names import FOREACH_DEVICES, FOREACH_TYPES, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 
 LARGE = (1024, 1024)  # of the parameter that stands for all those that are updated element by element
 FEW_BYTES = 64  # of numbers, such as counts of steps, which are not counted
@@ -190,12 +187,11 @@ class _FusedKernels(TorchDispatchMode):
 def _choosing_as_on(kind: str) -> Iterator[None]:
     """On a CPU, torch chooses between foreach and the loop as on devices of this kind. It asks for the very type of
     parameters, too: those without memory are like any."""
-    devices = torch_optimizers._get_foreach_kernels_supported_devices()
+    devices, types = getattr(*FOREACH_DEVICES)(), [*getattr(*FOREACH_TYPES), FakeTensor]
     more = ["cpu"] if kind in devices else []
-    types = [*torch_optimizers._foreach_supported_types, FakeTensor]
     with (
-        mock.patch.object(torch_optimizers, "_get_foreach_kernels_supported_devices", lambda: [*devices, *more]),
-        mock.patch.object(torch_optimizers, "_foreach_supported_types", types),
+        mock.patch.object(*FOREACH_DEVICES, lambda: [*devices, *more]),
+        mock.patch.object(*FOREACH_TYPES, types),
     ):
         yield
 
@@ -212,9 +208,7 @@ def _measure(
     return Temporaries(each, max(0.0, two - 2 * each))
 
 
-def _most_beside(
-    build: Build, params: Sequence[nn.Parameter], held: HeldBytes | None, numbers: Numbers | None
-) -> int:
+def _most_beside(build: Build, params: Sequence[nn.Parameter], held: HeldBytes | None, numbers: Numbers | None) -> int:
     """The most bytes beside parameters, gradients and states in some steps. States count from the first step on, as a
     plan counts them, though that step makes them."""
     own = [tensor for param in params for tensor in (param, param.grad) if tensor is not None]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..torch_names import is_traceable_wrapper_subclass
 
 
 def leaves_of(key: str, value: Any) -> dict[str, Tensor]:

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import PlanError
 from ..forced_eager import forced_eager
+from ..torch_names import FakeTensorMode, TorchDispatchMode
 from .leaves import row_leaves
 
 Shape = tuple[int, ...]

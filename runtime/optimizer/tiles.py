@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.precision import TILED_ELEMENTS
 from ..threads import share_among
+from ..torch_names import TorchDispatchMode, foreach_copy_
 from .gradients import times_in_full
 from .importable import resolve
 from .probe import FAILURES, tiny
@@ -150,7 +150,7 @@ class InTiles(TorchDispatchMode):
 
     def _convert(self, made: list[Tensor], grads: list[Tensor]) -> None:
         if self.factor is None or self.single is None:
-            torch._foreach_copy_(made, grads)
+            foreach_copy_(made, grads)
             return
         for full, grad in zip(made, grads):
             if torch.float64 in (full.dtype, grad.dtype):
@@ -175,7 +175,7 @@ class _Room:
     def cast_to_step(self, weights: list[Tensor]) -> list[Tensor]:
         """The weights in the precision of the step."""
         full = _places(self._params, weights)
-        torch._foreach_copy_(full, weights)
+        foreach_copy_(full, weights)
         return full
 
 

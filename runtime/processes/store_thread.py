@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ...ir.errors import WorkerError
+from ..torch_names import default_store
 
 END_S = 1.0  # how long to wait for the end of a thread that is not blocked
 LOOK_S = 0.05  # between two checks whether to go on waiting
@@ -121,7 +122,7 @@ def connect_store(timeout_s: float) -> dist.Store:
     """The store of the script's process group if it has one, else torchrun's, which the first rank makes if no agent
     did. Raises `WorkerError` if the store cannot be reached within `timeout_s`, or its port is in use."""
     if dist.is_initialized():
-        return another_connection(dist.distributed_c10d._get_default_store())
+        return another_connection(default_store())
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     try:
         if os.environ["RANK"] == "0" and not agent_has_store():

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
 from .raw_bytes import of_bytes

@@ -21,6 +21,7 @@ from torch.overrides import get_overridable_functions
 
 from .. import functions
 from ..modules import Stage
+from ..torch_names import OpOverload, OpOverloadPacket
 from .homes import HOMES
 
 _DENIED = (
@@ -109,7 +110,7 @@ def _is_like(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_op(op: torch._ops.OpOverload) -> bool:
+def _is_op(op: OpOverload) -> bool:
     schema = op._schema
     name = schema.name.partition("::")[2]
     if name.startswith("_"):
@@ -123,9 +124,9 @@ def _is_op(op: torch._ops.OpOverload) -> bool:
 
 def is_function(thing: Any) -> bool:
     """Whether a file may call this function of torch, Python's math or its operators, or this ATen op."""
-    if isinstance(thing, torch._ops.OpOverload):
+    if isinstance(thing, OpOverload):
         return _is_op(thing)
-    if isinstance(thing, torch._ops.OpOverloadPacket):
+    if isinstance(thing, OpOverloadPacket):
         return all(_is_op(getattr(thing, overload)) for overload in thing.overloads())
     return id(thing) in _functions()
 

@@ -17,6 +17,7 @@ import torch
 
 from ...ir.errors import VerifyError
 from ..modules import Scope, Stage, draw_at
+from ..torch_names import OpNamespace, OpOverload, OpOverloadPacket
 from .allowed import BUILTINS, methods
 from .homes import BASES, DRAWING_BASES, HOMES, STANDING
 from .trust import HINT, Trust
@@ -119,14 +120,14 @@ class FileNames:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    is_ops = isinstance(owner, torch._ops._OpNamespace)
+    is_ops = isinstance(owner, OpNamespace)
     if name.startswith("__") and not (is_ops and name in methods()):
         return _ABSENT
     if owner is torch.ops:
         return getattr(torch.ops, name) if name in _OPS else _ABSENT
-    if is_ops or isinstance(owner, torch._ops.OpOverloadPacket):
+    if is_ops or isinstance(owner, OpOverloadPacket):
         found = getattr(owner, name, _ABSENT)
-        return found if isinstance(found, torch._ops.OpOverload | torch._ops.OpOverloadPacket) else _ABSENT
+        return found if isinstance(found, OpOverload | OpOverloadPacket) else _ABSENT
     if owner is torch and name == "ops":
         return torch.ops
     if any(owner is module for module in _MODULES.values()):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
+from ..torch_names import tree_leaves, tree_map
 from .saved_places import storage_of
 
 FP32_TOLERANCE = 1e-4  # of the largest value: sums of up to thousands of terms in another order
@@ -51,7 +51,7 @@ def fake_run(
     device: torch.device,
 ) -> None:
     """Run a stage's forward on fake tensors of the plan's shapes. `inputs`: its own, or those of its backward."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from ..torch_names import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         rows = (*spec.params, *spec.buffers)

@@ -130,7 +130,7 @@ class CompiledBlocks:
 
 def require_compiler(device: torch.device, backend: str = BACKEND) -> None:
     """Raises `PlanError` where torch's compiler lacks what it needs for this device."""
-    from torch.utils._triton import has_triton_package
+    from ..torch_names import has_triton_package
 
     if device.type == "cuda" and backend == BACKEND and not has_triton_package():
         raise PlanError(
@@ -156,7 +156,7 @@ def _compiling() -> Iterator[None]:
 def _only_in_trials(backend: str) -> Callable[..., Any]:
     """The backend of this name, one object for all stages of the process, so that torch shares what it compiled. It
     raises once trials are over: a step has no time for a compilation, with messages under way."""
-    from torch._dynamo import lookup_backend
+    from ..torch_names import lookup_backend
 
     compile_graph = lookup_backend(backend)
 
@@ -173,7 +173,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    from torch._dynamo import exc
+    from ..torch_names import dynamo_errors as exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 

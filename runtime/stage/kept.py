@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...ir.program import aligned
+from ..torch_names import FunctionBase
 from .graphed_stage import GraphSlot
 from .saved_classes import Aside
 
@@ -86,6 +87,6 @@ class Kept:
 def _edge_of(output: Tensor) -> GradientEdge:
     """The edge where the gradient of an output enters. The nodes of torch itself need no more to live on."""
     node = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, FunctionBase):
         return get_gradient_edge(output)
     return GradientEdge(node, output.output_nr)

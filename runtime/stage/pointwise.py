@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from ..torch_names import TorchDispatchMode, storage_of_weak_ptr, tree_map_only
 from .saved_classes import written_tensors
 
 aten = torch.ops.aten
@@ -185,7 +184,7 @@ class PointwiseAgain:
 
     def _hold(self, result: _Result) -> None:
         if not result.is_held:
-            storage = torch.UntypedStorage._new_with_weak_ptr(result.ref.cdata)
+            storage = storage_of_weak_ptr(result.ref.cdata)
             result.held = self.pack(self.flat(storage, result.dtype, result.device))
 
     def changes(self, tensor: Tensor) -> None:

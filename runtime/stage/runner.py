@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
 from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
+from ..torch_names import engine_run_backward
 from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
@@ -219,7 +220,7 @@ class StageRunner:
         def run() -> None:
             if edges:
                 # What `torch.autograd.backward` does once it has looked at edges and values, which are ours.
-                _engine_run_backward(
+                engine_run_backward(
                     tuple(edges), tuple(values), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
 

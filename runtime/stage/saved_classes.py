@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import VerifyError
 from ...ir.program import SavedSpec, StageSpec, aligned
 from ..accelerator import generator_of
+from ..torch_names import TorchDispatchMode, dispatch_key_parse, dispatch_keyset_full_after, include_dispatch_key
 
 aten = torch.ops.aten
 # These give the log-sum-exp of rows only where `compute_log_sumexp` is given, which forwards without autograd do not.
@@ -141,7 +141,7 @@ class _Watch:
     def __enter__(self) -> _Watch:
         self.before = getattr(_now, "watch", None)
         _now.watch = self
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        include_dispatch_key(_KEY, True)
         if self.whole is not None:
             self.whole.__enter__()
         return self
@@ -151,7 +151,7 @@ class _Watch:
             self.whole.__exit__(*error)
             self.whole = None  # a ring of the two would hold the tensors until Python looks for rings
         _now.watch = self.before
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, self.before is not None)
+        include_dispatch_key(_KEY, self.before is not None)
 
     def call(self, func: Any, run: Callable[..., Any], args: Any, kwargs: Any, is_inner: bool) -> Any:
         """One costly call, which `run` computes. `is_inner`: known to be made inside of a call that is not costly."""
@@ -281,8 +281,8 @@ class Taking(_Watch):
 
 
 # The key of libraries outside of torch, directly below the one of Python's modes. Nothing of torch has kernels there.
-_KEY = torch._C._dispatch_key_parse("Fake")
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_KEY = dispatch_key_parse("Fake")
+_BELOW = dispatch_keyset_full_after(_KEY)
 _now = threading.local()  # `watch`: that of the thread, while the key is switched on
 
 

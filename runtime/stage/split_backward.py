@@ -65,7 +65,7 @@ def input_half(
     """Set the gradients of the leaves that require one, from `values` that enter at `edges`. `params`: the trained
     parameters. The graph stays as it is, for the other half."""
     # Imported here: few plans split the backward, and a worker starts a second sooner without it.
-    from torch.distributed.pipelining._backward import stage_backward_input
+    from ..torch_names import stage_backward_input
 
     outputs: list[Any] = [_Output(*edge) for edge in edges]
     _, groups = stage_backward_input(outputs, list(values), list(leaves), iter(params.values()))
@@ -101,7 +101,7 @@ def _any_dtype(params: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 
 def _weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
-    from torch.distributed.pipelining._backward import stage_backward_weight
+    from ..torch_names import stage_backward_weight
 
     groups, whole = rest.groups, rest.whole
     rest.drop()

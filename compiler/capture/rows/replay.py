@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.torch_names import set_grad_enabled
 from .sizes import Asked, Call, CallOutcome, Computed, ModeSwitch, NumberSlot, OtherTrace, RowTape, SizeSlot
 
 
@@ -129,7 +130,7 @@ def lent_again(saved: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
         with torch.enable_grad():
             yield
     finally:
-        torch._C._set_grad_enabled(grad)
+        set_grad_enabled(grad)
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
