@@ -36,6 +36,10 @@ class CaptureError(PenstockError):
     """The model cannot be traced; the message names the user's source line and what to do."""
 
 
+class ExtensionError(PenstockError):
+    """An entry point of another distribution cannot be used: which one, of which distribution, and why."""
+
+
 class HardwareError(PenstockError):
     """A hardware document is malformed: the key, the value found, what is allowed."""
 

@@ -1,16 +1,22 @@
-"""All passes by name, in the order of their ranks, and the fields of a plan that they decide."""
+"""All passes by name, in the order of their ranks, and the fields of a plan that they decide.
+
+Other distributions add passes by entry points of `penstock.passes`, and schedules by those of `penstock.schedules`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from ..ir.errors import ExtensionError
+from ..ir.extensions import entries
 from .base import Pass
 from .decisions import Decision
+from .schedule.schedule import Schedule
 
 ROOM = Path(__file__).parent
 
@@ -33,11 +39,38 @@ def _is_pass(value: object) -> TypeGuard[type[Pass]]:
     return isinstance(value, type) and issubclass(value, Pass) and "name" in vars(value)
 
 
-def _table(kinds: Iterable[type[Pass]]) -> dict[str, type[Pass]]:
-    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: (kind.rank, kind.name))}
+def _extensions(own: Collection[str]) -> Iterator[type[Pass]]:
+    """The passes of other distributions. Raises `ExtensionError` for what is no pass, or no schedule."""
+    names = set(own)
+    for group, base in (("penstock.passes", Pass), ("penstock.schedules", Schedule)):
+        for name, kind in entries(group, names.__contains__).items():
+            if not _is_pass(kind) or not issubclass(kind, base) or kind.name != name:
+                raise ExtensionError(
+                    f"entry point {name!r} of {group} is {kind!r}; allowed: a subclass of {base.__name__} with "
+                    f"name = {name!r}"
+                )
+            names.add(name)
+            yield kind
 
 
-PASSES: dict[str, type[Pass]] = _table(_built_in())
+def read_passes() -> dict[str, type[Pass]]:
+    """All passes by name. Raises `ExtensionError` as `entries` does, and where passes disagree about a field."""
+    own = list(_built_in())
+    kinds = [*own, *_extensions({kind.name for kind in own})]
+    table = {kind.name: kind for kind in sorted(kinds, key=lambda kind: (kind.rank, kind.name))}
+    decisions: dict[str, tuple[Decision, type[Pass]]] = {}
+    for kind in table.values():
+        for decision in kind.decides:
+            other, first = decisions.setdefault(decision.name, (decision, kind))
+            if other != decision:
+                raise ExtensionError(
+                    f"pass {kind.name!r} decides {decision.name!r} as {decision}, but pass {first.name!r} as {other}; "
+                    "give the field another name"
+                )
+    return table
+
+
+PASSES: dict[str, type[Pass]] = read_passes()
 
 
 def decisions_of(kinds: Iterable[type[Pass]]) -> list[Decision]:

@@ -18,6 +18,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/architecture.md",
+    "docs/extensions.md",
     "docs/planner.md",
     "docs/rates.md",
     "docs/schedules.md",

@@ -26,8 +26,8 @@ MAY_IMPORT = {
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
     "ir": (
-        "errors", "documents", "units", "precision", "names", "machine", "stages", "ops", "calls", "edges",
-        "plain_graph", "tiles", "program", "verify",
+        "errors", "extensions", "documents", "units", "precision", "names", "machine", "stages", "ops", "calls",
+        "edges", "plain_graph", "tiles", "program", "verify",
     ),
     "runtime": (
         "torch_names", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names",

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from ...ir.extensions import entries
 from . import contractions, indexing, layers, pointwise, reductions, views
 from .record import LARGEST, OPERATORS, GpuSize, OperatorCall, operator_of
 
 __all__ = ["OPERATORS", "operator_of", "workspace_bytes"]
 FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its records
+OPERATORS.update(entries("penstock.operators", OPERATORS.__contains__))  # records of other distributions
 
 
 def workspace_bytes(func: Any, args: Any, kwargs: Any, out: Any, gpu: GpuSize = LARGEST) -> int | None:

@@ -20,12 +20,14 @@ Some figures of the papers' machines nobody has published. They are fitted to on
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import HardwareError
+from ..extensions import entries
 from ..units import parse_bytes
 from .overrides import STOCK_SSD
 from .part_rates import MEASURED, part_rates
@@ -386,6 +388,17 @@ _COMMON: dict[str, Callable[[], Document]] = {
     "laptop-16gb": _laptop,
     "cpu-only": lambda: cpu_document(2, "4GB", "16GB", "100GB", name="cpu-only"),
 }
+
+
+@functools.cache
+def extension_presets() -> dict[str, Callable[[], Document]]:
+    """Machines that other distributions add by entry points of `penstock.hardware`: functions that return a document.
+
+    Raises `ExtensionError` as `entries` does.
+    """
+    return entries("penstock.hardware", lambda name: _own_document(name) is not None)
+
+
 _FAMILY = re.compile(r"(?P<part>[a-z0-9-]+?)x(?P<count>\d+)(-(?P<complexes>[12])rc)?(-pcie(?P<pcie>[345]))?")
 _TOPOLOGY = re.compile(r"mobius-topo(?P<sizes>\d+(\+\d+)*)")
 _CLUSTER = re.compile(r"(?P<kind>[a-z0-9-]+?):(?P<hosts>\d+)(-rack(?P<rack>\d+)(-over(?P<over>\d+(\.\d+)?))?)?")
@@ -406,7 +419,7 @@ def preset_names() -> list[str]:
     ]
     servers = [f"{part}x{n}" for part in ("a100-40gb", "a100-80gb", "h100", "h200", "mi250", "mi300x") for n in (1, 8)]
     fleets = ["a100-80gbx8:16", "h100x8:16", "h100x8:128-rack16-over2"]
-    return [*topologies, *_PAPERS, *clusters, *cards, *servers, *fleets, *_COMMON]
+    return [*topologies, *_PAPERS, *clusters, *cards, *servers, *fleets, *_COMMON, *extension_presets()]
 
 
 def is_of_a_part(name: str) -> bool:
@@ -417,6 +430,10 @@ def is_of_a_part(name: str) -> bool:
 
 def preset_document(name: str) -> Document | None:
     """The document of a preset, None when no preset has that name."""
+    return {**extension_presets()[name](), "name": name} if name in extension_presets() else _own_document(name)
+
+
+def _own_document(name: str) -> Document | None:
     if name in _COMMON:
         return _COMMON[name]()
     paper = _paper_machine(name)
