@@ -258,8 +258,8 @@ class TorchShare:
                 patches.enter_context(patch.object(Tensor, name, self.time_of(call)))
             for owner, name in ((torch.cuda.Event, "record"), (torch.cuda.Stream, "wait_event")):
                 patches.enter_context(patch.object(owner, name, self.time_of(getattr(owner, name), "events_ns")))
-            engine = stage_runner._engine_run_backward
-            patches.enter_context(patch.object(stage_runner, "_engine_run_backward", self.time_of(engine)))
+            engine = stage_runner.engine_run_backward
+            patches.enter_context(patch.object(stage_runner, "engine_run_backward", self.time_of(engine)))
             for store in stores:
                 patches.enter_context(patch.object(store.runner, "module", self.time_of(store.runner.module)))
                 if store.optimizer is not None and store.optimizer.optimizer is not None:

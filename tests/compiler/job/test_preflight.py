@@ -70,9 +70,9 @@ def test_directories_reach_the_devices_and_the_written_job(tmp_path: Path) -> No
     job = penstock.compile(model, machine, ssd_dirs=[tmp_path / "given"], ssd_verify=True, **options)
     written = job.write(tmp_path / "job")
     for each in (job, penstock.load(written, model)):
-        told = each._setup(written).for_device(0).share
+        told = each._run.setup(written).for_device(0).share
         assert (told.ssd_dirs, told.ssd_verify) == ((str(tmp_path / "given"),), True)
     other = penstock.load(written, model, ssd_dirs=[tmp_path / "other"])
-    assert other._setup(written).ssd_dirs_of(0) == [str(tmp_path / "other")]
-    own = penstock.compile(model, machine, **options)._setup(written)
+    assert other._run.setup(written).ssd_dirs_of(0) == [str(tmp_path / "other")]
+    own = penstock.compile(model, machine, **options)._run.setup(written)
     assert own.for_device(0).share.ssd_dirs == (str(tmp_path / "document"),)

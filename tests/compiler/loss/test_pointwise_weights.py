@@ -38,7 +38,10 @@ def pointwise_functions() -> Iterator[tuple[str, Callable[..., Tensor], int]]:
 
 def weight_of(function: Callable[..., Tensor], num_tensors: int, score: Tensor, low: float, high: float) -> Tensor:
     operands = [score * (high - low) + low, score.flip(1) * (high - low) + low, score][:num_tensors]
-    return function(*operands).float()
+    weight = function(*operands)
+    if not isinstance(weight, Tensor):  # of `torch.equal`, whose operator is tagged as well
+        raise TypeError(f"{function} returns no tensor")
+    return weight.float()
 
 
 @cache

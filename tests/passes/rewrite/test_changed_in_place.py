@@ -16,8 +16,8 @@ from penstock.errors import PassError
 from penstock.graph.opgraph import OpGraph
 from penstock.passes.draft import Draft
 from penstock.tests import zoo
-from penstock.tests.graph.divide.sequences import PLAIN, WORDS, batches_of, drafted, graph_of
-from penstock.tests.passes.running import Batch, Eager, joined, reference
+from penstock.tests.graph.divide.sequences import PLAIN, WORDS, batches_of, graph_of, make_draft
+from penstock.tests.passes.running import Batch, Eager, join_batches, reference
 from penstock.tests.shown_elsewhere import slow_but
 
 HEADS, WIDTH, MIDDLE = 4, 24, 40
@@ -92,9 +92,9 @@ def test_a_value_that_is_changed_in_place_stays_changed(case: tuple[str, str]) -
     with sdpa_kernel(SDPBackend.MATH):  # flash attention saves its result, which eager PyTorch then refuses to change
         if case in REFUSED:
             with pytest.raises(PassError, match=REFUSED[case]):
-                drafted(graph, pipeline, TEAMS[line])
+                make_draft(graph, pipeline, TEAMS[line])
             return
-        assert_trains_as_eager(graph, drafted(graph, pipeline, TEAMS[line]), batches_of(2), 1e-12)
+        assert_trains_as_eager(graph, make_draft(graph, pipeline, TEAMS[line]), batches_of(2), 1e-12)
 
 
 class Halved(nn.Module):
@@ -119,7 +119,7 @@ def test_experts_whose_result_is_changed_in_place(line: str) -> None:
         layer.mlp.experts = Halved(layer.mlp.experts)
     batches = [zoo.token_batch(seed=seed) for seed in range(2)]
     graph = trace(model, batches[0])
-    assert_trains_as_eager(graph, drafted(graph, f"{line}, coarsen, mesh, {PLAIN}", EXPERTS[line]), batches, 1e-5)
+    assert_trains_as_eager(graph, make_draft(graph, f"{line}, coarsen, mesh, {PLAIN}", EXPERTS[line]), batches, 1e-5)
 
 
 def assert_trains_as_eager(graph: OpGraph, draft: Draft, batches: list[Batch], tolerance: float) -> None:
@@ -127,7 +127,7 @@ def assert_trains_as_eager(graph: OpGraph, draft: Draft, batches: list[Batch], t
     machine, eager = reference(draft), Eager(Draft(graph, draft.machine, draft.options))
     for _ in range(2):
         losses, grads = eager.step(batches)
-        result = machine.step(joined(batches))["results"]["loss"]
+        result = machine.step(join_batches(batches))["results"]["loss"]
         torch.testing.assert_close(list(result), losses, rtol=0, atol=tolerance)
         own = whole(draft.graph, machine.grads)
         assert own.keys() == grads.keys()

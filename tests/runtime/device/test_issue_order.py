@@ -35,7 +35,7 @@ from penstock.ir.program import (
     work_of,
 )
 from penstock.ir.verify import verify
-from penstock.runtime.device.issuing import Box, Loans
+from penstock.runtime.device.issuing import Box, Loans, storages_in
 from penstock.runtime.device.prepare import Issue, plan_issues
 from penstock.runtime.device.streams import HostEvent, Stream
 from penstock.tests.ir.program.handmade import pipeline
@@ -129,7 +129,7 @@ class Model:
             box, old = Box(stream), olds.pop((kind.kind, kind.stage), None)
             if old is not None:
                 box.value = old.value
-                box.inherit(old, set())
+                box.inherit(old, storages_in(old.value))  # in place: nothing in it is of the maker's memory
             else:
                 box.value = torch.empty(kind.bytes, dtype=torch.uint8)
                 self.taken[issue.stream] += kind.bytes

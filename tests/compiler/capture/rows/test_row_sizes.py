@@ -2,7 +2,9 @@
 number of rows is found out."""
 
 import functools
+import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,12 @@ import torch
 from torch import nn
 from zoo import zoo
 
-from penstock.compiler.any_rows import any_rows
+import penstock
+from penstock.compiler import graphs
 from penstock.compiler.capture.rows.sizes import OtherTrace
 from penstock.compiler.capture.trace import trace
+from penstock.compiler.graphs import Graphs
+from penstock.compiler.request import Request
 from penstock.graph.opgraph import OpGraph
 from penstock.ir.errors import CaptureError
 from penstock.tests.shown_elsewhere import slow_but
@@ -178,11 +183,9 @@ def test_code_that_asks_for_the_type_of_a_size_is_traced_alone(training: bool) -
     batch = {"x": torch.zeros(4, 6)}
     with pytest.raises(CaptureError, match="mul"):
         trace(AsksForType(), batch, any_rows=True)
-    graph_of = any_rows(
-        lambda count: trace(AsksForType(), batch, any_rows=True), lambda count: trace(AsksForType(), batch), lambda n: n
-    )
-    (product,) = [node for node in graph_of(1).nodes if node.target is torch.mul]
-    assert product.args[1] == 2 and not product.meta.get("eval_args")
+    job = penstock.compile(AsksForType(), penstock.Hardware.cpu(1), example_inputs=batch)  # for any number of rows
+    (product,) = re.findall(r"torch\.mul\(.*\)", job.code())
+    assert ", 2)" in product and ", 3)" not in product
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -195,28 +198,28 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.is_grad_enabled() and not any(p.is_meta for p in model.parameters())
 
 
-def test_a_model_that_branches_is_traced_for_each_number() -> None:
-    traced: list[str] = []
+def graphs_of(model: nn.Module, micro_batches: int | str) -> Graphs:
+    """The graphs of a batch of eight rows, as `compile` asks for them."""
+    wishes = {name: parameter.default for name, parameter in inspect.signature(penstock.compile).parameters.items()}
+    wishes |= {"model": model, "hardware": penstock.Hardware.cpu(1), "micro_batches": micro_batches}
+    return Graphs(Request(**wishes | {"example_inputs": {"x": torch.zeros(8, 6)}}).settle())
 
-    def graphs(model: nn.Module) -> Callable[..., OpGraph]:
-        def batch(count: int) -> dict[str, torch.Tensor]:
-            return {"x": torch.zeros(8 // count, 6)}
 
-        def rows(count: int) -> OpGraph:
-            traced.append("any")
-            return trace(model, batch(count), any_rows=True)
+def test_a_model_that_branches_is_traced_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[bool] = []  # for each trace, whether sizes were followed
+    traced = graphs.traced
 
-        def alone(count: int) -> OpGraph:
-            traced.append(f"{count}")
-            return trace(model, batch(count))
+    def record(*arguments: Any) -> OpGraph:
+        followed.append(arguments[-1])
+        return traced(*arguments)
 
-        return any_rows(rows, alone, batch)
-
-    graph_of = graphs(Body(BAKED["branch"]))
-    for number in (1, 2, 4):
-        graph = graph_of(number)
-        assert show(graph) == show(trace(Body(BAKED["branch"]), {"x": torch.zeros(8 // number, 6)}))
-    assert traced == ["any", "4"]  # 4 rows take the branch of 8
+    model = Body(BAKED["branch"])
+    alone = {number: graphs_of(model, number)(number) for number in (1, 2, 4)}
+    monkeypatch.setattr(graphs, "traced", record)
+    graph_of = graphs_of(model, "auto")
+    for number, graph in alone.items():
+        assert show(graph_of(number)) == show(graph)
+    assert followed == [True, False]  # 4 rows take the branch of 8
 
 
 def test_no_followed_number_outlives_the_trace() -> None:
