@@ -16,9 +16,9 @@ from torch import fx, nn
 from ...runtime.torch_names import grouped_mm
 from ..dataflow import closure
 from ..follow.engine import keeps_rows
+from ..operators.calls import copied_operand
+from ..operators.record import Elements
 from ..opgraph import OpGraph, value_tensors
-
-_VIEWS = ("transpose", "t", "mT", "to", "contiguous", "permute")  # what may stand between a matrix and its product
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def weight_of(
                 return None
             ties = graph.ties() if ties is None else ties
             return ties.get(str(node.target), str(node.target)), tuple(reversed(chain))
-        if node.op != "call_method" or node.target not in _VIEWS or node.all_input_nodes != [node.args[0]]:
+        before = copied_operand(node, Elements.SAME, Elements.MOVED)
+        if node.op != "call_method" or before is None or node.all_input_nodes != [before]:
             return None
-        node = node.args[0]
+        node = before
     return None
 
 

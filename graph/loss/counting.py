@@ -20,9 +20,10 @@ from ..edit import describe
 from ..follow.engine import keeps_rows_apart
 from ..follow.linear import is_scalar, reduction_of
 from ..loss_terms import NUM_ITEMS
+from ..operators.calls import copied_operand
+from ..operators.record import Elements
 from ..opgraph import OpGraph
 
-_CASTS = {"to", "float", "double", "contiguous", "clone", "detach"}
 _KEEP = (torch.int64, torch.float32, torch.float64)  # dtypes that hold a count as it is
 
 
@@ -184,8 +185,8 @@ def divisor_graph(
 
 def _uncast(node: fx.Node) -> fx.Node:
     """The value that a chain of copies and casts to floats hands on."""
-    while call_name(node) in _CASTS and is_scalar(node.args[0]) and node.meta["val"].dtype in _KEEP:
-        (node,) = node.all_input_nodes
+    while node.meta["val"].dtype in _KEEP and (before := copied_operand(node, Elements.SAME)) is not None:
+        node = before
     return node
 
 
