@@ -127,6 +127,7 @@ def placed_by_dtensor(mesh: DeviceMesh, func: Any, args: Any, kwargs: Any, place
     return [spec.placements[0] for spec in specs if spec is not None]
 
 
+@pytest.mark.slow
 def test_rows_are_where_dtensor_has_shards(mesh: DeviceMesh) -> None:
     compared, summed, differ = comparison(mesh)
     assert differ == {} and len(compared) >= COMPARED, f"{len(compared)} {differ}"
