@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWS = "runtime/accelerator.py"
+NAMES = "runtime/torch_names.py"
 # What measures a machine calls torch's own functions for its GPUs, one by one: the calls are what is measured.
 MEASURES = {f"runtime/measure/{name}.py" for name in ("blocks", "cpu", "cuda", "detect", "links")}
 ROOMS = ("ir", "graph", "passes", "codegen", "runtime", "compiler", "data", "training", "integrations", "cli", "papers")
@@ -42,4 +43,8 @@ def test_the_search_finds_each_way_to_use_it(tmp_path: Path) -> None:
 def test_one_file_knows_the_maker_of_gpus() -> None:
     files = {p.relative_to(ROOT).as_posix(): p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py"))}
     users = {name: lines for name, path in files.items() if (lines := lines_with_cuda(path))}
-    assert KNOWS in users and set(users) - {KNOWS} == MEASURES
+    assert KNOWS in users and set(users) - {KNOWS} == MEASURES | {NAMES}
+    # The private name of CUDA that the file of private names holds is the accelerator's alone.
+    assert len(users[NAMES]) == 1
+    callers = {name for name, path in files.items() if "clear_cublas_workspaces" in path.read_text("utf-8")}
+    assert callers == {KNOWS, NAMES}
