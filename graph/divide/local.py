@@ -58,14 +58,6 @@ def _divided(sizes: Any, dim: int, whole: int, team: int) -> Any:
     return type(sizes)(found) if isinstance(sizes, list) else tuple(found)
 
 
-def local_shape(value: Tensor, place: TokenPlace | None, team: int) -> tuple[int, ...]:
-    """The shape of a member's part of a value."""
-    shape = list(value.shape)
-    if place is not None:
-        shape[place.dim] //= team
-    return tuple(shape)
-
-
 class LocalValues:
     """Runs nodes on fake tensors of the sizes that a member has."""
 
