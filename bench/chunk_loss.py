@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.ir.precision import Precision
 from penstock.passes.draft import Draft
 from penstock.passes.rewrite.chunk_loss import ChunkLoss
@@ -91,7 +91,7 @@ def row_of(precision: str, tokens: int, width: int, chunk: int) -> dict[str, Any
     ids = torch.randint(0, CLASSES, (4, tokens // 4), generator=torch.Generator().manual_seed(0))
     batch = {"ids": ids, "labels": ids}
     known = Precision.of(precision)
-    graph = captured(Reader(width), batch, precision=known)
+    graph = capture(Reader(width), batch, precision=known)
     given = {**batch, **{name: torch.full((1,), float(tokens)) for name in graph.inputs if name not in batch}}
     machine = penstock.Hardware.cpu(num_devices=1, memory="16GB")
     drafts = [

@@ -151,7 +151,7 @@ def whole_steps(setup: Setup) -> Iterator[dict[str, Any]]:
     narrow = find_model(f"{model}:{NARROW}")
     batch = narrow.random_batch(num_rows, FEW_TOKENS)
     options: dict[str, Any] = {"precision": "bf16-true", "micro_batches": num_rows, "optimizer": ADAMW}
-    with swapping_job(setup, narrow.in_memory(), batch, strategy=REAL_STRATEGY, **options) as job:
+    with swapping_job(setup, narrow.load(), batch, strategy=REAL_STRATEGY, **options) as job:
         counts = counts_of(job)[0]
         found = measure(job, batch)
     same = {"instructions_of_the_real_plan": wanted, "same_program": counts == wanted}

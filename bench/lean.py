@@ -87,7 +87,7 @@ def plan_for(case: str, setting: Setting) -> dict[str, Any]:
 
 def with_graph_passes(strategy: str, names: tuple[str, ...]) -> str:
     """The strategy's pipeline with these passes over the op graph, and no others."""
-    return ", ".join([*names, pipeline_text(Candidate.of(strategy, 1).over().passes)])
+    return ", ".join([*names, pipeline_text(Candidate.parse(strategy, 1).with_graph_passes().passes)])
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def model_of(name: str) -> tuple[Trace, int, Options]:
         inputs = micro_batch_spec(spec, count)
         return trace(model, inputs, autocast=torch.float16, device_kind="cuda", param_dtype=torch.float16)
 
-    return capture, BatchShape.of(model, spec).size, Options(precision=PRECISION)
+    return capture, BatchShape.from_inputs(model, spec).size, Options(precision=PRECISION)
 
 
 def compare(name: str, machine: str, capture: Callable[[int], OpGraph], wishes: Wishes) -> bool:

@@ -30,7 +30,7 @@ from penstock.compiler.check.eager import module_runner
 from penstock.compiler.check.model_draws import shapes_of_draws
 from penstock.compiler.folder import COUNTS_FILE
 from penstock.compiler.job.counts import BatchCounts, part_of
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.ir.errors import PenstockError
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
@@ -82,7 +82,7 @@ def row_of(name: str, dropout: float) -> dict[str, Any]:
 
 def drawn_step(model: nn.Module, batch: dict[str, Tensor], draws: int, step: int) -> Step:
     """One forward and one backward of the module itself over all rows, with the masks of `draws` micro-batches."""
-    shapes = shapes_of_draws(captured(model, micro_batch_spec(batch, draws)))
+    shapes = shapes_of_draws(capture(model, micro_batch_spec(batch, draws)))
 
     def loss_of(copied: nn.Module, whole: Any) -> Tensor:
         return module_runner(copied, "fp32", draws=draws, shapes=shapes)(whole, 0, 1, step)

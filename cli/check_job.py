@@ -28,7 +28,7 @@ def check_named(options: JobOptions, steps: int) -> CheckReport:
 
 def _check(options: JobOptions, steps: int) -> CheckReport:
     named = options.named_model()
-    model = named.in_memory(options.seed)
+    model = named.load(options.seed)
     batches = [named.random_batch(options.batch, options.sequence, options.seed + i) for i in range(steps)]
     with rare_collections():
         job = options.compile_model(model, options.machine(), batches[0])
@@ -43,7 +43,7 @@ def check_written(directory: Path, options: JobOptions, steps: int, trust: bool 
     from ..compiler.load import load
 
     named = (options if options.model is not None else JobOptions.recall(directory)).named_model()
-    model = named.in_memory(options.seed)
+    model = named.load(options.seed)
     job = load(directory, model, trust=trust)
     job.folder.settings = job.folder.settings.model_copy(update={"weights": None})  # the model has them
     shapes = {name: shape for name, shape, _ in job.folder.settings.batch}

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..compiler.batches.shape import BatchShape, micro_batch_spec
-from ..compiler.loss import captured
+from ..compiler.loss import capture
 from ..compiler.pipeline import parse_pipeline, run_passes
 from ..compiler.profile.profile import make_profiler, parts_here
 from ..compiler.search.candidates import micro_batch_counts
@@ -64,13 +64,13 @@ def profile_report(options: JobOptions) -> ProfileReport:
     hardware, named = options.machine(), options.named_model()
     parts = parts_here(hardware)  # raises before the model is traced
     model, example = named.on_meta(), named.batch_spec(options.batch, options.sequence)
-    shape = BatchShape.of(model, example)
+    shape = BatchShape.from_inputs(model, example)
     if options.micro_batches is not None:
         shape.check_divisible(options.micro_batches)
     count = options.micro_batches or micro_batch_counts(shape.size, hardware)[0][0]
     precision = Precision.of(options.precision_on(hardware))
     inputs = micro_batch_spec(example, count)
-    graph = captured(model, inputs, precision=precision, device_kind=hardware.devices[0].kind)
+    graph = capture(model, inputs, precision=precision, device_kind=hardware.devices[0].kind)
     profiler = make_profiler(options.profile_cache or True, precision.name)
     draft = Draft(graph, hardware, Options(micro_batches=count, precision=precision.name, profiler=profiler))
     run_passes(draft, parse_pipeline(f"{BEFORE_BLOCKS}, coarsen", hardware.num_devices), check=False)

@@ -49,7 +49,7 @@ def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
     if plan.rivals:
         rivals, alike = plan.distinct_rivals()
         rows = [(rival.name, rival.reason) for rival in rivals]
-        rows += [(f"{alike} more", "come to a plan that stands here already")] if alike else []
+        rows += [(f"{alike} more", "give a plan already listed")] if alike else []
         yield table("rivals", ("candidate", "why not"), rows)
     if plan.notes:
         yield table("remarks", ("pass", "remark"), list(plan.notes.items()))

@@ -195,7 +195,7 @@ def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) 
     named = task.named
     needs_values = task.kind == "preference" or (named.adapter is not None and named.adapter.dora)
     weights = named.directory if named.has_weights and not needs_values else None
-    model = named.on_meta() if weights is not None else named.in_memory(options.seed)
+    model = named.on_meta() if weights is not None else named.load(options.seed)
     if task.kind == "preference":
         model = (DPO(model) if options.beta is None else DPO(model, options.beta)).train()
     example = task.example(options.batch)

@@ -122,7 +122,7 @@ def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:
     except DoesNotFit as miss:
         raise _nearest(miss, graphs, machine, wishes) from None
     wishes = dataclasses.replace(wishes, lasting_bytes=lasting_bytes)
-    accumulate = _accumulated(wishes, machine)
+    accumulate = _mini_batch_size(wishes, machine)
     if accumulate == 1:  # every micro-batch is a batch of its own
         return wishes, MEAN_OVER_ROWS
     usual, more = micro_batch_counts(wishes.batch_size, machine)
@@ -134,11 +134,11 @@ def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:
     return wishes, rows
 
 
-def _accumulated(wishes: Wishes, machine: Hardware) -> int | None:
+def _mini_batch_size(wishes: Wishes, machine: Hardware) -> int | None:
     """The micro-batches of a mini-batch with an update of its own; None where all of them have one update."""
     candidate = wishes.asked
     if wishes.decided is not None:
-        candidate = Candidate.of(wishes.decided.passes, machine.num_devices)
+        candidate = Candidate.parse(wishes.decided.passes, machine.num_devices)
     schedule = None if candidate is None else candidate.find(ScheduleAsync)
     return None if schedule is None else schedule.accumulate
 

@@ -17,10 +17,10 @@ from .batches.dynamic_shapes import ROWS, dynamic_dims, fixed_dimension
 from .batches.shape import micro_batch_spec
 from .capture.dynamic import DynamicDims, SizeBranch
 from .capture.rows.sizes import OtherTrace
-from .loss import counted, traced
+from .loss import rewrite_loss, trace_loss
 from .packing.borders import require_borders
 from .request import Request
-from .stale import unmarked
+from .stale import hide_marks
 
 # What torch and a model's loss raise for sizes that they do not take; a trace of its own tells the user's line.
 _REFUSALS = (OtherTrace, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
@@ -75,7 +75,7 @@ class Graphs:
 
     def _capture(self, count: int) -> OpGraph:
         request = self.request
-        graph = counted(self._graph(count), request.loss_weight is not None)
+        graph = rewrite_loss(self._graph(count), request.loss_weight is not None)
         if request.batch.documents:
             require_borders(graph)
         graph.packed = request.batch.documents
@@ -94,8 +94,8 @@ class Graphs:
     def _trace(self, count: int, dims: DynamicDims | None = None, any_rows: bool = False) -> OpGraph:
         request = self.request
         inputs, by_user = micro_batch_spec(request.batch.inputs, count), request.loss_weight is not None
-        with unmarked(request.model):
-            return traced(
+        with hide_marks(request.model):
+            return trace_loss(
                 request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind, dims, any_rows
             )
 

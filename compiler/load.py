@@ -23,7 +23,7 @@ from .folder import COUNTS_FILE, Folder
 from .job.counts import open_counts
 from .job.job import Job
 from .job.preflight import plain_directories
-from .own_copy import beside_own_copy
+from .own_copy import reserve_own_copy
 
 
 def load(
@@ -38,7 +38,7 @@ def load(
     `loss_weight` is the function that was given to `compile`, if one was: files cannot hold it.
 
     The files are read back as programs and verified before anything runs; their classes are run only where they hold
-    no more than `compile` prints. `trust`: run the files as they stand, and import what settings.json names, because
+    no more than `compile` prints. `trust`: run the files as they are, and import what settings.json names, because
     their author may run code here. Raises `VerifyError` with file and line where an edit would deadlock, overrun a
     memory or lose a value, or goes beyond what is printed; `PlanError` where a file is missing.
     """
@@ -55,18 +55,18 @@ def load(
     if folder.counts:
         open_counts(folder.settings.counts, Path(directory, COUNTS_FILE), trusted)
     programs = [file.step for file in files]
-    folder.hardware = _beside_model(folder, files, model)
+    folder.hardware = _reserve_model(folder, files, model)
     return Job(
         model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted, loss_weight=loss_weight
     )
 
 
-def _beside_model(folder: Folder, files: list[ProgramFile], model: nn.Module) -> Hardware:
-    """The folder's machine with as much of it taken by this model as it takes now. Raises `PlanError` where the files
-    were written for a model that took less, on meta for instance, and have no room beside this one."""
+def _reserve_model(folder: Folder, files: list[ProgramFile], model: nn.Module) -> Hardware:
+    """The folder's machine less the memory that this model takes now. Raises `PlanError` where the files were written
+    for a model that took less, on meta for instance, and have no room beside this one."""
     if TorchrunDriver.is_present():
         return folder.hardware  # as the ranks that compiled counted it
-    machine = beside_own_copy(folder.hardware, model)
+    machine = reserve_own_copy(folder.hardware, model)
     if machine != folder.hardware:
         try:
             _verify(folder.interface, machine, files)

@@ -1,6 +1,6 @@
 """The loss of a training step, as the plan carries it out: one micro-batch at a time, and yet that of the whole batch.
 
-`captured` traces a step and rewrites its loss: terms that divide by a count (`counted.py`), or all of it by the user's
+`capture` traces a step and rewrites its loss: terms that divide by a count (`counted.py`), or all of it by the user's
 own `loss_weight` (`weighted.py`).
 """
 
@@ -24,7 +24,7 @@ from .capture.inputs import takes_item_count
 from .capture.trace import trace_in
 
 
-def captured(
+def capture(
     model: nn.Module,
     example_inputs: Any,
     *,
@@ -37,10 +37,10 @@ def captured(
 
     by_user: the user gives `loss_weight`, which replaces what would be counted. Raises `CaptureError` as `trace` does.
     """
-    return counted(traced(model, example_inputs, loss_fn, by_user, precision, device_kind), by_user)
+    return rewrite_loss(trace_loss(model, example_inputs, loss_fn, by_user, precision, device_kind), by_user)
 
 
-def traced(
+def trace_loss(
     model: nn.Module,
     example_inputs: Any,
     loss_fn: LossFn | None,
@@ -64,8 +64,8 @@ def traced(
     )
 
 
-def counted(graph: OpGraph, by_user: bool) -> OpGraph:
-    """The graph with the loss rewritten, so that the mean over micro-batches is that of the whole batch."""
+def rewrite_loss(graph: OpGraph, by_user: bool) -> OpGraph:
+    """Rewrite the loss, so that its mean over micro-batches is the loss of the whole batch."""
     require_gradient(graph)
     return weigh_loss(graph) if by_user else count_terms(graph)
 

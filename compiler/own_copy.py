@@ -28,15 +28,15 @@ def own_copy_bytes(model: Any) -> dict[str, int]:
     return dict(found)
 
 
-def beside_own_copy(hardware: Hardware, model: nn.Module) -> Hardware:
-    """The hardware without the memory that the model takes if this script runs there: on one host in one process."""
+def reserve_own_copy(hardware: Hardware, model: nn.Module) -> Hardware:
+    """The hardware less the memory that the model takes if this script runs there: on one host in one process."""
     own = own_copy_bytes(model)
     copies = [own] * hardware.num_devices if len(hardware.hosts) > 1 else [own]
-    return beside_copies(hardware, copies)
+    return reserve_copies(hardware, copies)
 
 
-def beside_copies(hardware: Hardware, copies: Sequence[Mapping[str, int]]) -> Hardware:
-    """The hardware without the memory of the copies that the processes of its first devices hold."""
+def reserve_copies(hardware: Hardware, copies: Sequence[Mapping[str, int]]) -> Hardware:
+    """The hardware less the memory of the copies that the processes of its first devices hold."""
     on_host, on_gpu = [0] * len(hardware.hosts), dict[tuple[int, int], int]()
     for device, copy in zip(hardware.devices, copies):
         for place, num_bytes in copy.items():

@@ -28,7 +28,7 @@ BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside brace
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: the seconds it took, the ops it added, and the programs' simulated step and peak after it."""
+    """The record of one pass: its seconds, the ops it added, and the programs' simulated step and peak after it."""
 
     name: str
     took_s: float
@@ -67,7 +67,7 @@ def require_complete(passes: Sequence[Pass]) -> None:
             makers[kind.decides[0].name].append(kind.name)
     missing = [" or ".join(names) for decision, names in makers.items() if decision not in decided]
     if missing:
-        raise PassError(f"strategy {pipeline_text(passes)!r} lacks {', '.join(missing)}; put it behind the others")
+        raise PassError(f"strategy {pipeline_text(passes)!r} lacks {', '.join(missing)}; put it after the others")
 
 
 def _make(name: str, options: str, num_devices: int) -> Pass:

@@ -34,7 +34,7 @@ PrecisionName = Annotated[str, AfterValidator(_precision)]  # files of earlier v
 
 
 class Prediction(BaseModel):
-    """What the simulator expects of one step. Seconds, and bytes per memory and per link."""
+    """The simulated step: seconds, and bytes per memory and per link."""
 
     model_config = ConfigDict(extra="forbid")
     step_s: float  # of one among many

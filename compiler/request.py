@@ -39,12 +39,12 @@ from .arguments import (
     count_of,
     warn_of_mode,
 )
-from .batches.dynamic_shapes import described, largest, read_dynamic_shapes
+from .batches.dynamic_shapes import describe_tensors, largest, read_dynamic_shapes
 from .batches.shape import BatchShape, as_dicts
 from .batches.sizes import BatchSizes
 from .job.preflight import plain_directories
 from .loss import refuse_item_count
-from .own_copy import beside_own_copy
+from .own_copy import reserve_own_copy
 from .packing.borders import most_documents, require_positions, with_unread
 from .plan import Plan
 from .profile.profile import make_profiler
@@ -65,18 +65,18 @@ class ExampleBatch:
     documents: int
 
     @staticmethod
-    def of(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleBatch:
+    def read(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleBatch:
         """Raises `PlanError` for what cannot be a batch, or is no description of its sizes."""
         example_inputs = as_dicts(example_inputs)
         refuse_item_count(example_inputs)
         require_positions(example_inputs)
         inputs, documents = with_unread(example_inputs), most_documents(example_inputs)
-        shape = BatchShape.of(model, inputs)
+        shape = BatchShape.from_inputs(model, inputs)
         if dynamic_shapes is None:
             return ExampleBatch(inputs, shape, None, documents)
         sizes = read_dynamic_shapes(model, inputs, dynamic_shapes)
         shape = largest(sizes, shape)
-        return ExampleBatch(described(model, inputs, shape), shape, sizes, documents)
+        return ExampleBatch(describe_tensors(model, inputs, shape), shape, sizes, documents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ class Request:
         """The hardware without the memory that the user's own copy of the model takes."""
         machine = detect() if self.hardware == "auto" else Hardware.from_any(self.hardware)
         # Under torchrun the ranks' copies are counted together.
-        return machine if TorchrunDriver.is_present() else beside_own_copy(machine, self.model)
+        return machine if TorchrunDriver.is_present() else reserve_own_copy(machine, self.model)
 
     @property
     def device_kind(self) -> str:
@@ -205,7 +205,7 @@ class Request:
 
     @cached_property
     def batch(self) -> ExampleBatch:
-        return ExampleBatch.of(self.model, self.example_inputs, self.dynamic_shapes)
+        return ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes)
 
     @property
     def given_plan(self) -> Plan | None:
@@ -220,7 +220,7 @@ class Request:
     @cached_property
     def candidate(self) -> Candidate | None:
         """The strategy; None where the search chooses it."""
-        return None if self.strategy == "auto" else Candidate.of(self.strategy, self.machine.num_devices)
+        return None if self.strategy == "auto" else Candidate.parse(self.strategy, self.machine.num_devices)
 
     @cached_property
     def types(self) -> Precision:
@@ -281,8 +281,8 @@ class Request:
 
 
 def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, own: torch.dtype | None) -> dict[str, Any]:
-    """What the passes know of the optimizer: the fields of `Options`. Bytes of states are those of each parameter by
-    itself, unless all have the same for each element."""
+    """The fields of `Options` about the optimizer. Bytes of states are of each parameter by itself, unless all have the
+    same for each element."""
 
     @functools.cache
     def state_bytes_of(name: str, shape: tuple[int, ...], dtype: str) -> int:
@@ -305,13 +305,13 @@ def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, own: torch.dtyp
 
 
 def _step_bytes(optimizer: OptimizerSpec, is_pure: bool, device_kind: str) -> StepBytes:
-    """What a step takes in a memory, where devices are of this kind."""
+    """The bytes that an update takes in a memory, where devices are of this kind."""
     kinds, rounds = {DEVICE: device_kind, DRAM: "cpu"}, is_pure and not optimizer.rounds
 
     @functools.cache
-    def found(rows: tuple[tuple[str, tuple[int, ...], str], ...], memory: str) -> int:
+    def bytes_of(rows: tuple[tuple[str, tuple[int, ...], str], ...], memory: str) -> int:
         params = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in rows]
         held = workspace_bytes if kinds[memory] == "cuda" else None
         return step_bytes(optimizer, params, kinds[memory], rounds, held)
 
-    return lambda rows, memory: found(tuple(rows), memory)
+    return lambda rows, memory: bytes_of(tuple(rows), memory)

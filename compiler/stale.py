@@ -85,8 +85,8 @@ def tell_if_marked(model: nn.Module) -> None:
 
 
 @contextmanager
-def unmarked(model: nn.Module) -> Iterator[None]:
-    """The model without its marks while the body reads or runs it."""
+def hide_marks(model: nn.Module) -> Iterator[None]:
+    """Take the marks off the model while the body reads or runs it."""
     taken = [(hooks, key, hooks[key]) for hooks, key in _marks(model)]
     unmark(model)
     try:
@@ -102,7 +102,7 @@ def _marks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
 
 
 def _level_of_user() -> int:
-    """The `stacklevel` for `tell` with which a warning names the script's line, behind those of libraries."""
+    """The `stacklevel` for `tell` with which a warning names the script's line, not a library's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back

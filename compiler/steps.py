@@ -11,7 +11,7 @@ from ..runtime.simulate import Timeline, simulate_steps, step_seconds
 
 
 def drain_here(programs: Sequence[Program], hardware: Hardware, precision: str) -> Drain | None:
-    """Why this process's jobs drain their steps; None where they do not."""
+    """The reason why this process's jobs drain their steps; None where they do not."""
     on_cpu = [program for program in programs if hardware.devices[program.device].kind == "cpu"]
     drawing = any(computed_again(program, draws=True) for program in on_cpu)
     return drain_of(programs, precision, drawing and runs_in_script(programs, hardware, precision))

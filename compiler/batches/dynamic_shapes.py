@@ -31,14 +31,14 @@ _FORMS = (
 
 def read_dynamic_shapes(model: nn.Module, example_inputs: Any, given: Any) -> BatchSizes:
     """Raises `PlanError` naming what of `given` is no such description, or does not fit the example."""
-    reader = _Reader(BatchShape.of(model, example_inputs))
+    reader = _Reader(BatchShape.from_inputs(model, example_inputs))
     if isinstance(given, torch.export.Dim) or _is_pair(given):
         reader.read_shorthand(given)
     else:
         reader.read(model, example_inputs, given)
     if not reader.ranges:
         raise PlanError(f"dynamic_shapes={given!r} leaves every size fixed; {_FORMS}")
-    return reader.made()
+    return reader.sizes()
 
 
 def largest(sizes: BatchSizes, shape: BatchShape) -> BatchShape:
@@ -52,14 +52,14 @@ def largest(sizes: BatchSizes, shape: BatchShape) -> BatchShape:
     return BatchShape(leaves, size, shape.flags)
 
 
-def described(model: nn.Module, example_inputs: Any, shape: BatchShape) -> Any:
-    """The same nest, with the description of each tensor of a batch of this shape."""
+def describe_tensors(model: nn.Module, example_inputs: Any, shape: BatchShape) -> Any:
+    """The nest with shape and dtype in place of each tensor of a batch of this shape."""
     leaves = iter([shape.leaves[name] for name in flatten(model, example_inputs)[0]])
-    return _described(example_inputs, lambda: next(leaves))
+    return _describe(example_inputs, lambda: next(leaves))
 
 
 def dynamic_dims(sizes: BatchSizes, shape: BatchShape) -> DynamicDims:
-    """What is symbolic in a trace of the largest batch: also its number of rows, of which micro-batches have less."""
+    """The symbolic sizes of a trace of the largest batch, its number of rows among them: micro-batches have fewer."""
     rows, ranges = sizes.rows or ROWS, {name: of for name, of in sizes.ranges.items() if name != sizes.rows}
     ranges[rows] = SizeRange(1, max(shape.size, 1))
     dims: dict[str, tuple[tuple[str, int] | None, ...]] = {}
@@ -94,7 +94,7 @@ class _Reader:
         self.rows = ""
         self.dims = {name: [""] * len(own) for name, (own, _) in shape.leaves.items()}
 
-    def made(self) -> BatchSizes:
+    def sizes(self) -> BatchSizes:
         if self.rows:
             for dims in self.dims.values():
                 dims[0] = self.rows
@@ -124,7 +124,7 @@ class _Reader:
             self._walk("", example_inputs, given)
         elif isinstance(example_inputs, (tuple, list)):
             names = entry_names(model, len(example_inputs))
-            self._walk("", dict(zip(names, example_inputs)), _by_name(names, given))
+            self._walk("", dict(zip(names, example_inputs)), _entries_by_name(names, given))
         else:
             self._walk(entry_names(model, 1)[0], example_inputs, given)
 
@@ -199,14 +199,14 @@ class _Reader:
 
 
 def _items(nest: Any) -> dict[Any, Any]:
-    """What is in a nest by key or number; nothing for a leaf."""
+    """The entries of a nest by key or number; none for a leaf."""
     if isinstance(nest, Mapping) and not is_spec(nest):
         return dict(nest)
     return dict(enumerate(nest)) if isinstance(nest, (tuple, list)) else {}
 
 
-def _by_name(names: Sequence[str], given: Any) -> Any:
-    """What is said of a tuple's entries, by their names."""
+def _entries_by_name(names: Sequence[str], given: Any) -> Any:
+    """The entries of a tuple by the names of the batch; anything else unchanged."""
     if isinstance(given, (tuple, list)):
         if len(given) > len(names):
             raise PlanError(f"dynamic_shapes has {len(given)} entries, the batch {len(names)} ({', '.join(names)})")
@@ -214,12 +214,12 @@ def _by_name(names: Sequence[str], given: Any) -> Any:
     return given
 
 
-def _described(value: Any, take: Any) -> Any:
+def _describe(value: Any, take: Any) -> Any:
     if is_spec(value) or is_tensor_like(value):
         shape, dtype = take()
         return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):
-        return {key: _described(item, take) for key, item in value.items()}
+        return {key: _describe(item, take) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return rebuilt(value, [_described(item, take) for item in value])
+        return rebuilt(value, [_describe(item, take) for item in value])
     return value

@@ -1,4 +1,4 @@
-"""Which tensors a batch may hold: such whose values lie in memory as they are, and that need no gradient."""
+"""Tensors that a batch may hold: their values are stored in memory as they are, and they need no gradient."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def plain_tensor(name: str, value: Any) -> Tensor:
 
 
 def _fault(value: Tensor) -> tuple[str, str]:
-    """What is wrong with a tensor, and what to pass instead; empty if nothing is."""
+    """The fault of a tensor, and what to pass instead; both empty for a plain tensor."""
     kind = type(value)
     if value.is_nested:
         return "is nested", "pad its rows to one length: torch.nested.to_padded_tensor(value, 0)"
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         advice = "pass a torch.Tensor, such as full_tensor() of a DTensor"
-        return f"is a {kind.__module__}.{kind.__name__}, whose values lie elsewhere", advice
+        return f"is a {kind.__module__}.{kind.__name__}, whose values are stored elsewhere", advice
     if value.layout != torch.strided:
         return f"has the layout {str(value.layout).removeprefix('torch.')}", "pass value.to_dense()"
     if value.is_quantized:

@@ -20,8 +20,8 @@ from .plain_tensor import plain_tensor
 class BatchShape:
     """Shape and dtype of every tensor of one global batch; `size` is the number of its rows.
 
-    An input may have several entries for each row, such as the patches of an image: then each micro-batch takes as many
-    of them as of rows, in order. `flags` are its other leaves (numbers, switches, None) as text: capture makes them
+    An input may have several entries for each row, such as the patches of an image: each micro-batch takes those of its
+    rows, in order. `flags` are its other leaves (numbers, switches, None) as text: capture makes them
     part of the programs.
     """
 
@@ -30,7 +30,7 @@ class BatchShape:
     flags: dict[str, str]
 
     @staticmethod
-    def of(model: nn.Module, example_inputs: Any) -> BatchShape:
+    def from_inputs(model: nn.Module, example_inputs: Any) -> BatchShape:
         """Raises `PlanError` unless the first dimension of every tensor is a multiple of the number of rows."""
         tensors, flags = flatten(model, example_inputs)
         leaves = {name: _shape(value) for name, value in tensors.items()}
@@ -50,7 +50,7 @@ class BatchShape:
         return BatchShape(leaves, size, flags)
 
     def entries(self, name: str, rows: int) -> int:
-        """The first dimension of an input of a batch with so many rows."""
+        """The first dimension of an input in a batch of `rows` rows."""
         return self.leaves[name][0][0] * rows // self.size
 
     @property

@@ -17,7 +17,7 @@ class BatchSizes(BaseModel):
     dims: dict[str, tuple[str, ...]]
 
     def micro_batch(self, micro_batches: int) -> dict[str, SizeRange]:
-        """What each size of a micro-batch may be."""
+        """The range of each size of a micro-batch."""
         found = dict(self.ranges)
         if self.rows:
             found[self.rows] = SizeRange(1, max(self.ranges[self.rows].most // micro_batches, 1))

@@ -1,4 +1,4 @@
-"""What a call seen by the recorder becomes in the graph, and what is known about it without running it.
+"""Turns calls seen by the recorder into nodes of the graph, and tells what is known of a call without running it.
 
 In: the function object that torch hands to a `TorchFunctionMode`. Out: a `RecordedCall` (node kind and target), whether
 it draws random numbers, and whether a module is a leaf.

@@ -42,7 +42,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function closes over or reads of its module, and the attributes of a callable object."""
+    """The variables that a function closes over or reads of its module, and the attributes of a callable object."""
     if inspect.isfunction(function):
         found = inspect.getclosurevars(function)
         yield from found.nonlocals.items()

@@ -1,4 +1,4 @@
-"""Which dimensions of a traced batch have no fixed size, and where the model branches on one."""
+"""The dimensions of a traced batch without a fixed size, and the branches of the model on such a size."""
 
 from __future__ import annotations
 
@@ -94,18 +94,18 @@ def require_any_size(symbols: Mapping[str, Any], ranges: Mapping[str, SizeRange]
     for symbol, name in own.items():
         fixed = shape_env.replacements.get(symbol)
         if fixed is not None:
-            raise _of(name, _fixed(name, fixed, own, shape_env))
+            raise _size_branch(name, _fixed_size_text(name, fixed, own, shape_env))
     for guard in shape_env.guards:
         _require(guard.expr, own, ranges, guard.sloc.framework_loc)
 
 
-def _of(size: str, message: str) -> SizeBranch:
+def _size_branch(size: str, message: str) -> SizeBranch:
     error = SizeBranch(message)
     error.size = size
     return error
 
 
-def _fixed(name: str, fixed: Any, own: Mapping[Any, str], shape_env: ShapeEnv) -> str:
+def _fixed_size_text(name: str, fixed: Any, own: Mapping[Any, str], shape_env: ShapeEnv) -> str:
     other = own.get(fixed)
     what = f"to be equal to {other}" if other else f"to {fixed}"
     line = next((_line(g.sloc.framework_loc) for g in reversed(shape_env.guards) if isinstance(g.expr, sympy.Eq)), "")
@@ -129,7 +129,7 @@ def _require(guard: Any, own: Mapping[Any, str], ranges: Mapping[str, SizeRange]
         return
     first, of = names[0], ranges[names[0]]
     may = f"One program holds for {_ranges(sizes[0], [at[0] for at in good])}: give " if len(names) == 1 else "Give "
-    raise _of(
+    raise _size_branch(
         first,
         f"{_line(place)}\n  the model does one thing where {condition}, and another elsewhere; "
         f"{first} may be {of.least} to {of.most}. {may}"

@@ -1,8 +1,8 @@
 """The gradient hooks of a model's parameters as data: `Tensor.register_hook`, `register_post_accumulate_grad_hook`.
 
 Each hook is called once on a gradient without values, and the operators of torch that it calls are written down. A
-gradient may lie in pieces on several devices, so that all of them must be element-wise; a hook that does anything else
-is refused, because a program would not do it.
+gradient may be spread over several devices, so all of them must be element-wise; a hook that does anything else is
+refused, because a program would not do it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...ir.errors import CaptureError
 from ...ir.program import Earlier, HookCall, elementwise
 from ...runtime.torch_names import TorchDispatchMode
 from .lines import SourceLines
-from .python_state import changed, values_of
+from .python_state import changes, values_of
 
 _SAME = {"aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.lift_fresh.default"}
 _WRITES = {"aten.copy_.default"}  # whose result is another operand
@@ -32,7 +32,7 @@ def hooks_of(model: nn.Module) -> dict[str, tuple[HookCall, ...]]:
     found = {}
     for name, param in model.named_parameters():
         if param.requires_grad and own_hooks(param):
-            found[name] = traced(name, param)
+            found[name] = trace_hooks(name, param)
     return found
 
 
@@ -43,8 +43,8 @@ def own_hooks(param: Tensor) -> dict[tuple[str, int], Callable[..., Any]]:
     return {(kind, key): hook for kind, where in kinds.items() for key, hook in (getattr(param, where) or {}).items()}
 
 
-def traced(name: str, param: nn.Parameter) -> tuple[HookCall, ...]:
-    """What a parameter's hooks do to its gradient. Raises CaptureError naming the parameter and the hook."""
+def trace_hooks(name: str, param: nn.Parameter) -> tuple[HookCall, ...]:
+    """The calls by which a parameter's hooks change its gradient. Raises CaptureError naming parameter and hook."""
     gradient = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     owner = nn.Parameter(torch.empty_like(gradient))
     tracer, index = Tracer(gradient), 0
@@ -53,22 +53,22 @@ def traced(name: str, param: nn.Parameter) -> tuple[HookCall, ...]:
         before, calls, last = values_of(hook), len(tracer.calls), gradient
         try:
             with torch.no_grad(), tracer:
-                gradient = _called(kind, hook, gradient, owner)
+                gradient = _call_hook(kind, hook, gradient, owner)
                 index = tracer.index_of(gradient)
         except Refused as error:
             raise CaptureError(f"{who}, which {error}: {_REMEDY}") from None
         except Exception as error:
-            line = SourceLines().of_traceback(error.__traceback__)
+            line = SourceLines().place_of_error(error.__traceback__)
             reason = f"fails on a gradient without values ({type(error).__name__}: {error})"
             raise CaptureError(f"{line}\n  {who}, which {reason}: {_REMEDY}") from error
         if gradient.shape != param.shape or gradient.dtype != param.dtype:
             raise CaptureError(f"{who}, which makes {gradient.dtype}{list(gradient.shape)} of it: {_REMEDY}")
-        if (gradient is last and len(tracer.calls) == calls) or changed(before, values_of(hook)):
+        if (gradient is last and len(tracer.calls) == calls) or changes(before, values_of(hook)):
             raise CaptureError(f"{who}, which does something else than to change the gradient: {_REMEDY}")
-    return tracer.until(index)
+    return tracer.calls_for(index)
 
 
-def _called(kind: str, hook: Callable[..., Any], gradient: Tensor, owner: nn.Parameter) -> Tensor:
+def _call_hook(kind: str, hook: Callable[..., Any], gradient: Tensor, owner: nn.Parameter) -> Tensor:
     """Call a hook as autograd would, on a gradient of the parameter `owner`. Returns the gradient that it leaves."""
     if kind == "register_hook":
         given = hook(gradient)
@@ -82,7 +82,7 @@ def _called(kind: str, hook: Callable[..., Any], gradient: Tensor, owner: nn.Par
 
 
 class Refused(Exception):
-    """What a hook does and may not, as the rest of a sentence."""
+    """A hook does what no hook may; the message is the rest of a sentence."""
 
 
 class Tracer(TorchDispatchMode):
@@ -100,7 +100,7 @@ class Tracer(TorchDispatchMode):
             raise Refused("gives back what is not made of the gradient")
         return self.index[_storage(value)]
 
-    def until(self, index: int) -> tuple[HookCall, ...]:
+    def calls_for(self, index: int) -> tuple[HookCall, ...]:
         """The calls that the value of this index needs, with it at the end."""
         needed, waiting = set[int](), [index]
         while waiting:
@@ -168,7 +168,7 @@ def _functional(func: Any, name: str) -> str:
 
 
 def _options(kwargs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Keyword arguments that say something: where a tensor lies is not for a hook to choose."""
+    """The keyword arguments that matter: a hook does not choose the device or layout of a tensor."""
     kept = []
     for key, value in kwargs.items():
         if key in ("device", "layout", "pin_memory", "memory_format", "non_blocking") or value is None:

@@ -105,7 +105,7 @@ class Borrowed:
 
 
 @contextmanager
-def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
+def borrow(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
     """Put fakes into `model`, switch it to evaluation mode if asked, turn caches off; undo everything on exit.
 
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
@@ -220,20 +220,20 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+def replace_functions(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Set the function `owner.name = value` for each change; put back what was there on exit. Other threads, on which
     devices may be at work on a step, still get what was there."""
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
     try:
         for (owner, name, old), (_, _, value) in zip(before, changes):
-            setattr(owner, name, _in_this_thread(value, old))
+            setattr(owner, name, _function_of_thread(value, old))
         yield
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
 
 
-def _in_this_thread(new: Any, old: Any) -> Any:
+def _function_of_thread(new: Any, old: Any) -> Any:
     """A function, or a class's method, that is `new` in the calling thread and `old` in others."""
     thread = get_ident()
     if isinstance(new, classmethod):

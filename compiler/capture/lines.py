@@ -1,4 +1,4 @@
-"""Which line of whose code an op or an error comes from.
+"""The source line of an op or an error, and whose code it is.
 
 A model of one's own often calls a library's (transformers), which calls torch. The code that a person can change is
 their own, the code that says what went wrong may be the library's: errors name both, in this order.
@@ -55,7 +55,7 @@ class SourceLines:
         and on a line of its own that of a library which it called, if that is further in."""
         return self._places(self._running())
 
-    def of_traceback(self, traceback: TracebackType | None) -> str:
+    def place_of_error(self, traceback: TracebackType | None) -> str:
         """The same for an exception of the model."""
         found: list[tuple[str, int]] = []
         while traceback is not None:

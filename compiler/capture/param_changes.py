@@ -34,7 +34,7 @@ def changes_of(graph: OpGraph) -> dict[str, ParamChange]:
     ties, found = graph.ties(), dict[str, ParamChange]()
     writes: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        for name in _written(graph, node):
+        for name in _params_of_write(graph, node):
             writes.setdefault(ties.get(name, name), []).append(node)
     for name, nodes in writes.items():
         where, readers = nodes[0].meta["source"], list(_readers(graph, name, ties))
@@ -63,7 +63,7 @@ def take_out(graph: OpGraph) -> None:
     """Remove the nodes that make the element-wise changes: runners make them, before forward."""
     ties, idle = graph.ties(), [node for node in graph.nodes if not node.users]
     for node in list(graph.nodes):
-        if any((change := graph.changes.get(ties.get(n, n))) and change.calls for n in _written(graph, node)):
+        if any((change := graph.changes.get(ties.get(n, n))) and change.calls for n in _params_of_write(graph, node)):
             replace_all(graph, {node: node.all_input_nodes[0]})
     erase_dead(graph, kept=idle)
     graph.module.recompile()
@@ -78,7 +78,7 @@ def _calls(graph: OpGraph, name: str, nodes: list[fx.Node]) -> tuple[HookCall, .
         with torch.no_grad(), tracer:
             for node in nodes:
                 _replay(node, value)
-            calls = tracer.until(tracer.index_of(value))
+            calls = tracer.calls_for(tracer.index_of(value))
     except Refused as error:
         raise CaptureError(f"{where}\n  forward changes {name} in place and {error}: {_REMEDY}") from None
     samples = torch.cat([torch.linspace(-3.0, 3.0, 97), torch.tensor([-1e4, -1e-4, 1e-4, 1e4])]).to(param.dtype)
@@ -103,7 +103,7 @@ def _replay(node: Any, value: torch.Tensor) -> Any:
     raise Refused("uses inputs or other tensors for it")
 
 
-def _written(graph: OpGraph, node: fx.Node) -> Iterator[str]:
+def _params_of_write(graph: OpGraph, node: fx.Node) -> Iterator[str]:
     """The names of the parameters that a node changes."""
     for written in written_roots(node):
         if written.op == "get_attr" and graph.node_parameters(written):

@@ -1,5 +1,5 @@
-"""What Python remembers from one forward to the next: attributes of the modules that are no tensors, and the states of
-random generators outside torch.
+"""The state that Python keeps from one forward to the next: attributes of modules that are no tensors, and the states
+of random generators outside torch.
 
 A program repeats what forward did once, so that nothing of this goes on in it: a counter stays at its traced value, a
 draw is made once for ever. In: a model, before and after a forward. Out: what has changed, in words.
@@ -73,7 +73,7 @@ def _cells(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell
 
 
-def changed(before: State, after: State) -> list[tuple[str, str]]:
+def changes(before: State, after: State) -> list[tuple[str, str]]:
     """The attributes that hold other plain values than before."""
     keys = {**before, **after}
     return [key for key in keys if before.get(key) != after.get(key)]
@@ -81,14 +81,14 @@ def changed(before: State, after: State) -> list[tuple[str, str]]:
 
 def require_kept(*states: State) -> None:
     """Raises CaptureError for plain attributes that have changed between every two of these states."""
-    first, *others = (set(changed(*pair)) for pair in pairwise(states))
-    counted = [key for key in changed(*states[-2:]) if key in first.intersection(*others)]
+    first, *others = (set(changes(*pair)) for pair in pairwise(states))
+    counted = [key for key in changes(*states[-2:]) if key in first.intersection(*others)]
     if counted:
-        names = ", ".join(in_words(key, *states) for key in counted[:3])
+        names = ", ".join(describe_attribute(key, *states) for key in counted[:3])
         raise CaptureError(f"forward changes {names} at every call, which would happen only once: {REMEDY}")
 
 
-def in_words(key: tuple[str, str], *states: State) -> str:
+def describe_attribute(key: tuple[str, str], *states: State) -> str:
     """An attribute and the values that it took, such as "self.count of 'encoder' (0, 1, 2)"."""
     path, name = key
     values = ", ".join(_short(state.get(key)) for state in states)

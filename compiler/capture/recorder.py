@@ -49,8 +49,8 @@ from .calls import (
     is_random,
     is_random_module,
 )
-from .guard import Borrowed, autocast_aliases, replaced
-from .rows.sizes import ModeSwitch, settled
+from .guard import Borrowed, autocast_aliases, replace_functions
+from .rows.sizes import ModeSwitch, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
@@ -82,12 +82,12 @@ class DrawWatch(TorchDispatchMode):
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
+    def watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_watched(*args: Any) -> Any:
             with self:
                 return run(*args)
 
-        return watched
+        return run_watched
 
 
 class Recorder(GraphWriter):
@@ -157,7 +157,7 @@ class Recorder(GraphWriter):
             *autocast_aliases(self.held.model, torch.autocast),
         ]
         # Functions that the model compiled are traced through.
-        with forced_eager(), replaced(*changes), self.fake_mode, EachFunction(self.on_function):
+        with forced_eager(), replace_functions(*changes), self.fake_mode, EachFunction(self.on_function):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -186,16 +186,16 @@ class Recorder(GraphWriter):
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
 
     def answer(self, call: RecordedCall, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a query of a tensor gives."""
+        """The answer to a query of a tensor."""
         if self.rows is None:
-            return _shown(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
-        args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
+            return _tensor_text(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
+        args, kwargs = tuple(map(settle, args)), {name: settle(value) for name, value in kwargs.items()}
         node = self.node_of.get(id(args[0]))
         if call.target in _TEXTS:
             size = torch.Tensor.size
             for each in self.rows.answer("size", size, node, (), {}, self.run(size, args[:1], {})):
-                settled(each)
-            return _shown(args[0])
+                settle(each)
+            return _tensor_text(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
 
     def _is_passing(self, tensor: torch.Tensor) -> bool:
@@ -234,7 +234,7 @@ class Recorder(GraphWriter):
             call = self.calls[kind] = RecordedCall("call_function", _apply_of(kind))
         self.draws = DrawWatch()
         with DisableTorchFunction():
-            return self.perform(call, self.lower(args), {}, self.draws.around(run), args, {})
+            return self.perform(call, self.lower(args), {}, self.draws.watch(run), args, {})
 
     def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
@@ -315,15 +315,15 @@ class Recorder(GraphWriter):
         try:
             return func(*args, **kwargs)
         except _VALUE_ERRORS as error:
-            raise NeedsValue(self._value_needed()) from error
+            raise NeedsValue(self._value_text()) from error
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             if is_data_dependent(func):
-                raise NeedsValue(self._value_needed()) from error
+                raise NeedsValue(self._value_text()) from error
             raise
         finally:
             self.busy = False
 
-    def _value_needed(self) -> str:
+    def _value_text(self) -> str:
         return (
             f"{self.lines.where()}\n  this line needs the value of a tensor, but a program is compiled before any "
             "value is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or "
@@ -397,8 +397,8 @@ class Recorder(GraphWriter):
 _TEXTS = ("__repr__", "__format__")
 
 
-def _shown(tensor: torch.Tensor) -> str:
-    """What a message says in place of a tensor's value."""
+def _tensor_text(tensor: torch.Tensor) -> str:
+    """The text of a message in place of a tensor's value."""
     return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
 
 

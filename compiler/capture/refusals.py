@@ -1,4 +1,4 @@
-"""What no program can hold, told by the file of torch in which a model's forward failed: the reason and a way out."""
+"""Models that no program can hold, known by the file of torch in which forward failed: the reason and a way out."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _WAYS_OUT = {
 }
 
 
-def refused(error: CaptureError) -> CaptureError:
-    """The error with a way out instead of its reason, where one is known for the file of torch that failed."""
+def add_way_out(error: CaptureError) -> CaptureError:
+    """The error with a way out in place of its reason, where the file of torch that failed has a known way out."""
     files = [*_files(error), *_files(error.__cause__)]
     for place, text in _WAYS_OUT.items():
         if any(place in file for file in files):

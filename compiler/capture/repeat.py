@@ -18,7 +18,7 @@ from ...graph.opgraph import is_mode_switch
 from ...ir.calls import function_name
 from ...ir.errors import CaptureError
 from .calls import RecordedCall
-from .python_state import REMEDY, State, changed, in_words, require_kept, state_of
+from .python_state import REMEDY, State, changes, describe_attribute, require_kept, state_of
 from .recorder import Recorder
 from .replay import Misaligned, Replay, same
 from .rows.sizes import plain
@@ -47,8 +47,8 @@ def require_repeatable(
 
 
 def _depends(difference: str, before: State, after: State) -> str:
-    keys = changed(before, after)
-    names = ", ".join(in_words(key, before, after) for key in keys[:3])
+    keys = changes(before, after)
+    names = ", ".join(describe_attribute(key, before, after) for key in keys[:3])
     cause = (
         f"forward changes {names}" if keys else "it reads a global variable, the clock, or a tensor of its last call"
     )

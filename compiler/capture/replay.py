@@ -74,7 +74,7 @@ class Replay(Recorder):
                 self.rows.note_outcome(run, args, kwargs, [node for node, _, _ in touched], result)
             if has_tensor(result) or any(tensor._version != version for _, tensor, version in touched):
                 raise Misaligned(
-                    f"{self.lines.current()}: {self.now} calls {_name(call)}, {self.then} {self._expected()}"
+                    f"{self.lines.current()}: {self.now} calls {_name(call)}, {self.then} {self._next_step_text()}"
                 )
             return result
         if call.target is set_grad_enabled:
@@ -99,7 +99,7 @@ class Replay(Recorder):
                 return None
         return None
 
-    def _expected(self) -> str:
+    def _next_step_text(self) -> str:
         left = [step for step in self.recorded.steps[self.position :] if step not in self.unused]
         if not left:
             return "nothing more"
@@ -116,7 +116,7 @@ class Replay(Recorder):
     def finish(self, outputs: dict[str, torch.Tensor], expected: dict[str, fx.Node]) -> None:
         """Check that nothing is left over and that the outputs are the recorded ones."""
         if any(step not in self.unused for step in self.recorded.steps[self.position :]):
-            raise Misaligned(f"{self.now} ends where {self.then} goes on with {self._expected()}")
+            raise Misaligned(f"{self.now} ends where {self.then} goes on with {self._next_step_text()}")
         found = {name: self.node_of.get(id(value)) for name, value in outputs.items()}
         if found != expected:
             raise Misaligned(

@@ -26,13 +26,13 @@ from ..packing.varying_inputs import ValueRead
 from .calls import take_zeros
 from .dynamic import LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
-from .guard import Borrowed, LossFn, TraceOptions, borrowed
+from .guard import Borrowed, LossFn, TraceOptions, borrow
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines
 from .param_changes import changes_of, take_out
 from .python_state import state_of
 from .recorder import Recorder
-from .refusals import refused
+from .refusals import add_way_out
 from .repeat import require_repeatable
 from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
@@ -62,7 +62,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
     hooks, how = hooks_of(model), TraceOptions(**options)
 
-    def finished(found: OpGraph) -> OpGraph:
+    def finish(found: OpGraph) -> OpGraph:
         found.hooks = hooks
         _refuse_written_constants(found)
         found.changes = changes_of(found)
@@ -73,11 +73,11 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
     try:
         found = _record(model, example_inputs, how)
     except CaptureError as error:
-        raise refused(error) from error.__cause__
+        raise add_way_out(error) from error.__cause__
     at_inputs = found.at_inputs
     if at_inputs is not None:
-        found.at_inputs = lambda inputs: finished(at_inputs(inputs))
-    return finished(found)
+        found.at_inputs = lambda inputs: finish(at_inputs(inputs))
+    return finish(found)
 
 
 def trace_in(precision: Precision, model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
@@ -108,7 +108,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
     if options.count_items:
         inputs.add_item_count(fake_mode)
-    with borrowed(model, fake_mode, options) as held, _dispatch(options):
+    with borrow(model, fake_mode, options) as held, _dispatch(options):
         recorder, before = Recorder(held, fake_mode), state_of(held.modules)
         if options.any_rows:
             recorder.rows = RowTape(recorder.lines.where)
@@ -133,7 +133,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     _merge_grad_switches(recorder.graph)
     constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
 
-    def made(graph: fx.Graph, inputs: TraceInputs, nodes: dict[str, fx.Node]) -> OpGraph:
+    def op_graph(graph: fx.Graph, inputs: TraceInputs, nodes: dict[str, fx.Node]) -> OpGraph:
         return OpGraph(
             module=build_module(model, graph, constants),
             inputs=inputs.tensors,
@@ -149,20 +149,20 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         )
 
     if recorder.rows is None:
-        return made(recorder.graph, inputs, nodes)
+        return op_graph(recorder.graph, inputs, nodes)
     traced = TracedRows(recorder.graph, recorder.rows, items)
 
-    def at_inputs(example: Any) -> OpGraph:
+    def graph_at(example: Any) -> OpGraph:
         other = fake_inputs(model, example, fake_mode, None)
         if options.count_items:
             other.add_item_count(fake_mode)
         with lent_again(held.saved), fake_mode, _dispatch(options):
-            graph, copies = traced.at(other.tensors)
-        return made(graph, other, {name: copies[node] for name, node in nodes.items()})
+            graph, copies = traced.graph_for(other.tensors)
+        return op_graph(graph, other, {name: copies[node] for name, node in nodes.items()})
 
-    graph, copies = traced.at()
-    found = made(graph, inputs, {name: copies[node] for name, node in nodes.items()})
-    found.at_inputs = at_inputs
+    graph, copies = traced.graph_for()
+    found = op_graph(graph, inputs, {name: copies[node] for name, node in nodes.items()})
+    found.at_inputs = graph_at
     return found
 
 
@@ -194,11 +194,11 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
                 output = model(*args, **inputs.item_count(), **kwargs)
                 return named_outputs(model, output, inputs, loss_fn)
         except ValueRead as error:
-            raise CaptureError(f"{SourceLines().of_traceback(error.__traceback__)}\n  {error}") from None
+            raise CaptureError(f"{SourceLines().place_of_error(error.__traceback__)}\n  {error}") from None
         except (CaptureError, Misaligned):
             raise
         except Exception as error:
-            line = SourceLines().of_traceback(error.__traceback__)
+            line = SourceLines().place_of_error(error.__traceback__)
             reason = f"{type(model).__name__}.forward failed: {type(error).__name__}: {error}"
             raise CaptureError(f"{line}\n  {reason}") from error
 

@@ -36,7 +36,7 @@ class KnownValues:
             self._of.pop(id(other), None)
 
     def result(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call gives for real; UNKNOWN where an operand's value is not known. `args` and `kwargs` hold nodes."""
+        """The real result of a call; UNKNOWN where an operand's value is not known. `args` and `kwargs` hold nodes."""
         try:
             args, kwargs = fx.map_arg((args, kwargs), lambda node: self._of[id(node.meta["val"])])
         except KeyError:

@@ -157,7 +157,7 @@ class GraphWriter:
         names = self.held.names[id(fake)]
         name = next((n for n in names if path and n.startswith(f"{path}.")), names[0])
         if (name, path) not in self.attributes:
-            self.attributes[name, path] = self._add_held(name, fake)
+            self.attributes[name, path] = self._add_attribute(name, fake)
         return self.attributes[name, path]
 
     def _constant(self, tensor: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
@@ -179,12 +179,12 @@ class GraphWriter:
             self.constants[name] = tensor
             with unset_fake_temporarily(), DisableTorchFunction():
                 self.values.know(fake, tensor.detach())
-            self.constant_of[id(tensor)] = fake, self._add_held(name, fake)
+            self.constant_of[id(tensor)] = fake, self._add_attribute(name, fake)
             self.alive += [tensor, fake]
         self.rebuild_args = True
         return self.constant_of[id(tensor)]
 
-    def _add_held(self, name: str, fake: torch.Tensor) -> fx.Node:
+    def _add_attribute(self, name: str, fake: torch.Tensor) -> fx.Node:
         node = self.add_plain("get_attr", name, (), fake)
         set_base(node, self.storages.get(storage_of(fake)))
         self.storages.setdefault(storage_of(fake), node)

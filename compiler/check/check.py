@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found. `skipped`: why the model itself was not compared, if it was not."""
+    """The result of `check`. `skipped`: why the model itself was not compared, if it was not."""
 
     differences: list[Difference]
     losses: list[float]  # of the plan
@@ -89,14 +89,14 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     Raises `PlanError` for batches of different sizes, or in lists: plain PyTorch is compared with for one.
     """
     _require_one_size(model, batches)
-    planned = _by_plan(job, batches)
+    planned = _run_plan(job, batches)
     ours = copy.deepcopy(model)
     settings = job.folder.settings
     run, graph = graph_runner(
         ours, job.plan, job.hardware, batches[0], settings.seed, loss_fn, job.loss_weight, settings.rows
     )
     precision = job.plan.precision
-    by_graph = _by_eager(job, ours, run, batches, job.plan.micro_batches)
+    by_graph = _run_eager(job, ours, run, batches, job.plan.micro_batches)
     differences = list(_compare("captured graph", planned, by_graph, precision))
     if job.loss_weight is not None:
         skipped = "loss_weight weighs micro-batches: there is no loss of the whole batch to compare with"
@@ -105,7 +105,7 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     draws, shapes = job.plan.micro_batches, shapes_of_draws(graph)
     whole = module_runner(theirs, precision, settings.seed, loss_fn, draws=draws, shapes=shapes)
     try:
-        by_module = _by_eager(job, theirs, whole, batches, 1)
+        by_module = _run_eager(job, theirs, whole, batches, 1)
     except NotByRows as error:
         return CheckReport(differences, planned.losses, f"{error}; check it with micro_batches=1")
     return CheckReport([*differences, *_compare("model itself", planned, by_module, precision)], planned.losses)
@@ -124,7 +124,7 @@ def _require_one_size(model: nn.Module, batches: Sequence[Any]) -> None:
             )
 
 
-def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:
+def _run_plan(job: Job, batches: Sequence[Any]) -> _Run:
     probe = gradient_job(job)
     try:
         probe.step(batches[0])
@@ -133,7 +133,7 @@ def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:
         probe.close()
     try:
         losses = [float(job.step(batch)) for batch in batches]
-        return _Run(losses, gradients, {}, _trained(job.state_dict(), job.model))
+        return _Run(losses, gradients, {}, _trained_params(job.state_dict(), job.model))
     finally:
         job.close()
         unmark(job.model)  # it is compared as it was before training
@@ -175,11 +175,11 @@ def _momenta(job: Job) -> Iterator[tuple[str, Tensor]]:
             yield ties.get(name, name), tensor
 
 
-def _trained(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def _trained_params(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     return {n: state[n].float().clone() for n, p in model.named_parameters() if p.requires_grad and n in state}
 
 
-def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micro_batches: int) -> _Run:
+def _run_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micro_batches: int) -> _Run:
     device = torch.device(job.hardware.devices[0].kind)
     ties, stages = ties_of(job.model), job.folder.interface.stages.values()
     params = whole_params(param for spec in stages for param in spec.params if param.owner)

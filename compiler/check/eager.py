@@ -27,7 +27,7 @@ from ..batches.shape import flatten, micro_batch_spec
 from ..capture.guard import LossFn
 from ..capture.inputs import floating_as
 from ..job.counts import BatchCounts, LossWeight, part_of
-from ..loss import captured
+from ..loss import capture
 from ..plan import Plan
 from .model_draws import ModelDraws, Shapes
 
@@ -167,14 +167,14 @@ def graph_runner(
 
     by_user = loss_weight is not None
     precision = Precision.of(plan.precision)
-    graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=precision, device_kind=kind)
+    graph = capture(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=precision, device_kind=kind)
     graph = scaled_loss(graph, rows, plan.micro_batches)
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     names = list(graph.inputs)
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
         leaves, _ = flatten(model, batch)
-        leaves |= counter.inputs(counter.of(batch, leaves, count))
+        leaves |= counter.inputs(counter.count(batch, leaves, count))
         leaves = part_of(leaves, micro_batch, count)
         device = next(model.parameters()).device
         draws = Draws("the captured graph", graph.module, device)

@@ -19,7 +19,7 @@ from ...graph.opgraph import OpGraph
 from ...runtime.stage.draws import Draws
 from ...runtime.torch_names import tree_leaves, tree_map
 from ..capture.calls import classify, is_random, is_random_module, leaf_modules
-from ..capture.guard import replaced
+from ..capture.guard import replace_functions
 from ..capture.recorder import DrawWatch, EachFunction
 
 Shapes = Mapping[tuple[str, int], torch.Size]  # by place and number: of what one micro-batch draws
@@ -68,7 +68,7 @@ class ModelDraws:
                 if id(module) not in self.leaves or not path:
                     return call(module, *args, **kwargs)
                 run = functools.partial(self._whole, call, module)
-                return self._drawn(run, args, kwargs) if is_random_module(module) else run(*args, **kwargs)
+                return self._draw(run, args, kwargs) if is_random_module(module) else run(*args, **kwargs)
             finally:
                 self.places.pop()
 
@@ -83,7 +83,7 @@ class ModelDraws:
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (checkpoint, "_checkpoint_without_reentrant_generator", _nothing),
         ]
-        with self.draws.seed_draws(seeds[0]), replaced(*changes), EachFunction(self.on_function):
+        with self.draws.seed_draws(seeds[0]), replace_functions(*changes), EachFunction(self.on_function):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -91,23 +91,23 @@ class ModelDraws:
         if not self.busy:
             call = classify(func, len(args), bool(kwargs))
             if call.kind in ("call_function", "call_method") and is_random(call, args, kwargs):
-                return self._drawn(func, args, kwargs)
+                return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _custom(self, run: Callable[..., Any], *args: Any) -> Any:
         """A custom autograd function is one draw, if it draws at all."""
         watch, place = DrawWatch(), self.places[-1]
         self.draws.begin(place)
-        found = self._whole(watch.around(run), *args)
+        found = self._whole(watch.watch(run), *args)
         if not watch.seen:
             self.draws.take_back(place)
         elif len(self.seeds) > 1:
             self.draws.take_back(place)
-            return self._drawn(functools.partial(self._whole, run), args, {})
+            return self._draw(functools.partial(self._whole, run), args, {})
         return found
 
-    def _drawn(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What one call draws: put together from the draws of all micro-batches, each on its rows."""
+    def _draw(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Draw for one call: put the draws of all micro-batches together, each on its rows."""
         place = self.places[-1]
         number = self.draws.begin(place)
         if len(self.seeds) == 1:

@@ -37,7 +37,7 @@ def is_listed(batch: Any, shape: BatchShape) -> bool:
     return all(isinstance(each, (Mapping, tuple, list)) or len(shape.leaves) == 1 for each in batch)
 
 
-def joined(micro_batches: Sequence[Any]) -> Any:
+def join(micro_batches: Sequence[Any]) -> Any:
     """Micro-batches of one shape as one batch."""
     try:
         return tree_map(lambda *of: torch.cat(of) if isinstance(of[0], Tensor) else of[0], *micro_batches)
@@ -78,7 +78,7 @@ class AnySizes:
             if len(batch) != count:
                 raise BatchError(
                     f"the batch is a list of {len(batch)} micro-batches, and {count} make a step; compile with "
-                    f"micro_batches={len(batch) * self.micro_batches // count} for so many"
+                    f"micro_batches={len(batch) * self.micro_batches // count} for {len(batch)}"
                 )
             return [self._micro_batch(each, self.rows(each, needed), needed) for each in batch]
         rows, most = self.rows(batch, needed), self.shape.size * count // self.micro_batches
@@ -118,8 +118,8 @@ class AnySizes:
                     seen.setdefault(label, where)
                 elif size != (limit if dim else self.shape.size // self.micro_batches):
                     raise BatchError(
-                        f"batch[{name!r}] is {list(value.shape)}, compiled for {self._shown(name)}; pad or cut it, or "
-                        "name that size in dynamic_shapes"
+                        f"batch[{name!r}] is {list(value.shape)}, compiled for {self._micro_batch_text(name)}; pad or "
+                        "cut it, or name that size in dynamic_shapes"
                     )
         for label, size in sizes.items():
             self._require(label, size, seen[label])
@@ -137,13 +137,13 @@ class AnySizes:
             near = f"pad it to {of.least}, or compile with torch.export.Dim({label!r}, min={size})"
         raise BatchError(f"{where}: {label} is {size} in a micro-batch, compiled for {of.least} to {of.most}; {near}")
 
-    def _shown(self, name: str) -> str:
+    def _micro_batch_text(self, name: str) -> str:
         first, *rest = self.shape.leaves[name][0]
         sizes = (first // self.micro_batches, *rest)
         return f"[{', '.join(label or str(size) for label, size in zip(self.sizes.dims[name], sizes))}] a micro-batch"
 
-    def placed(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Each input of these micro-batches at its place in a tensor for as many of the largest."""
+    def pad(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Write each input of these micro-batches to its place in one tensor with room for their largest size each."""
         found: dict[str, Tensor] = {}
         for name in dict.fromkeys(name for each in micro_batches for name in each.leaves):
             (first, *rest), dtype = self.shape.leaves[name]

@@ -82,8 +82,8 @@ class BackgroundSave:
 
     @property
     def longest_stall_s(self) -> float:
-        """The longest that training has stood still for this save, as far as is known until `done`: the copy between
-        two steps, or an update's wait until what it would replace on SSD has been read."""
+        """The longest pause of training for this save, as far as is known until `done`: the copy between two steps, or
+        an update's wait until the state that it replaces on SSD has been read."""
         return max(self._copied_s, self._waited_s)
 
     def wait(self, timeout_s: float | None = None) -> Path:

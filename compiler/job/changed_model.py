@@ -1,4 +1,4 @@
-"""What a plan has taken from the user's model once and for all, and the model can still change afterwards."""
+"""Checks that the user's model still has the properties that its plan took from it once and for all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from ...ir.errors import PlanError
 from ...ir.program import Interface, ParamSpec, whole_params
-from ..capture.gradient_hooks import own_hooks, traced
+from ..capture.gradient_hooks import own_hooks, trace_hooks
 from ..capture.python_state import values_of
 
 
@@ -50,13 +50,13 @@ class Taken:
         for param, spec in params:
             now = {key: values_of(hook) for key, hook in own_hooks(param).items()}
             if self._known.get(spec.name) != now:
-                if traced(spec.name, param) != spec.hook:
+                if trace_hooks(spec.name, param) != spec.hook:
                     raise PlanError(_other_hooks(spec, param))
                 self._known[spec.name] = now
 
 
 def _other_hooks(spec: ParamSpec, param: nn.Parameter) -> str:
-    now = ", ".join(map(str, traced(spec.name, param))) or "none"
+    now = ", ".join(map(str, trace_hooks(spec.name, param))) or "none"
     return (
         f"the gradient hooks of {spec.name} are {now} now, but the plan was made with "
         f"{', '.join(map(str, spec.hook)) or 'none'}: sync the job and compile the model again"

@@ -1,4 +1,4 @@
-"""What is counted over a batch before a step: the values of the inputs that no batch of the user has.
+"""Counts over a batch before a step: the values of the inputs that no batch of the user has.
 
 In: the rows of micro-batches, wherever they are. Out: one number per micro-batch for each of `CountRules.divisors`.
 """
@@ -64,9 +64,9 @@ class BatchCounts:
             buffer.copy_(buffers[name])
         return BatchCounts(rules, counts, made["divisors"]() if rules.transforms else None)
 
-    def of(self, batch: Any, leaves: Mapping[str, Tensor], micro_batches: int) -> Counts:
-        """What each of the micro-batches counts that these rows are cut into. Raises `BatchError` where `loss_weight`
-        fails, or gives no count."""
+    def count(self, batch: Any, leaves: Mapping[str, Tensor], micro_batches: int) -> Counts:
+        """The counts of each of the micro-batches that these rows are cut into. Raises `BatchError` where
+        `loss_weight` fails, or gives no count."""
         if self.loss_weight is not None:
             return [[self._weight(part_of(batch, m, micro_batches))] for m in range(micro_batches)]
         if self.counts is None:
@@ -148,18 +148,18 @@ def part_of(batch: Any, micro_batch: int, count: int) -> Any:
 def rows_of(batch: Any, rows: range, size: int) -> Any:
     """These of the `size` rows of every tensor of a batch."""
 
-    def taken(leaf: Any) -> Any:
+    def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or len(leaf) % size:
             return leaf
         each = len(leaf) // size  # entries of this input for each row
         return leaf[rows.start * each : rows.stop * each]
 
-    return tree_map(taken, batch)
+    return tree_map(take, batch)
 
 
-def of_all_lanes(rows: Sequence[list[T] | None], interface: Interface, what: str = "what the loss counts") -> list[T]:
-    """What is known of all micro-batches, of what every rank says of its lane. Raises `BatchError` where no rank of a
-    lane, or of a team of lanes, knows."""
+def merge_lanes(rows: Sequence[list[T] | None], interface: Interface, what: str = "what the loss counts") -> list[T]:
+    """Merge the rows that every rank gives for its lane into those of all micro-batches. Raises `BatchError` where no
+    rank of a lane, or of a team of lanes, has any."""
     found: list[T] = []
     lanes = interface.lanes or (tuple(range(interface.num_devices)),)
     for first in range(0, len(lanes), interface.team):

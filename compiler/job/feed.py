@@ -17,7 +17,7 @@ from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
 from ..batches.shape import BatchShape, number_of_rows
 from ..folder import Folder
-from .any_size import AnySizes, MicroBatch, is_listed, joined
+from .any_size import AnySizes, MicroBatch, is_listed, join
 from .sampler import RankSampler, lane_rows
 
 WHOLE, PART = "the whole batch", "a part of the batch"
@@ -89,7 +89,7 @@ class Feed:
         """
         if self._is_absent(batch, needed):
             return {}, ""
-        batch = joined(batch) if is_listed(batch, self.shape) else batch
+        batch = join(batch) if is_listed(batch, self.shape) else batch
         if self.device is None:
             leaves = self.shape.check(self.model, batch)
         else:
@@ -164,7 +164,7 @@ class Feed:
         self.sampler = sampler
         return sampler
 
-    def trained(self) -> None:
+    def advance(self) -> None:
         """Count the batch of a finished step."""
         self._resumed = None  # a sampler made after this reads other data
         if self.sampler is not None:

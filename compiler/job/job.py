@@ -25,14 +25,14 @@ from ..replanner import Replanner
 from ..report.lengths import Throughput
 from ..report.page.write import frame_of, require_writable, write_page
 from ..search.offer import Offer
-from ..stale import unmarked
+from ..stale import hide_marks
 from ..steps import simulate_here
 from .background import BackgroundSave, Saves
 from .changed_model import Taken
 from .counts import LossWeight
 from .feed import Feed
 from .one_call import OneCall, one_call
-from .outputs import Outputs, joined
+from .outputs import Outputs, join
 from .pages import Pages
 from .preflight import own_device
 from .run import JobRun
@@ -84,7 +84,7 @@ class Job:
     # --- what it is
 
     def explain(self) -> str:
-        """Why this plan: stages, prediction, bounds, what would help, rivals.
+        """Explain the plan: stages, prediction, bounds, what would help, rivals.
 
         The first call plans what would help, for up to half a minute.
         """
@@ -109,15 +109,15 @@ class Job:
             require_writable(path)
         if what_if:
             self._pages.learn_helps()
-        page = self._pages.page(self._measured(), machines, price_per_hour)
+        page = self._pages.page(self._last_timeline(), machines, price_per_hour)
         return write_page(path, page) if is_main else Path(path)
 
-    def _measured(self) -> Timeline | None:
+    def _last_timeline(self) -> Timeline | None:
         return self.timeline() if self._run.has_stepped else None
 
     def _repr_html_(self) -> str:
         """The report, as notebooks show it."""
-        return frame_of(self._pages.page(self._measured()))
+        return frame_of(self._pages.page(self._last_timeline()))
 
     def simulate(self, **sizes: int) -> Timeline:
         """One step on the described hardware, without running anything. Its `step_s` is of one step among many.
@@ -175,11 +175,11 @@ class Job:
         """
         self._saves.tell_failed()
         self._taken.require_unchanged()
-        return self._run.step(self._inputs.of("step", batch))
+        return self._run.step(self._inputs.for_call("step", batch))
 
     @property
     def last(self) -> StepReport | None:
-        """What the last step did; None before the first one. Waits for the step's end, which `step` does not.
+        """The report of the last step; None before the first. Waits for the step's end, which `step` does not.
 
         A rank of torchrun may read it alone. Raises `WorkerError` naming a rank that ended before its report came.
         """
@@ -199,13 +199,13 @@ class Job:
                 f"this model cannot be evaluated through its programs: {self.folder.settings.evaluation}; call "
                 "job.sync() and evaluate the model itself"
             )
-        leaves = self._inputs.of("evaluate", batch, "evaluate" if outputs else "evaluate(outputs=False)")
+        leaves = self._inputs.for_call("evaluate", batch, "evaluate" if outputs else "evaluate(outputs=False)")
         driver = self.driver
         with finishing("evaluate"):
             with self._run.breaking():
                 result = driver.evaluate(leaves, loss_only=not outputs)
             driver.stop_if_interrupted()
-        return Outputs({name: joined(values) for name, values in result.values.items() if values})
+        return Outputs({name: join(values) for name, values in result.values.items() if values})
 
     @property
     def rows(self) -> range:
@@ -297,7 +297,7 @@ class Job:
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers under the model's own names, tied names included."""
         states = self._run.states()
-        with finishing("state_dict"), unmarked(self.model):
+        with finishing("state_dict"), hide_marks(self.model):
             return state_dict_of(self.model, self._ties, states)
 
     @one_call
@@ -322,11 +322,11 @@ class Job:
         a model whose files no `from_pretrained` would read back, such as a wrapper with a head of its own, and for
         `merge` where there is no adapter.
         """
-        with unmarked(self.model):
+        with hide_marks(self.model):
             pretrained.require_savable(self.model, merge)
         states = self._run.states()
         source = self._run.source() if self.driver.is_main and self._run.has_source else None
-        with finishing("save_pretrained"), unmarked(self.model):
+        with finishing("save_pretrained"), hide_marks(self.model):
             if self.driver.is_main:
                 return pretrained.save_pretrained(directory, states, self.model, source=source, merge=merge)
             for _ in states:

@@ -43,8 +43,8 @@ def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
     """A method of an object with a `OneCall` named `calls`, served alone."""
 
     @functools.wraps(method)
-    def served(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def serve(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.calls.serving(method.__name__):
             return method(self, *args, **kwargs)
 
-    return served
+    return serve

@@ -1,4 +1,4 @@
-"""What an evaluation gives: the loss and the model's outputs, of all micro-batches together."""
+"""The result of an evaluation: the loss and the model's outputs, of all micro-batches together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Outputs(dict[str, Tensor]):
             raise AttributeError(f"no output {name!r}; there are {', '.join(self)}") from None
 
 
-def joined(values: list[Tensor]) -> Any:
-    """One tensor of those of all micro-batches; a list, where their lengths differ."""
+def join(values: list[Tensor]) -> Any:
+    """Join the tensors of all micro-batches to one; a list, where their lengths differ."""
     if values[0].dim() == 0:
         return torch.stack(values).mean(0)
     return torch.cat(values) if len({value.shape[1:] for value in values}) == 1 else values

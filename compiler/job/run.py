@@ -30,7 +30,7 @@ from ...runtime.state.checkpoint import open_checkpoint
 from ...runtime.state.rng_state import restore_rng_state
 from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
 from ..folder import Folder
-from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
+from ..stale import Unsynced, hide_marks, mark, tell_if_marked, unmark
 from .feed import Feed
 from .preflight import require_constants, require_machine
 from .state import Held, identity_of, load_checkpoint, require_base, require_one_checkpoint, stage_states
@@ -155,7 +155,7 @@ class JobRun:
         """The source of the weights. Raises `PlanError` for a model on meta without files."""
         directory = self.folder.settings.weights
         if directory is not None:
-            with unmarked(self.model):
+            with hide_marks(self.model):
                 found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
             for what, names in (
                 ("absent and start from their initialiser", found.fresh_names),
@@ -200,12 +200,12 @@ class JobRun:
         with finishing("step"):
             with self.breaking():
                 values = driver.begin_step(leaves)
-            loss = torch.stack([_at_least_fp32(value) for value in values["loss"]]).mean()
+            loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
             if self._unfinished is not None:
                 self._end_step(self._unfinished, driver.report_before())
             self.step_count += 1
             self._mark()
-            self.feed.trained()
+            self.feed.advance()
             self._unfinished = float(loss)
             if self._last is None:
                 self.finish_step()  # the devices have seen the end of their first step
@@ -314,7 +314,7 @@ class JobRun:
         return dict(checkpoint.progress.data)
 
     def _identity(self, source: WeightSource) -> BaseIdentity | None:
-        with unmarked(self.model):
+        with hide_marks(self.model):
             return identity_of(self.model, self.folder.interface, source, self.folder.settings.weights)
 
     def any_has(self, directory: str | Path) -> bool:
@@ -324,5 +324,5 @@ class JobRun:
         return any(self.driver.gather(here)) if TorchrunDriver.is_present() else here
 
 
-def _at_least_fp32(value: Tensor) -> Tensor:
+def _promote_to_fp32(value: Tensor) -> Tensor:
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Which samples of a data set a rank loads: its rows of every global batch, in an order that a seed fixes.
+"""The samples of a data set that a rank loads: its rows of every global batch, in an order that a seed fixes.
 
 A position counts samples in the order in which one process alone would read them, epoch after epoch. It means the same
 on every rank, for any number of ranks and any batch, so a run goes on at the right sample wherever it is resumed.
@@ -31,11 +31,11 @@ class SampleOrder:
         while count > 0:
             epoch, first = divmod(position, self.num_samples)
             here = min(count, self.num_samples - first)
-            found += self._of(epoch)[first : first + here].tolist()
+            found += self._order_of(epoch)[first : first + here].tolist()
             position, count = position + here, count - here
         return found
 
-    def _of(self, epoch: int) -> torch.Tensor:
+    def _order_of(self, epoch: int) -> torch.Tensor:
         """The order of an epoch; the last one asked for is kept."""
         if epoch != self._epoch:
             made = torch.Generator().manual_seed(self.seed + 1 + epoch)
@@ -108,11 +108,11 @@ class RankSampler(Sampler[list[int]]):
         return self._begin_of_batch(min(after, end) if self.last == "pad" else after)
 
     def _begin_of_batch(self, position: int) -> int:
-        """Where the batch from `position` on begins: with the next epoch if the rest of this one is dropped."""
+        """The begin of the batch from `position` on: the next epoch's if the rest of this epoch is dropped."""
         left = -position % self.num_samples or self.num_samples
         return position + left if self.last == "drop" and left < self.batch else position
 
-    def at(self, position: int) -> list[int]:
+    def samples_at(self, position: int) -> list[int]:
         """This rank's samples of the batch at `position`."""
         first, count = position + self.rows.start, len(self.rows)
         begin = position - position % self.num_samples
@@ -163,7 +163,7 @@ class RankSampler(Sampler[list[int]]):
         if not self.counts_steps:
             self._position = position
 
-    def passed(self, position: int) -> None:
+    def end_pass(self, position: int) -> None:
         """Note that a pass has ended at `position`, where the next one begins."""
         self._begin = max(self._begin, position)
 
@@ -177,9 +177,9 @@ class EpochRest(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         if self.position // self.sampler.num_samples > self.epoch:
-            self.sampler.passed(self.position)
+            self.sampler.end_pass(self.position)
             raise StopIteration
-        found = self.sampler.at(self.position)
+        found = self.sampler.samples_at(self.position)
         self.position = self.sampler.next_position(self.position)
         self.sampler.handed_out(self.position)
         return found

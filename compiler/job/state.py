@@ -43,7 +43,7 @@ def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
 
 
 def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StagePart:
-    """What persists of a stage: the copy of its first device, or its devices' shards put together."""
+    """The lasting state of a stage: the copy of its first device, or its devices' shards put together."""
     args = {"stage": spec.name, "optimizer": with_optimizer}
     if spec.name not in driver.setup.spread:
         return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
@@ -155,7 +155,7 @@ def save_checkpoint(
 
 
 def bytes_on_disk(interface: Interface) -> int:
-    """What a checkpoint takes at least."""
+    """The least bytes that a checkpoint takes."""
     trained = sum(spec.trained_params for spec in interface.stages.values())
     return int((4 + interface.state_bytes_per_param) * trained)
 
@@ -163,7 +163,7 @@ def bytes_on_disk(interface: Interface) -> int:
 def progress_of(
     counters: Mapping[str, Any], groups: Mapping[str, Any], schedulers: Mapping[str, Any], data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """How far a run is, as a manifest has it; `counters` are the devices'."""
+    """The progress of a run, as a manifest has it; `counters` are the devices'."""
     return {
         "step": counters["step"],
         "seed": counters["seed"],
@@ -181,7 +181,7 @@ def require_one_checkpoint(driver: Driver, found: Checkpoint) -> None:
     if len({tuple(row) for row in steps}) > 1:
         told = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(steps))
         raise CheckpointError(
-            f"{found.path}: the ranks see different checkpoints of this name ({told}); it must lie in a directory that "
+            f"{found.path}: the ranks see different checkpoints of this name ({told}); it must be in a directory that "
             "all hosts share"
         )
 

@@ -1,4 +1,4 @@
-"""What the devices load in a step: the batch's tensors, and the inputs that no batch of the user has.
+"""The inputs that devices load in a step: the batch's tensors, and the inputs that no batch of the user has.
 
 In: a batch, or on a rank of torchrun a part of one. Out: tensors by the names of the programs' inputs. What the loss
 divides by is counted over the whole batch first, by all ranks together.
@@ -21,7 +21,7 @@ from ...runtime.state.weights import WeightSource, stage_buffers
 from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
 from ..packing.limit import DocumentLimit
-from .counts import BatchCounts, Counts, LossWeight, counts_spec, mini_batches, of_all_lanes, rows_of
+from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, rows_of
 from .feed import PART, WHOLE
 from .run import JobRun
 from .state import whole_state
@@ -29,8 +29,8 @@ from .state import whole_state
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """What one process was given for a step: the tensors that its devices load, the kind of its batch, and of each
-    micro-batch what it counts and its sizes; None where it cannot say."""
+    """The batch of one process for a step: the tensors that its devices load, the kind of its batch, and the counts and
+    sizes of each micro-batch; None where the process cannot know them."""
 
     leaves: dict[str, Tensor] = field(default_factory=dict)
     kind: str = ""
@@ -46,9 +46,9 @@ class StepInputs:
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
         self._counter: BatchCounts | None = None
-        self.documents = DocumentLimit.of(folder.plan)
+        self.documents = DocumentLimit.from_plan(folder.plan)
 
-    def of(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
+    def for_call(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
         """The inputs of a call. A rank of torchrun starts its device first, and learns from the others: all ranks raise
         if one batch is wrong, or if their calls differ."""
         batch = as_dicts(batch)
@@ -59,7 +59,7 @@ class StepInputs:
         refused, given = None, ReadBatch()
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
-            given = self._read(function, batch, self.needed(driver.inputs.get(function, ())))
+            given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())))
         except BatchError as error:
             refused = error
         rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
@@ -74,20 +74,20 @@ class StepInputs:
                 rows = self.feed.shape.entries(self.documents.positions, self.feed.shape.size)
                 positions = leaves[self.documents.positions]
                 self.documents.check(positions.split(rows // self.interface.total_micro_batches))
-            return ReadBatch(leaves, kind, self._counted(batch, leaves, kind))
+            return ReadBatch(leaves, kind, self._count(batch, leaves, kind))
         parts, kind = self.feed.cut(function, batch, needed)
         if not kind:
             return ReadBatch()
         if self.documents is not None and all(self.documents.positions in part.leaves for part in parts):
             self.documents.check([part.leaves[self.documents.positions] for part in parts])
-        leaves = self.feed.any_sizes.placed(parts)
+        leaves = self.feed.any_sizes.pad(parts)
         sizes = [[part.sizes[name] for name in self.interface.sizes] for part in parts]
         if kind == WHOLE and self.feed.device is not None:
             own = self.feed.micro_batches
             parts, sizes = parts[own.start : own.stop], sizes[own.start : own.stop]
         counts = None
         if self.rules.divisors and leaves.keys() >= set(self.rules.inputs):
-            counts = [row for part in parts for row in self.counter().of(part.batch, part.leaves, 1)]
+            counts = [row for part in parts for row in self.counter().count(part.batch, part.leaves, 1)]
         return ReadBatch(leaves, kind, counts, sizes)
 
     def _inputs(
@@ -97,13 +97,13 @@ class StepInputs:
         counts: Sequence[Counts | None],
         sizes: Sequence[list[list[int]] | None],
     ) -> dict[str, Tensor]:
-        """What the devices load. `counts` and `sizes`: what every process has said of them."""
+        """The tensors that the devices load. `counts` and `sizes`: of every process."""
         kind = given.kind
-        return self._loaded(given.leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
+        return self._stage_inputs(given.leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
 
-    def needed(self, loaded: Collection[str]) -> list[str]:
-        """The inputs of the user's batch that a process needs whose devices load these: what counts is no input, but
-        needs some to be counted."""
+    def inputs_for(self, loaded: Collection[str]) -> list[str]:
+        """The inputs of the user's batch that a process needs whose devices load these: counts are no inputs of the
+        batch, but are made from some."""
         loaded = set(loaded) - {SIZES}
         own = loaded.difference(self.rules.names)
         if own == loaded:
@@ -114,7 +114,7 @@ class StepInputs:
         """The inputs of the user's batch that this process's devices need."""
         programs, device = self.run.programs, self.feed.device
         here = programs if device is None else [programs[place_of(self.interface, device)[1]]]
-        return self.needed(set().union(*(loaded_names(program) for program in here)))
+        return self.inputs_for(set().union(*(loaded_names(program) for program in here)))
 
     def counter(self) -> BatchCounts:
         if self._counter is None:
@@ -134,38 +134,37 @@ class StepInputs:
         """Make the counter anew for the next batch: the devices may have other buffers."""
         self._counter = None
 
-    def _loaded(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs that a stage loads: of others at most the counts matter."""
+    def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs that a stage loads."""
         return {name: value for name, value in leaves.items() if name in self.interface.batch}
 
-    def _counted(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
-        """What the rows that are here count, on a rank of torchrun those of its lane; None without what is counted."""
+    def _count(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
+        """The counts of this process's rows, on a rank of torchrun of its lane's; None without the inputs to count."""
         feed = self.feed
         if not self.rules.divisors or not kind or not leaves.keys() >= set(self.rules.inputs):
             return None
         if len(feed.rows) < feed.shape.size and kind == WHOLE:
             batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
-        return self.counter().of(batch, leaves, len(feed.micro_batches))
+        return self.counter().count(batch, leaves, len(feed.micro_batches))
 
     def _divisors(self, function: str, rows: Sequence[Counts | None], kind: str) -> dict[str, Tensor]:
-        """The inputs that no batch of the user has, as many as belong to this kind of batch. `rows`: what every process
-        has counted."""
+        """The inputs that no batch of the user has, cut to this kind of batch. `rows`: the counts of every process."""
         if not self.rules.divisors:
             return {}
-        counts = rows[0] if self.feed.device is None else of_all_lanes(rows, self.interface)
+        counts = rows[0] if self.feed.device is None else merge_lanes(rows, self.interface)
         assert counts is not None
         own = mini_batches(self.interface) if self.interface.asynchronous and function == "step" else None
         return self._part_of(self.counter().inputs(counts, own), kind)
 
     def _sizes(self, rows: Sequence[list[list[int]] | None], kind: str) -> dict[str, Tensor]:
-        """The sizes of the micro-batches, as many as belong to this kind of batch, where these differ."""
+        """The sizes of the micro-batches of this kind of batch, where they differ."""
         if self.feed.any_sizes is None:
             return {}
-        found = rows[0] if self.feed.device is None else of_all_lanes(rows, self.interface, "a batch")
+        found = rows[0] if self.feed.device is None else merge_lanes(rows, self.interface, "a batch")
         return self._part_of({SIZES: torch.tensor(found, dtype=torch.int64)}, kind)
 
     def _part_of(self, inputs: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """As many entries, one for each micro-batch, as belong to this kind of batch."""
+        """The inputs, one entry for each micro-batch, cut to the micro-batches of this kind of batch."""
         if kind != PART:
             return inputs
         own = self.feed.micro_batches

@@ -1,4 +1,4 @@
-"""What a step did, as it is told when the step has ended."""
+"""The report of a step that has ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepReport:
-    """What the last step did. Shares are of `seconds`; bytes are per memory or route, over all devices.
+    """The figures of one step. Shares are of `seconds`; bytes are per memory or route, over all devices.
 
     `allocator`: per GPU "allocated_bytes" and "reserved_bytes", the peaks of torch's allocator since the GPU's process
     began, and "retries", how often it gave memory back before it could take more. `gradient_norm`: before clipping;

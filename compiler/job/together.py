@@ -21,7 +21,7 @@ from ...runtime.processes.ranks import Ranks, Told
 from ...runtime.processes.rows import Member
 from ...runtime.processes.store_thread import connect_store
 from ...runtime.processes.torchrun import TorchrunDriver
-from ..own_copy import beside_copies, own_copy_bytes
+from ..own_copy import own_copy_bytes, reserve_copies
 from ..plan import Plan
 from .job import Job
 
@@ -44,14 +44,14 @@ def planned_once(make: Callable[P, Job]) -> Callable[P, Job]:
     """Make `penstock.compile` plan once for all ranks of torchrun, which must all call it."""
 
     @functools.wraps(make)
-    def planned(*args: P.args, **kwargs: P.kwargs) -> Job:
+    def plan_together(*args: P.args, **kwargs: P.kwargs) -> Job:
         if not TorchrunDriver.is_present():
             return make(*args, **kwargs)
         bound = inspect.signature(make).bind(*args, **kwargs)
         bound.apply_defaults()
         return _on_all_ranks(make, bound.arguments)
 
-    return planned
+    return plan_together
 
 
 def _meet(timeout_s: float) -> Ranks:
@@ -64,13 +64,13 @@ def _on_all_ranks(make: Callable[..., Job], given: dict[str, Any]) -> Job:
     ranks = _meet(float(given["timeout_s"]))
     rank = ranks.rank
     try:
-        differing = differences(ranks.exchange({name: _shown(given[name]) for name in SAME}), ranks.members)
+        differing = differences(ranks.exchange({name: _text_of(given[name]) for name in SAME}), ranks.members)
         if differing:
             raise PlanError(f"{differing}. Nothing was planned")
         if isinstance(given["hardware"], str) and given["hardware"] == "auto":
             given["hardware"] = joint_hardware(ranks)
         machine = Hardware.from_any(given["hardware"])
-        given["hardware"] = beside_copies(machine, ranks.exchange(own_copy_bytes(given["model"])))
+        given["hardware"] = reserve_copies(machine, ranks.exchange(own_copy_bytes(given["model"])))
         if given["plan"] is not None:
             return make(**given)
         job, failure = _attempt(make, given) if rank == 0 else (None, None)
@@ -88,7 +88,7 @@ def _on_all_ranks(make: Callable[..., Job], given: dict[str, Any]) -> Job:
         ranks.leave()
 
 
-def _shown(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, Hardware):
         return f"{value.name} {hashlib.sha256(value.model_dump_json().encode()).hexdigest()[:10]}"
     return str(value)

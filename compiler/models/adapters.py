@@ -23,7 +23,7 @@ _FLAGS = ("dora", "rslora")
 
 @dataclass(frozen=True)
 class LoraChoice:
-    """What `--adapter` says. Without `alpha` twice `r`; without `targets` PEFT's own for the type of model, or all
+    """The value of `--adapter`. Without `alpha` twice `r`; without `targets` PEFT's own for the type of model, or all
     linear layers where it has none."""
 
     r: int = 16

@@ -1,4 +1,4 @@
-"""Frozen bases by name for the command line: in which form the weights under an adapter lie, travel and are read.
+"""Frozen bases by name for the command line: the form of the weights under an adapter in storage and on the way.
 
 transformers puts bitsandbytes' layers in; both are optional dependencies, imported when such a base is asked for.
 """

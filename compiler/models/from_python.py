@@ -1,7 +1,7 @@
 """Models that Python code makes: "file.py:function", "package.module:function", "package.module.Class".
 
 Naming code on the command line runs it, as `python file.py` does; a file may import its neighbours, and packages may
-lie in the working directory.
+be in the working directory.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ class NamedModel:
         """The model without a single weight, in training mode."""
         with torch.device("meta"):
             model = self._from_config()
-            return self._adapted(on_base(model, self.base) if self.base else model)
+            return self._add_adapter(on_base(model, self.base) if self.base else model)
 
-    def in_memory(self, seed: int = 0) -> nn.Module:
+    def load(self, seed: int = 0) -> nn.Module:
         """The model with the weights of its directory; those that are not there are drawn from `seed`."""
         torch.manual_seed(seed)
         quantised = quantisation(self.base) if self.base else None
@@ -67,7 +67,7 @@ class NamedModel:
                     f"--base {self.base}: {self.name} has no weights here that could be quantised; name a directory "
                     "with some, or leave --base out"
                 )
-            return self._adapted(self._from_config())
+            return self._add_adapter(self._from_config())
         more = {} if quantised is None else {"quantization_config": quantised}
         model: nn.Module = _transformers(HEADS[self.head]).from_pretrained(
             self.directory,
@@ -78,9 +78,9 @@ class NamedModel:
             dtype=torch.float32,
             **more,
         )
-        return self._adapted(model.train())
+        return self._add_adapter(model.train())
 
-    def _adapted(self, model: nn.Module) -> nn.Module:
+    def _add_adapter(self, model: nn.Module) -> nn.Module:
         return model if self.adapter is None else self.adapter.put_on(model, self.head).train()
 
     def _from_config(self) -> nn.Module:
@@ -116,7 +116,7 @@ class NamedModel:
         return {"input_ids": tokens, **mask, "labels": labels}
 
     def items(self, batch: int, sequence: int) -> tuple[int, str]:
-        """What a batch is made of: how many, and the word for one of them. Tokens of labels do not count."""
+        """The number of items of a batch, and the word for one item. Tokens of labels do not count."""
         return (batch, "image") if self.head == "image-classification" else (batch * sequence, "token")
 
     def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -266,7 +266,7 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
             raise PlanError(f"{place}: not the configuration of a model: {error}") from error
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise PlanError(f"{place}: not the configuration of a model: it lacks the key 'model_type'")
-        return _without_code(fields, place), place.parent
+        return _drop_code(fields, place), place.parent
     cached = cached_directory(base)
     if cached is not None:
         return _fields(str(cached), download=False)
@@ -277,14 +277,14 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     if Path(base).is_dir():
         raise PlanError(f"{base} has no config.json; name a directory with one, as save_pretrained writes it")
     if download:
-        return _downloaded(base)
+        return _download(base)
     raise PlanError(
         f"no model {base!r}{_did_you_mean(alias_of(base), known)} A config.json or a directory with one will do, too; "
         "--download asks the Hugging Face hub; file.py:function and package.Class will do as well"
     )
 
 
-def _without_code(fields: dict[str, Any], place: Path) -> dict[str, Any]:
+def _drop_code(fields: dict[str, Any], place: Path) -> dict[str, Any]:
     """The fields without `auto_map`, which names Python files beside them. Raises `PlanError` where they name kernels
     to download, which are code, too."""
 
@@ -326,7 +326,7 @@ def _place(base: str) -> Path | None:
 
 
 def cached_directory(name: str) -> Path | None:
-    """Where the Hugging Face hub's cache of this machine has that model; None where it has not."""
+    """The model's directory in this machine's cache of the Hugging Face hub; None where the cache does not have it."""
     if name.count("/") > 1 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return None
     try:
@@ -340,7 +340,7 @@ def cached_directory(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _downloaded(name: str) -> tuple[dict[str, Any], Path | None]:
+def _download(name: str) -> tuple[dict[str, Any], Path | None]:
     try:
         from huggingface_hub import snapshot_download
 

@@ -20,14 +20,14 @@ class DocumentLimit:
     most: int
 
     @staticmethod
-    def of(plan: Plan) -> DocumentLimit | None:
-        """That of a plan; None where its attention has room for all."""
+    def from_plan(plan: Plan) -> DocumentLimit | None:
+        """The limit of a plan; None where its attention has room for all documents."""
         found = [form for form in plan.decisions.masks.values() if isinstance(form, DocumentBorders)]
         return DocumentLimit(found[0].positions, min(form.most for form in found)) if found else None
 
     def check(self, parts: Sequence[Tensor]) -> None:
         """Raises `BatchError` for a micro-batch with more documents, by its number; `parts`: the positions of each.
-        What lies on a GPU is left to the GPU, which is not waited for."""
+        Positions on a GPU are checked by the GPU, without a wait."""
         for number, positions in enumerate(parts):
             if positions.device.type != "cpu":
                 continue
@@ -36,5 +36,5 @@ class DocumentLimit:
                 raise BatchError(
                     f"batch[{self.positions!r}] holds {count} documents in micro-batch {number}, where positions begin "
                     f"anew; the plan has room for {self.most}. Put fewer into a row, or compile with example_inputs "
-                    "whose rows are as full: there is room for twice as many as they have"
+                    "whose rows are as full: a plan has room for twice the documents of its example"
                 )

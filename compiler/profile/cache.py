@@ -25,7 +25,7 @@ FORMAT = 3  # of the entries, and of how they are measured: a new number makes a
 
 @dataclass(frozen=True)
 class EntryKey:
-    """What a time depends on. Shapes and dtypes of the values are part of the block's hash."""
+    """The key of a time. Shapes and dtypes of the values are part of the block's hash."""
 
     block: str  # its structural hash
     device: str  # the part: "NVIDIA H200, 139 GiB", or the CPU's model, its cores, threads of a device, devices at once

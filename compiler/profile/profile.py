@@ -53,7 +53,7 @@ class DeviceKind:
     @property
     def together(self) -> int:
         """The number of devices timed at once, each on cores of its own: the simulator models shared cores."""
-        return _at_once(len(self.devices), self.devices[0]) if self.kind == "cpu" else 1
+        return _num_parallel(len(self.devices), self.devices[0]) if self.kind == "cpu" else 1
 
 
 RunSamples = Callable[
@@ -151,7 +151,7 @@ def parts_here(hardware: Hardware) -> list[DeviceKind]:
         title = _gpu_title(number) if device.kind == "cuda" else f"{cpu_model()}, {device.threads} threads"
         groups.setdefault((device.kind, title), []).append((number, device))
     cpus = [device for device in hardware.devices if device.kind == "cpu"]
-    beside = f", {usable_cores()} cores, {_at_once(len(cpus), cpus[0])} devices at once" if cpus else ""
+    beside = f", {usable_cores()} cores, {_num_parallel(len(cpus), cpus[0])} devices at once" if cpus else ""
     return [
         DeviceKind(
             kind, title if kind == "cuda" else title + beside, tuple(device for _, device in members), members[0][0]
@@ -160,12 +160,12 @@ def parts_here(hardware: Hardware) -> list[DeviceKind]:
     ]
 
 
-def _at_once(num_devices: int, device: Device) -> int:
+def _num_parallel(num_devices: int, device: Device) -> int:
     return max(1, min(num_devices, usable_cores() // device.threads))
 
 
 def _why_absent(device: Device, number: int) -> str:
-    """Why a device is none of this machine's; empty where it is one. `number`: the number of GPUs before it."""
+    """The reason why a device is none of this machine's, or "". `number`: the number of GPUs before it."""
     if device.host:
         return f"is on host {device.host}"
     if device.kind == "cpu":

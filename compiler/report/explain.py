@@ -1,4 +1,4 @@
-"""Why this plan: what bounds the step, what would help, what the rivals were. Text for people, nothing else."""
+"""Explains a plan: what bounds the step, what would help, the rivals. Text for people, nothing else."""
 
 from __future__ import annotations
 
@@ -83,26 +83,26 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> list
 
 
 def _lines(explanations: Iterable[Explanation]) -> list[str]:
-    return [row for each in explanations for line in each.lines for row in _wrapped("  ", [line])]
+    return [row for each in explanations for line in each.lines for row in _wrap("  ", [line])]
 
 
 def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerSpec | None) -> str:
-    """Where stages are updated, and how an update goes over their memory."""
+    """The paragraph on updates: their place, and how an update goes over the memory of a stage."""
     lines = [] if optimizer is None else update_lines(programs, hardware, optimizer)
-    return "\n".join(["updates of stages", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
+    return "\n".join(["updates of stages", *(row for line in lines for row in _wrap("  ", [line]))]) if lines else ""
 
 
 def _loss(terms: Sequence[LossTerm], programs: Sequence[Program]) -> str:
-    """How the loss of the whole batch is put together from its micro-batches."""
+    """The paragraph on the loss: how the whole batch's is put together from micro-batches."""
     interface = programs[0].interface
     lines = loss_lines(terms, interface.micro_batches_of_update if interface.asynchronous else 0)
-    return "\n".join(["loss", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
+    return "\n".join(["loss", *(row for line in lines for row in _wrap("  ", [line]))]) if lines else ""
 
 
 def _rows(facts: RowFacts, programs: Sequence[Program]) -> str:
     interface = programs[0].interface
     lines = fact_lines(facts, interface.micro_batches_of_update, interface.asynchronous)
-    return "\n".join(row for line in lines for row in _wrapped("", [line]))
+    return "\n".join(row for line in lines for row in _wrap("", [line]))
 
 
 def device_name(hardware: Hardware, device: int, mesh: Lanes | None = None) -> str:
@@ -118,20 +118,20 @@ def _prediction(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> 
     if p is None:
         return ""
     lines = [f"predicted step {format_seconds(p.step_s)}, bound by {p.bottleneck}"]
-    lines += _wrapped("  ", [_begin_of_steps(p, drain_here(programs, hardware, plan.precision))])
+    lines += _wrap("  ", [_begin_of_steps(p, drain_here(programs, hardware, plan.precision))])
     for memory, peak in p.peak_bytes.items():
         budget = p.budget_bytes[memory]
         held = [f"{what} {format_bytes(num)}" for what, num in p.parts.get(memory, {}).items()]
         if (loading := p.loading_bytes.get(memory, 0)) > peak:
             held.append(f"{format_bytes(loading)} while weights are loaded")
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
-        lines += _wrapped(f"{begin}: ", held) if held else [begin]
+        lines += _wrap(f"{begin}: ", held) if held else [begin]
     lines += _pools(programs, hardware)
     lines += _own_copies(hardware)
     lines += _copies(p.copied_bytes, hardware)
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
-    lines += _wrapped("  moved a step: ", moved or ["nothing"])
-    lines += [line for wear in wear_of(p, hardware) for line in _wrapped("  ", wear_text(wear))]
+    lines += _wrap("  moved a step: ", moved or ["nothing"])
+    lines += [line for wear in wear_of(p, hardware) for line in _wrap("  ", wear_text(wear))]
     return "\n".join(lines)
 
 
@@ -145,28 +145,28 @@ def _begin_of_steps(predicted: Prediction, drain: Drain | None) -> str:
 
 
 def _pools(programs: Sequence[Program], hardware: Hardware) -> Iterator[str]:
-    """Where the streams of a GPU may come to hold more than the budget: what one lets go of, no other one can take."""
+    """GPUs whose streams may come to hold more than the budget: no stream can take what another one lets go of."""
     for program in programs:
         device = hardware.devices[program.device]
         held_bytes = pooled_bytes(program) if device.kind == "cuda" else 0
         if held_bytes > device.budget_bytes:
             begin = f"  {device.name:6} its streams may come to hold {format_bytes(held_bytes)}"
             over = f"{format_bytes(held_bytes - device.budget_bytes)} more than the budget"
-            yield from _wrapped(f"{begin}, {over}: ", ["memory that one stream has let go of, no other one can take"])
+            yield from _wrap(f"{begin}, {over}: ", ["memory that one stream has let go of, no other one can take"])
 
 
 def _own_copies(hardware: Hardware) -> Iterator[str]:
-    """Where the script's own copy of the model lies, beside the plan."""
+    """The memories that hold the script's own copy of the model, beside the plan."""
     rows = [(f"dram{index}", host.model_bytes) for index, host in enumerate(hardware.hosts)]
     rows += [(device.name, device.model_bytes) for device in hardware.devices]
     for memory, num_bytes in rows:
         if num_bytes:
             begin = f"  {memory:6} your own copy of the model {format_bytes(num_bytes)}, which its budget leaves out"
-            yield from _wrapped(f"{begin}: ", ["on the meta device with weights=DIRECTORY it takes nothing"])
+            yield from _wrap(f"{begin}: ", ["on the meta device with weights=DIRECTORY it takes nothing"])
 
 
 def _copies(copied_bytes: Mapping[str, int], hardware: Hardware) -> Iterator[str]:
-    """What steps that may be undone copy first: its bytes are `undo` among those of the memory."""
+    """The copies that a step makes before it, if it may be undone: their bytes are `undo` among those of the memory."""
     for memory, num_bytes in copied_bytes.items():
         own = hardware.device_by_name.get(memory)
         rate = own.memory_bandwidth if own else hardware.hosts[host_of(memory)].dram_bandwidth
@@ -177,7 +177,7 @@ def _copies(copied_bytes: Mapping[str, int], hardware: Hardware) -> Iterator[str
 
 
 def wear_text(wear: Wear) -> list[str]:
-    """What a step reads from and writes to SSDs, and how long they last."""
+    """The bytes that a step reads from and writes to SSDs, and how long the SSDs last."""
     parts = [
         f"{wear.memory}: a step reads {format_bytes(wear.read_bytes)} and writes {format_bytes(wear.written_bytes)}",
         f"{wear.bytes_per_day / 1e12:.3g} TB written in a day of nothing but training",
@@ -240,13 +240,13 @@ def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) 
 
 def _gain(change: str, step_s: float | None, own_s: float, reason: str = "") -> Iterator[str]:
     if step_s is None:
-        yield from _wrapped(f"  {change:34} ", [reason])
+        yield from _wrap(f"  {change:34} ", [reason])
     else:
         gain = 1 - step_s / own_s
         yield f"  {change:34} {format_seconds(step_s)} a step, {abs(gain):.0%} {'less' if gain > -0.005 else 'more'}"
 
 
-def _wrapped(begin: str, parts: Iterable[str]) -> list[str]:
+def _wrap(begin: str, parts: Iterable[str]) -> list[str]:
     """Parts with commas between, in lines of at most `WIDTH`."""
     text = begin + ", ".join(parts)
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
@@ -258,7 +258,7 @@ def _notes(plan: Plan) -> str:
     lines = ["remarks"]
     for name, note in plan.notes.items():
         text, *table = note.split("\n")  # such as the curve of choose-activations
-        lines += [*_wrapped(f"  {name}: ", [text]), *(f"    {row}" for row in table)]
+        lines += [*_wrap(f"  {name}: ", [text]), *(f"    {row}" for row in table)]
     return "\n".join(lines)
 
 
@@ -268,8 +268,8 @@ def _rivals(plan: Plan) -> str:
     rows, alike = plan.distinct_rivals()
     lines = ["rivals"]
     for rival in rows:
-        lines += _wrapped(f"  {rival.name}: ", [rival.reason])
-    lines += [f"  {alike} more come to a plan that stands here already"] if alike else []
+        lines += _wrap(f"  {rival.name}: ", [rival.reason])
+    lines += [f"  {alike} other candidates give a plan already listed"] if alike else []
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What failures take of a run of a plan, and how often it should save: see `runtime/simulate/failures.py`.
+"""The cost of failures to a run of a plan, and how often it should save: see `runtime/simulate/failures.py`.
 
 A checkpoint has the trained weights, as masters where there are any, and optimizer states, once for all replicas. The
 hosts of one copy of the weights have equal parts of it. A save holds steps up while each host brings its part together
@@ -120,7 +120,7 @@ def _hosts_of_a_copy(interface: Interface, hardware: Hardware) -> int:
 
 
 def _write_rate(hardware: Hardware, hosts: int) -> float:
-    """Bytes/s at which one of so many hosts writes its part of a checkpoint."""
+    """Bytes/s at which each of `hosts` hosts writes its part of a checkpoint."""
     assert hardware.failures is not None
     storage = hardware.failures.storage_bandwidth
     if storage is not None:

@@ -1,4 +1,4 @@
-"""How long steps take at other sizes than the largest, for which the plan was made.
+"""Simulates steps at other sizes than the largest, for which the plan was made.
 
 In: the programs of a plan and the costs of its stages as expressions of sizes. Out: simulated steps at any sizes, and
 tokens a second for lengths as they are in a person's own data.
@@ -73,7 +73,7 @@ class StepsOfAnySize:
         key = tuple(whole.items())
         if key not in self._simulated:
             is_largest = all(size == self.ranges[name].most for name, size in key)
-            programs = self.programs if is_largest else resized(self.programs, self.expressions.at(whole), whole)
+            programs = self.programs if is_largest else resize(self.programs, self.expressions.at(whole), whole)
             self._simulated[key] = simulate_here(programs, self.hardware, self.precision)
         return self._simulated[key]
 
@@ -115,7 +115,7 @@ class StepsOfAnySize:
         return "\n".join([f"steps of other lengths ({of.least} to {of.most}; memory is for the most)", *rows])
 
 
-def resized(programs: Sequence[Program], stages: Mapping[str, StageSpec], sizes: Sizes) -> list[Program]:
+def resize(programs: Sequence[Program], stages: Mapping[str, StageSpec], sizes: Sizes) -> list[Program]:
     """The programs with the stages' costs, and all shapes, at these sizes."""
     found = []
     for program in programs:

@@ -1,4 +1,4 @@
-"""What `explain` says of the loss: how each of its terms over the whole batch is put together from micro-batches."""
+"""Explains the loss: how each of its terms over the whole batch is put together from micro-batches."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def weights_tier(decisions: Decisions, stage: str) -> str:
 
 
 def weights_home(decisions: Decisions, stage: str) -> str:
-    """The memory in which the weights of a stage that is not sharded lie between their uses."""
+    """The memory that holds the weights of a stage that is not sharded between their uses."""
     if stage not in decisions.fetch:
         return ops.DEVICE
     return ops.SSD if decisions.ssd.stages.get(stage) == "all" else ops.DRAM
@@ -45,8 +45,8 @@ def states_tier(decisions: Decisions, stage: str) -> str:
 
 
 def activations_tier(decisions: Decisions, stage: str) -> str:
-    """What becomes of saved tensors: "kept", "computed again", or the number of classes that are kept, and the tiers
-    of these and of the stage's inputs until its backward."""
+    """The fate of saved tensors: "kept", "computed again", or the number of classes that are kept, and the tiers of
+    these and of the stage's inputs until its backward."""
     if stage not in decisions.rematerialise:
         return "kept"
     row = decisions.activations.get(stage, Activations())

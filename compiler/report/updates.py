@@ -1,4 +1,4 @@
-"""Where a plan's stages are updated, and how an update goes over their memory, in words."""
+"""Lines on the updates of a plan's stages: their place, and how an update goes over the memory of a stage."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def update_lines(programs: Sequence[Program], hardware: Hardware, optimizer: Opt
 
 
 def way_on_host(spec: OptimizerSpec) -> str:
-    """How each class of optimizer steps on a host, and why not in tiles if it does not."""
+    """The way in which each class of optimizer steps on a host, and why not in tiles if it does not."""
     lacks = {spec.class_of(index)[0]: lacks_for_tiles(spec, index) for index in range(len(spec.all_groups))}
     usual = "in one pass over memory, in tiles where anything is converted"
     return "; ".join(f"{_name(path)} {f'by torch as it is, as {why}' if why else usual}" for path, why in lacks.items())
 
 
 def way_on_gpu(spec: OptimizerSpec) -> str:
-    """How each class of optimizer steps on a GPU. Without a GPU here to try, this says what depends on it."""
+    """The way in which each class of optimizer steps on a GPU; without a GPU here to try, what depends on it."""
     ways = []
     for index in range(len(spec.all_groups)):
         name = _name(spec.class_of(index)[0])

@@ -1,4 +1,4 @@
-"""How a plan wears SSDs: bytes written in a step and in a day of nothing but training, and the days that disks last."""
+"""The wear of SSDs by a plan: bytes written in a step and in a day of training alone, and the days that disks last."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ NEAR = 0.01  # the share of a step that is not worth another candidate
 
 @dataclass
 class Wishes:
-    """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
+    """The choices of the user; None leaves one to the search. `asked`: the strategy. `search_s`: seconds of
     work within which candidates are tried, once something fits. `lasting_bytes`: see `check_states_fit`.
     `fewest_first`: the first number of micro-batches that fits, from one on. `steps`: of the run. `require`: raises
     `PlanError` for programs that cannot keep another wish."""
@@ -62,7 +62,7 @@ class Wishes:
 
 @dataclass
 class SearchResult:
-    """What the search chose, and what it beat."""
+    """The choice of the search, and its rivals."""
 
     best: CompiledCandidate
     rivals: list[Rival] = field(default_factory=list)
@@ -104,8 +104,8 @@ class Attempts:
 
     @property
     def enough(self) -> Skipped | None:
-        """Why nothing more need be tried, once something fits. Numbers of micro-batches that were not looked at yet
-        might undercut all bounds."""
+        """The reason to end the search, once something fits; None where numbers of micro-batches that were not looked
+        at yet might undercut all bounds."""
         if self.best is None or not self.bounds_s.keys() >= set(self.usual):
             return None
         left_s = self.best.step_s - min(self.bounds_s.values())
@@ -153,7 +153,7 @@ class Attempts:
         return lacks and len({param.requires_grad for param in self.compiler(count).graph.parameters().values()}) > 1
 
     def attempt(self, count: int, candidate: Candidate) -> Trial:
-        if self.beyond_dram_bytes > 0 and not candidate.uses_ssd:
+        if self.excess_bytes > 0 and not candidate.uses_ssd:
             return Trial(candidate, count, reason=self.too_large_without_ssds())
         if self.best is not None and self.is_late:
             return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
@@ -188,8 +188,8 @@ class Attempts:
         return found
 
     @cached_property
-    def beyond_dram_bytes(self) -> int:
-        """Lasting bytes that devices and DRAM cannot hold, at least; 0 where they might."""
+    def excess_bytes(self) -> int:
+        """The least lasting bytes that devices and DRAM cannot hold; 0 where they might hold all."""
         return max(0, self.wishes.lasting_bytes - self.dram_bytes - self.device_bytes)
 
     @property
@@ -201,8 +201,8 @@ class Attempts:
         return sum(device.budget_bytes for device in self.hardware.devices)
 
     def too_large_without_ssds(self) -> DoesNotFit:
-        """Why no pipeline fits that keeps nothing on SSD: known before any graph is cut."""
-        missing = self.beyond_dram_bytes
+        """The error of all pipelines that keep nothing on SSD: known before any graph is cut."""
+        missing = self.excess_bytes
         return DoesNotFit(
             f"what lasts between steps needs {format_bytes(self.wishes.lasting_bytes)}; there is "
             f"{format_bytes(self.dram_bytes)} of DRAM usable, and {format_bytes(self.device_bytes)} on the devices: "
@@ -220,7 +220,7 @@ class Attempts:
             self.trials.append(dataclasses.replace(row, candidate=candidate, reason=SamePlan(name)))
 
     def trial_of(self, count: int, candidate: Candidate) -> Trial:
-        """What became of a candidate that was tried."""
+        """The trial of a candidate."""
         return next(trial for trial in self.trials if (trial.count, trial.candidate) == (count, candidate))
 
     def keep(self, compiled: CompiledCandidate) -> None:

@@ -1,6 +1,7 @@
 """Lower bounds of a step, before any program exists: seconds that no schedule of these stages on these devices beats.
 
-They hold for a step from rest, and for one among many, between whose ends it lies, as candidates are compared by that.
+They hold for a step from rest, and for one among many, from the end of the step before to its own: candidates are
+compared by the latter.
 
 - A device: all it computes itself; and what it waits for from its last backward to its first forward of the next step,
   while the first trained stage has its backward and its update, and then its forward.
@@ -48,7 +49,7 @@ def lower_bound(
     staying: bool = True,
 ) -> Bound:  # fmt: skip
     """The bound for stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what
-    lies on SSD ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
+    SSDs hold ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
     come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it.
     `staying`: what is trained of mostly frozen stages stays on the device."""
     specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
@@ -57,7 +58,7 @@ def lower_bound(
     alike = not lanes or are_alike(draft.machine, lanes)  # else other lanes may have other parts than the first
     if alike and not draft.copies:  # whose devices send some of the messages each
         loads += _traffic(draft, specs, swap, tier)
-    loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs), *_inside_layers(draft, specs)]
+    loads += [*_network_bounds(draft, specs), *_ring_bounds(draft, specs), *_team_bounds(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
@@ -65,7 +66,7 @@ def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool, synchronous:
     devices, precision = draft.lane_hardware.devices, draft.options.precision
     maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
     took = [stage_seconds(spec, devices[d], precision) for spec, d in zip(specs, draft.devices)]
-    trained = _trained(specs)
+    trained = _have_backward(specs)
     first = next((i for i, spec in enumerate(specs) if spec.trained_params), 0)
     before: dict[int, float] = {first: 0.0}  # seconds from the begin of the first trained stage to that of a later one
     after: dict[int, float] = {first: 0.0}  # and from the end of a later stage's backward to the end of the first one's
@@ -86,7 +87,7 @@ def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool, synchronous:
     return found
 
 
-def _trained(specs: Sequence[StageSpec]) -> list[bool]:
+def _have_backward(specs: Sequence[StageSpec]) -> list[bool]:
     """Whether each stage has a backward."""
     made = {out.name for spec in specs for out in spec.outputs}
     return [bool(s.trained_params or any(v.requires_grad and v.name in made for v in s.inputs)) for s in specs]
@@ -148,7 +149,7 @@ def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     return int((weights + updates) / draft.mesh.shards)
 
 
-def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+def _network_bounds(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     """The bounds of collectives over lanes between hosts: they send shards of weights at least once, and gradients."""
     network, lanes, shards = draft.machine.network, draft.mesh.lanes, draft.mesh.shards
     if network is None or not lanes:
@@ -169,7 +170,7 @@ def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     return [Bound(num_bytes / network.bandwidth, f"nic{host}.up") for host, num_bytes in sent.items()]
 
 
-def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+def _ring_bounds(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     """The bounds of rings of devices that share stages, where a ring is on one host; of the first such host."""
     hardware, lanes, shards = draft.machine, draft.mesh.lanes, draft.mesh.shards
     moved: dict[str, float] = defaultdict(float)  # link to bytes
@@ -190,7 +191,7 @@ def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
 
 
-def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+def _team_bounds(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     """The bounds of links over which members of teams exchange values and gradients; of the hosts of the first team."""
     lanes, team, hardware = draft.mesh.lanes, draft.mesh.team, draft.machine
     if team == 1 or not any(spec.exchanges for spec in specs):
@@ -205,7 +206,7 @@ def _inside_layers(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
         members = [lane[role] for lane in lanes[begin : begin + team]]
         hosts = {hardware.devices[member].host for member in members}
         first = first or hosts
-        mine = [(s, trains) for s, trains, d in zip(specs, _trained(specs), draft.devices) if d == role]
+        mine = [(s, trains) for s, trains, d in zip(specs, _have_backward(specs), draft.devices) if d == role]
         sent: dict[tuple[int, str], float] = defaultdict(float)  # how members meet -> bytes
         for spec, trains in mine if hosts == first else ():
             for made in (e for e in spec.exchanges if e.source in known):  # others are for evaluation alone
@@ -263,7 +264,7 @@ def machine_bound(draft: Draft) -> Bound:
     hardware, precision = draft.machine, draft.options.precision
     count = draft.mesh.total_micro_batches(draft.options.micro_batches)
     specs = [stage.spec for stage in draft.stages]
-    trained = _trained(specs)
+    trained = _have_backward(specs)
     per_device = device_seconds(
         hardware,
         any(spec.seconds for spec in specs),

@@ -41,7 +41,7 @@ class Candidate:
     name: str = ""
 
     @staticmethod
-    def of(text: str, num_devices: int) -> Candidate:
+    def parse(text: str, num_devices: int) -> Candidate:
         """The candidate of a strategy's name or a pipeline's text. Raises `PassError` as `parse_pipeline` does."""
         return Candidate(parse_pipeline(text, num_devices), text)
 
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def tiering(self) -> Tiering:
-        """What its passes after the schedule do with stages that no other lane shares."""
+        """The options of its passes after the schedule, for stages that no other lane shares."""
         fetch = self.find(InsertFetch)
         return Tiering(
             activations=self.moves_activations,
@@ -96,14 +96,14 @@ class Candidate:
         by_decision = {p.fields()[0]: p for p in passes}
         return Candidate(tuple(by_decision.get(p.fields()[0], p) for p in self.passes))
 
-    def changed(self, kind: type[Pass], form: Pass | None) -> Candidate:
+    def replace_pass(self, kind: type[Pass], form: Pass | None) -> Candidate:
         """The same candidate with another form of its pass of a kind, or without that pass where `form` is None."""
         passes: tuple[Pass, ...]
         if self.find(kind) is not None:
             forms = ((form,) if isinstance(p, kind) else (p,) for p in self.passes)
             passes = tuple(p for each in forms for p in each if p is not None)
         elif isinstance(form, GraphPass):
-            passes = self.over(*self.graph_passes, form).passes
+            passes = self.with_graph_passes(*self.graph_passes, form).passes
         else:
             passes = self.passes if form is None else (*self.passes, form)
         return self if passes == self.passes else Candidate(passes)
@@ -123,7 +123,7 @@ class Candidate:
         """Its passes over the op graph."""
         return tuple(p for p in self.passes if isinstance(p, GraphPass))
 
-    def over(self, *graph_passes: GraphPass) -> Candidate:
+    def with_graph_passes(self, *graph_passes: GraphPass) -> Candidate:
         """The same candidate with these passes over the op graph, and no others."""
         return Candidate((*graph_passes, *(p for p in self.passes if not isinstance(p, GraphPass))))
 
@@ -144,21 +144,21 @@ class Candidate:
             tuple(dataclasses.replace(p, staying=False) if isinstance(p, Schedule) else p for p in self.passes)
         )
 
-    def swapped(self, swap: bool) -> Candidate:
+    def with_swap(self, swap: bool) -> Candidate:
         """The same candidate. `swap`: weights come from DRAM though they could stay; of shared stages, all are computed
         again."""
         if self.is_shared:
             return self.with_(InsertRemat(always=swap))
-        return self.tiered(swap=swap)
+        return self.with_tiering(swap=swap)
 
-    def tiered(self, **changes: bool) -> Candidate:
+    def with_tiering(self, **changes: bool) -> Candidate:
         """The same candidate with other fields of its `tiering`."""
         return self.ending(*dataclasses.replace(self.tiering, **changes).passes)
 
     def leaving(self) -> Candidate:
         """The same candidate where activations may move; stages are cut as for inputs that leave the device, if its
         partitioner can do that."""
-        found, cut = self.tiered(activations=True), self.partition
+        found, cut = self.with_tiering(activations=True), self.partition
         if cut is None or not inputs_may_leave(type(cut)):
             return found
         return found.with_(dataclasses.replace(cut, inputs_leave=True))  # type: ignore[call-arg]
@@ -192,8 +192,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tiering:
-    """What happens after the schedule to stages that no other lane shares. `activations`: each class of them is kept,
-    moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD; `overlap`: stages may be stepped before the
+    """The passes after the schedule for stages that no other lane shares. `activations`: each class of them is kept,
+    moved or computed again; `reservoir`: SSDs hold what DRAM cannot; `overlap`: stages may be stepped before the
     norm of all gradients is known, as they always may with a reservoir; `swap`: weights come from DRAM though they
     could stay."""
 
@@ -228,5 +228,5 @@ PLAIN_GRAPH = tuple(kind() for kind in PASSES.values() if kind.everywhere)
 PLAIN = Candidate(
     (*PLAIN_GRAPH, Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes)
 )
-LEAVING = PLAIN.tiered(activations=True)
-RESERVOIR = PLAIN.tiered(activations=True, reservoir=True)
+LEAVING = PLAIN.with_tiering(activations=True)
+RESERVOIR = PLAIN.with_tiering(activations=True, reservoir=True)

@@ -1,4 +1,5 @@
-"""What is worth a try: numbers of micro-batches and stages, orders of unequal devices, partitions and mappings."""
+"""Candidates that are worth a try: numbers of micro-batches and stages, orders of unequal devices, partitions and
+mappings."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, a
 IN_ORDER = (PartitionMinStage, PartitionMaxStage)
 
 
-def copied(lane: Draft, base: Candidate) -> list[Candidate]:
+def candidates_with_copies(lane: Draft, base: Candidate) -> list[Candidate]:
     """Candidates of which some stages run on several devices in turn, on a lane of three equal devices or more: cut for
     that, and by balance into fewer stages than devices."""
     hardware, count = lane.lane_hardware, lane.lane_hardware.num_devices
@@ -106,9 +107,10 @@ def device_orders(hardware: Hardware) -> list[str]:
 def scouts(draft: Draft, base: Candidate = PLAIN) -> list[Candidate]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
     hardware = draft.lane_hardware
-    found = [base.with_(balanced(count, base, hardware)) for count in stage_counts(draft, base.moves_activations)]
+    counts = stage_counts(draft, base.moves_activations)
+    found = [base.with_(balanced_partition(count, base, hardware)) for count in counts]
     if base.uses_ssd:
-        found += [base.with_(balanced(len(draft.blocks), base, hardware, order)) for order in fewer(hardware)]
+        found += [base.with_(balanced_partition(len(draft.blocks), base, hardware, order)) for order in fewer(hardware)]
     return found
 
 
@@ -119,10 +121,10 @@ def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
     hardware = draft.lane_hardware
     schedule = Schedule1F1B() if mesh.depth > 1 else SchedulePipeline()
     if mesh.shards > 1:
-        cut = balanced(min(blocks, max(fewest, shared_stages(mesh))), base, hardware)
+        cut = balanced_partition(min(blocks, max(fewest, shared_stages(mesh))), base, hardware)
         return [base.with_(cut, schedule).holding(False)]
-    cuts = [balanced(fewest, base, hardware)]
-    cuts += [balanced(blocks, base, hardware)] if mesh.depth == 1 and 1 < fewest < blocks else []
+    cuts = [balanced_partition(fewest, base, hardware)]
+    cuts += [balanced_partition(blocks, base, hardware)] if mesh.depth == 1 and 1 < fewest < blocks else []
     return [base.with_(cut, schedule) for cut in cuts]
 
 
@@ -138,7 +140,7 @@ def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
         yield kind(**options)
     orders = device_orders(draft.lane_hardware)
     for count, order in itertools.product(stage_counts(draft, base.moves_activations), orders):
-        yield balanced(count, base, draft.lane_hardware, order)
+        yield balanced_partition(count, base, draft.lane_hardware, order)
 
 
 def fewer(hardware: Hardware) -> list[str]:
@@ -152,7 +154,7 @@ def fewer(hardware: Hardware) -> list[str]:
     return [" ".join(map(str, crossed[:count])) for count in counts]
 
 
-def balanced(count: int, base: Candidate, hardware: Hardware, order: str = "") -> PartitionBalanced:
+def balanced_partition(count: int, base: Candidate, hardware: Hardware, order: str = "") -> PartitionBalanced:
     """Stages for all devices, or those of `order`; of several equal ones, one has all parts of a layer of experts."""
     several = (len(order.split()) or hardware.num_devices) > 1 and len(set(hardware.device_kinds)) == 1
     together = several and base.find(SplitExperts) is not None

@@ -111,14 +111,14 @@ class PlacedCandidate:
 
     @property
     def tier(self) -> str | None:
-        """What goes to SSD: the option of `insert-ssd`; None without that pass."""
+        """The option of `insert-ssd` that names what goes to SSD; None without that pass."""
         ssd = self.candidate.find(InsertSsd)
         return None if ssd is None else ssd.tier
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What candidates that begin with the same passes share."""
+    """The draft after passes that several candidates begin with, its decisions and records."""
 
     draft: Draft
     decisions: dict[str, Any]
@@ -203,15 +203,15 @@ class CandidateCompiler:
             self.work.add(MADE_S * _num_ops(draft))
         check_fit(draft)
         in_turns = placed.candidate.find(TakeTurns) is not None and sharing(draft.programs, draft.lane_hardware)
-        self.work.add(SIMULATED_S * _num_ops(draft) * _lanes_simulated(draft) * (1 + 2 * bool(in_turns)))
+        self.work.add(SIMULATED_S * _num_ops(draft) * _num_simulated_lanes(draft) * (1 + 2 * bool(in_turns)))
         try:
             step_s = _step_s(draft)
         except VerifyError as error:
-            step_s = self._in_another_order(placed, error)
+            step_s = self._reorder_receives(placed, error)
         decisions, records = {**placed.decisions, **decisions}, [*placed.records, *records]
         return CompiledCandidate(placed.candidate, draft, decisions, records, step_s)
 
-    def _in_another_order(self, placed: PlacedCandidate, error: VerifyError) -> float:
+    def _reorder_receives(self, placed: PlacedCandidate, error: VerifyError) -> float:
         """Let receives come earlier, where that ends the waiting for ever. Raises `DoesNotFit` where it does not."""
         draft = placed.draft
         other = receive_earlier(draft.programs, draft.lane_hardware)
@@ -236,7 +236,7 @@ def _num_ops(draft: Draft) -> int:
     return sum(sum(1 for _ in program.ops()) for program in draft.programs)
 
 
-def _lanes_simulated(draft: Draft) -> int:
+def _num_simulated_lanes(draft: Draft) -> int:
     """The number of lanes whose programs are simulated."""
     lanes = draft.programs[0].interface.lanes
     return len(lanes) if lanes and draft.machine.num_devices <= WRITTEN_OUT else 1

@@ -50,7 +50,7 @@ def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[MemoryNe
     needs = []
     for host, rows in by_host.items():
         profiles = [profile for _, profile in rows]
-        loading = loading_bytes([_loaded(*row, hardware) for row in rows], len(programs))
+        loading = loading_bytes([_loaded_device(*row, hardware) for row in rows], len(programs))
         needs.append(MemoryNeed(f"dram{host}", _parts(profiles, ops.DRAM), loading))
         if any(profile.peak_bytes[ops.SSD] for profile in profiles):
             needs.append(MemoryNeed(f"ssd{host}", _parts(profiles, ops.SSD)))
@@ -78,7 +78,7 @@ def _parts(profiles: Sequence[MemoryProfile], memory: str) -> dict[str, int]:
     return {what: num_bytes for what, num_bytes in parts.items() if num_bytes}
 
 
-def _loaded(program: Program, profile: MemoryProfile, hardware: Hardware) -> LoadedDevice:
+def _loaded_device(program: Program, profile: MemoryProfile, hardware: Hardware) -> LoadedDevice:
     pinned = hardware.devices[program.device].kind == "cuda"
     lasting = profile.persistent.total(ops.DRAM)
     return LoadedDevice(program.interface, homes_of(program), lasting, profile.arenas[ops.DRAM], pinned)

@@ -92,7 +92,7 @@ def shared_stages(mesh: Mesh) -> int:
 
 
 class LayoutEstimator:
-    """What a model takes of a machine's devices, as far as no layout changes it. `draft` has blocks."""
+    """The costs of a model on a machine's devices, as far as no layout changes them. `draft` has blocks."""
 
     def __init__(self, draft: Draft):
         self.draft, self.hardware = draft, draft.machine
@@ -220,7 +220,7 @@ def estimates(draft: Draft, counts: Sequence[int]) -> list[LayoutEstimate]:
     return sorted((row for row in rows if row is not None), key=lambda row: row.estimate_s)
 
 
-def varied(rows: Sequence[LayoutEstimate], most: int) -> list[LayoutEstimate]:
+def diverse_layouts(rows: Sequence[LayoutEstimate], most: int) -> list[LayoutEstimate]:
     """`most` layouts, the best first: the three best, the best of every depth and of every number of shards, and others
     as far as there is room; each once, with the number of micro-batches that suits it."""
     best = list({row.mesh: row for row in reversed(rows)}.values())[::-1]

@@ -19,7 +19,7 @@ from ...passes.table import PASSES
 from ..strategies import STRATEGIES
 from .attempts import Attempts
 from .candidate import Candidate
-from .candidates import IN_ORDER, copied, lane_scouts, mappings, more_of_mip, partitions, schedules
+from .candidates import IN_ORDER, candidates_with_copies, lane_scouts, mappings, more_of_mip, partitions, schedules
 from .layouts import LayoutEstimate, estimates
 from .trial import Pruned, Skipped, Trial
 
@@ -29,7 +29,7 @@ FAR = 0.1  # by how much the first may be slower than the best: schedules and ti
 
 @dataclass
 class Position:
-    """Where a sweep is: the trials so far, its number of micro-batches, and the base of its candidates."""
+    """The position of a sweep: the trials so far, its number of micro-batches, and the base of its candidates."""
 
     attempts: Attempts
     count: int
@@ -77,8 +77,8 @@ def named_strategies(base: Candidate, num_devices: int) -> list[Candidate]:
     if base.mesh is not None:
         return []
     over = base.graph_passes
-    candidates = [Candidate.of(name, num_devices) for name in STRATEGIES]
-    candidates = [candidate if candidate.graph_passes == over else candidate.over(*over) for candidate in candidates]
+    candidates = [Candidate.parse(name, num_devices) for name in STRATEGIES]
+    candidates = [each if each.graph_passes == over else each.with_graph_passes(*over) for each in candidates]
     return [candidate for candidate in candidates if candidate.is_synchronous]
 
 
@@ -119,17 +119,17 @@ def other_tiers(position: Position, row: Trial) -> Iterator[Candidate]:
     beside the faster one, also with stages cut as for inputs that leave the device."""
     candidate, attempts = row.candidate, position.attempts
     if candidate.is_shared:
-        yield from [candidate.swapped(swap) for swap in (True, False)]
+        yield from [candidate.with_swap(swap) for swap in (True, False)]
     elif candidate.fetches and attempts.has_ssds:
         both = itertools.product((True, False), (True,) if position.base.uses_ssd else (True, False))
-        yield from [candidate.tiered(activations=moved, reservoir=lower) for moved, lower in both]
+        yield from [candidate.with_tiering(activations=moved, reservoir=lower) for moved, lower in both]
     elif candidate.fetches:
-        overlapped = candidate.tiered(overlap=True)
+        overlapped = candidate.with_tiering(overlap=True)
         if row.keeps_all or not attempts.needs_norm:  # only stages in DRAM are stepped early, and none waits for more
             attempts.is_same(overlapped, row)
         yield overlapped
         faster = overlapped if position.best == overlapped else candidate
-        moving = [faster.tiered(activations=True), faster.leaving(), faster.tiered(activations=False)]
+        moving = [faster.with_tiering(activations=True), faster.leaving(), faster.with_tiering(activations=False)]
         for other in moving if row.keeps_all and candidate == faster else ():
             attempts.is_same(other, row)
         yield from moving
@@ -162,27 +162,27 @@ def layout_scouts(attempts: Attempts, row: LayoutEstimate, base: Candidate) -> I
     scouts = lane_scouts(lane, candidate, row.mesh)
     yield from scouts
     if row.mesh.shards > 1 and attempts.best is None:  # what is gathered whole must be smaller
-        yield scouts[0].with_(IN_ORDER[0]()).swapped(True)
+        yield scouts[0].with_(IN_ORDER[0]()).with_swap(True)
 
 
 def on_best_mesh(attempts: Attempts, count: int, base: Candidate) -> Iterator[Candidate]:
     """All moves with the layout of the best candidate, where that has several lanes and the base has one."""
     best = attempts.best_candidate
     if best.mesh is not None and not best.name and base.mesh is None:
-        yield from proposals(Position(attempts, count, base.over(*best.graph_passes).on(best.mesh)))
+        yield from proposals(Position(attempts, count, base.with_graph_passes(*best.graph_passes).on(best.mesh)))
 
 
 def tiers_of_the_best(position: Position) -> list[Candidate]:
     """The fastest partitions with the tiers of the best candidate."""
     tiers = dataclasses.asdict(position.best.tiering)
-    return [row.candidate.tiered(**tiers) for row in position.leaders]
+    return [row.candidate.with_tiering(**tiers) for row in position.leaders]
 
 
 def other_schedules(position: Position) -> Iterator[Candidate]:
     for row in position.leaders:
         swaps = (False,) if row.all_swapped and not row.candidate.is_shared else (False, True)
         for schedule, swap in itertools.product(schedules(position.lane.lane_hardware.num_devices), swaps):
-            yield row.candidate.with_(schedule).swapped(swap)
+            yield row.candidate.with_(schedule).with_swap(swap)
 
 
 def differs(position: Position) -> bool:
@@ -205,7 +205,7 @@ def variants(position: Position, kind: type[Pass]) -> list[Candidate]:
     forms = kind.variants(position.plan_so_far)
     others = [row.candidate for row in position.leaders] if forms and kind.of_leaders else []
     pairs = itertools.product(forms, (position.best, *others))
-    return list(dict.fromkeys(candidate.changed(kind, form) for form, candidate in pairs))
+    return list(dict.fromkeys(candidate.replace_pass(kind, form) for form, candidate in pairs))
 
 
 def graph_variants(position: Position) -> Iterator[Candidate]:
@@ -236,7 +236,7 @@ MOVES = (
     Move("tiers", always, tiers_of_the_first),
     Move("variants of graph passes", always, graph_variants),
     Move("lanes", lambda p: p.base.mesh is None and p.attempts.hardware.num_devices > 1, lanes),
-    Move("copied stages", always, lambda p: copied(p.lane, p.base)),
+    Move("copied stages", always, lambda p: candidates_with_copies(p.lane, p.base)),
     Move(
         "numbers of stages",
         lambda p: not p.attempts.is_late and not p.base.is_shared,

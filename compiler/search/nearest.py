@@ -53,8 +53,8 @@ class Growth:
     def __init__(self) -> None:
         self._added: dict[str, int] = {}
 
-    def of(self, memory: str, size_bytes: int, missing_bytes: int) -> int:
-        """The next size in bytes of a memory that lacks so many."""
+    def next_size_bytes(self, memory: str, size_bytes: int, missing_bytes: int) -> int:
+        """The next size in bytes of a memory that lacks `missing_bytes`."""
         more = missing_bytes
         if memory in self._added:
             more = max(missing_bytes, int(AGAIN_SHARE * size_bytes), 2 * self._added[memory])
@@ -78,7 +78,7 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
 
 
 def _what_stays_whole(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
-    """Why tables and layers of experts that are large for a device cannot be in parts."""
+    """The reasons why tables and layers of experts that are large for a device cannot be in parts."""
     first = wishes.micro_batches or micro_batch_counts(wishes.batch_size, hardware)[0][0]
     draft = Draft(trace(first), hardware, wishes.options)
     return "; ".join(told for split in (SplitVocabulary(), SplitExperts()) for told in split.look(draft)[1])
@@ -87,7 +87,7 @@ def _what_stays_whole(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
 def _own_copy(hardware: Hardware, memory: str) -> str:
     if tier_of(memory) == ops.DEVICE:
         num_bytes = hardware.device_by_name[memory].model_bytes if memory in hardware.device_by_name else 0
-    else:  # what is short of SSD may as well lie in DRAM
+    else:  # DRAM may take what SSDs have no room for
         memory = f"{ops.DRAM}{host_of(memory)}"
         num_bytes = hardware.hosts[host_of(memory)].model_bytes
     if not num_bytes:
@@ -104,24 +104,24 @@ def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
     if tier == ops.DRAM and has_ssds:
         if wishes.asked is not None or wishes.decided is not None:
             free = dataclasses.replace(wishes, asked=None, decided=None)
-            yield _searched(trace, hardware, free, {"strategy": "auto"})
-        yield _grown(miss, trace, hardware, wishes)
+            yield _try_change(trace, hardware, free, {"strategy": "auto"})
+        yield _grow(miss, trace, hardware, wishes)
     if tier == ops.SSD:
-        yield _grown(miss, trace, hardware, wishes)
+        yield _grow(miss, trace, hardware, wishes)
     if tier == ops.DEVICE:  # DRAM holds what no strategy makes smaller
         if wishes.asked is not None or wishes.decided is not None:
             free = dataclasses.replace(wishes, asked=None, decided=None)
-            yield _searched(trace, hardware, free, {"strategy": "auto"})
+            yield _try_change(trace, hardware, free, {"strategy": "auto"})
         first = wishes.micro_batches or wishes.batch_size
         more = range(first + 1, wishes.batch_size + 1)
         for count in (m for m in more if wishes.batch_size % m == 0):
             if len(trace(first).nodes) <= LARGE_GRAPH_NODES:
                 smaller = dataclasses.replace(wishes, micro_batches=count, decided=None)
-                yield _searched(trace, hardware, smaller, {"micro_batches": count})
+                yield _try_change(trace, hardware, smaller, {"micro_batches": count})
     yield _more_memory(trace, hardware, wishes)
 
 
-def _searched(trace: Trace, hardware: Hardware, wishes: Wishes, change: dict[str, Any]) -> Nearest | None:
+def _try_change(trace: Trace, hardware: Hardware, wishes: Wishes, change: dict[str, Any]) -> Nearest | None:
     try:
         return Nearest(change, search(trace, hardware, wishes).best.step_s)
     except PenstockError:
@@ -147,7 +147,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
         below_bytes = largest.memory_bytes
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
-        change["memory"] = short_bytes(growth.of("memory", largest.memory_bytes, more_bytes))
+        change["memory"] = short_bytes(growth.next_size_bytes("memory", largest.memory_bytes, more_bytes))
         wider = wider.with_(memory=change["memory"])
     return None
 
@@ -169,7 +169,7 @@ def _less(
     return short_bytes(fitting_bytes), found
 
 
-def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+def _grow(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
     """Add SSDs, or DRAM where DRAM is short, by the missing bytes until a plan fits."""
     change: dict[str, Any] = {}
     growth = Growth()
@@ -184,10 +184,10 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
         if tier_of(tried.memory) == ops.SSD:
             like = host.ssds[0].budget_bytes if host.ssds else STOCK_BYTES
             held_bytes = len(host.ssds) * like
-            change["ssds"] = ceil(growth.of("ssds", held_bytes, tried.missing_bytes) / like)
+            change["ssds"] = ceil(growth.next_size_bytes("ssds", held_bytes, tried.missing_bytes) / like)
         else:
             more_bytes = ceil(tried.missing_bytes / host.dram_usable_fraction)
-            change["dram"] = short_bytes(growth.of("dram", host.dram_bytes, more_bytes))
+            change["dram"] = short_bytes(growth.next_size_bytes("dram", host.dram_bytes, more_bytes))
         tried = attempt_smallest(trace, hardware.with_(**change), wishes)
     return None
 

@@ -101,12 +101,12 @@ def find_offer(
     programs: Sequence[Program],
     times: Mapping[int, float],
 ) -> Offer | None:
-    """The best plan found for the machine with these devices so many times as slow; None where none saves
+    """The best plan found for the machine with these devices slower by these factors; None where none saves
     `LEAST_GAIN`. Takes `OFFER_S` of computation, or as long as a candidate takes."""
     machine, options = with_slower(hardware, times), wishes.options
     names = {hardware.devices[device].name: factor for device, factor in times.items()}
     if options.profiler is not None:
-        options = dataclasses.replace(options, profiler=_slowed(options.profiler, hardware, names))
+        options = dataclasses.replace(options, profiler=_slow_profiler(options.profiler, hardware, names))
     stages = {name: _slowed_stage(spec, names) for name, spec in programs[0].interface.stages.items()}
     programs = [program.copy().with_interface(stages=stages) for program in programs]
     before_s = step_seconds_here(programs, machine, plan.precision)
@@ -126,12 +126,12 @@ def find_offer(
 
 def _candidates(plan: Plan, attempts: Attempts, count: int) -> list[Candidate]:
     """The pipeline at hand with shares by speed, then others like it."""
-    chosen = Candidate.of(plan.passes, attempts.hardware.num_devices)
+    chosen = Candidate.parse(plan.passes, attempts.hardware.num_devices)
     first = [] if chosen.mesh is None else [chosen.with_(dataclasses.replace(chosen.mesh, by_speed=True))]
     return [*first, *relatives(plan, attempts, count)]
 
 
-def _slowed(profiler: MeasureBlocks, hardware: Hardware, names: Mapping[str, float]) -> MeasureBlocks:
+def _slow_profiler(profiler: MeasureBlocks, hardware: Hardware, names: Mapping[str, float]) -> MeasureBlocks:
     """A profiler whose seconds are those of the machine as it was planned for, times the factor of slower devices."""
 
     def profile(graph: OpGraph, blocks: list[Block], machine: Hardware) -> list[Block]:

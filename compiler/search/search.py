@@ -50,10 +50,10 @@ from .candidates import (
     scouts,
 )
 from .compiled import CompiledCandidate
-from .layouts import LayoutEstimate, estimates, varied
+from .layouts import LayoutEstimate, diverse_layouts, estimates
 from .moves import Position, layout_scouts, on_best_mesh, proposals, quick_strategies
 from .team_estimate import TeamEstimate, TeamEstimator
-from .teams import divided, has_experts, has_long_rows, team_meshes
+from .teams import context_candidates, has_experts, has_long_rows, team_meshes
 from .trial import Skipped, Trial, errors_of, smallest_step
 
 AGAIN, TILES = RecomputePointwise(), TileSequence()
@@ -70,7 +70,7 @@ def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> SearchResult:
     """
     sweep = Sweep(trace, hardware, wishes)
     if wishes.decided is not None:
-        sweep.one(Candidate.of(wishes.decided.passes, hardware.num_devices))
+        sweep.one(Candidate.parse(wishes.decided.passes, hardware.num_devices))
     elif wishes.asked is not None:
         sweep.one(wishes.asked)
     else:
@@ -106,7 +106,7 @@ class Sweep(Attempts):
         bases = self.bases()
         self.first_that_fits(bases)
         if self.best is None and not any(TILES in base.graph_passes for base in bases):
-            self.first_that_fits(self.tiled(bases))
+            self.first_that_fits(self.with_tiles(bases))
         if self.hardware.num_devices > 1:
             self.share_weights(next(base for base in bases if TILES not in base.graph_passes))
         self.best_of_counts()
@@ -138,13 +138,13 @@ class Sweep(Attempts):
                 continue
             lane = self.compiler(count).lane(base)
             experts = mesh.shards == 1 or not has_experts(lane.graph)  # parts of weights are not spread once more
-            for found in divided(base, lane, team, experts):
+            for found in context_candidates(base, lane, team, experts):
                 if isinstance(found, PassError):
                     self.trials.append(Trial(base.on(mesh), count, reason=found))
                     continue
                 candidates = [found.on(mesh)]
                 if TILES in bases[0].graph_passes:
-                    tiled = found.over(*found.graph_passes, TILES).on(mesh)
+                    tiled = found.with_graph_passes(*found.graph_passes, TILES).on(mesh)
                     candidates += [tiled] if tiled.is_shared else [tiled, tiled.leaving()]
                 for candidate in candidates:
                     self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
@@ -179,7 +179,7 @@ class Sweep(Attempts):
         for base in self.bases():
             begin_s, until_s = self.work.seconds, self.until_s
             self.until_s = begin_s + LAYOUTS_SHARE * (until_s - begin_s)
-            for row in varied(estimates(self.compiler(self.usual[0]).lane(base), self.usual), MOST_LAYOUTS):
+            for row in diverse_layouts(estimates(self.compiler(self.usual[0]).lane(base), self.usual), MOST_LAYOUTS):
                 self.look_at(row, base)
             self.until_s = until_s
             if self.best is not None:
@@ -205,7 +205,7 @@ class Sweep(Attempts):
             return
         compiler, rows = self.compiler(self.usual[0]), self.wishes.batch_size
         able = divisors(rows) if self.wishes.micro_batches is None else self.usual
-        teams = TeamEstimator(compiler.lane(_undivided(base, True)))
+        teams = TeamEstimator(compiler.lane(_drop_divisions(base, True)))
         tries = [(row, width) for width in kinds for row in teams.estimates(width, able, rows)]
         tries.sort(key=lambda each: each[0].estimate_s)
         first = list({(width, row.members, row.mesh): (row, width) for row, width in reversed(tries)}.values())[::-1]
@@ -241,8 +241,9 @@ class Sweep(Attempts):
 
     def look_at_team(self, base: Candidate, row: TeamEstimate, width: bool) -> None:
         """Try scouts of a team's layout."""
-        whole, split = _undivided(base, width), SplitWidth(row.members) if width else SplitContext("rows", row.members)
-        candidate = whole.over(*whole.graph_passes, split).on(row.mesh)
+        whole = _drop_divisions(base, width)
+        split = SplitWidth(row.members) if width else SplitContext("rows", row.members)
+        candidate = whole.with_graph_passes(*whole.graph_passes, split).on(row.mesh)
         if self.best is not None and self.is_late:
             self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
             return
@@ -255,22 +256,22 @@ class Sweep(Attempts):
         if not self.has_ssds:
             usual = [PLAIN, LEAVING]
         else:
-            usual = [RESERVOIR] if self.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
-        plain = self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
-        tiled = self.tiled(usual)
+            usual = [RESERVOIR] if self.excess_bytes > 0 else [PLAIN, RESERVOIR]
+        plain = self.with_parts([*usual, *(base.with_graph_passes(*base.graph_passes, AGAIN) for base in usual)])
+        tiled = self.with_tiles(usual)
         return [*(tiled if tiled and self.has_large_layers() else ()), *plain]
 
-    def tiled(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def with_tiles(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates with token-wise parts in tiles of tokens; none where no part is large for a device."""
         draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
-        return [base.over(*base.graph_passes, TILES) for base in candidates] if TILES.plan(draft) else []
+        return [base.with_graph_passes(*base.graph_passes, TILES) for base in candidates] if TILES.plan(draft) else []
 
     def has_large_layers(self) -> bool:
         """Whether a layer alone, with what it saves, is too large for every device, whatever the micro-batch."""
         counts = dict.fromkeys((self.usual[0], max([*self.usual, *self.last_resort])))
         try:
             split, must = self.parts
-            base = PLAIN.over(*PLAIN.graph_passes, *(split if must else ()))
+            base = PLAIN.with_graph_passes(*PLAIN.graph_passes, *(split if must else ()))
             return all(Slices(self.compiler(count).lane(base)).fewest() is None for count in counts)
         except (DoesNotFit, PassError, PlanError):
             return False
@@ -280,11 +281,11 @@ class Sweep(Attempts):
         rows in parts; only these where whole experts are too large for every device."""
         split, must = self.parts
         whole = [] if must else candidates
-        return [*whole, *(candidate.over(*candidate.graph_passes, *split) for candidate in candidates if split)]
+        return [*whole, *(each.with_graph_passes(*each.graph_passes, *split) for each in candidates if split)]
 
     def few_micro_batches(self) -> None:
-        """Begin with the fewest micro-batches whose rows fit beside experts: experts in parts are so many stages that
-        each of them takes longer to come than to compute, and each further micro-batch is as many turns."""
+        """Begin with the fewest micro-batches whose rows fit beside experts: in parts, a layer of experts is many
+        stages, each takes longer to fetch than to compute, and each further micro-batch adds a turn of every stage."""
         counts = sorted({*divisors(self.wishes.batch_size), *self.usual, *self.last_resort})
         if self.wishes.micro_batches is None and not self.wishes.fewest_first:
             draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
@@ -346,7 +347,7 @@ def _smallest_of(sweep: Sweep, count: int, is_large: bool) -> Iterator[Candidate
         if sweep.best is None:
             yield scouts(sweep.compiler(count).lane(base), base)[-1]
     if sweep.best is None and not is_large:
-        yield Candidate.of("ftpipe", sweep.hardware.num_devices)
+        yield Candidate.parse("ftpipe", sweep.hardware.num_devices)
 
 
 def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
@@ -355,7 +356,7 @@ def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
     return list(dict.fromkeys([*(base for base in bases if TILES in base.graph_passes), *bases[-2:]]))
 
 
-def _undivided(base: Candidate, tables: bool) -> Candidate:
+def _drop_divisions(base: Candidate, tables: bool) -> Candidate:
     """A candidate without the passes that divide layers of experts; nor, with `tables`, those that divide these."""
     own: tuple[type[GraphPass], ...] = (SplitExperts, SplitContext, *((SplitVocabulary,) if tables else ()))
-    return base.over(*(p for p in base.graph_passes if not isinstance(p, own)))
+    return base.with_graph_passes(*(p for p in base.graph_passes if not isinstance(p, own)))

@@ -1,4 +1,4 @@
-"""What theory says of teams before any graph is divided: the step of each layout, which gives the order of tries.
+"""Estimates teams by theory before any graph is divided: the step of each layout, which gives the order of tries.
 
 A team divides weights among its members: all of them by columns (width), or those of experts. What a device computes is
 its part of all, and a bubble where teams are pipelines. What it sends: of width, four sums of the hidden states a layer
@@ -62,7 +62,7 @@ class TeamEstimator(LayoutEstimator):
         return 3 * len(self.draft.graph.nodes) * max(device.op_overhead_s for device in self.hardware.devices)
 
     def _from_dram_s(self, replicas: float) -> float:
-        """Seconds to move all weights so many times to devices, over links of their own and root complexes."""
+        """Seconds to move all weights `replicas` times to devices, over links of their own and root complexes."""
         each = sum(device.h2d_bandwidth for device in self.hardware.devices)
         return max(super()._from_dram_s(replicas), replicas * self.weight_bytes / each)
 
@@ -71,7 +71,7 @@ class TeamEstimator(LayoutEstimator):
         """Seconds for what neither devices nor DRAM can hold."""
         return max((bound.seconds for bound in machine_disks(self.draft)), default=0.0)
 
-    def of_teams(self, width: bool, members: int, mesh: Mesh, count: int) -> float:
+    def step_seconds(self, width: bool, members: int, mesh: Mesh, count: int) -> float:
         """Seconds of a step. `width`: members have columns of all weights; else some experts, and all other weights."""
         devices, hosts = self.hardware.num_devices, self.hardware.hosts
         teams = devices // (members * mesh.depth)
@@ -92,7 +92,7 @@ class TeamEstimator(LayoutEstimator):
             stays = (self.weight_bytes + self.grad_bytes) * here / mesh.shards <= room
             moved_s = self._from_dram_s(copies) * (1 if stays else 3)
             rate = sum(host.optimizer_params_per_s for host in hosts)
-            moved_s = max(moved_s, copies * self.trained / rate)
+            moved_s = max(moved_s, copies * self.num_trained_params / rate)
         line = list(range(members))  # neighbours in the machine's order
         if members == 1:
             sent_s = 0.0
@@ -112,7 +112,7 @@ class TeamEstimator(LayoutEstimator):
         return parts[-1] + NOT_UNDER * (sum(parts[:-1]) + sent_s)
 
     @cached_property
-    def trained(self) -> int:
+    def num_trained_params(self) -> int:
         """The number of parameters that are trained."""
         params = {id(p): p for p in self.draft.graph.parameters().values()}.values()
         return sum(p.numel() for p in params if p.requires_grad)
@@ -124,7 +124,7 @@ class TeamEstimator(LayoutEstimator):
             teams = self.hardware.num_devices // (members * mesh.depth)
             for count in counts:
                 if count % teams == 0 and (width or rows // count % members == 0):
-                    yield TeamEstimate(members, mesh, count, self.of_teams(width, members, mesh, count))
+                    yield TeamEstimate(members, mesh, count, self.step_seconds(width, members, mesh, count))
 
     def alone_s(self, counts: Sequence[int]) -> float:
         """The shortest estimate without teams: replicas of pipelines, which share weights or not."""
@@ -132,7 +132,7 @@ class TeamEstimator(LayoutEstimator):
         for depth in [n for n in range(1, devices + 1) if devices % n == 0]:
             lanes = devices // depth
             for mesh in dict.fromkeys((Mesh(depth=depth), Mesh(shards=lanes, depth=depth))):
-                found += [self.of_teams(True, 1, mesh, n) for n in counts if n % lanes == 0]
+                found += [self.step_seconds(True, 1, mesh, n) for n in counts if n % lanes == 0]
         return min(found, default=math.inf)
 
 

@@ -45,7 +45,7 @@ def team_meshes(hardware: Hardware) -> Iterator[tuple[int, Mesh]]:
         yield team, Mesh()
 
 
-def divided(base: Candidate, draft: Draft, team: int, experts: bool) -> Iterator[Candidate | PassError]:
+def context_candidates(base: Candidate, draft: Draft, team: int, experts: bool) -> Iterator[Candidate | PassError]:
     """The candidate with sequences divided among `team` members, in each way that the graph allows; for each that it
     does not, the reason. `draft` has the graph after the candidate's other passes over it. `experts`: whether members
     share these out. A ring sends keys and values again for backward, or keeps them, which takes memory and spares
@@ -58,6 +58,6 @@ def divided(base: Candidate, draft: Draft, team: int, experts: bool) -> Iterator
         except PassError as error:
             yield error
         else:
-            yield base.over(*base.graph_passes, split)
+            yield base.with_graph_passes(*base.graph_passes, split)
             if by == "ring":
-                yield base.over(*base.graph_passes, replace(split, keep=True))
+                yield base.with_graph_passes(*base.graph_passes, replace(split, keep=True))

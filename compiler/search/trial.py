@@ -1,4 +1,4 @@
-"""What became of a candidate: its step, or why it has none; and the text of this among the plan's rivals."""
+"""The outcome of a candidate: its step, or why it has none; and its text among the plan's rivals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .host_memory import tier_of
 
 
 class Skipped(Enum):
-    """Why a candidate was not looked at."""
+    """The reasons not to look at a candidate."""
 
     OUT_OF_TIME = "not tried: out of time"
     NO_SSDS = "needs SSDs, of which there are none"

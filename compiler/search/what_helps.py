@@ -1,4 +1,4 @@
-"""What would help: the same model planned again for machines that have more of one thing.
+"""Changes of the machine that would help: the same model planned again with more of one thing.
 
 Each machine gets the chosen pipeline, and the same pipeline with partition-balanced in a few sizes and another mapping:
 a quick look that takes seconds. An even better plan may exist, so a gain is a lower bound. Where these gain on the
@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..profile.profile import for_machines_like
 from .attempts import Attempts, Trace, Wishes
 from .candidate import PLAIN, Candidate
-from .candidates import balanced, device_orders, lane_scouts, mappings, micro_batch_counts, stage_counts
+from .candidates import balanced_partition, device_orders, lane_scouts, mappings, micro_batch_counts, stage_counts
 from .trial import why_not
 
 Part = TypeVar("Part", bound=MachinePart)
@@ -71,7 +71,7 @@ def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> 
         share_s = left_s / (len(changes) - i)
         chosen = dataclasses.replace(wishes, decided=None, dump=None, search_s=share_s)
         attempts = Attempts(trace, change.machine, chosen)
-        found.append(_planned(change.text, attempts, plan))
+        found.append(_help_of(change.text, attempts, plan))
         left_s -= attempts.work.seconds
     assert plan.predicted is not None
     same_s = found[0].step_s
@@ -79,7 +79,7 @@ def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> 
     return found if gains else found[1:]
 
 
-def _planned(change: str, attempts: Attempts, plan: Plan) -> Help:
+def _help_of(change: str, attempts: Attempts, plan: Plan) -> Help:
     assert plan.predicted is not None
     mesh, machine, wishes = plan.decisions.mesh, attempts.hardware, attempts.wishes
     more_devices = machine.num_devices > (mesh.num_devices if mesh else len(plan.predicted.arena_bytes))
@@ -96,14 +96,14 @@ def _planned(change: str, attempts: Attempts, plan: Plan) -> Help:
 def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]:
     """The chosen pipeline, then pipelines like it with other partitions, mappings and numbers of stages; none like an
     asynchronous one, as another schedule would train otherwise."""
-    chosen = Candidate.of(plan.passes, attempts.hardware.num_devices)
+    chosen = Candidate.parse(plan.passes, attempts.hardware.num_devices)
     yield chosen
     if not chosen.is_synchronous:
         return
     mesh = chosen.mesh
     if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
         mesh = dataclasses.replace(mesh, shards=plan.decisions.mesh.shards)
-    base = PLAIN.over(*chosen.graph_passes).ending(*dataclasses.replace(chosen.tiering, swap=False).passes)
+    base = PLAIN.with_graph_passes(*chosen.graph_passes).ending(*dataclasses.replace(chosen.tiering, swap=False).passes)
     base = base if mesh is None else base.on(mesh)
     usual = base.with_(*(type(p)() for p in chosen.passes if isinstance(p, Partition | Mapping | Schedule)))
     yield usual
@@ -115,7 +115,7 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
         yield from lane_scouts(lane, base, mesh)
     counts = stage_counts(lane, base.moves_activations)
     for stages, order in itertools.product(counts, device_orders(lane.lane_hardware)[:2]):
-        yield usual.with_(balanced(stages, base, lane.lane_hardware, order))
+        yield usual.with_(balanced_partition(stages, base, lane.lane_hardware, order))
     for mapping in mappings(lane.lane_hardware) if lane.lane_hardware.num_devices > 1 else ():
         yield usual.with_(mapping)
 
@@ -123,9 +123,9 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
 def changed_machines(hardware: Hardware) -> Iterator[Change]:
     """The machine with more of each thing in turn."""
     if len(hardware.hosts) > 1:
-        yield Change("twice as many hosts", _twice_the_hosts(hardware))
+        yield Change("twice the hosts", _twice_the_hosts(hardware))
         assert hardware.network is not None
-        yield _speeded("network", _with(hardware, network=_scaled(hardware.network, "bandwidth")))
+        yield _speed_up("network", _with(hardware, network=_scale(hardware.network, "bandwidth")))
     else:
         one_more = "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device"
         yield Change(one_more, _one_more_device(hardware))
@@ -134,24 +134,24 @@ def changed_machines(hardware: Hardware) -> Iterator[Change]:
     yield Change("64 GB more DRAM", _with(hardware, hosts=more))
     if any(host.ssds for host in hardware.hosts):
         yield Change("one more SSD", _one_more_ssd(hardware))
-        yield _speeded("SSDs", _with(hardware, hosts=[_faster_disks(host) for host in hardware.hosts]))
-    yield _speeded("links to DRAM", faster_links(hardware))
-    yield _speeded(COMPUTATION, _with(hardware, devices=[_faster(d) for d in hardware.devices]))
+        yield _speed_up("SSDs", _with(hardware, hosts=[_faster_disks(host) for host in hardware.hosts]))
+    yield _speed_up("links to DRAM", faster_links(hardware))
+    yield _speed_up(COMPUTATION, _with(hardware, devices=[_faster(d) for d in hardware.devices]))
     rates = [h.model_copy(update={"optimizer_params_per_s": h.optimizer_params_per_s * FASTER}) for h in hardware.hosts]
-    yield _speeded("optimizer on the host", _with(hardware, hosts=rates))
+    yield _speed_up("optimizer on the host", _with(hardware, hosts=rates))
 
 
-def _speeded(what: str, machine: Hardware) -> Change:
+def _speed_up(what: str, machine: Hardware) -> Change:
     return Change(f"{what} {FASTER:g}x as fast", machine, faster=what)
 
 
 def faster_links(hardware: Hardware) -> Hardware:
     rates = ("bandwidth_up", "bandwidth_down", "bandwidth_both")
     hosts = [
-        host.model_copy(update={"root_complexes": [_scaled(r, *rates) for r in host.root_complexes]})
+        host.model_copy(update={"root_complexes": [_scale(r, *rates) for r in host.root_complexes]})
         for host in hardware.hosts
     ]
-    devices = [_scaled(device, "h2d_bandwidth", "d2h_bandwidth") for device in hardware.devices]
+    devices = [_scale(device, "h2d_bandwidth", "d2h_bandwidth") for device in hardware.devices]
     return _with(hardware, hosts=hosts, devices=devices)
 
 
@@ -189,7 +189,7 @@ def _one_more_ssd(hardware: Hardware) -> Hardware:
 
 def _faster_disks(host: Host) -> Host:
     uplink = host.ssd_uplink_bandwidth
-    faster = {"ssds": [_scaled(ssd, "read_bandwidth", "write_bandwidth") for ssd in host.ssds]}
+    faster = {"ssds": [_scale(ssd, "read_bandwidth", "write_bandwidth") for ssd in host.ssds]}
     return host.model_copy(update=faster | {"ssd_uplink_bandwidth": None if uplink is None else FASTER * uplink})
 
 
@@ -219,12 +219,12 @@ def _spread(devices: list[Device], at: int, size: int, count: int) -> list[Devic
 def _faster(device: Device) -> Device:
     peak = {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()}
     table = device.rates.scaled(FASTER) if device.rates is not None else None
-    return _scaled(device, "memory_bandwidth").model_copy(
+    return _scale(device, "memory_bandwidth").model_copy(
         update={"peak_flops": peak, "rates": table, "op_overhead_s": device.op_overhead_s / FASTER}
     )
 
 
-def _scaled(part: Part, *names: str) -> Part:
+def _scale(part: Part, *names: str) -> Part:
     rates = {name: getattr(part, name) for name in names}
     return part.model_copy(update={name: rate * FASTER for name, rate in rates.items() if rate is not None})
 

@@ -47,4 +47,4 @@ def test_a_base_that_is_none_is_named(more: dict[str, str], words: str) -> None:
 
 def test_new_weights_are_not_quantised() -> None:
     with pytest.raises(PlanError, match="has no weights here that could be quantised"):
-        find_model(MODEL, adapter="lora", base="nf4").in_memory()
+        find_model(MODEL, adapter="lora", base="nf4").load()

@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    find_model(GPT).in_memory(seed=3).save_pretrained(tmp_path / "base")
+    find_model(GPT).load(seed=3).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 

@@ -40,7 +40,7 @@ def eager(chosen: TrainOptions) -> list[float]:
     from penstock.compiler.job.sampler import RankSampler
 
     task = prepare(chosen, Console(quiet=True))
-    model = task.named.in_memory(chosen.seed)
+    model = task.named.load(chosen.seed)
     model = DPO(model).train() if task.kind == "preference" else model
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=chosen.lr)
     losses = []

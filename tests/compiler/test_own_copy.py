@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.compiler.own_copy import beside_copies, beside_own_copy, own_copy_bytes
+from penstock.compiler.own_copy import own_copy_bytes, reserve_copies, reserve_own_copy
 from penstock.errors import DoesNotFit, PlanError
 from penstock.ir.program import slice_of
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
@@ -103,7 +103,7 @@ def test_files_that_were_written_for_a_model_on_meta_have_no_room_beside_a_live_
 def test_one_process_has_one_copy_and_several_hosts_one_for_each_device(name: str, copies: list[int]) -> None:
     model = nn.Linear(1000, 1000)
     hardware = penstock.Hardware.preset(name)
-    found = beside_own_copy(hardware, model)
+    found = reserve_own_copy(hardware, model)
     assert [host.model_bytes for host in found.hosts] == [copy * 4_004_000 for copy in copies]
     for host in range(len(copies)):
         assert found.dram_budget_bytes(host) == hardware.dram_budget_bytes(host) - copies[host] * 4_004_000
@@ -111,14 +111,14 @@ def test_one_process_has_one_copy_and_several_hosts_one_for_each_device(name: st
 
 def test_a_copy_on_a_gpu_takes_of_that_gpu() -> None:
     hardware = penstock.Hardware.preset("rtx4090x2")
-    found = beside_copies(hardware, [{"cuda:1": 10**9, "cpu": 10**6}])
+    found = reserve_copies(hardware, [{"cuda:1": 10**9, "cpu": 10**6}])
     assert found.budget_bytes("gpu1") == hardware.budget_bytes("gpu1") - 10**9
     assert found.budget_bytes("gpu0") == hardware.budget_bytes("gpu0")
     assert found.dram_budget_bytes() == hardware.dram_budget_bytes() - 10**6
 
 
 def test_a_lane_has_its_part_of_the_copies() -> None:
-    hardware = beside_own_copy(penstock.Hardware.cpu(num_devices=4, dram="100MB"), nn.Linear(1000, 1000))
+    hardware = reserve_own_copy(penstock.Hardware.cpu(num_devices=4, dram="100MB"), nn.Linear(1000, 1000))
     lane = slice_of(hardware, [[0, 1], [2, 3]])
     assert lane.dram_budget_bytes() == hardware.dram_budget_bytes() // 2
     without = penstock.Hardware.cpu(num_devices=4, dram="100MB")
@@ -126,6 +126,6 @@ def test_a_lane_has_its_part_of_the_copies() -> None:
 
 
 def test_a_document_keeps_the_copy() -> None:
-    hardware = beside_own_copy(penstock.Hardware.cpu(num_devices=1), nn.Linear(1000, 1000))
+    hardware = reserve_own_copy(penstock.Hardware.cpu(num_devices=1), nn.Linear(1000, 1000))
     assert "model_bytes: 4.004MB" in hardware.to_yaml() and "own copy of the model" in hardware.describe()
     assert "model_bytes" not in penstock.Hardware.cpu(num_devices=1).to_yaml()

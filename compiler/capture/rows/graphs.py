@@ -24,7 +24,7 @@ class TracedRows:
     def __init__(self, graph: fx.Graph, tape: RowTape, items: dict[fx.Node, list[tuple[fx.Node, Any]]]):
         self.graph, self.tape, self.items = graph, tape, items
 
-    def at(self, inputs: Mapping[str, torch.Tensor] | None = None) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    def graph_for(self, inputs: Mapping[str, torch.Tensor] | None = None) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         """The graph for these inputs, by default those of the trace, and its nodes by those of the trace.
 
         Raises `OtherTrace` where the model does something else for these.
@@ -40,7 +40,7 @@ class TracedRows:
         made, copies = PlainGraph(), dict[fx.Node, fx.Node]()
 
         def arguments(nest: Any) -> Any:
-            return fx.map_arg(plain(nest) if replay is None else replay.at(nest), copies.__getitem__)
+            return fx.map_arg(plain(nest) if replay is None else replay.resolve(nest), copies.__getitem__)
 
         for node in self.graph.nodes:
             copy = copies[node] = made.create_node(

@@ -39,23 +39,23 @@ class RowReplay:
                 args, kwargs = self.arguments(entry)
                 if not _same(entry.run(*args, **kwargs), entry.value):
                     raise OtherTrace(f"{entry.line}\n  this line gives something else for other rows")
-            elif not _same(self.of(entry.number), entry.value):
+            elif not _same(self.value_of(entry.number), entry.value):
                 raise OtherTrace(
                     f"{entry.line}\n  the model does something else for other rows: a number is {entry.value!r} here "
-                    f"and {self.of(entry.number)!r} there"
+                    f"and {self.value_of(entry.number)!r} there"
                 )
 
-    def of(self, number: Any) -> Any:
+    def value_of(self, number: Any) -> Any:
         if isinstance(number, Computed):
             if number not in self.answers:
-                self.answers[number] = number.function(*map(self.of, number.operands))
+                self.answers[number] = number.function(*map(self.value_of, number.operands))
             return self.answers[number]
         return self.answers[number] if isinstance(number, Asked) else number
 
-    def at(self, nest: Any) -> Any:
+    def resolve(self, nest: Any) -> Any:
         """Arguments with the numbers of these sizes."""
         return fx.node.map_aggregate(
-            nest, lambda leaf: self.of(leaf.number) if isinstance(leaf, (SizeSlot, NumberSlot)) else leaf
+            nest, lambda leaf: self.value_of(leaf.number) if isinstance(leaf, (SizeSlot, NumberSlot)) else leaf
         )
 
     def call(self, entry: Call) -> None:
@@ -80,7 +80,7 @@ class RowReplay:
         return next(alike, None)
 
     def arguments(self, entry: Call | CallOutcome) -> Any:
-        return fx.map_arg((self.at(entry.args), self.at(entry.kwargs)), self.value)
+        return fx.map_arg((self.resolve(entry.args), self.resolve(entry.kwargs)), self.value)
 
     def value(self, node: fx.Node) -> Any:
         return self.values.get(node, node.meta["val"])

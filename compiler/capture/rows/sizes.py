@@ -73,7 +73,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a function gives for numbers. `kind`: the type of that, since 1 and 1.0 are equal operands."""
+    """The result of a function of numbers. `kind`: the type of the result, since 1 and 1.0 are equal operands."""
 
     function: Callable[..., Any]
     operands: tuple
@@ -101,7 +101,7 @@ class Read:
 
 @dataclass
 class CallOutcome:
-    """What a call gave that made no tensor, and where."""
+    """The result of a call that made no tensor, and its line."""
 
     run: Callable[..., Any]
     args: Any
@@ -131,7 +131,7 @@ class RowTape:
             self.known.add(key)
             self.entries.append(entry)
 
-    def tracked(self, value: Any, number: Any) -> Any:
+    def track(self, value: Any, number: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return value
         return (TrackedFloat if isinstance(value, float) else TrackedInt)(self, value, number)
@@ -145,7 +145,7 @@ class RowTape:
     def answer(
         self, name: str, query: Callable[..., Any], node: fx.Node | None, args: tuple, kwargs: dict, result: Any
     ) -> Any:
-        """What forward gets for a query of a tensor."""
+        """The answer that forward gets to a query of a tensor."""
         if node not in self.follows or name not in (*_SIZES, *_FIXED):
             return result
         places = range(len(result)) if isinstance(result, tuple) else [None]
@@ -155,8 +155,8 @@ class RowTape:
         if name in _FIXED:
             return self.read(asked[0], result)
         if not isinstance(result, tuple):
-            return self.tracked(result, asked[0])
-        found = [self.tracked(size, each) for size, each in zip(result, asked)]
+            return self.track(result, asked[0])
+        found = [self.track(size, each) for size, each in zip(result, asked)]
         return torch.Size(found) if isinstance(result, torch.Size) else tuple(found)
 
     def note_outcome(self, run: Callable[..., Any], args: Any, kwargs: Any, parents: list[fx.Node], value: Any) -> None:
@@ -203,19 +203,19 @@ def _binary(name: str, reflected: bool) -> Callable[..., Any]:
         if not isinstance(other, (Tracked, int, float)):
             return NotImplemented
         pair = (other, self) if reflected else (self, other)
-        value = function(*(untracked(x) for x in pair))
-        return self.tape.tracked(value, Computed(function, tuple(map(_number, pair)), type(value)))
+        value = function(*(plain_number(x) for x in pair))
+        return self.tape.track(value, Computed(function, tuple(map(_number, pair)), type(value)))
 
     return method
 
 
-def _compared(name: str) -> Callable[..., Any]:
+def _comparison(name: str) -> Callable[..., Any]:
     function = getattr(operator, name)
 
     def method(self: Tracked, other: Any) -> Any:
         if not isinstance(other, (Tracked, int, float)):
             return NotImplemented
-        found = function(self.value, untracked(other))
+        found = function(self.value, plain_number(other))
         return self.tape.read(Computed(function, (self.number, _number(other)), bool), found)
 
     return method
@@ -224,7 +224,7 @@ def _compared(name: str) -> Callable[..., Any]:
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Tracked, *args: Any) -> Any:
         value = function(self.value, *args)
-        return self.tape.tracked(value, Computed(function, (self.number, *args), type(value)))
+        return self.tape.track(value, Computed(function, (self.number, *args), type(value)))
 
     return method
 
@@ -240,7 +240,7 @@ def _read(function: Callable[..., Any]) -> Callable[..., Any]:
 def _methods() -> dict[str, Callable[..., Any]]:
     found: dict[str, Any] = {f"__{name}__": _binary(name, False) for name in _BINARY}
     found |= {f"__r{name}__": _binary(name, True) for name in _BINARY}
-    found |= {f"__{name}__": _compared(name) for name in _COMPARED}
+    found |= {f"__{name}__": _comparison(name) for name in _COMPARED}
     found |= {name: _unary(function) for name, function in _UNARY.items()}
     found |= {name: _read(function) for name, function in _READ.items()}
     return found
@@ -255,7 +255,7 @@ TrackedInt = _kind_of("TrackedInt", torch.SymInt, int)
 TrackedFloat = _kind_of("TrackedFloat", torch.SymFloat, float)
 
 
-def untracked(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     return value.value if isinstance(value, Tracked) else value
 
 
@@ -263,7 +263,7 @@ def _number(value: Any) -> Any:
     return value.number if isinstance(value, Tracked) else value
 
 
-def settled(value: Any) -> Any:
+def settle(value: Any) -> Any:
     """A number as Python reads it."""
     return value.tape.read(value.number, value.value) if isinstance(value, Tracked) else value
 

@@ -19,7 +19,7 @@ from ..tiers import activations_tier, states_tier, weights_text
 from ..wear import wear_of
 from .held import memories
 from .machine import machine_facts
-from .spans import PRECISE, CodeLines, measured_rows, packed, predicted_rows, streams_of
+from .spans import PRECISE, CodeLines, columns, measured_rows, predicted_rows, streams_of
 from .spent import spent_seconds
 
 MOST_RIVALS = 40
@@ -27,7 +27,7 @@ MOST_RIVALS = 40
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """What a page is made of. `measured`: the last step, if one was made; `tokens`: of a step; `machines`: the same
+    """The inputs of a page. `measured`: the last step, if one was made; `tokens`: of a step; `machines`: the same
     model on other machines, a mapping with "machine", "step_s" or "reason", and prices, for each."""
 
     plan: Plan
@@ -65,8 +65,8 @@ def report_facts(given: ReportInputs) -> dict[str, Any]:
         "device_names": list(timeline.device_names),
         "device_role": roles,
         "device_lane": [lane for lane, _ in places],
-        "predicted": packed(rows, streams, unit_s),
-        "measured": packed(found, streams, unit_s) if measured else None,
+        "predicted": columns(rows, streams, unit_s),
+        "measured": columns(found, streams, unit_s) if measured else None,
         "roles": lines.roles,
         "ops": lines.ops(),
         "producers": lines.producers(programs),

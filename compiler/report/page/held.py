@@ -1,5 +1,5 @@
-"""What lies in which memory when: values from the op that makes them to the last that reads them, the workspace of the
-op that runs, and what lasts, arenas included."""
+"""The contents of each memory over time: values from the op that makes them to the last that reads them, the workspace
+of the op that runs, and what lasts, arenas included."""
 
 from __future__ import annotations
 

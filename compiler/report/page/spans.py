@@ -32,7 +32,7 @@ class CodeLines:
             first += len(lines)
 
     def _find(self, program: Program, lines: Sequence[str], first: int) -> None:
-        """Ops stand in the file in the program's order, with comments between."""
+        """Find the lines of ops: they follow each other in the program's order, with comments between."""
         at = 0
         for node in program.ops():
             text = print_node(node)
@@ -114,8 +114,8 @@ def measured_rows(timeline: Timeline, predicted: Sequence[tuple[Span, int]]) -> 
     ]
 
 
-def packed(rows: Sequence[tuple[Span, int]], streams: Mapping[tuple[int, str], int], unit_s: float) -> dict[str, Any]:
-    """Columns of whole numbers: stream, start and length in units, line."""
+def columns(rows: Sequence[tuple[Span, int]], streams: Mapping[tuple[int, str], int], unit_s: float) -> dict[str, Any]:
+    """The spans as columns of whole numbers: stream, start and length in units, line."""
     return {
         "stream": [streams[span.device, span.stream] for span, _ in rows],
         "start": [round(span.start_s / unit_s) for span, _ in rows],

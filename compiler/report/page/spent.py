@@ -1,4 +1,4 @@
-"""Where a step's time goes on each device: computation, optimizer, transfers that nothing covers, and waiting."""
+"""Divides a step's time on each device: computation, optimizer, transfers that nothing covers, and waiting."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def page_of(facts: dict[str, Any]) -> str:
 
 
 def shared_script() -> str:
-    """What pages have in common, to stand in them: the charting library as `charts`, and how figures are said."""
+    """The script that every page includes: the charting library as `charts`, and the words for figures."""
     return "\n".join((PARTS / name).read_text("utf-8") for name in ("charts/charts.js", "words.js"))
 
 

@@ -55,7 +55,7 @@ UNUSABLE = [
     (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), r"is quantized \(quint8\); .*dequantize"),
     (lambda x: x.to("meta"), "is on the meta device and has no values"),
     (fake, r"is a torch\._subclasses\.fake_tensor\.FakeTensor"),
-    (Elsewhere, r"is a .*\.Elsewhere, whose values lie elsewhere"),
+    (Elsewhere, r"is a .*\.Elsewhere, whose values are stored elsewhere"),
     (lambda x: x.clone().requires_grad_(), r"requires a gradient.*value\.detach\(\)"),
     (free, "has no memory any more"),
     (lambda x: {"shape": [8, 4], "dtype": "float32"}, "only describes a tensor"),

@@ -55,7 +55,7 @@ def test_micro_batches_keep_the_nest() -> None:
 
 
 def test_shapes() -> None:
-    shape = BatchShape.of(MODEL, {"x": torch.zeros(6, 2), "mask": {"shape": (6,), "dtype": "bool"}})
+    shape = BatchShape.from_inputs(MODEL, {"x": torch.zeros(6, 2), "mask": {"shape": (6,), "dtype": "bool"}})
     assert shape.size == 6 and shape.leaves["mask"] == ((6,), torch.bool)
     for count in (1, 2, 3, 6):
         shape.check_divisible(count)
@@ -77,12 +77,12 @@ def test_shapes() -> None:
 )
 def test_batches_that_cannot_be_cut(batch: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        BatchShape.of(MODEL, batch)
+        BatchShape.from_inputs(MODEL, batch)
 
 
 def test_an_input_with_several_entries_for_each_row_is_cut_by_its_own_count() -> None:
     batch = {"patches": torch.zeros(32, 3), "ids": torch.zeros(8, 2), "labels": torch.zeros(8)}
-    shape = BatchShape.of(MODEL, batch)
+    shape = BatchShape.from_inputs(MODEL, batch)
     assert shape.size == 8 and shape.wide == {"patches": 4} and shape.entries("patches", 2) == 8
     assert micro_batch_spec(batch, 4)["patches"] == {"shape": [8, 3], "dtype": "float32"}
     assert shape.check(MODEL, batch).keys() == batch.keys()
@@ -105,11 +105,11 @@ def test_the_number_of_rows(sizes: list[int], rows: int) -> None:
 
 def test_arrays_of_other_libraries() -> None:
     with pytest.raises(BatchError, match=r"'x'\] is a ndarray; pass a torch\.Tensor"):
-        BatchShape.of(MODEL, {"x": np.zeros((4, 2))})
+        BatchShape.from_inputs(MODEL, {"x": np.zeros((4, 2))})
 
 
 def test_a_later_batch() -> None:
-    shape = BatchShape.of(MODEL, {"x": torch.zeros(4, 2), "mask": None})
+    shape = BatchShape.from_inputs(MODEL, {"x": torch.zeros(4, 2), "mask": None})
     good = {"mask": None, "x": torch.ones(4, 2)}
     assert torch.equal(shape.check(MODEL, good)["x"], good["x"])
     for wrong, said in (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compiler.capture.gradient_hooks import hooks_of, traced
+from penstock.compiler.capture.gradient_hooks import hooks_of, trace_hooks
 from penstock.errors import CaptureError
 from penstock.runtime.optimizer.hooks import call_hooks
 
@@ -91,7 +91,7 @@ def test_a_traced_hook_does_what_it_does_in_eager(names: list[str]) -> None:
     param, factor = nn.Parameter(torch.zeros(5, 4)), torch.randn(5, 4) * 2
     for name in names:
         register(param, HONOURED[name])
-    calls = traced("weight", param)
+    calls = trace_hooks("weight", param)
     (param * factor).sum().backward()
     assert param.grad is not None and call_hooks(calls, factor).equal(param.grad)
     assert call_hooks(calls, factor[2]).equal(param.grad[2])  # on a piece as well

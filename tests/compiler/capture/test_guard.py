@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from penstock.compiler.capture.guard import replaced
+from penstock.compiler.capture.guard import replace_functions
 
 
 class Twice(torch.autograd.Function):
@@ -33,7 +33,7 @@ def test_other_threads_keep_what_was_there() -> None:
         return "replaced"
 
     changes = (nn.Module, "__call__", on_call), (torch.autograd.Function, "apply", classmethod(on_apply))
-    with ThreadPoolExecutor(1) as other, replaced(*changes):
+    with ThreadPoolExecutor(1) as other, replace_functions(*changes):
         assert module(x) == Twice.apply(x) == "replaced"
         assert other.submit(module, x).result() is x
         assert torch.equal(other.submit(Twice.apply, x).result(), 2 * x)

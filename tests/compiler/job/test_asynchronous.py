@@ -148,9 +148,9 @@ def test_two_processes_skip_what_overflows() -> None:
 
 
 def test_it_comes_only_to_who_names_it() -> None:
-    assert {name for name in STRATEGIES if not Candidate.of(name, 2).is_synchronous} == {"async", "ftpipe-async"}
+    assert {name for name in STRATEGIES if not Candidate.parse(name, 2).is_synchronous} == {"async", "ftpipe-async"}
     assert "schedule-async" not in [schedule.name for schedule in schedules()]
-    assert not Candidate.of(PREDICTING, 2).is_synchronous
+    assert not Candidate.parse(PREDICTING, 2).is_synchronous
 
 
 def test_what_jobs_refuse() -> None:

@@ -95,7 +95,7 @@ def test_a_middle_stage_reads_nothing_and_a_lane_its_half(tmp_path: Path) -> Non
 
 
 def feed_of(device: int | None, lanes: int = 2) -> Feed:
-    shape = BatchShape.of(Net(), {"x": torch.zeros(8, 4), "y": torch.zeros(8, 1)})
+    shape = BatchShape.from_inputs(Net(), {"x": torch.zeros(8, 4), "y": torch.zeros(8, 1)})
     interface = Interface({}, {}, num_devices=2, lanes=tuple((2 * i, 2 * i + 1) for i in range(lanes)))
     return Feed(Net(), shape, interface, device)
 
@@ -148,7 +148,7 @@ def test_a_resumed_position_is_for_the_data_that_was_trained_on() -> None:
     feed = feed_of(0)
     data = Samples()
     sampler = feed.sample(data, True, 0, "carry", None)
-    feed.trained()
+    feed.advance()
     saved = feed.state({"note": 1})
     assert saved["sampler"]["position"] == sampler.position == 8 and saved["note"] == 1
     other = feed_of(2)
@@ -157,7 +157,7 @@ def test_a_resumed_position_is_for_the_data_that_was_trained_on() -> None:
         other.sample(range(5), True, 0, "carry", None)
     assert other.sample(data, True, 0, "carry", None).position == 8
     assert other.sample(data, True, 0, "carry", 16).position == 16
-    other.trained()
+    other.advance()
     assert other.sample(range(5), True, 0, "carry", None).position == 0  # a later stage, on other data
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.compiler.job.counts import of_all_lanes
+from penstock.compiler.job.counts import merge_lanes
 from penstock.ir.errors import BatchError
 from penstock.ir.program import Interface
 from penstock.runtime.processes.local import worker_environment
@@ -44,6 +44,6 @@ def test_ranks_count_together(tmp_path: Path, ranks: int, words: tuple[str, ...]
 
 def test_a_lane_is_counted_by_whichever_of_its_ranks_has_labels() -> None:
     interface = Interface({}, {}, num_devices=2, micro_batches=2, lanes=((0, 2), (1, 3)))
-    assert of_all_lanes([None, [[3.0], [4.0]], [[1.0], [2.0]], None], interface) == [[1.0], [2.0], [3.0], [4.0]]
+    assert merge_lanes([None, [[3.0], [4.0]], [[1.0], [2.0]], None], interface) == [[1.0], [2.0], [3.0], [4.0]]
     with pytest.raises(BatchError, match="none of ranks 1, 3 was given what the loss counts"):
-        of_all_lanes([None, None, [[1.0], [2.0]], None], interface)
+        merge_lanes([None, None, [[1.0], [2.0]], None], interface)

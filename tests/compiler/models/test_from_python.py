@@ -49,7 +49,7 @@ def test_a_function_of_a_file(file: Path) -> None:
     assert all(value.is_meta for value in model.parameters())
     assert named.batch_spec(2, 8)["input_ids"]["shape"] == [2, 8]
     torch.testing.assert_close(
-        next(named.in_memory(3).parameters()), next(named.in_memory(3).parameters()), rtol=0, atol=0
+        next(named.load(3).parameters()), next(named.load(3).parameters()), rtol=0, atol=0
     )
 
 

@@ -62,7 +62,7 @@ def test_meta_models_hold_nothing_and_are_in_training_mode() -> None:
 
 
 def test_new_weights_depend_on_the_seed_alone() -> None:
-    first, again, other = (find_model(TINY).in_memory(seed).state_dict() for seed in (0, 0, 1))
+    first, again, other = (find_model(TINY).load(seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(value, again[name]) for name, value in first.items())
     assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
 
@@ -96,11 +96,11 @@ def test_heads() -> None:
 
 
 def test_a_directory_with_weights(tmp_path: Path) -> None:
-    made = find_model(TINY).in_memory(seed=3)
+    made = find_model(TINY).load(seed=3)
     made.save_pretrained(tmp_path)  # type: ignore[operator]
     found = find_model(str(tmp_path))
     assert found.has_weights and found.head == "causal-lm"
-    loaded = found.in_memory().state_dict()
+    loaded = found.load().state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in made.state_dict().items())
     assert find_model(str(tmp_path / "config.json")).config.n_layer == 2
 
@@ -163,7 +163,7 @@ def test_an_encoder_decoder_may_have_rows_of_two_lengths() -> None:
 def test_images_have_the_size_the_model_asks_for() -> None:
     model = find_model("vit-base:hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2")
     assert model.batch_spec(4, 512)["pixel_values"] == {"shape": [4, 3, 224, 224], "dtype": "float32"}
-    loss = model.in_memory()(**model.random_batch(2, 1)).loss
+    loss = model.load()(**model.random_batch(2, 1)).loss
     assert torch.isfinite(loss)
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.compiler.report.loss import loss_lines
 from penstock.graph.loss_terms import LossTerm
 from penstock.tests.compiler.loss.rules import RULES, Loss, class_weights, masked_mean_at_least_one, plain, rows
@@ -31,13 +31,13 @@ DIVISORS = (
     ids=["targets", "class weights", "quotient", "items"],
 )
 def test_a_counted_term_names_its_divisor(model: nn.Module, divisor: str) -> None:
-    lines = loss_lines(captured(model, rows()).loss.terms)
+    lines = loss_lines(capture(model, rows()).loss.terms)
     assert [line.partition(": ")[2] for line in lines] == [COUNTED.format(divisor)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_rule_divides_by_a_noun(rule: object) -> None:
-    for line in loss_lines(captured(Loss(rule), rows()).loss.terms):
+    for line in loss_lines(capture(Loss(rule), rows()).loss.terms):
         assert "divided by" not in line or re.search(f"divided by ({DIVISORS}) (in it|of each)", line), line
 
 

@@ -16,7 +16,7 @@ from penstock.compiler.models.named import find_model
 from penstock.compiler.plan import Plan
 from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.compiled import CandidateCompiler
-from penstock.compiler.search.layouts import estimates, layouts, varied
+from penstock.compiler.search.layouts import diverse_layouts, estimates, layouts
 from penstock.ir.errors import PlanError
 from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Options
@@ -58,11 +58,11 @@ def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> No
     spec = micro_batch_spec(named.batch_spec(4 * count, 64), count)
     compiler = CandidateCompiler(trace(named.on_meta(), spec), hardware, Options(micro_batches=count))
     checked = 0
-    for row in varied(estimates(compiler.lane(PLAIN), [count]), 6):
+    for row in diverse_layouts(estimates(compiler.lane(PLAIN), [count]), 6):
         end = "insert-shard, insert-two-hop" if row.mesh.shards > 1 else "insert-fetch"
         cut = f"partition-balanced{{stages={max(2, row.mesh.depth)}}}, map-round-robin, schedule-1f1b, insert-remat"
         line = f"coarsen, {row.mesh.text()}, {cut}, {end}, insert-optimizer"
-        placed = compiler.place(Candidate.of(line, count))
+        placed = compiler.place(Candidate.parse(line, count))
         step_s = compiler.finish(placed).step_s
         assert 0 < row.bound_s <= step_s * (1 + 1e-9), row
         assert 0 < placed.bound().seconds <= step_s * (1 + 1e-9), (row, placed.bound())

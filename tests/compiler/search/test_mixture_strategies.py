@@ -20,7 +20,7 @@ from penstock.tests.graph.divide.mixtures import Mixture
 
 SHAPES = {"qwen3-30b-a3b": {}, "mixtral-8x7b": {}, "deepseek-v3": {"ssd": "8x4TB"}}
 MACHINES = {"rtx3090x8": {"dram": "1TB"}, "a100-80gbx8": {}, "h100x8": {}}
-BY_NAME = [name for name in STRATEGIES if Candidate.of(name, 8).is_synchronous]
+BY_NAME = [name for name in STRATEGIES if Candidate.parse(name, 8).is_synchronous]
 
 
 def slower_than_named(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -40,7 +40,7 @@ def slower_than_named(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     def step_s(strategy: str) -> float:
         graphs, machine, wishes = asked[0]
         try:
-            alone = dataclasses.replace(wishes, asked=Candidate.of(strategy, machine.num_devices))
+            alone = dataclasses.replace(wishes, asked=Candidate.parse(strategy, machine.num_devices))
             return search(graphs, machine, alone).best.step_s
         except (DoesNotFit, PassError, PlanError):
             return float("inf")

@@ -13,7 +13,7 @@ from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.candidate import LEAVING, PLAIN, Candidate
-from penstock.compiler.search.candidates import balanced, partitions
+from penstock.compiler.search.candidates import balanced_partition, partitions
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.moves import Position, other_tiers
 from penstock.compiler.search.search import Sweep
@@ -77,7 +77,7 @@ def test_they_are_rivals_with_their_reasons(memory: str, options: dict[str, Any]
     compiler = compiler_for(memory, **options)
     wishes = Wishes(None, 4, 8, compiler.options)
     sweep = Sweep(lambda _: compiler.graph, compiler.hardware, wishes)
-    sweep.look(4, [PLAIN.with_(balanced(3, PLAIN, compiler.hardware))])
+    sweep.look(4, [PLAIN.with_(balanced_partition(3, PLAIN, compiler.hardware))])
     (row,) = sweep.trials
     sweep.look(4, other_tiers(Position(sweep, 4, PLAIN), row))
     reasons = {t.candidate.label: t.reason for t in sweep.trials}
@@ -101,12 +101,12 @@ def text_of(compiler: CandidateCompiler, candidate: Candidate) -> list[str]:
 def test_what_is_called_the_same_plan_is(memory: str, options: dict[str, Any]) -> None:
     """Without a norm, or where nothing lies in DRAM, no stage is stepped earlier; and what stays does not move."""
     compiler = compiler_for(memory, 2, **options)
-    candidate = PLAIN.with_(balanced(4, PLAIN, compiler.hardware))
+    candidate = PLAIN.with_(balanced_partition(4, PLAIN, compiler.hardware))
     expected = text_of(compiler, candidate)
     assert ("fetch" in "".join(expected)) == (memory == "250kB")
-    assert text_of(compiler, candidate.tiered(overlap=True)) == expected
+    assert text_of(compiler, candidate.with_tiering(overlap=True)) == expected
     if memory == "64MB":
-        assert text_of(compiler, candidate.leaving().with_(balanced(4, PLAIN, compiler.hardware))) == expected
+        assert text_of(compiler, candidate.leaving().with_(balanced_partition(4, PLAIN, compiler.hardware))) == expected
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -114,10 +114,10 @@ def test_bounds_are_no_higher_than_the_simulation(num_devices: int) -> None:
     """Whatever moves, and whenever stages are stepped."""
     compiler = compiler_for("250kB", num_devices, max_grad_norm=1.0)
     count = 0
-    one = (balanced(4, LEAVING, compiler.hardware),)
+    one = (balanced_partition(4, LEAVING, compiler.hardware),)
     for cut in partitions(compiler.lane(LEAVING), LEAVING) if num_devices > 1 else one:
         for other in ({"activations": False}, {}, {"overlap": True}, {"swap": True, "overlap": True}):
-            candidate = LEAVING.with_(cut).tiered(**other)
+            candidate = LEAVING.with_(cut).with_tiering(**other)
             for tried in (candidate, candidate.with_(Schedule1F1B())):
                 try:
                     placed = compiler.place(tried)

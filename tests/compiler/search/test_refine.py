@@ -69,22 +69,22 @@ def test_other_numbers_of_stages_are_those_near_by(monkeypatch: pytest.MonkeyPat
 
 def test_a_variant_takes_the_place_of_its_pass() -> None:
     """A pass over the op graph that is new comes after the others of its kind, any other at the end."""
-    again = PLAIN.changed(RecomputePointwise, RecomputePointwise())
-    assert again == PLAIN.over(*PLAIN.graph_passes, RecomputePointwise())
-    assert again.changed(RecomputePointwise, None) == PLAIN
-    chunked = PLAIN.changed(ChunkLoss, ChunkLoss(64))
+    again = PLAIN.replace_pass(RecomputePointwise, RecomputePointwise())
+    assert again == PLAIN.with_graph_passes(*PLAIN.graph_passes, RecomputePointwise())
+    assert again.replace_pass(RecomputePointwise, None) == PLAIN
+    chunked = PLAIN.replace_pass(ChunkLoss, ChunkLoss(64))
     assert chunked.graph_passes.index(ChunkLoss(64)) == PLAIN.graph_passes.index(ChunkLoss())
-    assert PLAIN.changed(TakeTurns, TakeTurns()).passes == (*PLAIN.passes, TakeTurns())
-    named = Candidate.of("mobius", 2)
-    assert named.changed(TakeTurns, TakeTurns()) is named and named.changed(RecomputePointwise, None) is named
+    assert PLAIN.replace_pass(TakeTurns, TakeTurns()).passes == (*PLAIN.passes, TakeTurns())
+    named = Candidate.parse("mobius", 2)
+    assert named.replace_pass(TakeTurns, TakeTurns()) is named and named.replace_pass(RecomputePointwise, None) is named
 
 
 def test_a_name_says_what_is_not_usual() -> None:
     """In the same order whatever the order of passes: schedules and fetches, tiers, passes over the graph, SSDs."""
-    leaving = PLAIN.tiered(activations=True, reservoir=True, swap=True)
-    changed = leaving.changed(RecomputePointwise, RecomputePointwise()).changed(ChunkLoss, None)
-    assert changed.changed(TakeTurns, TakeTurns()).label == (
+    leaving = PLAIN.with_tiering(activations=True, reservoir=True, swap=True)
+    changed = leaving.replace_pass(RecomputePointwise, RecomputePointwise()).replace_pass(ChunkLoss, None)
+    assert changed.replace_pass(TakeTurns, TakeTurns()).label == (
         "partition-balanced, map-round-robin, swapped, activations chosen, links in turns, recompute-pointwise, "
         "whole logits, reservoir"
     )
-    assert PLAIN.tiered(overlap=True).label == "partition-balanced, map-round-robin, optimizer overlapped"
+    assert PLAIN.with_tiering(overlap=True).label == "partition-balanced, map-round-robin, optimizer overlapped"

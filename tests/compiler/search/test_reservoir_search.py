@@ -138,7 +138,7 @@ def test_where_memories_are_too_small_nothing_is_cut_without_ssds() -> None:
     assert isinstance(found.reason, DoesNotFit) and found.reason.memory == "dram0"
     assert found.reason.missing_bytes == 1_000_000 - 660_000 and "keep nothing on SSD" in str(found.reason)
     more = Hardware.cpu(1, **{**SMALL, "dram": "1MB"})
-    assert Attempts(lambda _: pytest.fail("it is traced"), more, wishes).beyond_dram_bytes == 0
+    assert Attempts(lambda _: pytest.fail("it is traced"), more, wishes).excess_bytes == 0
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_numbers_of_micro_batches(batch: int, devices: int, usual: list[int], la
 
 def test_what_is_on_a_mesh_that_chooses_its_shards_gathers_them() -> None:
     """So does what the search makes of a strategy with such a mesh, or gradients of what nobody gathered are summed."""
-    named = Candidate.of("mics", 4)
+    named = Candidate.parse("mics", 4)
     assert named.mesh is not None and not named.mesh.shards
     for candidate in (named, PLAIN.on(named.mesh)):
         assert candidate.is_shared and candidate.find(InsertShard) is not None
@@ -110,7 +110,7 @@ def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out()
     seen |= {part.partition("{")[0] for part in plan.passes.split(", ")}
     deciding = [kind for kind in PASSES.values() if kind.fields()[0] in ("stages", "devices", "schedule")]
     assert {kind.name for kind in deciding if kind.synchronous} <= seen
-    named = [name for name in STRATEGIES if Candidate.of(name, 3).is_synchronous]
+    named = [name for name in STRATEGIES if Candidate.parse(name, 3).is_synchronous]
     assert {f"{name}, {plan.micro_batches} micro-batches" for name in named} <= {r.name for r in looked_at} | {
         f"{plan.strategy}, {plan.micro_batches} micro-batches"
     }
@@ -147,7 +147,7 @@ def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str, froz
     for cut in list(partitions(compiler.lane(PLAIN))):
         tried = [(schedule, False) for schedule in schedules()]
         for schedule, swap in (*tried, (SchedulePipeline(), True)):
-            candidate = PLAIN.with_(cut, mappings(compiler.hardware)[0], schedule).swapped(swap)
+            candidate = PLAIN.with_(cut, mappings(compiler.hardware)[0], schedule).with_swap(swap)
             try:
                 placed = compiler.place(candidate)
                 bound = placed.bound()
@@ -313,7 +313,7 @@ def test_the_nearest_miss_is_reported() -> None:
     missing_bytes = []
     for memory in ("100kB", "150kB"):
         with pytest.raises(DoesNotFit) as caught:
-            search(lambda _: graph, cpu(2, memory), Wishes(Candidate.of("balanced", 2), 4, 8, Options()))
+            search(lambda _: graph, cpu(2, memory), Wishes(Candidate.parse("balanced", 2), 4, 8, Options()))
         missing_bytes.append(caught.value.missing_bytes)
     assert missing_bytes[0] > missing_bytes[1] > 0
 

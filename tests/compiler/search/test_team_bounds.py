@@ -37,7 +37,7 @@ def test_exchanges_bound_a_step_over_slow_links(graph: Any, way: str) -> None:
     for link, share in (("2GB/s", 0.0), ("300kB/s", 0.8)):
         machine = Hardware.cpu(2, memory="64MB", dram="1GB", link=link)
         compiler = CandidateCompiler(graph, machine, Options(micro_batches=2))
-        placed = compiler.place(Candidate.of(f"{way}, coarsen, mesh, {END}", 2))
+        placed = compiler.place(Candidate.parse(f"{way}, coarsen, mesh, {END}", 2))
         bound, step_s = placed.bound(), compiler.finish(placed).step_s
         assert share * step_s < bound.seconds <= step_s * (1 + 1e-9), (way, link, bound, step_s)
 
@@ -53,13 +53,13 @@ def test_estimates_order_teams_by_links_and_memory(graph: Any) -> None:
     slow, fast = of("1MB/s", "2GB/s", "64MB"), of("2GB/s", "2GB/s", "64MB")
     whole, piped = (2, Mesh(), 2), (2, Mesh(depth=2), 2)
     for width in (True, False):
-        assert slow.of_teams(width, *whole) > 10 * fast.of_teams(width, *whole)
-        assert slow.of_teams(width, 4, Mesh(), 2) > slow.of_teams(width, *piped)
+        assert slow.step_seconds(width, *whole) > 10 * fast.step_seconds(width, *whole)
+        assert slow.step_seconds(width, 4, Mesh(), 2) > slow.step_seconds(width, *piped)
     rows_bytes = ROWS * TOKENS * WIDTH * 4 * 2  # of one expert of each token, as they enter and leave
     assert fast.routed_bytes(2) == pytest.approx(rows_bytes * 5 / 3) and fast.routed_bytes(4) == 2 * rows_bytes
     tight = of("2GB/s", "1MB/s", "80kB")
-    assert tight.of_teams(True, 4, Mesh(), 2) < tight.of_teams(True, 1, Mesh(), 4)
-    assert tight.of_teams(True, 2, Mesh(shards=2), 2) < tight.of_teams(True, 2, Mesh(), 2)
+    assert tight.step_seconds(True, 4, Mesh(), 2) < tight.step_seconds(True, 1, Mesh(), 4)
+    assert tight.step_seconds(True, 2, Mesh(shards=2), 2) < tight.step_seconds(True, 2, Mesh(), 2)
 
 
 def test_layouts_of_teams_divide_the_devices() -> None:

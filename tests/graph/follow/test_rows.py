@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.compiler.batches.shape import micro_batch_spec
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.graph.follow.rows import RowFacts, row_facts
 from penstock.graph.operators.states import Kind
 from penstock.graph.opgraph import OpGraph
@@ -35,7 +35,7 @@ def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: li
     def graph(num_micro_batches: int) -> OpGraph:
         if traced is not None:
             traced.append(num_micro_batches)
-        return captured(model, micro_batch_spec(batch, num_micro_batches))
+        return capture(model, micro_batch_spec(batch, num_micro_batches))
 
     return row_facts(graph, count, size)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo import zoo
 
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.graph.loss.head_loss import HeadLoss, WholeLogits, head_losses
 from penstock.ir.precision import Precision
 
@@ -38,7 +38,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def find(loss: Callable[[Any, Tensor, Tensor], Any], **options: Any) -> HeadLoss | WholeLogits:
-    (row,) = head_losses(captured(Reader(loss, **options), batch()))
+    (row,) = head_losses(capture(Reader(loss, **options), batch()))
     return row
 
 
@@ -48,7 +48,7 @@ MORE = [pytest.param(name, "bf16-mixed", marks=pytest.mark.slow) for name in ("l
 @pytest.mark.parametrize(("name", "precision"), [("gpt2", "bf16-mixed"), ("opt", "fp32"), ("t5", "fp32"), *MORE])
 def test_heads_of_transformers_are_found(name: str, precision: str) -> None:
     model, examples = zoo()[name](0.0)
-    graph = captured(model, examples, precision=Precision.of(precision))
+    graph = capture(model, examples, precision=Precision.of(precision))
     (head,) = head_losses(graph)
     assert isinstance(head, HeadLoss), head
     assert (head.weight, head.bias, head.outputs) == ("lm_head.weight", None, ("logits",))
@@ -66,7 +66,7 @@ def test_a_masked_language_model_has_a_head_with_a_bias() -> None:
     )
     model = transformers.BertForMaskedLM(config)
     ids = torch.arange(16).reshape(2, 8)
-    (head,) = head_losses(captured(model, {"input_ids": ids, "labels": ids}))
+    (head,) = head_losses(capture(model, {"input_ids": ids, "labels": ids}))
     assert isinstance(head, HeadLoss)
     assert (head.weight, head.bias) == ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compiler.batches.shape import micro_batch_spec
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.graph.operators.calls import copied_operand
 from penstock.graph.operators.record import Elements
 
@@ -42,7 +42,7 @@ class Applied(nn.Module):
 )
 def test_the_operand_whose_elements_a_value_has(functions: list[Callable[[Tensor], Tensor]], way: Elements) -> None:
     for function in functions:
-        graph = captured(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+        graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
         (given,) = [node for node in graph.nodes if node.op == "placeholder"]
         ways = (Elements.SAME, Elements.MOVED, Elements.RESHAPED)
         node = next(n for n in graph.nodes if copied_operand(n, *ways) is given)
@@ -51,6 +51,6 @@ def test_the_operand_whose_elements_a_value_has(functions: list[Callable[[Tensor
 
 def test_values_with_other_elements_have_no_such_operand() -> None:
     for function in OTHERS:
-        graph = captured(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+        graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
         (given,) = [node for node in graph.nodes if node.op == "placeholder"]
         assert all(copied_operand(node, Elements.SAME, Elements.MOVED) is not given for node in graph.nodes)

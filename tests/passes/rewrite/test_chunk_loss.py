@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.job.job import Job
-from penstock.compiler.loss import captured
+from penstock.compiler.loss import capture
 from penstock.compiler.plan import Plan
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.errors import PassError, WorkerError
@@ -130,7 +130,7 @@ def test_the_printed_stage(golden: Any) -> None:
 def test_memory_is_as_planned(classes: int, tokens: int, low: bool) -> None:
     batch = tokens_of(classes, 4, 65)
     precision = "bf16-mixed" if low else "fp32"
-    graph = captured(Reader(classes), batch, precision=Precision.of(precision))
+    graph = capture(Reader(classes), batch, precision=Precision.of(precision))
     draft = apply(draft_of(graph, penstock.Hardware.cpu(num_devices=1)), ChunkLoss(tokens), *all_passes(1)[:4])
     whole = apply(draft_of(graph, penstock.Hardware.cpu(num_devices=1)), *all_passes(1)[:4])
     ((spec, runner, inputs),) = stages_of(draft, {**batch, "items": torch.ones(1)}, precision)
@@ -165,7 +165,7 @@ def test_a_large_device_keeps_logits_whole_as_that_is_faster() -> None:
 
 
 def test_small_logits_are_left_alone() -> None:
-    draft = draft_of(captured(Reader(90), tokens_of(90)), penstock.Hardware.cpu(num_devices=1, memory="1MB"))
+    draft = draft_of(capture(Reader(90), tokens_of(90)), penstock.Hardware.cpu(num_devices=1, memory="1MB"))
     assert ChunkLoss().plan(draft) == {}
     graph = draft.graph
     ChunkLoss().rewrite(draft, {})
@@ -195,7 +195,7 @@ def test_logits_that_must_stand_whole_are_refused_by_their_reason() -> None:
             logits = self.head(self.embedding(ids))
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.square().mean()
 
-    draft = draft_of(captured(Penalised(90), tokens_of(90)))
+    draft = draft_of(capture(Penalised(90), tokens_of(90)))
     with pytest.raises(PassError, match="also read by square"):
         ChunkLoss(4).plan(draft)
     assert ChunkLoss().plan(draft) == {}

@@ -58,7 +58,7 @@ def test_a_larger_memory_finds_the_blocks_of_the_smaller_one(graph: OpGraph, mon
 def test_blocks_of_one_form_of_a_graph_are_not_those_of_another(graph: OpGraph) -> None:
     """`recompute-pointwise` changes no node, but what a block keeps."""
     plain = lane(graph, "4GB")
-    again = lane(graph, "4GB", PLAIN.over(*PLAIN.graph_passes, RecomputePointwise()))
+    again = lane(graph, "4GB", PLAIN.with_graph_passes(*PLAIN.graph_passes, RecomputePointwise()))
     assert [block.hash for block in again.blocks] == [block.hash for block in find_blocks(again.graph)]
     assert {block.hash for block in again.blocks}.isdisjoint(block.hash for block in plain.blocks)
 

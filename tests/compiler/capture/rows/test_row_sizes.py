@@ -207,15 +207,15 @@ def graphs_of(model: nn.Module, micro_batches: int | str) -> Graphs:
 
 def test_a_model_that_branches_is_traced_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[bool] = []  # for each trace, whether sizes were followed
-    traced = graphs.traced
+    trace_loss = graphs.trace_loss
 
     def record(*arguments: Any) -> OpGraph:
         followed.append(arguments[-1])
-        return traced(*arguments)
+        return trace_loss(*arguments)
 
     model = Body(BAKED["branch"])
     alone = {number: graphs_of(model, number)(number) for number in (1, 2, 4)}
-    monkeypatch.setattr(graphs, "traced", record)
+    monkeypatch.setattr(graphs, "trace_loss", record)
     graph_of = graphs_of(model, "auto")
     for number, graph in alone.items():
         assert show(graph_of(number)) == show(graph)
