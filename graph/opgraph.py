@@ -107,6 +107,7 @@ class OpGraph:
     apart: bool = False  # whether these have different tokens
     at_inputs: Callable[[Any], OpGraph] | None = None  # of a trace for any rows: the graph of another batch
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # what was made of it
+    answers: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # about calls that are alike
     looked: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what was found in its modules
 
     @property

@@ -96,7 +96,7 @@ def weight_of(
                 return None
             ties = graph.ties() if ties is None else ties
             return ties.get(str(node.target), str(node.target)), tuple(reversed(chain))
-        before = copied_operand(node, Elements.SAME, Elements.MOVED)
+        before = copied_operand(graph, node, Elements.SAME, Elements.MOVED)
         if node.op != "call_method" or before is None or node.all_input_nodes != [before]:
             return None
         node = before

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...runtime.stage.saved_classes import written_tensors
 from ...runtime.torch_names import TorchDispatchMode
-from ..kernels.call_node import call_key, call_node
+from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
+from ..operators.calls import call_key
 from ..operators.pointwise import elementwise
 from ..operators.record import RowCall, nonlinear, operator_name, plain
 from ..operators.states import ByRow, Free, Kind, Mixed, RowState, Scale, whole

@@ -1,28 +1,22 @@
-"""The summands of a loss: its linear path, walked back from the loss to the reductions that make it.
+"""The linearity of nodes, asked of the operators' rules for sums over rows, and the summands of a loss.
 
-A value on the path is linear in what it is made of: sums, differences, factors that do not depend on the batch, casts
-and views of one element. Where the path ends stands a term.
+A sum over all rows passes what is linear in it, as a sum with the same scale, and nothing else. So an operand that is
+taken for such a sum tells whether the result is linear in it; one with rows tells whether these are added or averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
-from ...ir.calls import call_name
-
-_SUMS = {"add", "iadd", "add_", "sub", "isub", "sub_", "rsub"}
-_FACTORS = {"mul", "imul", "mul_", "multiply"}
-_QUOTIENTS = {"truediv", "itruediv", "div", "div_", "true_divide", "divide"}
-_SAME = {"neg", "view", "view_as", "reshape", "squeeze", "unsqueeze", "contiguous", "clone", "to", "float", "double"}
-_SAME |= {"half", "bfloat16", "type", "type_as", "flatten", "pos"}
-_OF_SEVERAL = {"stack", "cat", "concat"}
-_REDUCTIONS = {"sum": "sum", "nansum": "sum", "mean": "mean"}
+from ..operators.calls import alike
+from ..operators.states import ByRow, Kind, OverRows, RowState, Scale
+from ..opgraph import OpGraph, value_tensors
+from .engine import Effect, Follower
 
 
 def is_scalar(node: Any) -> bool:
@@ -31,8 +25,52 @@ def is_scalar(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
-def is_quotient(node: fx.Node) -> bool:
-    return call_name(node) in _QUOTIENTS and not node.kwargs.get("rounding_mode")
+def effect_of(graph: OpGraph, node: fx.Node, given: Mapping[fx.Node, RowState], rows: int = 2) -> Effect:
+    """The effect of a node whose operands have these states, and whose other values are constants."""
+
+    def find() -> Effect:
+        follower = Follower(graph, rows, None)
+        for operand, state in given.items():
+            follower.states |= {id(tensor): state for tensor in value_tensors(operand.meta["val"])}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            follower.node(0, node)
+        states = tuple(follower.state(tensor) for tensor in value_tensors(node.meta["val"]))
+        return Effect(states, tuple(follower.found.get(node, ())), ())
+
+    about: Hashable = (effect_of, rows, *((node.all_input_nodes.index(n), state) for n, state in given.items()))
+    return alike(graph, node, about, find)
+
+
+def is_linear(graph: OpGraph, node: fx.Node, operands: Collection[fx.Node], offset: bool = False) -> bool:
+    """Whether a node's only tensor is linear in these operands together, with all others as they are; with an `offset`,
+    whether it is such a value plus one that does not depend on them."""
+    if node.op not in ("call_function", "call_method", "call_module") or not operands:
+        return False
+    total = OverRows(scale=Scale(0 if offset else 1))
+    effect, value = effect_of(graph, node, dict.fromkeys(operands, total)), node.meta["val"]
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and not effect.met and isinstance(effect.states[0], OverRows)
+
+
+def is_quotient(graph: OpGraph, node: fx.Node) -> bool:
+    """Whether a node divides its first argument by its second."""
+    above, below = (*node.args, None, None)[:2]
+    if not isinstance(above, fx.Node) or not isinstance(below, fx.Node) or above is below:
+        return False
+    effect = effect_of(graph, node, dict.fromkeys((above, below), OverRows()))
+    return any(kind is Kind.RATIO for kind, _ in effect.met)
+
+
+def reduction_of(graph: OpGraph, node: fx.Node) -> str:
+    """ "sum" or "mean" if the node reduces tensors over all of their dimensions so, else ""."""
+    shapes = {n: n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)}
+    largest = max(shapes.values(), key=lambda shape: shape.numel(), default=torch.Size())
+    if not is_scalar(node) or not largest:
+        return ""
+    given = {n: ByRow(dim=0) for n, shape in shapes.items() if shape == largest}
+    effect = effect_of(graph, node, given, largest[0])
+    is_total = not effect.met and isinstance(effect.states[0], OverRows)
+    return {0: "mean", 1: "sum"}.get(effect.states[0].scale.power, "") if is_total else ""
 
 
 @dataclass
@@ -43,7 +81,7 @@ class LinearPath:
     terms: list[fx.Node] = field(default_factory=list)
 
     @staticmethod
-    def to(node: fx.Node, depends: Callable[[Any], bool]) -> LinearPath:
+    def to(graph: OpGraph, node: fx.Node, depends: Callable[[Any], bool]) -> LinearPath:
         """The path that ends in `node`. `depends` says whether a factor depends on the batch."""
         path = LinearPath()
         waiting = [node]
@@ -51,59 +89,25 @@ class LinearPath:
             current = waiting.pop()
             if current in path.inside or current in path.terms:
                 continue
-            before = _summands(current, depends)
-            if before is None:
-                path.terms.append(current)
-            else:
-                path.inside.update((current, *_gathered(current)))
+            before = _summands(graph, current, depends)
+            if before:
+                path.inside.update((current, *(n for n in current.all_input_nodes if not is_scalar(n))))
                 waiting += reversed(before)
+            else:
+                path.terms.append(current)
         return path
 
 
-def _summands(node: fx.Node, depends: Callable[[Any], bool]) -> list[fx.Node] | None:
-    """The nodes in which a node of the path is linear, without those that do not depend on the batch; None for a
-    node that is a term."""
-    name, operands = call_name(node), node.args
-    if not is_scalar(node) or not operands:
-        return None
-    if name in ("sum", "mean") and isinstance(operands[0], fx.Node) and call_name(operands[0]) in _OF_SEVERAL:
-        found: list[Any] = list(_entries(operands[0]))
-    elif name in _SUMS:
-        found = list(operands[:2])
-    elif name in _FACTORS and sum(map(depends, operands[:2])) == 1:
-        found = [operand for operand in operands[:2] if depends(operand)]
-    elif (is_quotient(node) and not depends(operands[1])) or name in _SAME or _is_item(node):
-        found = [operands[0]]
-    else:
-        return None
-    found = [operand for operand in found if depends(operand)]
-    return found if found and all(map(is_scalar, found)) else None
-
-
-def _gathered(node: fx.Node) -> list[fx.Node]:
-    """The call that puts a sum's or a mean's terms together, where there is one."""
-    if call_name(node) not in _REDUCTIONS:
-        return []
-    return [n for n in node.all_input_nodes if call_name(n) in _OF_SEVERAL]
-
-
-def _entries(node: fx.Node) -> tuple[Any, ...]:
-    given = node.args[0] if node.args else node.kwargs.get("tensors", ())
-    return tuple(given) if isinstance(given, (tuple, list)) else ()
-
-
-def _is_item(node: fx.Node) -> bool:
-    return call_name(node) == "getitem" and isinstance(node.args[0], fx.Node) and is_scalar(node.args[0])
-
-
-def reduction_of(node: fx.Node) -> str:
-    """ "sum" or "mean" if the node reduces a tensor over all of its dimensions so, else ""."""
-    name = call_name(node)
-    kind = _REDUCTIONS.get(name, "")
-    if kind and is_scalar(node):
-        return kind
-    if name in ("dot", "vdot") or (name == "count_nonzero" and is_scalar(node)):
-        return "sum"
-    given = node.kwargs.get("reduction")
-    is_loss = node.op == "call_function" and getattr(node.target, "__module__", "") == F.__name__
-    return str(given) if is_loss and is_scalar(node) and given in ("sum", "mean") else ""
+def _summands(graph: OpGraph, node: fx.Node, depends: Callable[[Any], bool]) -> list[fx.Node]:
+    """The scalars in which a scalar of the path is linear, directly or put together in one tensor, without those that
+    do not depend on the batch; none for a node that is a term."""
+    found: list[fx.Node] = []
+    before = [n for n in node.all_input_nodes if depends(n)]
+    for operand in before:
+        parts = [operand] if is_scalar(operand) else [n for n in operand.all_input_nodes if depends(n)]
+        is_apart = parts != [operand]
+        if is_apart and not (all(map(is_scalar, parts)) and is_linear(graph, operand, parts, offset=True)):
+            return []
+        found += parts
+    is_reduced = any(map(is_scalar, before)) and reduction_of(graph, node)  # of one row: more rows are no scalar
+    return found if is_scalar(node) and not is_reduced and is_linear(graph, node, before, offset=True) else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,33 +22,3 @@ def call_node(graph: OpGraph, node: fx.Node, args: Any, kwargs: Any, fake: Calla
         return torch.func.functional_call(leaf, {name: fake(tensor) for name, tensor in own}, args, kwargs)
     target: Any = SHAPE_RULES.get(node.target, node.target)
     return target(*args, **kwargs)
-
-
-def call_key(
-    graph: OpGraph, node: fx.Node, args: Any, kwargs: Any, seen: Callable[[Tensor], Hashable]
-) -> Hashable | None:
-    """Equal for nodes whose calls on these arguments give the same; None where an argument cannot be compared. `seen`:
-    what counts of a tensor. A node among the arguments stands for the value that it was recorded with."""
-    target: Any = node.target
-    if node.op == "call_module":
-        leaf = graph.module.get_submodule(str(target))
-        own = [(tuple(p.shape), p.dtype, p.requires_grad) for p in leaf.parameters()]
-        target = (repr(leaf), type(leaf), leaf.training, *own)
-
-    def look(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return look(value.meta["val"])
-        if isinstance(value, Tensor):
-            return seen(value)
-        if isinstance(value, (tuple, list)):
-            return tuple(look(item) for item in value)
-        if isinstance(value, dict):
-            return tuple((name, look(item)) for name, item in value.items())
-        return (value.start, value.stop, value.step) if isinstance(value, slice) else (type(value), value)
-
-    key = (node.op, target, look(args), look(kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

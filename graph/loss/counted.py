@@ -37,7 +37,7 @@ def count_terms(graph: OpGraph) -> OpGraph:
     """
     rows = next(iter(graph.inputs.values())).shape[0]
     view = BatchView.of(graph, rows)
-    path = LinearPath.to(graph.outputs["loss"], view.depends)
+    path = LinearPath.to(graph, graph.outputs["loss"], view.depends)
     rewrite = _Rewrite(graph, view, path, idle={node for node in graph.nodes if not node.users})
     terms = [rewrite.term(node) for node in path.terms]
     graph.loss = rewrite.finish(terms)
@@ -60,7 +60,7 @@ class _Rewrite:
         found = class_loss(self.graph, node)
         if found is not None and found.reduction == "mean":
             return self._class_term(node, found, source)
-        if is_quotient(node) and self.view.depends(node.args[1]):
+        if is_quotient(self.graph, node) and self.view.depends(node.args[1]):
             return self._quotient(node, source)
         return LossTerm(kind="mean", source=source)
 
@@ -134,7 +134,7 @@ class _Rewrite:
         """ "sum" or "mean" if the numerator is made of sums, or of means, over all rows; else ""."""
         if not isinstance(numerator, fx.Node):
             return ""
-        kinds = {self._reduction(term) for term in LinearPath.to(numerator, self.view.depends).terms}
+        kinds = {self._reduction(term) for term in LinearPath.to(self.graph, numerator, self.view.depends).terms}
         return kinds.pop() if len(kinds) == 1 else ""
 
     def _reduction(self, node: fx.Node) -> str:
@@ -142,12 +142,12 @@ class _Rewrite:
         if found is not None:
             floating = found.arguments["target"].meta["val"].is_floating_point()
             return "sum" if found.reduction == "sum" else "mean" if found.reduction == "mean" and floating else ""
-        return reduction_of(node)
+        return reduction_of(self.graph, node)
 
     def _reduced(self, node: fx.Node) -> int:
         if is_item_count(node):
             return self._item_total()
-        return self._total(Total(node, is_mean=reduction_of(node) == "mean"))
+        return self._total(Total(node, is_mean=reduction_of(self.graph, node) == "mean"))
 
     # --- inputs and nodes
 
@@ -211,8 +211,8 @@ class _Rewrite:
     def _targets_of(self, term: fx.Node) -> Targets | None:
         """The targets of a cross entropy that is a term, or a summand of a quotient's numerator."""
         waiting = [term]
-        if is_quotient(term) and isinstance(term.args[0], fx.Node):
-            waiting = LinearPath.to(term.args[0], self.view.depends).terms
+        if is_quotient(self.graph, term) and isinstance(term.args[0], fx.Node):
+            waiting = LinearPath.to(self.graph, term.args[0], self.view.depends).terms
         for node in waiting:
             found = class_loss(self.graph, node)
             target = found.arguments["target"] if found is not None else None

@@ -90,7 +90,7 @@ class BatchView:
             node = waiting.pop()
             if not self.depends(node) or is_item_count(node):
                 found.update({node: None} if is_item_count(node) else {})
-            elif reduction_of(node) and not is_scalar(node.args[0]):
+            elif reduction_of(self.graph, node) and not is_scalar(node.args[0]):
                 if not all(map(self.keeps_rows_apart, node.all_input_nodes)):
                     return None
                 found[node] = None
@@ -163,7 +163,7 @@ def divisor_graph(
 
     `divisors`: for each its node, or None for a total itself, and which total each of its reductions is.
     """
-    places = [next(iter(of.values())) if node is None else of.get(_uncast(node)) for node, of in divisors]
+    places = [next(iter(of.values())) if node is None else of.get(_uncast(view.graph, node)) for node, of in divisors]
     if places == list(range(len(totals))):
         return None
     graph = fx.Graph()
@@ -183,9 +183,9 @@ def divisor_graph(
     return graph
 
 
-def _uncast(node: fx.Node) -> fx.Node:
+def _uncast(graph: OpGraph, node: fx.Node) -> fx.Node:
     """The value that a chain of copies and casts to floats hands on."""
-    while node.meta["val"].dtype in _KEEP and (before := copied_operand(node, Elements.SAME)) is not None:
+    while node.meta["val"].dtype in _KEEP and (before := copied_operand(graph, node, Elements.SAME)) is not None:
         node = before
     return node
 

@@ -1,18 +1,24 @@
 """Questions about a node of an op graph, answered by the records of the operators that it calls.
 
 In: a node. It is run once more on the fake tensors that it was recorded with; functions of torch need no names here.
+Answers are kept for calls that are alike, in any graph of the same step.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...runtime.torch_names import FakeTensor, TorchDispatchMode
+from ..opgraph import OpGraph, value_tensors
 from .record import Elements, OperatorCall
 from .table import operator_of
+
+Known = TypeVar("Known")
+NO_ELEMENTS = (-1, frozenset[Elements]())
 
 
 class _Recorder(TorchDispatchMode):
@@ -28,20 +34,77 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def copied_operand(node: fx.Node, *ways: Elements) -> fx.Node | None:
+def call_key(
+    graph: OpGraph, node: fx.Node, args: Any, kwargs: Any, seen: Callable[[Tensor], Hashable]
+) -> Hashable | None:
+    """Equal for nodes whose calls on these arguments give the same; None where an argument cannot be compared. `seen`:
+    what counts of a tensor. A node among the arguments stands for the value that it was recorded with."""
+    target: Any = node.target
+    if node.op == "call_module":
+        leaf = graph.module.get_submodule(str(target))
+        own = [(tuple(p.shape), p.dtype, p.requires_grad) for p in leaf.parameters()]
+        target = (repr(leaf), type(leaf), leaf.training, *own)
+
+    def look(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return look(value.meta["val"])
+        if isinstance(value, Tensor):
+            return seen(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(look(item) for item in value)
+        if isinstance(value, dict):
+            return tuple((name, look(item)) for name, item in value.items())
+        return (value.start, value.stop, value.step) if isinstance(value, slice) else (type(value), value)
+
+    key = (node.op, target, look(args), look(kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def alike(graph: OpGraph, node: fx.Node, question: Hashable, find: Callable[[], Known]) -> Known:
+    """The answer to a question about a node, which is found once for all calls that are alike. It names no nodes."""
+    numbers = {id(t): i for i, n in enumerate(node.all_input_nodes) for t in value_tensors(n.meta["val"])}
+
+    def look(tensor: Tensor) -> Hashable:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, numbers.get(id(tensor))
+
+    call = call_key(graph, node, node.args, node.kwargs, look)
+    if call is None:
+        return find()
+    if (call, question) not in graph.answers:
+        graph.answers[call, question] = find()
+    answer: Known = graph.answers[call, question]
+    return answer
+
+
+def copied_operand(graph: OpGraph, node: fx.Node, *ways: Elements) -> fx.Node | None:
     """The operand whose elements are a node's value, if all operators on the way between the two give elements in these
     ways; None for any other node."""
-    value = node.meta.get("val")
-    if node.op not in ("call_function", "call_method") or node.meta["mutates"] or not isinstance(value, FakeTensor):
+    if node.op not in ("call_function", "call_method") or node.meta["mutates"] or not node.all_input_nodes:
         return None
+    number, used = alike(graph, node, copied_operand, lambda: _elements(node))
+    return node.all_input_nodes[number] if number >= 0 and used.issubset(ways) else None
+
+
+def _elements(node: fx.Node) -> tuple[int, frozenset[Elements]]:
+    """The number of the operand whose elements a node's value has, and in what ways; -1 where that is not known."""
+    value = node.meta.get("val")
+    if not isinstance(value, FakeTensor):
+        return NO_ELEMENTS
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
     with torch.no_grad(), torch.random.fork_rng(devices=[]), value.fake_mode, _Recorder() as recorder:
         tensor = call(*args[node.op == "call_method" :], **kwargs)
-    operands = {id(n.meta["val"]): n for n in node.all_input_nodes}
+    operands = {id(n.meta["val"]): number for number, n in enumerate(node.all_input_nodes)}
+    ways: set[Elements] = set()
     while id(tensor) not in operands:
         made_by = recorder.calls.get(id(tensor))
-        if made_by is None or operator_of(made_by.func).elements not in ways:
-            return None
+        way = None if made_by is None else operator_of(made_by.func).elements
+        if made_by is None or way is None:
+            return NO_ELEMENTS
+        ways.add(way)
         tensor = next(made_by.tensors(), None)
-    return operands[id(tensor)]
+    return operands[id(tensor)], frozenset(ways)

@@ -35,10 +35,11 @@ def reduced(state: RowState, value: torch.Tensor, dims: set[int], keep: bool) ->
 
 
 def added_up(call: RowCall) -> RowState:
-    """A sum or average: over rows it gives a total."""
+    """A sum or average, or a number of elements: over rows it gives a total."""
     value, state = call["self"], call.state("self")
     dims, keep = dims_of(call.given.get("dim"), value), bool(call.given.get("keepdim"))
-    if isinstance(state, Permutation) or (call.name == "nansum" and isinstance(state, OverRows)):
+    is_linear = call.name in ("sum", "mean")
+    if isinstance(state, Permutation) or (isinstance(state, OverRows) and not is_linear):
         return nonlinear(call, state) or state
     if isinstance(state, ByRow) and state.dim in dims:
         return OverRows(scale=state.scale if call.name == "mean" else state.scale.times(PER_ROW))
@@ -175,7 +176,8 @@ record(
 record("var", "std", "var_mean", "std_mean", rows=extreme, workspace=workspace_reductions.variance)
 record("logsumexp", rows=extreme, workspace=workspace_reductions.logsumexp)
 record("argmax", "argmin", "max", "min", rows=extreme, workspace=workspace_reductions.largest)
-record("count_nonzero", "nanmedian", "median", "mode", "kthvalue", "aminmax", rows=extreme)
+record("count_nonzero", rows=added_up)
+record("nanmedian", "median", "mode", "kthvalue", "aminmax", rows=extreme)
 record("_softmax", "_log_softmax", rows=normalised, workspace=nothing)
 record("cumprod", "logcumsumexp", rows=normalised, workspace=workspace_scans.scan)
 record("cummax", "cummin", rows=normalised, workspace=workspace_scans.largest_so_far)

@@ -21,8 +21,8 @@ from ..blocks import Block
 from ..costs.block import FakeBlockRun
 from ..dataflow import Dataflow
 from ..follow.tokens import TokenFacts, sequence_lengths, token_facts
-from ..kernels.call_node import call_key
 from ..layers import layer_runs
+from ..operators.calls import call_key
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 
 SIZE = 3  # of the tile on which nodes are tried: no size of its own broadcasts

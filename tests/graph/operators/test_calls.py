@@ -45,12 +45,12 @@ def test_the_operand_whose_elements_a_value_has(functions: list[Callable[[Tensor
         graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
         (given,) = [node for node in graph.nodes if node.op == "placeholder"]
         ways = (Elements.SAME, Elements.MOVED, Elements.RESHAPED)
-        node = next(n for n in graph.nodes if copied_operand(n, *ways) is given)
-        assert copied_operand(node, way) is given
+        node = next(n for n in graph.nodes if copied_operand(graph, n, *ways) is given)
+        assert copied_operand(graph, node, way) is given
 
 
 def test_values_with_other_elements_have_no_such_operand() -> None:
     for function in OTHERS:
         graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
         (given,) = [node for node in graph.nodes if node.op == "placeholder"]
-        assert all(copied_operand(node, Elements.SAME, Elements.MOVED) is not given for node in graph.nodes)
+        assert all(copied_operand(graph, node, Elements.SAME, Elements.MOVED) is not given for node in graph.nodes)
