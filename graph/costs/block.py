@@ -1,11 +1,11 @@
 """What one block costs: it is run, forward and backward, on fake tensors.
 
 In: a block of the op graph. Out: its `BlockCost`, which `measured.py` keeps for equal blocks. No weight is
-materialised. FLOPs come from torch's own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks
-from the births and deaths of storages. For plans on CUDA, attention and dropout are counted as CUDA's kernels behave
-(`graph/kernels/attention.py`); dropout saves one byte per element; peaks have what operators hold while they run
-(`graph/operators/table.py`), and the gaps that large tensors leave in the allocator's memory. Fake tensors do
-not show the workspace that oneDNN's recurrent layers keep on CPU.
+materialised. FLOPs come from the operators' records or torch's own registry; saved bytes from `saved_tensors_hooks`,
+each storage once; peaks from the births and deaths of storages. For plans on CUDA, attention and dropout are counted as
+CUDA's kernels behave (`graph/kernels/attention.py`); dropout saves one byte per element; peaks have what operators hold
+while they run (`graph/operators/table.py`), and the gaps that large tensors leave in the allocator's memory. Fake
+tensors do not show the workspace that oneDNN's recurrent layers keep on CPU.
 """
 
 from __future__ import annotations
@@ -28,16 +28,9 @@ from ...ir.tiles import TiledPart, mark_of, unread_parts, with_parts
 from ...runtime.functions import attend_block, chunked_cross_entropy, part_statistics, with_gradients
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
+from ...runtime.stage.operators import COSTLY, written_tensors
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
-from ...runtime.stage.saved_classes import (
-    COSTLY,
-    Look,
-    attention_bytes,
-    look_of,
-    parts_of,
-    result_bytes,
-    written_tensors,
-)
+from ...runtime.stage.saved_classes import Look, attention_bytes, look_of, parts_of, result_bytes
 from ...runtime.torch_names import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes, tree_leaves
 from ..blocks import AgainCost, Block, BlockCost, CostlyCall
 from ..forwards.first_only import unread_by_gradients
@@ -45,7 +38,7 @@ from ..kernels.attention import cuda_attention
 from ..kernels.call_rows import KernelCalls, MixRows
 from ..kernels.cuda_autocast import autocast_as
 from ..kernels.stand_ins import CUDA_STAND_INS, STAND_INS, cuda_dropout
-from ..operators.table import workspace_bytes
+from ..operators.table import kernel_rows, workspace_bytes
 from ..opgraph import OpGraph
 
 IN_PIECES = (chunked_cross_entropy, part_statistics)
@@ -398,7 +391,11 @@ class _Meter(TorchDispatchMode, KernelCalls):
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         before = {t.untyped_storage()._cdata for t in read}
         new = [t for t in made if t.untyped_storage()._cdata not in before]
-        flops, times = flops_of(func, args, kwargs, out), self.run.times
+        rows, times = kernel_rows(func, args, kwargs, out), self.run.times
+        if rows is None and func._overloadpacket in flop_registry:
+            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+        else:
+            flops = sum(row.flops for row in rows or ())
         self.flops += flops * times
         if func in COSTLY:
             self.note(look_of(func, args, kwargs, out), parts_of(out), result_bytes(out), flops)
@@ -409,7 +406,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
             self.launches += times
             moved_bytes = sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
             self.traffic_bytes += moved_bytes * times
-            self.rows.note(func, args, flops, moved_bytes, times)
+            self.rows.note(rows, flops, moved_bytes, times)
         for tensor in new:
             self.born(tensor.untyped_storage())
         if self.run.cuda:
@@ -464,20 +461,6 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.known.discard(key)
         self.outputs.pop(key, None)
         self.live_bytes -= size
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of a call; a multiply-add counts as two, as in torch; attention on CPU is not in torch's registry."""
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        return float(flop_registry[packet](*args, **kwargs, out_val=out))
-    name = packet.__name__
-    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        query, key = (args[1], args[2]) if name.endswith("backward") else (args[0], args[1])
-        batch, heads, length, width = query.shape
-        flops: float = 4.0 * batch * heads * length * key.shape[-2] * width
-        return flops * (2.5 if name.endswith("backward") else 1.0)
-    return 0.0
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

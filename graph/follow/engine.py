@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from ...runtime.stage.saved_classes import written_tensors
+from ...runtime.stage.operators import written_tensors
 from ...runtime.torch_names import TorchDispatchMode
 from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as

@@ -21,8 +21,9 @@ from ...ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
 from ...runtime.functions import window_blocks
 from ...runtime.functions.document_borders import fits_kernel, in_rows, side_by_side
 from ...runtime.stage.saved_classes import EFFICIENT_ROWS
+from ..operators.kernels import DTYPES
 from ..operators.workspace import attention as workspace
-from .call_rows import DTYPES, count_call, count_workspace
+from .call_rows import count_call, count_workspace
 
 MATH = "math"  # products, a softmax and a product
 WIDEST = 256  # head size of flash attention

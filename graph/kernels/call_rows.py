@@ -7,22 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, flops_of, merge_rows
+from ...ir.machine.call_mix import AttentionCall, CallMix, PointwiseCall, Product, flops_of, merge_rows
 from ...runtime.torch_names import current_dispatch_modes
-
-aten = torch.ops.aten
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}  # the place of the left operand
-CPU_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: 0,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
-}  # the place of the queries
-MOVES_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 class KernelCalls:
@@ -68,14 +57,12 @@ class MixRows:
         else:
             self.attention.append(call)
 
-    def note(self, func: Any, args: Sequence[Any], flops: float, moved_bytes: int, times: int = 1) -> None:
-        """`times` calls that read and write `moved_bytes`; those with FLOPs that are no products have no row."""
-        packet = func._overloadpacket
-        if packet in PRODUCTS:
-            self.products += [_product(*args[PRODUCTS[packet] :][:2])] * times
-        elif packet in CPU_ATTENTION:
-            self.attention += [_cpu_attention(func, args, CPU_ATTENTION[packet])] * times
-        elif not flops and packet not in MOVES_NOTHING:
+    def note(self, rows: Sequence[Product | AttentionCall] | None, flops: float, moved_bytes: int, times: int) -> None:
+        """`times` calls that are these rows, by their records, and read and write `moved_bytes`. Where that is not
+        known, those with FLOPs have no row."""
+        for row in [*(rows or ())] * times:
+            self.add(row)
+        if rows is None and not flops:
             self.pointwise[moved_bytes] += times
 
     def mix(self, flops: float, traffic_bytes: float) -> CallMix:
@@ -85,18 +72,3 @@ class MixRows:
         known = flops_of(products) + flops_of(attention)
         pointwise = tuple(PointwiseCall(size, count) for size, count in self.pointwise.items())
         return CallMix(products, attention, pointwise, max(0.0, flops - known), traffic_bytes)
-
-
-def _product(left: Tensor, right: Tensor) -> Product:
-    *batch, m, k = left.shape
-    return Product(DTYPES.get(left.dtype, ""), m, right.shape[-1], k, batch[0] if batch else 1)
-
-
-def _cpu_attention(func: Any, args: Sequence[Any], first: int) -> AttentionCall:
-    """A call of the CPU's kernel, which takes every dtype, with a mask or without; its arguments come by position."""
-    query, key = args[first], args[first + 1]
-    place = [argument.name for argument in func._schema.arguments].index("is_causal")
-    causal = place < len(args) and bool(args[place])
-    rows, heads, length, width = query.shape
-    dtype = DTYPES.get(query.dtype, "")
-    return AttentionCall(FLASH, dtype, rows * heads, length, key.shape[-2], width, causal, backward=first == 1)

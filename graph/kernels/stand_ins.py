@@ -30,8 +30,9 @@ from ...runtime.functions import (
 )
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.torch_names import grouped_mm
+from ..operators.kernels import DTYPES
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
-from .call_rows import DTYPES, count_call
+from .call_rows import count_call
 from .outliers import cuda_linear_8bit
 
 

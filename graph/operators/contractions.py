@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .kernels import cpu_attention, one_product
 from .pointwise import spread
 from .record import RowCall, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
@@ -184,16 +185,18 @@ def grouped(call: RowCall) -> RowState:
     return nonlinear(call, state, offsets) or (state if isinstance(state, Free) else call.mix(Kind.UNKNOWN))
 
 
-record("mm", "bmm", rows=matrices, workspace=workspace_layers.product)
+record("mm", "bmm", rows=matrices, workspace=workspace_layers.product, kernel=one_product)
 record("mv", "vdot", rows=matrices)
 record("dot", rows=matrices, workspace=nothing)
-record("addmm", "baddbmm", rows=added_product, workspace=workspace_layers.product)
+record("addmm", "baddbmm", rows=added_product, workspace=workspace_layers.product, kernel=one_product)
 record("addbmm", "addmv", "addr", rows=added_product)
 record(
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps", rows=attention,
 )  # fmt: skip
+record("_scaled_dot_product_flash_attention_for_cpu", rows=attention, kernel=cpu_attention)
+record("_scaled_dot_product_flash_attention_for_cpu_backward", kernel=cpu_attention)
 record("convolution", "_convolution", rows=convolved, workspace=workspace_layers.convolution)
 record("mkldnn_convolution", "convolution_overrideable", rows=convolved)
 record("embedding", rows=embedded, workspace=nothing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .kernels import no_kernel
 from .pointwise import combined, operands, spread
 from .record import Elements, RowCall, nonlinear, nothing, plain, record
 from .reductions import total_of
@@ -196,14 +197,15 @@ record("nll_loss2d_forward", "multilabel_margin_loss_forward", "multi_margin_los
 record("_ctc_loss", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss", rows=aligned_loss)
 record("_cdist_forward", rows=distances)
 record("_pdist_forward", rows=own_distances)
+record("zeros", "ones", "full", "scalar_tensor", rows=made, workspace=nothing)
 record(
-    "zeros", "empty", "ones", "full", "scalar_tensor", "empty_strided", "new_empty_strided",
-    "empty_permuted", rows=made, workspace=nothing,
+    "empty", "empty_strided", "new_empty_strided", "empty_permuted", rows=made, workspace=nothing, kernel=no_kernel,
 )  # fmt: skip
 record(
-    "zero", "fill", "zeros_like", "new_zeros", "new_empty", "empty_like", "ones_like", "new_ones", "full_like",
-    "new_full", rows=made, elements=Elements.NONE, workspace=nothing,
+    "zero", "fill", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full", rows=made,
+    elements=Elements.NONE, workspace=nothing,
 )  # fmt: skip
+record("new_empty", "empty_like", rows=made, elements=Elements.NONE, workspace=nothing, kernel=no_kernel)
 record(
     "rand", "randn", "randint", "normal", "uniform", "exponential", "normal_functional", "log_normal", "cauchy",
     "geometric", "random", rows=made,

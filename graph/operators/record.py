@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...ir.machine.call_mix import AttentionCall, Product
 from ..opgraph import value_tensors
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale
 
@@ -108,6 +109,7 @@ class Elements(enum.Enum):
 
 RowRule = Callable[[RowCall], "RowState | list[RowState]"]
 WorkspaceRule = Callable[[OperatorCall], int]
+KernelRule = Callable[[OperatorCall], tuple[Product | AttentionCall, ...]]
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,13 @@ class Operator:
     """Knowledge of one of torch's operators. None stands for "not known": who needs it refuses.
 
     `rows`: the states of its results, by those of its operands. `elements`: what its only result has of its first
-    operand. `workspace`: the bytes that its kernel on CUDA holds beside operands and results."""
+    operand. `workspace`: the bytes that its kernel on CUDA holds beside operands and results. `kernel`: the products or
+    the attention that a call is, none for one that moves nothing; where it is not known, a call counts by its bytes."""
 
     rows: RowRule | None = None
     elements: Elements | None = None
     workspace: WorkspaceRule | None = None
+    kernel: KernelRule | None = None
 
 
 OPERATORS: dict[str, Operator] = {}

@@ -19,12 +19,19 @@ from typing import Any
 import torch
 
 from ...ir.extensions import entries
+from ...ir.machine.call_mix import AttentionCall, Product
 from . import contractions, indexing, layers, pointwise, reductions, views
 from .record import LARGEST, OPERATORS, GpuSize, OperatorCall, operator_of
 
-__all__ = ["OPERATORS", "operator_of", "workspace_bytes"]
+__all__ = ["OPERATORS", "kernel_rows", "operator_of", "workspace_bytes"]
 FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its records
 OPERATORS.update(entries("penstock.operators", OPERATORS.__contains__))  # records of other distributions
+
+
+def kernel_rows(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Product | AttentionCall, ...] | None:
+    """The products or the attention that a call is; None if that is not known."""
+    rule = operator_of(func).kernel
+    return None if rule is None else rule(OperatorCall(func, args, kwargs, out))
 
 
 def workspace_bytes(func: Any, args: Any, kwargs: Any, out: Any, gpu: GpuSize = LARGEST) -> int | None:

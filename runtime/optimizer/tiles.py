@@ -28,10 +28,7 @@ from .spec import OptimizerSpec
 CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
 )  # fmt: skip
-_KERNELS = (
-    torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_,
-    torch.ops.aten._fused_adagrad_,
-)  # fmt: skip
+_GRADIENTS = "grads"  # an argument that no other operators have
 _STEPS = "state_steps"  # the argument of the kernels that has one number for each parameter
 # Of a thread's tile. Measured: smaller ones lose time in calls, larger ones leave the caches.
 ELEMENTS_PER_THREAD = 1 << 18
@@ -109,7 +106,7 @@ class InTiles(TorchDispatchMode):
         self.single = None if factor is None else factor.to("cpu", torch.float32)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "overloadpacket", None) in _KERNELS:
+        if any(argument.name == _GRADIENTS for argument in func._schema.arguments):
             return self._step(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

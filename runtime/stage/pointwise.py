@@ -10,7 +10,6 @@ calls on the same values, so that gradients have the same bits. Nothing random i
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,20 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_names import TorchDispatchMode, storage_of_weak_ptr, tree_map_only
-from .saved_classes import written_tensors
-
-aten = torch.ops.aten
-_ONE_PASS = frozenset(
-    (aten._to_copy.default, aten.cat.default, aten.native_layer_norm.default, aten._fused_rms_norm.default)
-)
-
-
-@functools.cache
-def is_cheap(func: Any) -> bool:
-    """Whether a call passes over its operands once, draws nothing and writes nothing."""
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        return False
-    return torch.Tag.pointwise in func.tags or func in _ONE_PASS
+from .operators import is_cheap, written_tensors
 
 
 class _Result:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,27 +32,8 @@ from ...ir.errors import VerifyError
 from ...ir.program import SavedSpec, StageSpec, aligned
 from ..accelerator import generator_of
 from ..torch_names import TorchDispatchMode, dispatch_key_parse, dispatch_keyset_full_after, include_dispatch_key
+from .operators import COSTLY, CUDA_ATTENTION, GIVES_ROWS, written_tensors
 
-aten = torch.ops.aten
-# These give the log-sum-exp of rows only where `compute_log_sumexp` is given, which forwards without autograd do not.
-_GIVES_ROWS = frozenset(
-    (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
-)
-# All give output and log-sum-exp first. Which one runs depends on the device; it is one call in any case.
-CUDA_ATTENTION = _GIVES_ROWS | {aten._scaled_dot_product_flash_attention.default}
-# Each product is one call on CPU and on CUDA, whatever the kernels.
-COSTLY = frozenset(
-    (
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._grouped_mm.default,
-        aten.convolution.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        *CUDA_ATTENTION,
-    )
-)
 EFFICIENT_ROWS = 32  # the efficient kernel pads rows to a multiple of these
 PART = "/"  # before the number of a call's further results in their names
 
@@ -215,7 +196,7 @@ class _Whole(TorchDispatchMode):
             return self.watch.call(func, func, args, kwargs, False)
         for tensor in written_tensors(func, args, kwargs):
             self.watch.changes(func, tensor)
-        if func is aten._safe_softmax.default:  # nothing else calls it
+        if func is torch.ops.aten._safe_softmax.default:  # nothing else calls it
             self.watch.classes.adds_in_place = True
         self.is_within = True
         try:
@@ -306,7 +287,7 @@ _LIBRARIES = _kernels()
 
 def _with_rows(func: Any, args: Any) -> Any:
     """The arguments of a call whose results are kept: attention must give its rows' log-sum-exp."""
-    return (*args[:4], True, *args[5:]) if func in _GIVES_ROWS else args
+    return (*args[:4], True, *args[5:]) if func in GIVES_ROWS else args
 
 
 def _offset(func: Any, args: Any, drawn: int = 0) -> int:
@@ -351,17 +332,3 @@ def _look(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape)
     return tuple(value) if isinstance(value, list) else value
-
-
-@functools.cache
-def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an aten op writes."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that a call writes."""
-    for position, name in written_arguments(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        yield from (v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Tensor))

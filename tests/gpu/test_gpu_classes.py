@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import StageSpec, aligned
+from penstock.runtime.stage.operators import CUDA_ATTENTION
 from penstock.runtime.stage.runner import StageRunner
-from penstock.runtime.stage.saved_classes import CUDA_ATTENTION
 from penstock.tests.gpu.rehearsal import DEVICE, exact, on_gpu, only_on_gpu
 from penstock.tests.passes.running import all_passes, apply, draft_of, generate_stages
 

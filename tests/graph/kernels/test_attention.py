@@ -24,6 +24,7 @@ from penstock.graph.kernels.attention import (
     cuda_window_attention,
 )
 from penstock.graph.kernels.call_rows import KernelCalls, MixRows
+from penstock.graph.operators.table import kernel_rows
 from penstock.ir.machine.call_mix import merge_rows
 from penstock.passes.rewrite.drop_masks import DropMasks
 from penstock.runtime.functions import packed_attention, window_attention
@@ -44,7 +45,8 @@ class Calls(TorchDispatchMode, KernelCalls):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.rows.note(func, args, 0.0, 0)
+        for row in kernel_rows(func, args, kwargs or {}, out) or ():
+            self.rows.add(row)
         return out
 
     def kernel(self, call: Any) -> None:
