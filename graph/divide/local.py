@@ -1,61 +1,38 @@
-"""Nodes of an op graph that work on one member's part of the tokens: sizes in their calls, and the values they make."""
+"""Nodes of an op graph on a part of the tokens that one member has: sizes in their calls, and the values they make."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...ir.calls import call_name
 from ...ir.errors import PassError
-from ..edit import change_arguments
-from ..follow.tokens import TokenPlace
+from ..edit import Arguments, change_arguments
 from ..kernels.call_node import call_node
+from ..operators.calls import names_sizes
 from ..opgraph import OpGraph, value_tensors
 
-# Calls that are told the size of every dimension of their result: the first argument after the value, or all of them.
-SIZED = frozenset(("view", "reshape", "expand", "_unsafe_view", "new_empty", "new_ones", "new_zeros"))
 
+def sizes_told(
+    args: tuple[Any, ...], kwargs: dict[str, Any], old: Sequence[int], new: Sequence[int], is_open: bool = True
+) -> list[Arguments]:
+    """Arguments of a call that is told sizes of its result, for a result of shape `new` in place of `old`; the call's
+    own come last. `is_open`: sizes of -1 stay so."""
 
-def with_local_sizes(node: fx.Node, place: TokenPlace | None, team: int) -> None:
-    """Let a call that is told the sizes of its result make a member's part of it. `place`: of the tokens in it."""
-    if place is None or node.op == "call_module":
-        return
-    value: Tensor = node.meta["val"]
-    name, dim, whole = call_name(node), place.dim, value.shape[place.dim]
-    change_arguments(node, lambda args, kwargs: _resized(name, args, kwargs, dim, value.dim(), whole, team))
+    def ways(told: Any) -> list[Any]:
+        if not isinstance(told, (tuple, list)) or not told or not all(type(size) is int for size in told):
+            return []
+        places = (range(at, at + len(told)) for at in range(len(old) - len(told) + 1))
+        fitting = [place for place in places if all(size in (-1, old[at]) for at, size in zip(place, told))]
+        kind = list if isinstance(told, list) else tuple
+        return [kind(size if is_open and size < 0 else new[at] for at, size in zip(p, told)) for p in fitting]
 
-
-def _resized(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, dims: int, whole: int, team: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if name in SIZED:
-        for key in ("shape", "size"):
-            if key in kwargs:
-                kwargs[key] = _divided(kwargs[key], dim, whole, team)
-        if len(args) == 2 and isinstance(args[1], (tuple, list)):
-            args = (args[0], _divided(args[1], dim, whole, team))
-        elif len(args) > 1:
-            args = (args[0], *_divided(args[1:], dim, whole, team))
-    elif name == "unflatten":
-        at = int(kwargs.get("dim", args[1] if len(args) > 1 else 0))
-        sizes = kwargs["sizes"] if "sizes" in kwargs else args[2]
-        first = at if at >= 0 else at + dims - len(sizes) + 1
-        if first <= dim < first + len(sizes):
-            sizes = _divided(sizes, dim - first, whole, team)
-        if "sizes" in kwargs:
-            kwargs["sizes"] = sizes
-        else:
-            args = (*args[:2], sizes)
-    return args, kwargs
-
-
-def _divided(sizes: Any, dim: int, whole: int, team: int) -> Any:
-    found = list(sizes)
-    if dim < len(found) and found[dim] == whole:
-        found[dim] = whole // team
-    return type(sizes)(found) if isinstance(sizes, list) else tuple(found)
+    found = [((args[0], *way), kwargs) for way in (ways(args[1:]) if len(args) == len(old) + 1 else ())]
+    found += [((*args[:i], way, *args[i + 1 :]), kwargs) for i in range(1, len(args)) for way in ways(args[i])]
+    found += [(args, {**kwargs, key: way}) for key, value in kwargs.items() for way in ways(value)]
+    return [*found, (args, kwargs)]
 
 
 class LocalValues:
@@ -65,11 +42,28 @@ class LocalValues:
         self.graph = graph
         self.fake_mode: Any = next(v.fake_mode for v in graph.inputs.values() if hasattr(v, "fake_mode"))
         self.fakes: dict[int, Tensor] = {}
+        self.sized = {node for node in graph.nodes if names_sizes(graph, node)}
 
-    def set(self, node: fx.Node) -> None:
-        """Give a node the value of what it now reads, in the types that it had. Raises `PassError` where it cannot run
-        on these."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    def set(self, node: fx.Node, shape: Sequence[int] | None = None) -> None:
+        """Give a node the value of what it now reads, in the types that it had. `shape`: that of its only tensor, which
+        is told to a call that names sizes. Raises `PassError` where it cannot run on these."""
+        if shape is not None and node in self.sized:
+            change_arguments(node, lambda args, kwargs: self._told(node, args, kwargs, shape))
+        node.meta["val"] = self._run(node, (node.args, node.kwargs))
+
+    def _told(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int]) -> Arguments:
+        """The arguments with which a call makes a tensor of this shape; its own where it does so with no others."""
+        *ways, own = sizes_told(args, kwargs, node.meta["val"].shape, shape)
+        for way in ways:
+            try:
+                if list(self._run(node, way).shape) == list(shape):
+                    return way
+            except PassError:  # these numbers are no sizes
+                continue
+        return own
+
+    def _run(self, node: fx.Node, arguments: Arguments) -> Any:
+        args, kwargs = fx.map_arg(arguments, lambda n: n.meta["val"])
         try:
             with torch.random.fork_rng(devices=[]), self.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]):
                 made = call_node(self.graph, node, args, kwargs, self._fake)
@@ -82,7 +76,7 @@ class LocalValues:
                 f"{node.name} ({node.meta.get('source', '')}) cannot run on a part of the tokens: "
                 f"{str(error).splitlines()[0][:200]}"
             ) from error
-        node.meta["val"] = made
+        return made
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self.fakes:

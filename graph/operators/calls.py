@@ -89,6 +89,14 @@ def copied_operand(graph: OpGraph, node: fx.Node, *ways: Elements) -> fx.Node | 
     return node.all_input_nodes[number] if number >= 0 and used.issubset(ways) else None
 
 
+def names_sizes(graph: OpGraph, node: fx.Node) -> bool:
+    """Whether numbers in a call may be sizes of its result, as it reshapes or repeats a value, or makes a constant."""
+    told = [*node.args[1:], *node.kwargs.values()]
+    has_numbers = any(type(item) is int or isinstance(item, (tuple, list)) for item in told)
+    ways = (Elements.SAME, Elements.RESHAPED, Elements.SPREAD, Elements.NONE)
+    return has_numbers and copied_operand(graph, node, *ways) is not None
+
+
 def _elements(node: fx.Node) -> tuple[int, frozenset[Elements]]:
     """The number of the operand whose elements a node's value has, and in what ways; -1 where that is not known."""
     value = node.meta.get("val")
@@ -97,7 +105,10 @@ def _elements(node: fx.Node) -> tuple[int, frozenset[Elements]]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
     with torch.no_grad(), torch.random.fork_rng(devices=[]), value.fake_mode, _Recorder() as recorder:
-        tensor = call(*args[node.op == "call_method" :], **kwargs)
+        try:
+            tensor = call(*args[node.op == "call_method" :], **kwargs)
+        except Exception:  # a call that works only while it is traced
+            return NO_ELEMENTS
     operands = {id(n.meta["val"]): number for number, n in enumerate(node.all_input_nodes)}
     ways: set[Elements] = set()
     while id(tensor) not in operands:

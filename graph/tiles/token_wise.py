@@ -20,14 +20,14 @@ from ...runtime.torch_names import FakeTensor, FakeTensorMode
 from ..blocks import Block
 from ..costs.block import FakeBlockRun
 from ..dataflow import Dataflow
+from ..divide.local import sizes_told
 from ..follow.tokens import TokenFacts, sequence_lengths, token_facts
 from ..layers import layer_runs
-from ..operators.calls import call_key
+from ..operators.calls import call_key, names_sizes
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 
 SIZE = 3  # of the tile on which nodes are tried: no size of its own broadcasts
 _FORMS = {"reshape", "contiguous", "clone", "to", "float", "type_as", "repeat", "repeat_interleave", "cat", "stack"}
-_SHAPED = ("view", "reshape", "expand")  # their arguments may name the number of tokens, which tiles do not have
 
 
 @dataclass
@@ -125,18 +125,16 @@ class _Finder:
                 return False
             else:
                 values[operand] = value
-        args = self._args(node)
-        made = self._made(node, *fx.map_arg((args, node.kwargs), values.__getitem__))
-        if made is None:
-            return False
         places = self.facts.places[node]
         wanted = [self._tile_shape(t, p.dim) for t, p in zip(value_tensors(node.meta["val"]), places) if p is not None]
-        if [tuple(t.shape) for t in value_tensors(made)] != wanted:
-            return False
-        self.open[node] = made
-        if args is not node.args:
-            self.args[node] = args
-        return True
+        for args in self._args(node):
+            made = self._made(node, *fx.map_arg((args, node.kwargs), values.__getitem__))
+            if made is not None and [tuple(t.shape) for t in value_tensors(made)] == wanted:
+                self.open[node] = made
+                if args is not node.args:
+                    self.args[node] = args
+                return True
+        return False
 
     def _made(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What a call gives on tiles; None where it needs all tokens."""
@@ -169,16 +167,13 @@ class _Finder:
         shape[dim] = shape[dim] // self.facts.length * SIZE
         return tuple(shape)
 
-    def _args(self, node: fx.Node) -> tuple[Any, ...]:
-        """The arguments of a call, without the number of tokens where it says a shape."""
+    def _args(self, node: fx.Node) -> list[tuple[Any, ...]]:
+        """The arguments that a call may have on a tile: without the number of tokens where it names a shape."""
         value, place = node.meta["val"], self.facts.place(node)
-        if call_name(node) not in _SHAPED or place is None or node.kwargs or len(node.args) < 2:
-            return node.args
+        if place is None or node.kwargs or not names_sizes(self.graph, node):
+            return [node.args]
         shape = [-1 if dim == place.dim else size for dim, size in enumerate(value.shape)]
-        sizes = tuple(shape) if isinstance(node.args[1], tuple | list) else None
-        if not all(isinstance(size, int) for size in (node.args[1] if sizes else node.args[1:])):  # type: ignore[union-attr]
-            return node.args
-        return (node.args[0], sizes) if sizes else (node.args[0], *shape)
+        return [args for args, _ in sizes_told(node.args, {}, value.shape, shape, is_open=False)]
 
     # --- a part's end
 

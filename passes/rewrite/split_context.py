@@ -41,7 +41,7 @@ from torch import fx
 from ...graph.dataflow import Dataflow, shared_nodes
 from ...graph.divide.attention import TOKENS, SharedAttention, attention_call
 from ...graph.divide.exchanges import insert_exchange, member_input
-from ...graph.divide.local import LocalValues, with_local_sizes
+from ...graph.divide.local import LocalValues
 from ...graph.divide.placements import Has, Placement
 from ...graph.divide.ring import AttentionRings
 from ...graph.divide.routed_experts import refusal, route_experts
@@ -272,19 +272,19 @@ class _Splitter:
     def _local(self, node: fx.Node) -> None:
         """A node that works token by token, on the member's tokens."""
         self._cut_operands(node)
-        with_local_sizes(node, self._place(node), self.team)
         self._set_local(node, self.facts.places[node])
 
     def _set_local(self, node: fx.Node, places: Sequence[TokenPlace | None]) -> None:
         """Give a node the value that it has on the member's tokens."""
-        before = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
-        self.values.set(node)
-        now = [tuple(t.shape) for t in value_tensors(node.meta["val"])]
-        for old, new, place in zip(before, now, places, strict=True):
-            along = None if place is None else place.dim
-            want = [size // self.team if dim == along else size for dim, size in enumerate(old)]
-            if list(new) != want:
-                self._refuse(node, f"makes {list(new)} of a part of the tokens, where {want} is a part of its result")
+        wanted = [
+            [size // self.team if place is not None and dim == place.dim else size for dim, size in enumerate(t.shape)]
+            for t, place in zip(value_tensors(node.meta["val"]), places, strict=True)
+        ]
+        self.values.set(node, wanted[0] if len(wanted) == 1 else None)
+        for tensor, want in zip(value_tensors(node.meta["val"]), wanted, strict=True):
+            if list(tensor.shape) != want:
+                made = list(tensor.shape)
+                self._refuse(node, f"makes {made} of a part of the tokens, where {want} is a part of its result")
         self.parts[node] = Has.PART
 
     def _sorted(self, node: fx.Node) -> None:
@@ -304,7 +304,6 @@ class _Splitter:
                 self.shared.add(own)
                 read_instead(node, {arg: own})
         self._cut_operands(node)
-        with_local_sizes(node, places[0] if len(places) == 1 else None, self.team)
         self._set_local(node, places)
 
     def _places_of(self, node: fx.Node) -> tuple[TokenPlace | None, ...]:

@@ -9,7 +9,7 @@ the rest of the model, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,14 +18,16 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...graph.divide.exchanges import insert_exchange, is_exchange, member_input, share_weight, source_of
+from ...graph.divide.local import sizes_told
 from ...graph.divide.member_experts import add_team_part, divide_experts
 from ...graph.divide.member_tables import dividable_tables, divide_table
 from ...graph.divide.placements import Placement
 from ...graph.divide.regions import WideProduct, WidthRegion, as_function, find_regions
-from ...graph.edit import GraphEdit, copy_graph, erase, read_instead, set_arguments
+from ...graph.edit import Arguments, GraphEdit, copy_graph, erase, read_instead, set_arguments
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.kernels.call_node import call_node
 from ...graph.layers import find_blocks
+from ...graph.operators.calls import names_sizes
 from ...graph.opgraph import OpGraph, value_tensors
 from ...graph.tables.tables import TokenTable
 from ...ir.errors import PassError
@@ -37,7 +39,6 @@ from .row_part_limits import device_room, refused_by_optimizer
 
 PartOfModel = WidthRegion | ExpertLayer | TokenTable
 ROWS = 0  # the dimension along which the rows of all members are put together
-RESHAPES = ("view", "reshape", "expand")  # calls whose numbers say the shape of the result
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ class _Divided:
     def __init__(self, graph: OpGraph, region: WidthRegion, team: int, now: dict[fx.Node, fx.Node]):
         self.graph, self.region, self.team, self.now, self.apart = graph, region, team, now, graph.apart
         self.parameters = graph.parameters()
+        self.sized = {node for node in region.inside if names_sizes(graph, node)}
         self.shared: dict[fx.Node, fx.Node] = {}
         self.weights: dict[str, fx.Node] = {}
 
@@ -306,7 +308,7 @@ class _Divided:
         wholes = list(value_tensors(node.meta["val"]))
         wanted = [self.local(tensor.shape, dim) for tensor, (dim, _) in zip(wholes, places, strict=True)]
         made: Any = None
-        for args, kwargs in self.arguments(node, wanted, [dim for dim, _ in places]):
+        for args, kwargs in self.arguments(node, wanted):
             made = _made(edit, node, args, kwargs)
             if made is not None and [list(tensor.shape) for tensor in value_tensors(made)] == wanted:
                 set_arguments(node, args, kwargs)
@@ -323,16 +325,13 @@ class _Divided:
         sizes = [size // self.team if i == dim else int(size) for i, size in enumerate(shape)]
         return [sizes[ROWS] * self.team, *sizes[1:]] if self.apart else sizes
 
-    def arguments(self, node: fx.Node, wanted: list[list[int]], dims: list[int]) -> Any:
-        """Ways to call a node on a member's part: as it is, with the shape of the result, with sizes of a member."""
+    def arguments(self, node: fx.Node, wanted: list[list[int]]) -> Iterator[Arguments]:
+        """Ways to call a node on a member's part: with the shape of the result, as it is, with sizes of a member."""
         args, kwargs = node.args, dict(node.kwargs)
-        if str(node.target) in RESHAPES and node.op == "call_method" and len(wanted) == 1:
-            flat = len(args) != 2 or isinstance(args[1], int)
-            yield (args[0], *wanted[0]) if flat else (args[0], tuple(wanted[0])), {}
-        if str(node.target) == "unflatten" and node.op == "call_method" and len(args) == 3 and isinstance(args[1], int):
-            first = args[1] if args[1] >= 0 else args[1] + args[0].meta["val"].dim()  # type: ignore[union-attr]
-            yield (*args[:2], tuple(wanted[0][first : first + len(args[2])])), kwargs  # type: ignore[arg-type, operator]
-        yield args, kwargs
+        if node in self.sized:
+            yield from sizes_told(args, kwargs, node.meta["val"].shape, wanted[0], is_open=False)
+        else:
+            yield args, kwargs
 
         def smaller(value: Any) -> Any:
             return value // self.team if type(value) is int and value >= self.team else value
