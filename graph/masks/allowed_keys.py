@@ -62,7 +62,7 @@ def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
         return Sight(after=0, documents=documents)
     ends: tuple[list[int], list[int]] = [], []
     masks = []
-    for part in parts_of(mask):
+    for part in parts_of(graph, mask):
         value = part.meta["val"]
         seen = visible_keys(graph, part) if value.dim() > 1 and value.shape[-2] == length else None
         window = None if seen is None else _window(seen, length)

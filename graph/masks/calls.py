@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from ...ir.calls import call_name
+from ..operators.calls import copied_operand, operators
+from ..operators.record import Elements, operator_name
+from ..opgraph import OpGraph
 from .forms import KeyWindow, MaskForm
 from .intervals import Intervals
 
-PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "__matmul__"))
-_KEEP = frozenset(("dropout", "to", "type", "float", "type_as", "half", "bfloat16"))
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -44,14 +45,23 @@ def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None
     return window if is_window else None
 
 
-def weighs(node: fx.Node) -> bool:
+def batched_product(graph: OpGraph, node: fx.Node) -> str:
+    """The operator by which a node multiplies matrices in batches; "" where it does not."""
+    names = map(operator_name, operators(graph, node) or ())
+    return next((name for name in names if name in ("bmm", "baddbmm")), "")
+
+
+def weighs(graph: OpGraph, node: fx.Node) -> bool:
     """Whether a batched product reads a value, or what casts and dropout make of it."""
-    kept = [user for user in node.users if call_name(user) in _KEEP]
-    return any(call_name(user) in PRODUCTS for user in node.users) or any(map(weighs, kept))
+
+    def keeps(user: fx.Node) -> bool:
+        return call_name(user) == "dropout" or copied_operand(graph, user, Elements.SAME) is node
+
+    return any(batched_product(graph, user) or (keeps(user) and weighs(graph, user)) for user in node.users)
 
 
-def is_scored(node: fx.Node) -> bool:
+def is_scored(graph: OpGraph, node: fx.Node) -> bool:
     """Whether a value comes from a batched product by way of calls that keep its shape: scales, masks, biases."""
     shape = node.meta["val"].shape
     before = [n for n in node.all_input_nodes if getattr(n.meta.get("val"), "shape", None) == shape]
-    return any(call_name(n) in PRODUCTS or is_scored(n) for n in before)
+    return any(batched_product(graph, n) or is_scored(graph, n) for n in before)

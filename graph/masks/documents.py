@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from ...ir.calls import call_name
+from ..operators.calls import copied_operand, only_operator
+from ..operators.record import Elements
 from ..opgraph import OpGraph
-from .intervals import FLIPPED
 from .visible import constant_value
 
-_CONJUNCTIONS = ("and_", "__and__", "logical_and", "bitwise_and")
-_SAME = ("to", "bool", "expand", "contiguous", "clone", "detach", "expand_as")  # of a mask, where it stays boolean
-_LAYOUTS = ("getitem", "unsqueeze", "expand", "view", "reshape", "transpose", "to", "long", "contiguous")
-_COMPARED = {**{name: name for name in FLIPPED}, **{f"__{name}__": name for name in FLIPPED}}
+_LAYOUTS = tuple(way for way in Elements if way is not Elements.NONE)
 
 _Side = tuple[fx.Node, bool]  # the tokens' numbers, and whether they are those of the queries
 FormOf = Callable[[fx.Node], Any]  # the form of a mask that follows from places alone
@@ -35,7 +33,7 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
     documents: set[fx.Node] = set()
     positions: set[fx.Node] = set()
     is_causal = False
-    for part in parts_of(mask):
+    for part in parts_of(graph, mask):
         told = _comparison(graph, part, tuple(shape))
         if told is not None:
             (documents if told[0] == "eq" else positions).add(told[1])
@@ -46,7 +44,7 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
     if len(documents) != 1:
         return None
     (found,) = documents
-    if positions and positions != {_counted_positions(found)}:
+    if positions and positions != {_counted_positions(graph, found)}:
         return None
     return found if positions or is_causal else None
 
@@ -54,25 +52,23 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
 def counted_input(graph: OpGraph, documents: fx.Node, rows: int) -> str:
     """The input of positions in which these documents are counted, so that their numbers grow along each of these rows;
     "" where that is not proven."""
-    positions = _counted_positions(documents)
+    positions = _counted_positions(graph, documents)
     if positions is None or positions.op != "placeholder" or documents.meta["val"].shape[0] != rows:
         return ""
     return str(positions.target) if str(positions.target) in graph.inputs else ""
 
 
-def parts_of(mask: fx.Node) -> Iterator[fx.Node]:
+def parts_of(graph: OpGraph, mask: fx.Node) -> Iterator[fx.Node]:
     """What a mask is the conjunction of."""
-    name, value = call_name(mask), mask.meta.get("val")
-    operands = [n for n in mask.all_input_nodes if _is_boolean(n)]
-    if mask.meta.get("mutates") or not isinstance(value, Tensor):
+    operands = mask.all_input_nodes
+    if len(operands) != 2 or only_operator(graph, mask) not in ("bitwise_and", "logical_and"):
+        copied = copied_operand(graph, mask, Elements.SAME, Elements.SPREAD)
+        operands = [] if copied is None else [copied]
+    if mask.meta.get("mutates") or not operands or not all(map(_is_boolean, operands)):
         yield mask
-    elif name in _CONJUNCTIONS and len(operands) == 2 == len(mask.args):
-        yield from parts_of(operands[0])
-        yield from parts_of(operands[1])
-    elif name in _SAME and mask.all_input_nodes == operands and len(operands) == 1:
-        yield from parts_of(operands[0])
     else:
-        yield mask
+        for operand in operands:
+            yield from parts_of(graph, operand)
 
 
 def shows_all(graph: OpGraph, part: fx.Node) -> bool:
@@ -88,8 +84,8 @@ def _is_boolean(node: fx.Node) -> bool:
 def _comparison(graph: OpGraph, node: fx.Node, shape: tuple[int, ...]) -> tuple[str, fx.Node] | None:
     """("eq", numbers) for "the query's number is the key's", ("le", numbers) for "the key's number is at most the
     query's", where both are the same tokens' numbers."""
-    name = _COMPARED.get(call_name(node), "")
-    if name not in ("eq", "le", "ge") or len(node.args) != 2 or node.kwargs:
+    name = only_operator(graph, node)
+    if not name or len(node.args) != 2 or node.kwargs:
         return None
     sides = [_side(graph, arg, shape) if isinstance(arg, fx.Node) else None for arg in node.args]
     left, right = sides
@@ -97,17 +93,13 @@ def _comparison(graph: OpGraph, node: fx.Node, shape: tuple[int, ...]) -> tuple[
         return None
     if name == "eq":
         return "eq", left[0]
-    is_key_first = not left[1]
-    return ("le", left[0]) if (name == "le") == is_key_first else None
+    return ("le", left[0]) if name == ("ge" if left[1] else "le") else None
 
 
 def _side(graph: OpGraph, node: fx.Node, shape: tuple[int, ...]) -> _Side | None:
     """The tokens' numbers that a tensor lays out, along queries or along keys of masks of this shape."""
     chain = []
-    while call_name(node) in _LAYOUTS and not node.meta.get("mutates"):
-        before = node.args[0]
-        if not isinstance(before, fx.Node):
-            return None
+    while (before := copied_operand(graph, node, *_LAYOUTS)) is not None and node.args[:1] == (before,):
         chain.append(node)
         node = before
     value = node.meta.get("val")
@@ -146,11 +138,11 @@ def _laid_out(graph: OpGraph, node: fx.Node, value: Tensor) -> Any:
         return None
 
 
-def _counted_positions(documents: fx.Node) -> fx.Node | None:
+def _counted_positions(graph: OpGraph, documents: fx.Node) -> fx.Node | None:
     """The positions in which documents are counted by the places where they do not go up by one, as transformers does:
     `(diff(positions, prepend=...) != 1).cumsum(-1)`. Inside of a document they go up then."""
     borders, steps, one = _operand(documents, "cumsum"), None, None
-    if borders is not None and _dim(documents, 1, None) and _COMPARED.get(call_name(borders)) == "ne":
+    if borders is not None and _dim(documents, 1, None) and only_operator(graph, borders) == "ne":
         steps, one = (*borders.args, None, None)[:2]
     if not isinstance(steps, fx.Node) or one != 1:
         return None

@@ -13,7 +13,7 @@ from torch import fx
 from ...ir.calls import call_name
 from ..dataflow import Dataflow
 from ..opgraph import OpGraph
-from .calls import PRODUCTS, given_arguments, is_scored, weighs
+from .calls import batched_product, given_arguments, is_scored, weighs
 from .visible import operands
 
 
@@ -21,13 +21,13 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
     """The places of attention calls whose masks do not depend on these inputs."""
     found = []
     inputs = (node for node in graph.nodes if node.op == "placeholder" and node.name in names)
-    reached = Dataflow(graph.nodes).descendants(inputs, operands)
+    reached = Dataflow(graph.nodes).descendants(inputs, lambda node: operands(graph, node))
     for node in graph.nodes:
         if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             mask = given_arguments(node.args, node.kwargs).get("attn_mask")
             is_masked = isinstance(mask, fx.Node) and mask in reached
-        elif call_name(node) == "softmax" and weighs(node) and is_scored(node):
-            is_masked = any(mask in reached for mask in _added(node))
+        elif call_name(node) == "softmax" and weighs(graph, node) and is_scored(graph, node):
+            is_masked = any(mask in reached for mask in _added(graph, node))
         else:
             continue
         if not is_masked:
@@ -35,14 +35,14 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
     return found
 
 
-def _added(node: fx.Node) -> Iterator[fx.Node]:
+def _added(graph: OpGraph, node: fx.Node) -> Iterator[fx.Node]:
     """What meets the scores of a written-out attention on their way from the product to the softmax."""
     shape = node.meta["val"].shape
     for operand in node.all_input_nodes:
-        is_product = call_name(operand) in PRODUCTS
-        if is_product and call_name(operand) == "baddbmm":
+        product = batched_product(graph, operand)
+        if product == "baddbmm":
             yield operand.all_input_nodes[0]
-        elif not is_product and getattr(operand.meta.get("val"), "shape", None) == shape and is_scored(operand):
-            yield from _added(operand)
-        elif not is_product:
+        elif not product and getattr(operand.meta.get("val"), "shape", None) == shape and is_scored(graph, operand):
+            yield from _added(graph, operand)
+        elif not product:
             yield operand

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Operators of ATen.
 FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+SUMS = ("add", "sub", "rsub", "neg")
+FILLS = ("ones", "zeros", "full")  # also with `new_` before or `_like` after them
 
 
 class Unfollowed(Exception):

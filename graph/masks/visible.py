@@ -2,9 +2,9 @@
 
 In: the node of a mask. Out: for each row of queries the interval of keys that it sees, if the mask follows from
 constants alone: from no input's values, no parameter, no buffer and nothing random. Small tensors are computed as they
-are, by the graph's own calls; tensors of one row per query and one column per key are followed in the forms of
-`intervals`, so that a mask of any length takes memory for its rows only. What leaves these forms is computed whole
-where it is not too large.
+are, by the graph's own calls; tensors of one row per query and one column per key are followed operator by operator in
+the forms of `intervals`, so that a mask of any length takes memory for its rows only. What leaves these forms is
+computed whole where it is not too large.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir.calls import function_name
-from ...runtime.torch_names import tree_leaves
+from ...runtime.torch_names import FakeTensor, tree_map_only
 from ..dataflow import Dataflow
+from ..operators.calls import run_again, unread_operand
+from ..operators.record import Elements, OperatorCall
+from ..operators.table import operator_of
 from ..opgraph import OpGraph, value_tensors
 from .intervals import (
+    FILLS,
+    FLIPPED,
+    SUMS,
     Followed,
     Intervals,
     Sums,
@@ -34,19 +39,6 @@ from .intervals import (
 
 VECTOR_ELEMENTS = 1 << 20  # tensors up to this size are computed as they are
 WHOLE_ELEMENTS = 1 << 24  # up to this size also those that have none of the forms
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-ARITHMETIC = ("add", "sub", "abs", "neg")
-UNCHANGED = ("to", "contiguous", "clone", "detach", "long", "_to_copy")  # where the dtype is the same
-ELEMENTWISE = (
-    *COMPARISONS, *ARITHMETIC, *UNCHANGED, "mul", "and_", "or_", "xor", "invert", "__and__", "__or__", "__xor__",
-    "__invert__", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or",
-    "bitwise_not", "bitwise_xor", "where", "masked_fill", "minimum", "maximum", "clamp", "type", "bool", "int",
-    "float", "half", "double", "bfloat16",
-)  # fmt: skip
-VIEWS = ("expand", "unsqueeze", "view", "reshape", "getitem", "squeeze", "alias")
-FILLED = {"ones": 1, "zeros": 0, "ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
-FILLED_WITH = {"full": 1, "full_like": 1, "new_full": 2}  # the position of the value
-SHAPE_ONLY = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 
 
 def visible_keys(graph: OpGraph, mask: fx.Node) -> Intervals | None:
@@ -78,15 +70,14 @@ def constant_value(graph: OpGraph, node: fx.Node) -> Tensor | None:
 def _chain(graph: OpGraph, mask: fx.Node) -> list[fx.Node] | None:
     """The nodes that the mask is made of, in order; None if one of them depends on more than constants."""
     flow = Dataflow(graph.nodes)
-    above = flow.ancestors([mask], lambda node: operands(node) if _is_constant(graph, node) else ())
+    above = flow.ancestors([mask], lambda node: operands(graph, node) if _is_constant(graph, node) else ())
     return flow.in_order(above) if all(_is_constant(graph, node) for node in above) else None
 
 
-def operands(node: fx.Node) -> list[fx.Node]:
+def operands(graph: OpGraph, node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node depends on."""
-    if _name(node) in SHAPE_ONLY and isinstance(node.args[0], fx.Node):
-        return [n for n in node.all_input_nodes if n is not node.args[0]]
-    return node.all_input_nodes
+    unread = unread_operand(graph, node)
+    return [n for n in node.all_input_nodes if n is not unread]
 
 
 def _is_constant(graph: OpGraph, node: fx.Node) -> bool:
@@ -94,10 +85,6 @@ def _is_constant(graph: OpGraph, node: fx.Node) -> bool:
         value = graph.constants.get(str(node.target))
         return type(value) is Tensor and value.device.type == "cpu"
     return node.op in ("call_function", "call_method") and not node.meta.get("random")
-
-
-def _name(node: fx.Node) -> str:
-    return function_name(node.target).partition(".")[0]  # an ATen op's overload follows a dot
 
 
 def _seen(value: Any) -> Intervals:
@@ -142,22 +129,21 @@ class _Values:
         with torch.no_grad(), torch.device("cpu"):
             for node in chain:
                 value = self.values[node] = self.value(node)
-                _check(node, value)
+                _check(node.meta["val"], value)
         return self.values[mask]
 
     def value(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.graph.constants[str(node.target)].clone()
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.operand)
+        operands = {n: self.operand(n) for n in node.all_input_nodes}
         large = any(t.numel() > self.most for t in value_tensors(node.meta["val"]))
-        formed = [a for a in (*args, *kwargs.values()) if isinstance(a, Followed)]
-        if not large and not formed:
-            try:
-                return _call(node)(*args, **kwargs)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:  # a call that needs what is not here
-                raise Unfollowed from error
-        found = _form(node, args, kwargs)
-        return found.expanded(node.meta["val"].shape) if isinstance(found, Intervals) else found
+        try:
+            if large or any(isinstance(value, Followed) for value in operands.values()):
+                return self.followed(node, operands)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+            return _call(node)(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # a call that needs what is not here
+            raise Unfollowed from error
 
     def operand(self, node: fx.Node) -> Any:
         if node in self.values:
@@ -165,59 +151,72 @@ class _Values:
         like = node.meta["val"]  # its shape and dtype alone are read
         return torch.empty((), dtype=like.dtype).expand(like.shape)
 
+    def followed(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
+        """The value of a node, found operator by operator."""
+        again = None if node.meta.get("mutates") else run_again(node)
+        if again is None:
+            raise Unfollowed
+        values = {id(like): operands[n] for n, like in again.operands.items()}
 
-def _check(node: fx.Node, value: Any) -> None:
+        def value(tensor: Tensor) -> Any:
+            if id(tensor) not in values and isinstance(tensor, FakeTensor):
+                raise Unfollowed  # one of several results
+            return values.get(id(tensor), tensor)
+
+        for call in again.calls:
+            call.given = tree_map_only(Tensor, value, call.given)
+            is_formed = any(isinstance(operand, Followed) for operand in call.given.values())
+            if is_formed or any(t.numel() > self.most for t in call.results()):
+                values[id(call.out)] = _form(call)
+            else:
+                values[id(call.out)] = call.func(**call.given)
+            _check(call.out, values[id(call.out)])
+        return value(again.value)
+
+
+def _check(want: Any, value: Any) -> None:
     """Raise `Unfollowed` where a value is not of the kind that the graph has."""
-    want = node.meta["val"]
-    if isinstance(value, Tensor | Followed):
-        same = isinstance(want, Tensor) and value.shape == want.shape and value.dtype == want.dtype
-    else:
-        same = True
-    if not same:
+    is_tensor = isinstance(value, Tensor | Followed)
+    if is_tensor and not (isinstance(want, Tensor) and value.shape == want.shape and value.dtype == want.dtype):
         raise Unfollowed
 
 
 def _call(node: fx.Node) -> Callable[..., Any]:
     if node.op == "call_method":
-        return _method(str(node.target))
+        return lambda owner, *args, **kwargs: getattr(owner, str(node.target))(*args, **kwargs)
     assert callable(node.target)
     return node.target
 
 
-def _method(name: str) -> Callable[..., Any]:
-    return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
-
-
-def _form(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
-    """The value of a node in one of the forms."""
-    name, like = _name(node), node.meta["val"]
-    if node.meta.get("mutates") or not isinstance(like, Tensor) or like.dim() < 2:
+def _form(call: OperatorCall) -> Followed:
+    """The result of a call, whose tensors have values or forms, in one of the forms."""
+    func, out, first = call.func, call.out, call.given.get("self")
+    if func._schema.is_mutable or not isinstance(out, Tensor) or out.dim() < 2:
         raise Unfollowed
-    shape = tuple(like.shape)
-    if name in FILLED or name in FILLED_WITH:
-        return constant(torch.tensor([_fill(name, args, kwargs)], dtype=like.dtype), shape)
-    if name in ("tril", "triu"):
-        return _triangle(name, as_intervals(args[0], shape), int(_second(args, kwargs, "diagonal", 0)), shape)
-    if name in VIEWS and isinstance(args[0], Followed):
-        return _viewed(node, args, kwargs)
-    if name == "expand":
-        return as_intervals(args[0], shape)
-    if name not in ELEMENTWISE:
+    shape, elements = tuple(out.shape), operator_of(func).elements
+    if call.name.removeprefix("new_").removesuffix("_like") in FILLS:
+        number = call.given.get("fill_value", "ones" in call.name)
+        if not isinstance(number, (bool, int, float)):
+            raise Unfollowed
+        return constant(torch.tensor([number], dtype=out.dtype), shape)
+    if call.name in ("tril", "triu"):
+        found = _triangle(call.name, as_intervals(first, shape), call["diagonal"], shape)
+    elif isinstance(first, Sums) and elements is Elements.SAME:
+        return first
+    elif isinstance(first, Followed) and elements is Elements.RESHAPED:
+        return first.viewed(lambda t: t.view(shape))
+    elif isinstance(first, Followed) and func.is_view:
+        return first.viewed(lambda t: func(**{**call.given, "self": t}))
+    elif elements is Elements.SPREAD:
+        found = as_intervals(first, shape)
+    elif torch.Tag.pointwise in func.tags or elements is Elements.SAME or call.name == "masked_fill":
+        followed = _elementwise(call, shape)
+        if isinstance(followed, Sums):
+            return followed
+        found = followed
+    else:
         raise Unfollowed
-    return _elementwise(node, args, kwargs, shape)
-
-
-def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name in FILLED:
-        return FILLED[name]
-    value = _second(args, kwargs, "fill_value", None, FILLED_WITH[name])
-    if not isinstance(value, (bool, int, float)):
-        raise Unfollowed
-    return value
-
-
-def _second(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: Any, position: int = 1) -> Any:
-    return kwargs.get(name, args[position] if len(args) > position else default)
+    return found.expanded(shape)
 
 
 def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]) -> Intervals:
@@ -229,53 +228,31 @@ def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]
     return combined(lambda value, keep: torch.where(keep, value, torch.zeros_like(value)), [whole, kept])
 
 
-def _viewed(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
-    """Applied to a broadcast row or column, a call that keeps it one copies nothing."""
-    others = args[1:]
-    if any(isinstance(a, (Tensor, Followed)) for a in tree_leaves((others, kwargs))):
-        raise Unfollowed
-    call = _method("view") if _name(node) == "reshape" else _call(node)
-    form: Followed = args[0]
-    try:
-        return form.viewed(lambda t: call(t, *others, **kwargs))
-    except RuntimeError as error:  # this view would be a copy
-        raise Unfollowed from error
-
-
-def _elementwise(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Followed:
-    name, call = _name(node), _call(node)
-    if any(isinstance(a, Sums) for a in args) or not any(isinstance(a, Intervals) for a in args):
-        found = _arithmetic(name, args, kwargs, shape)
-        if found is not None:
-            return found
-    places = [i for i, a in enumerate(args) if isinstance(a, (Tensor, Followed))]
-    if any(isinstance(a, (Tensor, Followed)) for a in kwargs.values()) or not places:
-        raise Unfollowed
+def _elementwise(call: OperatorCall, shape: tuple[int, ...]) -> Followed:
+    tensors = {name: value for name, value in call.given.items() if isinstance(value, Tensor | Followed)}
+    kinds = [type(value) for value in tensors.values()]
+    if (Sums in kinds or Intervals not in kinds) and (call.name in (*FLIPPED, *SUMS, "abs")):
+        return _arithmetic(call, shape)
 
     def on_values(*values: Tensor) -> Tensor:
-        filled = list(args)
-        for place, value in zip(places, values):
-            filled[place] = value
-        found: Tensor = call(*filled, **kwargs)
+        found: Tensor = call.func(**{**call.given, **dict(zip(tensors, values))})
         return found
 
-    return combined(on_values, [as_intervals(args[i], shape) for i in places])
+    return combined(on_values, [as_intervals(value, shape) for value in tensors.values()])
 
 
-def _arithmetic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Followed | None:
-    """A call on integers of rows and columns; None for one that is not among these."""
-    if name in UNCHANGED and isinstance(args[0], Sums):
-        return args[0]  # the check of dtypes refuses others than int64
-    if kwargs or name not in (*COMPARISONS, *ARITHMETIC):
-        return None
-    sums = [as_sums(a, shape) for a in args]
-    if name in COMPARISONS:
-        return compare(name, sums[0], sums[1], shape)
+def _arithmetic(call: OperatorCall, shape: tuple[int, ...]) -> Followed:
+    """A call on integers of rows and columns."""
+    sums = [as_sums(call[name], shape) for name in ("self", "other") if name in call.given]
+    if call.name in FLIPPED:
+        return compare(call.name, sums[0], sums[1], shape)
     if any(s.is_absolute for s in sums):
         raise Unfollowed
-    if name == "abs":
+    if call.name == "abs":
         return Sums(sums[0].rows, sums[0].columns, is_absolute=True)
-    if name == "neg":
-        return Sums(-sums[0].rows, -sums[0].columns)
-    sign = 1 if name == "add" else -1
-    return Sums(sums[0].rows + sign * sums[1].rows, sums[0].columns + sign * sums[1].columns)
+    options = {"alpha": call["alpha"]} if "alpha" in call.given else {}
+    rows, columns = (
+        call.func.overloadpacket(*operands, **options)
+        for operands in ([s.rows for s in sums], [s.columns for s in sums])
+    )
+    return Sums(rows, columns)

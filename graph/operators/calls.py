@@ -7,14 +7,15 @@ Answers are kept for calls that are alike, in any graph of the same step.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from ...runtime.torch_names import FakeTensor, TorchDispatchMode
+from ...runtime.torch_names import FakeTensor, TorchDispatchMode, tree_map_only
 from ..opgraph import OpGraph, value_tensors
-from .record import Elements, OperatorCall
+from .record import Elements, OperatorCall, operator_name
 from .table import operator_of
 
 Known = TypeVar("Known")
@@ -22,16 +23,62 @@ NO_ELEMENTS = (-1, frozenset[Elements]())
 
 
 class _Recorder(TorchDispatchMode):
-    """Records calls of operators, by the tensor that is their only result."""
+    """Records calls of operators, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[int, OperatorCall] = {}
+        self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls[id(out)] = OperatorCall(func, args, kwargs or {}, out)
+        if func.namespace != "prim":  # a query of a tensor's device or layout
+            self.calls.append(OperatorCall(func, args, kwargs or {}, out))
         return out
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A node's call on fake tensors like those that it was recorded with: these, by node, the value that it gives, and
+    the calls of operators that make it."""
+
+    operands: dict[fx.Node, Any]
+    value: Any
+    calls: list[OperatorCall]
+
+
+def run_again(node: fx.Node) -> Rerun | None:
+    """None for what is no call of a function, and for one that works only while it is traced."""
+    fakes = (t for n in (node, *node.all_input_nodes) for t in value_tensors(n.meta.get("val")))
+    mode = next((t.fake_mode for t in fakes if isinstance(t, FakeTensor)), None)
+    if node.op not in ("call_function", "call_method") or mode is None:
+        return None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
+        # Views, as a call may change the shape of its operand in place.
+        operands = {n: tree_map_only(FakeTensor, Tensor.detach, n.meta["val"]) for n in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+        with _Recorder() as recorder:
+            try:
+                value = call(*args[node.op == "call_method" :], **kwargs)
+            except Exception:  # of any kind, by what the user calls
+                return None
+    return Rerun(operands, value, recorder.calls)
+
+
+def operators(graph: OpGraph, node: fx.Node) -> tuple[Any, ...] | None:
+    """The operators that a node calls, in order; None where that is not known."""
+
+    def find() -> tuple[Any, ...] | None:
+        again = run_again(node)
+        return None if again is None else tuple(call.func for call in again.calls)
+
+    return alike(graph, node, operators, find)
+
+
+def only_operator(graph: OpGraph, node: fx.Node) -> str:
+    """The name of the operator that is all that a node calls; "" where there are others, or it is not known."""
+    called = operators(graph, node) or ()
+    return operator_name(called[0]) if len(called) == 1 else ""
 
 
 def call_key(
@@ -83,10 +130,22 @@ def alike(graph: OpGraph, node: fx.Node, question: Hashable, find: Callable[[], 
 def copied_operand(graph: OpGraph, node: fx.Node, *ways: Elements) -> fx.Node | None:
     """The operand whose elements are a node's value, if all operators on the way between the two give elements in these
     ways; None for any other node."""
+    operand, used = _origin(graph, node)
+    return operand if used.issubset(ways) else None
+
+
+def unread_operand(graph: OpGraph, node: fx.Node) -> fx.Node | None:
+    """The operand of which a node's value has the shape or the type alone; None for any other node."""
+    operand, used = _origin(graph, node)
+    return operand if Elements.NONE in used else None
+
+
+def _origin(graph: OpGraph, node: fx.Node) -> tuple[fx.Node | None, frozenset[Elements]]:
+    """The operand that all of a node's value comes from, if there is one, and in what ways."""
     if node.op not in ("call_function", "call_method") or node.meta["mutates"] or not node.all_input_nodes:
-        return None
-    number, used = alike(graph, node, copied_operand, lambda: _elements(node))
-    return node.all_input_nodes[number] if number >= 0 and used.issubset(ways) else None
+        return None, frozenset()
+    number, used = alike(graph, node, _elements, lambda: _elements(node))
+    return node.all_input_nodes[number] if number >= 0 else None, used
 
 
 def names_sizes(graph: OpGraph, node: fx.Node) -> bool:
@@ -99,20 +158,14 @@ def names_sizes(graph: OpGraph, node: fx.Node) -> bool:
 
 def _elements(node: fx.Node) -> tuple[int, frozenset[Elements]]:
     """The number of the operand whose elements a node's value has, and in what ways; -1 where that is not known."""
-    value = node.meta.get("val")
-    if not isinstance(value, FakeTensor):
+    again = run_again(node)
+    if again is None:
         return NO_ELEMENTS
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), value.fake_mode, _Recorder() as recorder:
-        try:
-            tensor = call(*args[node.op == "call_method" :], **kwargs)
-        except Exception:  # a call that works only while it is traced
-            return NO_ELEMENTS
-    operands = {id(n.meta["val"]): number for number, n in enumerate(node.all_input_nodes)}
-    ways: set[Elements] = set()
+    operands = {id(value): number for number, value in enumerate(again.operands.values())}
+    calls = {id(call.out): call for call in again.calls}
+    tensor, ways = again.value, set[Elements]()
     while id(tensor) not in operands:
-        made_by = recorder.calls.get(id(tensor))
+        made_by = calls.get(id(tensor))
         way = None if made_by is None else operator_of(made_by.func).elements
         if made_by is None or way is None:
             return NO_ELEMENTS

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from .pointwise import Operand, combined, fill_state, operands, together
-from .record import RowCall, nonlinear, nothing, plain, record
+from .record import Elements, RowCall, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
 from .views import moved
@@ -300,10 +300,10 @@ def triangle(call: RowCall) -> RowState:
     return Free(varies=state.varies | whole(last)) if isinstance(state, Free) else state
 
 
-record("gather", rows=gathered, workspace=nothing)
-record("index_select", rows=picked, workspace=nothing)
-record("index", rows=indexed, workspace=nothing)
-record("_unsafe_index", rows=indexed)
+record("gather", rows=gathered, elements=Elements.PICKED, workspace=nothing)
+record("index_select", rows=picked, elements=Elements.PICKED, workspace=nothing)
+record("index", rows=indexed, elements=Elements.PICKED, workspace=nothing)
+record("_unsafe_index", rows=indexed, elements=Elements.PICKED)
 record("index_put", "_index_put_impl", "_unsafe_index_put", rows=put, workspace=workspace_indexing.index_put)
 record("index_add", "index_copy", rows=put_along, workspace=nothing)
 record("index_fill", rows=put_along)

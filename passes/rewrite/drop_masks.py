@@ -215,7 +215,7 @@ def _in_words(form: MaskForm) -> str:
 def written_out(graph: OpGraph) -> int:
     """The number of softmaxes between two batched products: attention that the model writes out itself, of which no
     kernel is told."""
-    return sum(weighs(node) and is_scored(node) for node in graph.nodes if call_name(node) == "softmax")
+    return sum(weighs(graph, node) and is_scored(graph, node) for node in graph.nodes if call_name(node) == "softmax")
 
 
 def _remarks(count: int, forms: Sequence[MaskForm], written: int) -> list[str]:

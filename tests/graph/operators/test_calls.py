@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.loss import capture
-from penstock.graph.operators.calls import copied_operand
-from penstock.graph.operators.record import Elements
+from penstock.graph.operators.calls import copied_operand, only_operator, operators, unread_operand
+from penstock.graph.operators.record import Elements, operator_name
 
 CASTS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.double(), lambda x: x.to(torch.float16), lambda x: x.type_as(x.sum().double()), lambda x: x.clone(),
@@ -54,3 +54,29 @@ def test_values_with_other_elements_have_no_such_operand() -> None:
         graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
         (given,) = [node for node in graph.nodes if node.op == "placeholder"]
         assert all(copied_operand(graph, node, Elements.SAME, Elements.MOVED) is not given for node in graph.nodes)
+
+
+def test_the_operand_of_which_only_the_shape_is_read() -> None:
+    for function, is_unread in (
+        (lambda x: x.new_zeros(3), True), (torch.ones_like, True), (lambda x: torch.full_like(x, 2.0), True),
+        (lambda x: x.to(x.dtype), False), (lambda x: x * 0, False),
+    ):  # fmt: skip
+        graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+        (given,) = [node for node in graph.nodes if node.op == "placeholder"]
+        assert any(unread_operand(graph, node) is given for node in graph.nodes) == is_unread
+
+
+def test_operators_have_one_name_whatever_the_function() -> None:
+    for function in (lambda x: x == 1, lambda x: torch.eq(x, x), lambda x: x.eq(2)):
+        graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+        assert "eq" in [only_operator(graph, node) for node in graph.nodes]
+    graph = capture(Applied(lambda x: x @ x.mT), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+    called = [[*map(operator_name, operators(graph, node) or ())] for node in graph.nodes]
+    assert sum("bmm" in names for names in called) == 1
+
+
+def test_a_question_leaves_recorded_values_as_they_are() -> None:
+    graph = capture(Applied(lambda x: x.clone().unsqueeze_(0)), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+    shapes = [node.meta["val"].shape for node in graph.nodes if node.op == "call_method"]
+    assert ["unsqueeze_"] in [[f.__name__.partition(".")[0] for f in operators(graph, n) or ()] for n in graph.nodes]
+    assert [node.meta["val"].shape for node in graph.nodes if node.op == "call_method"] == shapes

@@ -107,6 +107,7 @@ FOUND: list[tuple[str, MakeMask, MaskForm]] = [
     ("documents", pack_mask, "causal"),
     ("not later", lambda x, keys: ~causal(x, keys).logical_not(), "causal"),
     ("difference", lambda x, keys: places(x, keys)[1] - places(x, keys)[0] < 1, "causal"),
+    ("from a number", lambda x, keys: 1 - (places(x, keys)[1] - places(x, keys)[0]) > 0, "causal"),
     ("where", lambda x, keys: torch.where(causal(x, keys), 0.0, float("-inf")).view(1, 1, x.shape[1], keys), "causal"),
     ("shape of an input", lambda x, keys: torch.ones_like(x[:, :, 0], dtype=torch.bool)[:, None, None, :keys], "all"),
     ("zeros", lambda x, keys: torch.zeros(1, HEADS, x.shape[1], keys), "all"),
