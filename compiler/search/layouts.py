@@ -190,7 +190,8 @@ class LayoutEstimator:
         return self._ring_s(members, each_bytes, 2 * self.stages(mesh) / mesh.depth)
 
     def _ring_s(self, members: Sequence[int], num_bytes: float, times: float) -> float:
-        """Seconds for bytes in `times` turns of a ring, while a host's other devices do the same in other rings."""
+        """Seconds for bytes in `times` turns of a ring, while a host's other devices do the same in other rings; with
+        no turns, in one whose latency does not count."""
         if len(members) == 1:
             return 0.0
         devices, network = self.hardware.devices, self.hardware.network
@@ -200,7 +201,7 @@ class LayoutEstimator:
         if len(hosts) > 1 and network is not None:
             rings = len(here) / (len(members) / len(hosts))
             racks = Counter(self.hardware.racks[host] for host in hosts) if self.hardware.racks else Counter[int]()
-            rate = network.bandwidth_at(num_bytes / times / len(members), len(hosts))
+            rate = network.bandwidth_at(num_bytes / max(times, 1.0) / len(members), len(hosts))
             if network.racks is not None and len(racks) > 1:  # each ring passes a rack's uplink once
                 beside = self.hardware.racks.count(next(iter(racks))) / max(racks.values())
                 rate = min(rate, network.racks.uplink(len(self.hardware.hosts), network.bandwidth) / beside)

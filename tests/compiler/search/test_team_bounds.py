@@ -62,6 +62,19 @@ def test_estimates_order_teams_by_links_and_memory(graph: Any) -> None:
     assert tight.step_seconds(True, 2, Mesh(shards=2), 2) < tight.step_seconds(True, 2, Mesh(), 2)
 
 
+@pytest.mark.parametrize("width", [True, False])
+def test_a_team_may_span_hosts(graph: Any, width: bool) -> None:
+    """Every layout has a finite estimate, and a slower network makes a team over hosts slower."""
+
+    def seconds(network: str, members: int) -> float:
+        machine = Hardware.cpu(4, memory="64MB", dram="1GB", hosts=2, network=network)
+        draft = CandidateCompiler(graph, machine, Options(micro_batches=2)).lane(PLAIN)
+        return TeamEstimator(draft).of_teams(width, members, Mesh(), 2)
+
+    assert all(0 < seconds("1GB/s", members) < 1 for members in (1, 2, 4))
+    assert seconds("1MB/s", 4) > 10 * seconds("1GB/s", 4)
+
+
 def test_layouts_of_teams_divide_the_devices() -> None:
     found = list(every_layout(Hardware.cpu(4)))
     assert found == [
