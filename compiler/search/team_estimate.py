@@ -45,7 +45,7 @@ class TeamEstimator(LayoutEstimator):
         super().__init__(draft)
         layers = find_expert_layers(draft.graph).values()
         self.expert_bytes = sum(layer.bytes for layer in layers)
-        self.routed = [(_end_bytes(layer), layer.experts, rows_of_each(layer)) for layer in layers]
+        self.routed = [(_end_bytes(layer), layer.experts, rows_of_each(draft.graph, layer)) for layer in layers]
         self.inside_bytes = sum(layer.row_bytes for layer in layers)
         self.hidden_bytes = sum(
             max((t.numel() * t.element_size() for n in block.outputs for t in value_tensors(n.meta["val"])), default=0)

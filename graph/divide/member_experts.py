@@ -8,8 +8,6 @@ summed; in backward the same holds of what rows are gathered from.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx, nn
 
@@ -18,11 +16,12 @@ from ...runtime.experts.split_experts import member_offsets, member_result, memb
 from ..edit import GraphEdit, read_instead
 from ..experts.layers import ExpertLayer
 from ..experts.share import ExpertShare, replace_layers
+from ..follow.linear import is_linear
+from ..operators.calls import copied_operand
+from ..operators.record import Elements
 from ..opgraph import OpGraph, PartParam
 from .exchanges import insert_exchange
 from .placements import Placement
-
-MOVES = ("reshape", "view", "contiguous", "transpose", "permute", "index_select")  # methods linear in their tensor
 
 
 def divide_experts(graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int) -> None:
@@ -72,7 +71,7 @@ def _share_source(graph: OpGraph, layer: ExpertLayer, node: fx.Node, team: int) 
     if not node.meta["val"].requires_grad:
         return
     readers, source = [user for user in node.users if user in layer.inside], node
-    while len(source.users) == 1 and (before := _linear_in(source)) is not None:
+    while len(source.users) == 1 and (before := _linear_in(graph, source)) is not None:
         if any(other.meta["val"].requires_grad for other in source.all_input_nodes if other is not before):
             break
         readers, source = [source], before
@@ -86,7 +85,7 @@ def _sum_of_tokens(graph: OpGraph, node: fx.Node, team: int) -> None:
     best = node
     while len(node.users) == 1:
         (user,) = node.users
-        if _linear_in(user) is not node:
+        if _linear_in(graph, user) is not node:
             break
         for factor in user.all_input_nodes:
             if factor is not node and factor.meta["val"].requires_grad:
@@ -104,19 +103,11 @@ def _sum_of_tokens(graph: OpGraph, node: fx.Node, team: int) -> None:
         read_instead(user, {best: summed})
 
 
-def _linear_in(node: fx.Node) -> fx.Node | None:
+def _linear_in(graph: OpGraph, node: fx.Node) -> fx.Node | None:
     """The operand in which a call is linear, with all others as they are; None where none is known."""
     first = node.args[0] if node.args else None
-    if not isinstance(first, fx.Node) or node.meta.get("random") or node.meta["mutates"]:
+    is_call = node.op != "call_module" and not node.meta.get("random") and not node.meta["mutates"]
+    if not isinstance(first, fx.Node) or not is_call or not is_linear(graph, node, (first,)):
         return None
-    if node.op == "call_method" and node.target in MOVES:
-        return first
-    if node.op == "call_method" and node.target == "sum":
-        return first
-    if node.op == "call_method" and node.target == "to":
-        return first if node.meta["val"].dtype == first.meta["val"].dtype else None
-    if node.op == "call_function" and node.target is operator.getitem and isinstance(first.meta["val"], torch.Tensor):
-        return first
-    if node.op == "call_function" and node.target in (operator.mul, torch.mul):
-        return first
-    return None
+    is_cast = copied_operand(graph, node, Elements.SAME) and node.meta["val"].dtype != first.meta["val"].dtype
+    return None if is_cast else first

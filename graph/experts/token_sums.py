@@ -17,7 +17,10 @@ import torch
 from torch import fx
 
 from ...ir.calls import call_name
+from ..follow.linear import is_product
 from ..follow.tokens import TokenFacts, TokenPlace
+from ..operators.calls import copied_operand
+from ..operators.record import Elements
 from ..opgraph import OpGraph
 from .layers import ExpertLayer, is_of_rows
 
@@ -46,10 +49,10 @@ class TokenSums:
 
 def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSums | None:
     """How a layer's rows are made of tokens; None where it is not known to be as above."""
-    taken = _taken(layer)
+    taken = _taken(graph, layer)
     if taken is None or layer.leaving != layer.products[-1:]:
         return None
-    (rows, tokens, numbers), each = taken, rows_of_each(layer)
+    (rows, tokens, numbers), each = taken, rows_of_each(graph, layer)
     before, after = facts.place(tokens), facts.sorted_places.get(rows, ())
     if before is None or before.dim or after != (TokenPlace(0, before.inner * each),):
         return None
@@ -59,21 +62,21 @@ def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSu
     return TokenSums(tokens, rows, layer.leaving[0], numbers, each, tuple(found.nodes), found.shares, found.in_order)
 
 
-def rows_of_each(layer: ExpertLayer) -> int:
+def rows_of_each(graph: OpGraph, layer: ExpertLayer) -> int:
     """The number of rows of each token, by the size of the value of which a layer takes its rows; 1 where it takes them
     otherwise."""
-    taken = _taken(layer)
+    taken = _taken(graph, layer)
     each, rest = divmod(layer.rows, int(taken[1].meta["val"].shape[0])) if taken else (1, 0)
     return 1 if rest else each
 
 
-def _taken(layer: ExpertLayer) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def _taken(graph: OpGraph, layer: ExpertLayer) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """The value of rows that enters a layer, if it is one, and the value and the numbers of which it is taken, without
     another rounding."""
     entering = [node for node in layer.entering if is_of_rows(node, layer.rows)]
     node = entering[0]
-    while call_name(node) == "to" and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while (before := copied_operand(graph, node, Elements.SAME)) is not None:
+        node = before
     picked = _picked(node) if len(entering) == 1 else None
     if picked is None or picked[0].meta["val"].dtype != entering[0].meta["val"].dtype:
         return None
@@ -84,7 +87,7 @@ class _Chain:
     """The calls that make sums of a layer's results. `place`: of tokens in rows that are in order."""
 
     def __init__(self, graph: OpGraph, layer: ExpertLayer, facts: TokenFacts, place: TokenPlace, each: int):
-        self.facts, self.place, self.each, self.rows = facts, place, each, layer.rows
+        self.graph, self.facts, self.place, self.each, self.rows = graph, facts, place, each, layer.rows
         self.nodes: list[fx.Node] = []
         self.shares: dict[fx.Node, fx.Node] = {}
         self.in_order: fx.Node | None = None
@@ -100,9 +103,9 @@ class _Chain:
     def _takes(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether a call is the next one of the chain after `node`."""
         value, name, rest = user.meta["val"], call_name(user), node.meta["val"].shape[1:]
-        if user.target in (operator.mul, torch.mul) and self.in_order is None:
-            factor = next((arg for arg in user.all_input_nodes if arg is not node), None)
-            if factor is None or tuple(factor.meta["val"].shape) != (self.rows, 1):
+        factor = next((arg for arg in user.all_input_nodes if arg is not node), None)
+        if factor is not None and is_product(self.graph, user, node, factor) and self.in_order is None:
+            if tuple(factor.meta["val"].shape) != (self.rows, 1) or value.shape != node.meta["val"].shape:
                 return False
             self.shares[user] = factor
             return True
@@ -112,13 +115,15 @@ class _Chain:
             shape = (self.rows // self.each, *node.meta["val"].shape[2:])
             self.is_whole = tuple(value.shape) == shape and _sums_second(user)
             return self.is_whole
-        if name in ("view", "reshape", "unflatten") and self.in_order is not None and not self.is_apart:
+        is_same = copied_operand(self.graph, user, Elements.SAME) is node
+        is_reshaped = not is_same and copied_operand(self.graph, user, Elements.SAME, Elements.RESHAPED) is node
+        if is_reshaped and self.in_order is not None and not self.is_apart:
             self.is_apart = tuple(value.shape) == (self.rows // self.each, self.each, *rest)
             return self.is_apart
         if _picked(user) is not None and self.in_order is None and self.facts.places.get(user) == (self.place,):
             self.in_order = user
             return True
-        return name == "to"
+        return is_same
 
 
 def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

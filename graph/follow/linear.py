@@ -18,6 +18,8 @@ from ..operators.states import ByRow, Kind, OverRows, RowState, Scale
 from ..opgraph import OpGraph, value_tensors
 from .engine import Effect, Follower
 
+REDUCTIONS = {0: "mean", 1: "sum"}  # by the power of the number of rows in what they make of rows
+
 
 def is_scalar(node: Any) -> bool:
     """Whether the node's value is a tensor of one element."""
@@ -47,9 +49,17 @@ def is_linear(graph: OpGraph, node: fx.Node, operands: Collection[fx.Node], offs
     if node.op not in ("call_function", "call_method", "call_module") or not operands:
         return False
     total = OverRows(scale=Scale(0 if offset else 1))
-    effect, value = effect_of(graph, node, dict.fromkeys(operands, total)), node.meta["val"]
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_float and not effect.met and isinstance(effect.states[0], OverRows)
+    value = node.meta["val"]
+    tensors = [tensor for operand in operands for tensor in value_tensors(operand.meta["val"])]
+    if not isinstance(value, torch.Tensor) or not all(torch.can_cast(t.dtype, value.dtype) for t in tensors):
+        return False  # numbers are rounded to whole ones
+    effect = effect_of(graph, node, dict.fromkeys(operands, total))
+    return not effect.met and isinstance(effect.states[0], OverRows)
+
+
+def is_product(graph: OpGraph, node: fx.Node, *factors: fx.Node) -> bool:
+    """Whether a node's value is linear in each of these operands."""
+    return all(is_linear(graph, node, (factor,)) for factor in factors)
 
 
 def is_quotient(graph: OpGraph, node: fx.Node) -> bool:
@@ -70,7 +80,7 @@ def reduction_of(graph: OpGraph, node: fx.Node) -> str:
     given = {n: ByRow(dim=0) for n, shape in shapes.items() if shape == largest}
     effect = effect_of(graph, node, given, largest[0])
     is_total = not effect.met and isinstance(effect.states[0], OverRows)
-    return {0: "mean", 1: "sum"}.get(effect.states[0].scale.power, "") if is_total else ""
+    return REDUCTIONS.get(effect.states[0].scale.power, "") if is_total else ""
 
 
 @dataclass

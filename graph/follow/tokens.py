@@ -24,17 +24,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from ...ir.calls import call_name
 from ..kernels.cuda_autocast import autocast_as
+from ..operators.calls import unread_operand
 from ..operators.states import ByRow, Free, Mixed, OverRows, Permutation, RowState, whole
 from ..opgraph import OpGraph, value_tensors
 from .engine import Effect, Follower, Met
+from .linear import REDUCTIONS, is_linear
 
 ROW_DIM, TOKEN_DIM = 0, 1  # of inputs
-# Calls that take no more of their first operand than its shape, type and device.
-CONSTANTS = frozenset((
-    "empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like",
-))  # fmt: skip
 
 
 class TokenWork(enum.Enum):
@@ -63,12 +60,14 @@ class TokenPlace:
 class TokenFacts:
     """`length`: the number of tokens of a sequence. `places`: for each node the place of the tokens in each tensor of
     its value, in order; None for a tensor without tokens. `work`: what each node does with them. `met`: in what ways
-    tokens met in a node that mixes, and in which operators of torch, as far as rules can tell."""
+    tokens met in a node that mixes, and in which operators of torch, as far as rules can tell. `totals`: "sum" or
+    "mean" for each node that reduces one value over tokens so."""
 
     length: int
     places: dict[fx.Node, tuple[TokenPlace | None, ...]] = field(default_factory=dict)
     work: dict[fx.Node, TokenWork] = field(default_factory=dict)
     met: dict[fx.Node, tuple[Met, ...]] = field(default_factory=dict)
+    totals: dict[fx.Node, str] = field(default_factory=dict)
     sorted_places: dict[fx.Node, tuple[TokenPlace | None, ...]] = field(default_factory=dict)
 
     def place(self, node: fx.Node) -> TokenPlace | None:
@@ -129,17 +128,29 @@ class _TokenFollower(Follower):
         if not kept:
             states = tuple(self._anew(node, t, s, operands) for t, s in zip(tensors, states, strict=True))
         with_tokens = [isinstance(state, ByRow) for state in states]
-        is_made = not effect.met and call_name(node) in CONSTANTS and all(with_tokens)
-        if node.op == "placeholder" or ((kept or is_made) and operands and with_tokens):
+        is_constant = not effect.met and all(with_tokens) and self._is_constant(node, effect.states)
+        if node.op == "placeholder" or ((kept or is_constant) and operands and with_tokens):
             work = TokenWork.WISE
         elif operands or any(with_tokens):
             work = TokenWork.MIXES
             self.facts.met[node] = effect.met
+            self._note_total(node, effect)
         else:
             work = TokenWork.WITHOUT
         self.facts.work[node] = work
         self.facts.places[node] = tuple(TokenPlace(s.dim, s.inner) if isinstance(s, ByRow) else None for s in states)
         return replace(effect, states=states, met=())
+
+    def _note_total(self, node: fx.Node, effect: Effect) -> None:
+        """Note whether a node reduces one value over tokens."""
+        powers = [state.scale.power for state in effect.states if isinstance(state, OverRows)]
+        is_of_one = len(powers) == len(node.all_input_nodes) == 1 and not effect.met
+        if is_of_one and powers[0] in REDUCTIONS and is_linear(self.graph, node, node.all_input_nodes):
+            self.facts.totals[node] = REDUCTIONS[powers[0]]
+
+    def _is_constant(self, node: fx.Node, states: Sequence[RowState]) -> bool:
+        """Whether a value has no more of its operand than its shape."""
+        return all(isinstance(state, Free) for state in states) and unread_operand(self.graph, node) is not None
 
     def _is_sorted(self, node: fx.Node, tensors: Sequence[torch.Tensor], states: Sequence[RowState]) -> bool:
         """Whether a node works on tokens in the order of a permutation, or finds one, or restores the tokens' own."""
@@ -152,7 +163,7 @@ class _TokenFollower(Follower):
 
     def _note_sorted(self, node: fx.Node, states: Sequence[RowState]) -> None:
         places = [TokenPlace(s.dim, s.inner) if isinstance(s, ByRow | Permutation) else None for s in states]
-        if call_name(node) in CONSTANTS:  # it has the place of its operand
+        if self._is_constant(node, states):  # it has the place of its operand
             like = self.state(node.all_input_nodes[0].meta["val"])
             places = [TokenPlace(like.dim, like.inner) if isinstance(like, ByRow | Permutation) else None]
         in_order = [isinstance(s, ByRow) and s.order is None for s in states]

@@ -135,9 +135,16 @@ def copied_operand(graph: OpGraph, node: fx.Node, *ways: Elements) -> fx.Node | 
 
 
 def unread_operand(graph: OpGraph, node: fx.Node) -> fx.Node | None:
-    """The operand of which a node's value has the shape or the type alone; None for any other node."""
+    """The operand of which a node's value has the shape or the type alone; None for any other node, such as of random
+    numbers."""
     operand, used = _origin(graph, node)
-    return operand if Elements.NONE in used else None
+    return operand if Elements.NONE in used and not node.meta.get("random") else None
+
+
+def is_form(graph: OpGraph, node: fx.Node) -> bool:
+    """Whether a value has all elements of its first operand, and of no others than those put together with it."""
+    ways = (Elements.SAME, Elements.RESHAPED, Elements.MOVED, Elements.SPREAD, Elements.JOINED)
+    return copied_operand(graph, node, *ways) is not None
 
 
 def _origin(graph: OpGraph, node: fx.Node) -> tuple[fx.Node | None, frozenset[Elements]]:
@@ -162,13 +169,14 @@ def _elements(node: fx.Node) -> tuple[int, frozenset[Elements]]:
     if again is None:
         return NO_ELEMENTS
     operands = {id(value): number for number, value in enumerate(again.operands.values())}
-    calls = {id(call.out): call for call in again.calls}
-    tensor, ways = again.value, set[Elements]()
-    while id(tensor) not in operands:
-        made_by = calls.get(id(tensor))
-        way = None if made_by is None else operator_of(made_by.func).elements
-        if made_by is None or way is None:
-            return NO_ELEMENTS
-        ways.add(way)
-        tensor = next(made_by.tensors(), None)
-    return operands[id(tensor)], frozenset(ways)
+    made: dict[int, tuple[frozenset[Elements | None], Tensor | None]] = {}  # result -> ways and first operand
+    for call in again.calls:
+        operand = next(call.tensors(), None)
+        ways, before = made.get(id(call.out), (frozenset(), None)) if operand is call.out else (frozenset(), operand)
+        made[id(call.out)] = ways | {operator_of(call.func).elements}, before
+    tensor, used = again.value, frozenset[Elements | None]()
+    while id(tensor) not in operands and id(tensor) in made:
+        ways, tensor = made[id(tensor)]
+        used |= ways
+    known = frozenset(way for way in used if way is not None)
+    return (operands[id(tensor)], known) if len(known) == len(used) and id(tensor) in operands else NO_ELEMENTS

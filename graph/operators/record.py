@@ -104,6 +104,7 @@ class Elements(enum.Enum):
     MOVED = "moved"  # all, in another order of dimensions
     SPREAD = "spread"  # each once or several times
     PART = "part"  # some of them
+    JOINED = "joined"  # all, beside those of other operands
     PICKED = "picked"  # some by their numbers, each once or several times
     NONE = "none"  # none: it has the shape or the type of the operand
 

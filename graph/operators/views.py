@@ -214,6 +214,8 @@ def _joined_constants(states: Sequence[RowState], dim: int) -> Free:
 def padded(call: RowCall) -> RowState:
     """The last dimensions grow, or shrink where a number is negative; they may move and keep their size."""
     numbers = call.given["padding"] if "padding" in call.given else call["pad"]
+    if isinstance(call.state("self"), OverRows) and call.given.get("value"):
+        return call.mix(Kind.UNEVEN)
     last = call["self"].dim() - 1
     return _but_dims(call, {last - i // 2 for i, number in enumerate(numbers) if number})
 
@@ -280,13 +282,13 @@ record("permute", "transpose", "t", rows=permuted, elements=Elements.MOVED)
 record("unsqueeze", rows=unsqueezed, elements=Elements.RESHAPED)
 record("squeeze", rows=squeezed, elements=Elements.RESHAPED)
 record("expand", "expand_copy", rows=expanded, elements=Elements.SPREAD)
-record("repeat", rows=repeated)
+record("repeat", rows=repeated, elements=Elements.SPREAD)
 record("slice", "slice_copy", rows=sliced, elements=Elements.PART)
 record("select", "select_copy", rows=selected, elements=Elements.PART)
 record("unbind", rows=selected)
 record("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", rows=split)
-record("cat", rows=concatenated, workspace=nothing)
-record("stack", rows=stacked, workspace=nothing)
+record("cat", rows=concatenated, elements=Elements.JOINED, workspace=nothing)
+record("stack", rows=stacked, elements=Elements.JOINED, workspace=nothing)
 record("constant_pad_nd", rows=padded, workspace=nothing)
 record(
     "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",

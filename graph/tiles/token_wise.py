@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir.calls import call_name
 from ...ir.edges import storage_root
 from ...runtime.torch_names import FakeTensor, FakeTensorMode
 from ..blocks import Block
@@ -23,11 +22,10 @@ from ..dataflow import Dataflow
 from ..divide.local import sizes_told
 from ..follow.tokens import TokenFacts, sequence_lengths, token_facts
 from ..layers import layer_runs
-from ..operators.calls import call_key, names_sizes
+from ..operators.calls import call_key, is_form, names_sizes
 from ..opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 
 SIZE = 3  # of the tile on which nodes are tried: no size of its own broadcasts
-_FORMS = {"reshape", "contiguous", "clone", "to", "float", "type_as", "repeat", "repeat_interleave", "cat", "stack"}
 
 
 @dataclass
@@ -214,7 +212,7 @@ class _Finder:
         root = storage_root(node)
         if root is not node:
             return self._can_leave(root)
-        if call_name(node) not in _FORMS:
+        if not is_form(self.graph, node):
             return False
         sources = {storage_root(n) for n in node.all_input_nodes if n in inside}
         new = [n for n in sources if all(user in inside for user in n.users)]  # what it does not give anyway

@@ -56,9 +56,11 @@ from ...graph.edit import (
     set_outputs,
 )
 from ...graph.experts.layers import ExpertLayer, find_expert_layers
+from ...graph.follow.linear import is_linear
 from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from ...graph.loss.class_loss import class_loss
 from ...graph.masks.grouped_heads import unrepeated
+from ...graph.operators.states import Kind
 from ...graph.opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from ...ir.calls import call_name
 from ...ir.errors import PassError
@@ -69,15 +71,6 @@ from .graph_pass import GraphPass
 from .row_part_limits import refused_by_optimizer
 
 HEADS = 1  # dimension of the operands of attention
-# Calls that are linear in their first operand, whatever the others are.
-LINEAR = frozenset((
-    "clone", "contiguous", "double", "flatten", "float", "mean", "neg", "permute", "reshape", "squeeze", "sum", "to",
-    "transpose", "type", "type_as", "unsqueeze", "view",
-))  # fmt: skip
-SUMS = frozenset(("mean", "sum"))
-ADDS = frozenset(("add", "sub", "iadd", "isub"))
-FACTORS = frozenset(("mul", "imul", "multiply"))
-QUOTIENTS = frozenset(("div", "divide", "itruediv", "true_divide", "truediv"))
 
 
 @dataclass(frozen=True)
@@ -246,7 +239,7 @@ class _Splitter:
             self._evaluation_logits(node)
         elif (reduction := self._reduction_of_loss(node)) is not None:
             self._class_loss(node, reduction)
-        elif call_name(node) in SUMS and self._sums_tokens(node):
+        elif node in self.facts.totals and self.parts.get(node.all_input_nodes[0]) is Has.PART:
             self._sum(node)
         else:
             self._refuse(node, f"lets {self.divided} meet")
@@ -257,7 +250,7 @@ class _Splitter:
             may = "Rows may meet in sums such as the loss alone; train without a team, in one micro-batch"
         else:
             may = "Tokens may meet in attention by scaled_dot_product_attention, and in sums such as the loss; "
-            if name in ("matmul", "bmm", "softmax", "__matmul__", "baddbmm", "einsum"):
+            if name == "softmax" or any(kind is Kind.PAIRS for kind, _ in self.facts.met.get(node, ())):
                 may += 'use attn_implementation="sdpa", whose attention members can share'
             else:
                 may += "train without a team: with tiers and tiles of tokens one device takes longer sequences, too"
@@ -358,23 +351,10 @@ class _Splitter:
         self.values.set(node)
         self.parts[node] = Has.SUMMAND
 
-    def _sums_tokens(self, node: fx.Node) -> bool:
-        """Whether a sum or a mean goes over the tokens of its operand, and nothing else lets them meet."""
-        first = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node) or self.parts.get(first) is not Has.PART:
-            return False
-        place, value = self._place(first), first.meta["val"]
-        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        given = [dims] if isinstance(dims, int) else dims
-        if place is None or not (given is None or isinstance(given, (list, tuple))):
-            return False
-        over = range(value.dim()) if given is None else [dim % value.dim() for dim in given]
-        return place.dim in over
-
     def _sum(self, node: fx.Node) -> None:
         self.values.set(node)
         self.parts[node] = Has.SUMMAND
-        if call_name(node) == "mean":
+        if self.facts.totals[node] == "mean":
             self._scaled(node)
 
     def _scaled(self, node: fx.Node) -> fx.Node:
@@ -390,8 +370,7 @@ class _Splitter:
         if any(self.parts.get(arg) is Has.PART for arg in node.all_input_nodes):
             self._refuse(node, f"lets {self.divided} meet")
         summands = [arg for arg in node.all_input_nodes if self.parts.get(arg) is Has.SUMMAND]
-        if self._is_linear(node, summands):
-            self._share_addends(node, summands)
+        if is_linear(self.graph, node, summands) or self._share_addends(node, summands):
             self.parts[node] = Has.SUMMAND
             return
         if node.meta["mutates"]:
@@ -402,24 +381,16 @@ class _Splitter:
             read_instead(node, {arg: whole})
         self.parts[node] = Has.WHOLE
 
-    def _is_linear(self, node: fx.Node, summands: Sequence[fx.Node]) -> bool:
-        """Whether a node's result is linear in these operands together."""
-        name, operands = call_name(node), list(node.args[:2])
-        if name in LINEAR or name in QUOTIENTS:
-            return list(summands) == operands[:1] and operands[1:] != operands[:1]
-        if name in FACTORS:
-            return len(summands) == 1 and operands.count(summands[0]) == 1
-        return name in ADDS and len(node.args) == 2 and not node.kwargs
-
-    def _share_addends(self, node: fx.Node, summands: Sequence[fx.Node]) -> None:
-        """Let each member add its N-th part of what all have to a summand."""
-        if call_name(node) not in ADDS:
-            return
+    def _share_addends(self, node: fx.Node, summands: Sequence[fx.Node]) -> bool:
+        """Let each member add its N-th part of what all have to a summand; whether a node is a sum of the two."""
+        if len(node.args) != 2 or node.kwargs or not is_linear(self.graph, node, node.all_input_nodes, offset=True):
+            return False
         for arg in node.all_input_nodes:
             if arg not in summands:
                 read_instead(node, {arg: GraphEdit(self.graph, node).call(operator.truediv, arg, self.team)})
         args = (arg / self.team if isinstance(arg, (int, float)) else arg for arg in node.args)
         set_arguments(node, tuple(args), node.kwargs)
+        return True
 
     # --- attention
 

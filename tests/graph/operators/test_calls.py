@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.loss import capture
-from penstock.graph.operators.calls import copied_operand, only_operator, operators, unread_operand
+from penstock.graph.operators.calls import (
+    copied_operand,
+    is_form,
+    names_sizes,
+    only_operator,
+    operators,
+    unread_operand,
+)
 from penstock.graph.operators.record import Elements, operator_name
 
 CASTS: list[Callable[[Tensor], Tensor]] = [
@@ -59,7 +66,7 @@ def test_values_with_other_elements_have_no_such_operand() -> None:
 def test_the_operand_of_which_only_the_shape_is_read() -> None:
     for function, is_unread in (
         (lambda x: x.new_zeros(3), True), (torch.ones_like, True), (lambda x: torch.full_like(x, 2.0), True),
-        (lambda x: x.to(x.dtype), False), (lambda x: x * 0, False),
+        (lambda x: x.to(x.dtype), False), (lambda x: x * 0, False), (lambda x: torch.rand_like(x), False),
     ):  # fmt: skip
         graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
         (given,) = [node for node in graph.nodes if node.op == "placeholder"]
@@ -80,3 +87,27 @@ def test_a_question_leaves_recorded_values_as_they_are() -> None:
     shapes = [node.meta["val"].shape for node in graph.nodes if node.op == "call_method"]
     assert ["unsqueeze_"] in [[f.__name__.partition(".")[0] for f in operators(graph, n) or ()] for n in graph.nodes]
     assert [node.meta["val"].shape for node in graph.nodes if node.op == "call_method"] == shapes
+
+
+FORMS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.cat([x, x]), lambda x: torch.stack((x, x), -1), lambda x: x.repeat(1, 2, 1), lambda x: x.half(),
+    lambda x: x.repeat_interleave(2, 1), lambda x: x.transpose(1, 2).contiguous(), lambda x: x.expand(3, 2, 3, 4),
+]  # fmt: skip
+
+
+def test_other_forms_of_a_value_are_not_computed() -> None:
+    others = [lambda x: x + 0, lambda x: x.cumsum(1), lambda x: torch.ones_like(x)]
+    for functions, are_forms in ((FORMS, True), (others, False)):
+        for function in functions:
+            graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+            (given,) = [node for node in graph.nodes if node.op == "placeholder"]
+            readers = [node for node in given.users if node.op != "call_module"]
+            assert all(is_form(graph, node) for node in readers) == are_forms, readers
+
+
+def test_calls_that_name_sizes() -> None:
+    told = [lambda x: x.view(2, 12), lambda x: x.unflatten(1, (3, 1)), lambda x: x.new_zeros((2, 3))]
+    for functions, names in ((told, True), ([lambda x: x[1], lambda x: x.sum(1), lambda x: x.transpose(1, 2)], False)):
+        for function in functions:
+            graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+            assert any(names_sizes(graph, node) for node in graph.nodes) == names
