@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,6 +84,9 @@ class Recorded(TorchDispatchMode):
 
 def recorded_calls() -> Iterator[tuple[Any, Any, Any, Any]]:
     """Calls of operators with a rule, made by torch's own samples of its functions; of each some."""
+    # Imported here: it takes seconds, and forbids other tests of the process to set cuDNN's flags.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     counts = Counter[str]()
     for info in op_db:
         if torch.float32 not in info.dtypes or info.name.startswith(LEFT_OUT):
