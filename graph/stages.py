@@ -317,7 +317,7 @@ class _Builder:
         inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
-        saved, absent = saved_classes(self.cut.blocks[self.index], body, self.without, self.unread)
+        saved, absent = saved_classes(self.graph, self.cut.blocks[self.index], body, self.without, self.unread)
         costs = stage_costs(
             self.cut.blocks[self.index],
             [*(n for n in boundary if n not in self.cut.narrow), *batch, *held],

@@ -7,28 +7,26 @@ instead of one transformer's table). `runtime.stage.saved_classes` executes them
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence, Set
 
+import torch
 from torch import fx
 
 from ...ir.calls import function_name
 from ...ir.program import SavedSpec
 from ...ir.tiles import unread_parts
+from ...runtime.stage.operators import COSTLY
 from ..blocks import Block, CostlyCall
-from ..opgraph import value_tensors
+from ..operators.calls import operators
+from ..opgraph import OpGraph, value_tensors
 from .stage import storages
 
 LEAST_BYTES = 512  # smaller outputs are not worth a copy
-_PRODUCTS = (
-    "matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "tensordot", "inner", "bilinear",
-    "scaled_dot_product_attention", "window_attention", "packed_attention", "grouped_mm",
-)  # fmt: skip
-_BATCHED = ("matmul", "bmm", "baddbmm")
+_BATCHED = {torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
 
 
 def saved_classes(
-    blocks: Sequence[Block], body: Sequence[fx.Node], without: Set[fx.Node] = frozenset(),
+    graph: OpGraph, blocks: Sequence[Block], body: Sequence[fx.Node], without: Set[fx.Node] = frozenset(),
     unread: Set[fx.Node] = frozenset(),
 ) -> tuple[tuple[SavedSpec, ...], tuple[int, ...]]:
     """The stage's classes, named after the modules that make the calls; none where the calls cannot be numbered. And
@@ -45,7 +43,8 @@ def saved_classes(
         read |= storages(n for n, is_saved in zip(block.inputs, block.cost.saved_inputs) if is_saved).keys()
         for call in block.cost.calls:
             made.setdefault(block.nodes[call.node], []).append(call)
-    if any(node not in own and _is_product(node) for node in body):
+    shared = {node: _num_calls(graph, node) for node in body if node not in own}
+    if None in shared.values():
         return (), ()
     absent: list[int] = []
     found: list[SavedSpec] = []
@@ -53,7 +52,7 @@ def saved_classes(
     number = 0
     tiles = {node: part.num_tiles for block in blocks for part in unread_parts(block.nodes) for node in part.nodes}
     for node in body:
-        if node not in own and _is_batched(node):
+        if shared.get(node):
             absent += [number] if node in without else []
             number += 1
         calls = made.get(node, [])
@@ -77,20 +76,13 @@ def _class_name(node: fx.Node) -> str:
     return path or function_name(node.target, node.name)
 
 
-def _is_product(node: fx.Node) -> bool:
-    """Whether a shared node, which is not measured, may make costly calls of which the number is not known."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    if node.op == "call_module":
-        return True
-    name = function_name(node.target).partition(".")[0].strip("_")
-    return (node.target is operator.matmul or name in _PRODUCTS) and not _is_batched(node)
-
-
-def _is_batched(node: fx.Node) -> bool:
-    """Whether a node multiplies matrices in batches, which is one costly call."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = function_name(node.target).partition(".")[0].strip("_")
-    operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta.get("val"))]
-    return (node.target is operator.matmul or name in _BATCHED) and all(t.dim() > 2 for t in operands)
+def _num_calls(graph: OpGraph, node: fx.Node) -> int | None:
+    """The number of costly calls of a shared node, which is not measured: none, or one product of matrices in batches;
+    None where there may be others, or another number on another device."""
+    called = operators(graph, node)
+    operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta.get("val")) if t.is_floating_point()]
+    if node.op == "call_module" or (node.op.startswith("call") and called is None and len(operands) > 1):
+        return None
+    costly = [func for func in called or () if func in COSTLY]
+    is_batched = len(costly) == 1 and costly[0] in _BATCHED and all(t.dim() > 2 for t in operands)
+    return len(costly) if is_batched or not costly else None

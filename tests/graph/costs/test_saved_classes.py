@@ -360,6 +360,41 @@ class Filtered(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x @ self.filters), labels)}
 
 
+class Similar(nn.Module):
+    """Compares the tokens of the batch by a product without parameters, in every stage that reads it."""
+
+    def __init__(self, compare: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compare, self.first, self.head = compare, nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.first(x)) * self.compare(x).mean()
+        return {"loss": nn.functional.cross_entropy(self.head(h).mean(1), labels)}
+
+
+@pytest.mark.parametrize(
+    ("compare", "is_numbered"),
+    [
+        (lambda x: x @ x.mT, True),
+        (lambda x: torch.einsum("bij,bkj->bik", x, x), True),
+        (lambda x: x[0] @ x[1].T, False),
+        (lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), False),
+    ],
+)
+def test_products_in_batches_of_the_batch_alone_are_numbered(
+    compare: Callable[[Tensor], Tensor], is_numbered: bool
+) -> None:
+    batch = {"x": torch.randn(2, 4, 16), "labels": torch.tensor([0, 2])}
+    graph, batches = traced_model(Similar(compare), [batch])
+    draft = one_device(graph, 1)
+    (spec,) = (stage.spec for stage in draft.stages)
+    assert bool(spec.saved) == is_numbered
+    losses, grads = train(fresh(draft, batch), batches, everything)
+    wanted, sums = Eager(draft).step(batches)
+    assert torch.equal(losses[0], wanted[0])
+    assert all(torch.equal(g, sums[key.partition(" ")[2]]) for key, g in grads.items()) and grads
+
+
 def test_no_classes_where_calls_cannot_be_numbered() -> None:
     lstm, _ = trace_case("lstm")
     assert all(stage.spec.saved == () for stage in one_device(lstm, 1).stages)
