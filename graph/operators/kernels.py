@@ -11,8 +11,8 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def one_product(call: OperatorCall) -> tuple[Product]:
-    """The product of its last two operands."""
-    *_, left, right = call.tensors()
+    """The product of its last two operands, perhaps into a tensor that it is given."""
+    *_, left, right = (operand for operand in call.tensors() if operand is not call.given.get("out"))
     *batch, m, k = left.shape
     return (Product(DTYPES.get(left.dtype, ""), m, right.shape[-1], k, batch[0] if batch else 1),)
 
