@@ -15,9 +15,9 @@ from ..runtime.functions.part_loss import part_statistics
 from ..runtime.functions.ring_attention import with_gradients
 from ..runtime.torch_names import tree_leaves
 from .edit import describe
+from .operators.calls import result_dtype
 from .opgraph import OpGraph
 
-CASTS = ("to", "type", "type_as", "float")  # methods by which a model asks for a type
 WIDE = (part_statistics, with_gradients)  # calls whose results are in fp32 because they add up
 
 
@@ -31,21 +31,19 @@ def narrowed(graph: OpGraph) -> frozenset[fx.Node]:
         value = node.meta.get("val")
         if not (isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.requires_grad):
             continue
-        if _asks(node) or any(arg in asked for arg in node.all_input_nodes):
+        if any(arg in asked for arg in node.all_input_nodes) or _asks(graph, node):
             asked.add(node)
         elif value.dim() > 1 and node.op != "get_attr":
             found.append(node)
     return frozenset(found).difference(graph.outputs.values())
 
 
-def _asks(node: fx.Node) -> bool:
-    """Whether the call itself says fp32."""
+def _asks(graph: OpGraph, node: fx.Node) -> bool:
+    """Whether the call itself says fp32, whatever it is given: in bf16 it would give fp32, too."""
     setting = node.meta.get("autocast")
-    if setting is not None and not setting[2]:
+    if (setting is not None and not setting[2]) or node.target in WIDE:
         return True
-    if node.target in WIDE or (node.op == "call_method" and node.target in CASTS):
-        return True
-    return any(leaf is torch.float32 for leaf in tree_leaves((node.args, node.kwargs)))
+    return result_dtype(graph, node, torch.bfloat16) == torch.float32
 
 
 def value_bytes(graph: OpGraph, node: fx.Node, narrow: frozenset[fx.Node]) -> int:

@@ -21,7 +21,7 @@ HABITS = ("participle", "preposition", "relative clause", "behind", "as many", "
 CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit, in the order above
     "ir": (6, 6, 0, 4, 20, 1, 42, 0),
     "runtime": (10, 18, 0, 17, 21, 1, 109, 0),
-    "graph": (104, 25, 77, 5, 11, 1, 54, 0),
+    "graph": (104, 25, 77, 5, 11, 1, 53, 0),
     "passes": (52, 59, 90, 32, 63, 0, 81, 0),
     "codegen": (5, 2, 12, 0, 0, 0, 22, 0),
     "compiler": (0, 1, 0, 0, 0, 0, 1, 0),

@@ -8,6 +8,7 @@ without whole logits replace `HeadLoss.loss`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +20,15 @@ from torch import fx, nn
 from ...ir.calls import call_name
 from ...ir.edges import storage_root, written_roots
 from ..dataflow import Dataflow
+from ..follow.linear import effect_of, is_linear
+from ..kernels.call_node import call_node
+from ..operators.calls import copied_operand, operators
+from ..operators.record import Elements
+from ..operators.states import ByRow
 from ..opgraph import OpGraph
 from .class_loss import ClassLoss, class_loss
 
 NodeOrName = fx.Node | str  # a tensor: its node, or its dotted name where a leaf module holds it
-_CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as"}
-_SAME = {"contiguous", "clone"}
-_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"}
-_FACTORS = {"mul", "multiply", "imul"}
-_QUOTIENTS = {"div", "truediv", "divide", "true_divide", "itruediv"}
-_TRANSPOSES = {"transpose", "swapaxes", "swapdims", "t"}
 
 
 @dataclass(frozen=True)
@@ -149,27 +149,27 @@ class _Finder:
         if rank <= 2:
             return logits
         axes = [0, rank - 1, *range(1, rank - 1)]
-        if _axes(logits) != axes or "eval_args" in logits.meta:
+        if _axes(self.graph, logits) != axes or "eval_args" in logits.meta:
             raise _Whole("its classes are not the last dimension of a product")
         self.between.append(logits)
-        before: fx.Node = logits.args[0]  # type: ignore[assignment]
+        (before,) = logits.all_input_nodes
         return before
 
     def _before(self, node: fx.Node) -> fx.Node:
         """Note what a node between the head and the loss does, and go to what it reads."""
-        name, args = call_name(node), node.args
-        before = args[0] if args else None
-        if not isinstance(before, fx.Node) or "eval_args" in node.meta:
+        name, before = call_name(node), next(iter(node.all_input_nodes), None)
+        if before is None or not isinstance(before.meta["val"], torch.Tensor) or "eval_args" in node.meta:
             raise _Whole(f"its logits come from {name or node.name}, which is no head")
-        old, new = before.meta.get("val"), node.meta["val"]
-        if name in _FACTORS | _QUOTIENTS and len(args) == 2 and not node.kwargs:
-            before, factor = _factor(name, args)
+        is_copy = copied_operand(self.graph, node, Elements.SAME) is before
+        if is_copy and node.meta["val"].is_floating_point():
+            pass
+        elif (factor := _factor(self.graph, node)) is not None:
             self.factors[-1] *= factor
         elif name == "tanh":
             self.factors.append(1.0)
-        elif name in _RESHAPES | {"getitem"} and isinstance(old, torch.Tensor) and _keeps_classes(name, node, old, new):
+        elif _moves_rows(self.graph, node, before):
             self.moves.append(node)
-        elif not (name in _CASTS | _SAME and isinstance(old, torch.Tensor) and new.is_floating_point()):
+        else:
             raise _Whole(f"{name or node.name} stands between the head and the loss")
         self.between.append(node)
         return before
@@ -208,51 +208,41 @@ def product_of(graph: OpGraph, node: fx.Node) -> tuple[fx.Node, NodeOrName, Node
         return (given["input"], given["weight"], given.get("bias")) if is_matrix else None
     if name in ("matmul", "mm") and len(node.args) == 2:
         hidden, turned = node.args
-        if isinstance(turned, fx.Node) and isinstance(hidden, fx.Node) and _axes(turned) == [1, 0]:
+        if isinstance(turned, fx.Node) and isinstance(hidden, fx.Node) and _axes(graph, turned) == [1, 0]:
             (weight,) = turned.all_input_nodes
             return hidden, weight, None
     return None
 
 
-def _axes(node: fx.Node) -> list[int] | None:
+def _axes(graph: OpGraph, node: fx.Node) -> list[int] | None:
     """The order of dimensions that a transposition makes; None for another node."""
-    value, name = node.meta.get("val"), call_name(node)
-    if not isinstance(value, torch.Tensor):
+    before = copied_operand(graph, node, Elements.MOVED)
+    if before is None:
         return None
-    axes = list(range(value.dim()))
-    if name == "permute":
-        given = node.args[1:] if isinstance(node.args[1:][0], int) else node.args[1]
-        return [int(axis) % value.dim() for axis in given]  # type: ignore[union-attr,arg-type]
-    if name == "getattr" and node.args[1] in ("T", "mT"):
-        pair: Sequence[Any] = (-2, -1) if len(axes) == 2 or node.args[1] == "mT" else ()
-    elif name in _TRANSPOSES and not node.kwargs:
-        pair = node.args[1:] if name != "t" else (0, 1)
-    else:
-        return None
-    if len(pair) != 2 or len(axes) < 2:
-        return None
-    one, other = (int(axis) % len(axes) for axis in pair)
-    axes[one], axes[other] = axes[other], axes[one]
+    axes = [0] * before.meta["val"].dim()
+    for dim, size in enumerate(before.meta["val"].shape):
+        (state,) = effect_of(graph, node, {before: ByRow(dim=dim)}, size).states
+        assert isinstance(state, ByRow)
+        axes[state.dim] = dim
     return axes
 
 
-def _factor(name: str, args: Sequence[Any]) -> tuple[fx.Node, float]:
-    """The value that a product or a quotient scales, and by what."""
-    value, by = args if isinstance(args[0], fx.Node) else reversed(args)
-    if isinstance(by, fx.Node) or (name in _QUOTIENTS and not isinstance(args[0], fx.Node)):
-        raise _Whole(f"{name} by a value stands between the head and the loss")
-    return value, 1.0 / by if name in _QUOTIENTS else float(by)
+def _factor(graph: OpGraph, node: fx.Node) -> float | None:
+    """The number by which a call multiplies all elements of its only operand; None for another node."""
+    called = operators(graph, node) if is_linear(graph, node, node.all_input_nodes) else None
+    if called is None or len(node.all_input_nodes) > 1 or not all(torch.Tag.pointwise in func.tags for func in called):
+        return None
+    one = torch.ones((), dtype=torch.float64)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: one)
+    return float(call_node(graph, node, args, kwargs, torch.empty_like))
 
 
-def _keeps_classes(name: str, node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> bool:
+def _moves_rows(graph: OpGraph, node: fx.Node, before: fx.Node) -> bool:
     """Whether a reshape or an index leaves each row of classes whole."""
-    if old.shape[-1] != new.shape[-1]:
+    ways = (Elements.SAME, Elements.RESHAPED, *([Elements.PART] if node.target is operator.getitem else []))
+    if copied_operand(graph, node, *ways) is not before:
         return False
-    if name != "getitem":
-        return old.numel() == new.numel()
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    taken = [i for i in index if i is not None and i is not Ellipsis]
-    if any(not isinstance(i, int | slice) or isinstance(i, bool) for i in taken):
-        return False
-    reaches_last = len(taken) == old.dim() or (Ellipsis in index and index[-1] is not Ellipsis)
-    return not reaches_last or index[-1] == slice(None)
+    classes = before.meta["val"].shape[-1]
+    effect = effect_of(graph, node, {before: ByRow(dim=before.meta["val"].dim() - 1)}, classes)
+    last = ByRow(dim=node.meta["val"].dim() - 1)
+    return effect.states == (last,) and not effect.met and node.meta["val"].shape[-1] == classes

@@ -6,7 +6,7 @@ Answers are kept for calls that are alike, in any graph of the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,8 +46,9 @@ class Rerun:
     calls: list[OperatorCall]
 
 
-def run_again(node: fx.Node) -> Rerun | None:
-    """None for what is no call of a function, and for one that works only while it is traced."""
+def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None) -> Rerun | None:
+    """None for what is no call of a function, and for one that works only while it is traced. `dtypes`: types of
+    operands in place of their own."""
     fakes = (t for n in (node, *node.all_input_nodes) for t in value_tensors(n.meta.get("val")))
     mode = next((t.fake_mode for t in fakes if isinstance(t, FakeTensor)), None)
     if node.op not in ("call_function", "call_method") or mode is None:
@@ -55,6 +56,7 @@ def run_again(node: fx.Node) -> Rerun | None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
         # Views, as a call may change the shape of its operand in place.
         operands = {n: tree_map_only(FakeTensor, Tensor.detach, n.meta["val"]) for n in node.all_input_nodes}
+        operands |= {n: operands[n].to(dtype) for n, dtype in (dtypes or {}).items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         with _Recorder() as recorder:
@@ -139,6 +141,20 @@ def unread_operand(graph: OpGraph, node: fx.Node) -> fx.Node | None:
     numbers."""
     operand, used = _origin(graph, node)
     return operand if Elements.NONE in used and not node.meta.get("random") else None
+
+
+def result_dtype(graph: OpGraph, node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:
+    """The type of a node's tensor if the operand that it copies had this type, or all operands of a call that computes;
+    None where that is not known."""
+
+    def find() -> torch.dtype | None:
+        copied = copied_operand(graph, node, Elements.SAME)
+        values = {n: n.meta["val"] for n in (node.all_input_nodes if copied is None else [copied])}
+        tensors = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        again = run_again(node, dict.fromkeys(tensors, dtype))
+        return again.value.dtype if again is not None and isinstance(again.value, Tensor) else None
+
+    return alike(graph, node, (result_dtype, dtype), find)
 
 
 def is_form(graph: OpGraph, node: fx.Node) -> bool:

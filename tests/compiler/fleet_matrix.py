@@ -163,7 +163,7 @@ def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor
     rules = job.folder.settings.counts
     with tempfile.TemporaryDirectory() as folder:
         counter = BatchCounts.from_file(rules, job.write(folder) / COUNTS_FILE, {}, OWN)
-    counts = counter.of(batch, batch, job.folder.interface.total_micro_batches)
+    counts = counter.count(batch, batch, job.folder.interface.total_micro_batches)
     return batch | counter.inputs(counts)
 
 

@@ -16,6 +16,7 @@ from penstock.graph.operators.calls import (
     names_sizes,
     only_operator,
     operators,
+    result_dtype,
     unread_operand,
 )
 from penstock.graph.operators.record import Elements, operator_name
@@ -111,3 +112,16 @@ def test_calls_that_name_sizes() -> None:
         for function in functions:
             graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
             assert any(names_sizes(graph, node) for node in graph.nodes) == names
+
+
+def test_calls_that_ask_for_a_type_themselves() -> None:
+    fp32 = torch.float32
+    asking = [
+        lambda x: x.float(), lambda x: x.to(fp32), lambda x: x.type_as(torch.zeros(1)), lambda x: x.softmax(1, fp32),
+    ]  # fmt: skip
+    for functions, asks in ((asking, True), ([lambda x: x.clone(), lambda x: x + torch.ones(4), torch.relu], False)):
+        for function in functions:
+            graph = capture(Applied(function), micro_batch_spec({"x": torch.zeros(2, 3, 4)}, 1))
+            (given,) = [node for node in graph.nodes if node.op == "placeholder"]
+            readers = [node for node in given.users if node.op != "call_module"]
+            assert all((result_dtype(graph, node, torch.bfloat16) == fp32) == asks for node in readers) and readers
