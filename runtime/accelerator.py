@@ -261,12 +261,13 @@ def capturing(graph: GpuGraph, pool: Any) -> Iterator[None]:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
+        graph.capture_end()
     except BaseException:
         with suppress(RuntimeError):  # what the body did wrong may have ended the capture
             graph.capture_end()
         raise
-    graph.capture_end()
-    clear_cublas_workspaces()
+    finally:
+        clear_cublas_workspaces()
 
 
 @contextmanager

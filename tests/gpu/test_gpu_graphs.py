@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import penstock
 from penstock.bench.peers import parity
 from penstock.ir.errors import PlanError
+from penstock.runtime.accelerator import capturing, new_pool, pools_bytes
 from penstock.tests.gpu.rehearsal import (
     DROPPING,
     REHEARSED,
+    SETUP,
     batches,
     compile_job,
     exact,
@@ -131,6 +133,22 @@ def test_a_plan_without_a_stage_for_graphs_is_refused_with_the_reasons() -> None
         pytest.raises(PlanError, match="stage0: it waits for the device: called a synchronizing CUDA operation"),
     ):
         job.step(rows)
+
+
+def test_a_capture_that_fails_leaves_nothing_in_its_pool() -> None:
+    """Not the workspace of a product either, which would keep all of the pool's memory."""
+    device, pool, graph = torch.device("cuda", 0), new_pool(), torch.cuda.CUDAGraph()
+    x = torch.ones(256, 256, device=device)
+    with (
+        pytest.raises(ZeroDivisionError),
+        torch.cuda.stream(torch.cuda.Stream()),
+        capturing(graph, pool),
+    ):  # fmt: skip
+        torch.cat([x @ x for _ in range(100)])
+        1 / 0  # noqa: B018
+    del graph
+    SETUP.tidy()
+    assert pools_bytes(device, {pool}) == 0
 
 
 def half_dropping() -> nn.Module:

@@ -160,7 +160,7 @@ def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path) -> No
     model, data = model_of(), batches()
     with swapping_job(model, data[0]) as job:
         wanted = parity.train_job(job, data).losses
-        given = [job._inputs.of("step", batch) for batch in data]  # with what its losses are divided by
+        given = [job._inputs.for_call("step", batch) for batch in data]  # with what its losses are divided by
     interface, source = job.folder.interface, LiveWeights(model)
     path = job.write(tmp_path / "files") / "device0.py"
     fetch, in_turn = r'rt\.fetch\("stage(\d+)\.weights"([^)]*)\)', r'rt.fetch("stage\1.weights"\2, link_turn=\1)'
