@@ -74,7 +74,9 @@ class Intervals:
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Intervals:
         """The tensor after a call that only changes dimensions other than the keys'."""
         begin, end = (view(t.unsqueeze(-1).expand(self.shape)) for t in (self.begin, self.end))
-        if begin.shape[-1] != self.num_keys or begin.stride(-1):
+        keys = view(torch.arange(self.num_keys).expand(self.shape))
+        steps = [step for step, size in zip(keys.stride()[:-1], keys.shape) if size > 1]
+        if keys.shape[-1] != self.num_keys or (self.num_keys > 1 and keys.stride(-1) != 1) or any(steps):
             raise Unfollowed
         return replace(self, begin=begin[..., 0], end=end[..., 0])
 

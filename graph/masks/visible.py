@@ -200,23 +200,20 @@ def _form(call: OperatorCall) -> Followed:
             raise Unfollowed
         return constant(torch.tensor([number], dtype=out.dtype), shape)
     if call.name in ("tril", "triu"):
-        found = _triangle(call.name, as_intervals(first, shape), call["diagonal"], shape)
+        found: Followed = _triangle(call.name, as_intervals(first, shape), call["diagonal"], shape)
     elif isinstance(first, Sums) and elements is Elements.SAME:
-        return first
+        found = first
     elif isinstance(first, Followed) and elements is Elements.RESHAPED:
-        return first.viewed(lambda t: t.view(shape))
+        found = first.viewed(lambda t: t.view(shape))
     elif isinstance(first, Followed) and func.is_view:
-        return first.viewed(lambda t: func(**{**call.given, "self": t}))
+        found = first.viewed(lambda t: func(**{**call.given, "self": t}))
     elif elements is Elements.SPREAD:
         found = as_intervals(first, shape)
     elif torch.Tag.pointwise in func.tags or elements is Elements.SAME or call.name == "masked_fill":
-        followed = _elementwise(call, shape)
-        if isinstance(followed, Sums):
-            return followed
-        found = followed
+        found = _elementwise(call, shape)
     else:
         raise Unfollowed
-    return found.expanded(shape)
+    return found.expanded(shape) if isinstance(found, Intervals) else found
 
 
 def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]) -> Intervals:
@@ -231,7 +228,7 @@ def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]
 def _elementwise(call: OperatorCall, shape: tuple[int, ...]) -> Followed:
     tensors = {name: value for name, value in call.given.items() if isinstance(value, Tensor | Followed)}
     kinds = [type(value) for value in tensors.values()]
-    if (Sums in kinds or Intervals not in kinds) and (call.name in (*FLIPPED, *SUMS, "abs")):
+    if call.name in (*FLIPPED, *SUMS, "abs") and (Sums in kinds or Intervals not in kinds):
         return _arithmetic(call, shape)
 
     def on_values(*values: Tensor) -> Tensor:
@@ -250,9 +247,5 @@ def _arithmetic(call: OperatorCall, shape: tuple[int, ...]) -> Followed:
         raise Unfollowed
     if call.name == "abs":
         return Sums(sums[0].rows, sums[0].columns, is_absolute=True)
-    options = {"alpha": call["alpha"]} if "alpha" in call.given else {}
-    rows, columns = (
-        call.func.overloadpacket(*operands, **options)
-        for operands in ([s.rows for s in sums], [s.columns for s in sums])
-    )
-    return Sums(rows, columns)
+    add, options = call.func.overloadpacket, {name: call[name] for name in ("alpha",) if name in call.given}
+    return Sums(add(*(s.rows for s in sums), **options), add(*(s.columns for s in sums), **options))
