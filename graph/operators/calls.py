@@ -54,8 +54,9 @@ def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None
     if node.op not in ("call_function", "call_method") or mode is None:
         return None
     with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
-        # Views, as a call may change the shape of its operand in place.
-        operands = {n: tree_map_only(FakeTensor, Tensor.detach, n.meta["val"]) for n in node.all_input_nodes}
+        operands = {n: n.meta["val"] for n in node.all_input_nodes}
+        if node.meta["mutates"]:  # views, as a call may change the shape of its operand in place
+            operands = {n: tree_map_only(FakeTensor, Tensor.detach, value) for n, value in operands.items()}
         operands |= {n: operands[n].to(dtype) for n, dtype in (dtypes or {}).items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target

@@ -6,6 +6,7 @@ record there. Operators that torch decomposes before a dispatch mode sees them n
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -147,10 +148,16 @@ def nothing(call: OperatorCall) -> int:
 
 def operator_of(func: Any) -> Operator:
     """The record of an operator: `aten::add_` is "add", since it gives the same, wherever that is written."""
+    return OPERATORS.get(_record_name(func), UNKNOWN)
+
+
+@functools.cache
+def _record_name(func: Any) -> str:
     namespace, _, name = str(func._schema.name).rpartition("::")
-    return OPERATORS.get(operator_name(func) if namespace == "aten" else f"{namespace}::{name}", UNKNOWN)
+    return operator_name(func) if namespace == "aten" else f"{namespace}::{name}"
 
 
+@functools.cache
 def operator_name(func: Any) -> str:
     """The name of an operator without its namespace, and without the underscore of an in-place form."""
     name = str(func._schema.name).rpartition("::")[2]
