@@ -19,8 +19,8 @@ from .tables import table
 
 @dataclass(frozen=True)
 class AdapterRow:
-    """One base with one rank. `bound_s`: what no plan of as many micro-batches undercuts, and `bound_by` why. `reason`
-    says why it does not fit, with the nearest that does; then all figures are None."""
+    """One base with one rank. `bound_s`: the bound that no plan of the same micro-batches undercuts, and `bound_by`
+    why. `reason` says why it does not fit, with the nearest that does; then all figures are None."""
 
     base: str
     rank: int

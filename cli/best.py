@@ -12,7 +12,8 @@ LOWER_IS_BETTER = {"loss": True, "accuracy": False}
 
 @dataclass
 class BestSoFar:
-    """`by`: the figure that decides. `patience`: so many evaluations without a better one end the run; 0: none do."""
+    """`by`: the figure that decides. `patience`: the number of evaluations without a better one that ends the run; 0:
+    none does."""
 
     by: str = "loss"
     patience: int = 0

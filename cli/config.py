@@ -1,6 +1,6 @@
 """A run as one file of YAML: the options of `penstock train` in sections, checked before anything is done.
 
-Options are the only place where names, types, defaults and help stand (`TrainOptions`); the file's models are made of
+Options are the only place of names, types, defaults and help (`TrainOptions`); the file's models are made of
 them.
 """
 

@@ -158,7 +158,7 @@ def adapters(
     rank: Annotated[list[int] | None, typer.Option(min=1, help="ranks of LoRA; repeatable; without it 16")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which frozen base (bf16, int8, nf4) and rank of LoRA fit a machine, and at what speed: one plan for each."""
+    """Frozen bases (bf16, int8, nf4) and ranks of LoRA that fit a machine, and their speed: one plan for each."""
     from .adapter_table import adapter_rows, adapter_tables
 
     rows = adapter_rows(options, rank or [16])
@@ -174,7 +174,7 @@ def adapters(
 @app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")
 @takes(JobOptions)
 def explain(options: JobOptions, directory: Written = None) -> None:
-    """Why this plan: stages, what bounds the step, what would help, the rivals and why they lost."""
+    """Explain a plan: stages, what bounds the step, what would help, the rivals and why they lost."""
     print(_job_of(directory, options).explain())
 
 
@@ -187,7 +187,7 @@ def check(
     options: JobOptions,
     job: Annotated[Path | None, typer.Option(help="a directory that `penstock plan --out` wrote")] = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
-    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job as they stand")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job as they are")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
@@ -245,7 +245,7 @@ def train(
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
+    """Whether an option is given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 

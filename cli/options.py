@@ -320,9 +320,7 @@ class TrainOptions(JobOptions):
     best_by: Annotated[str, typer.Option(help="what the best model has: the lowest loss, or the highest accuracy")] = (
         "loss"
     )
-    patience: Annotated[
-        int, typer.Option(min=0, help="stop after so many evaluations without a better one; 0: never")
-    ] = 0
+    patience: Annotated[int, typer.Option(min=0, help="stop after N evaluations without a better one; 0: never")] = 0
     resume: Annotated[bool, typer.Option(help="go on from the checkpoint in OUT")] = False
     elastic: Annotated[
         bool,

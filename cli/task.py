@@ -54,7 +54,6 @@ class TrainingTask:
         return found.hexdigest()[:16]
 
     def example(self, batch: int) -> dict[str, Tensor]:
-        """A batch to compile for."""
         if self.stream is not None:
             return next(self.stream.batches(batch))
         assert self.rows is not None
@@ -88,7 +87,7 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         raise PlanError(f"--split {options.split}: no --data is a folder that `datasets` saved with several splits")
     named = options.named_model()
     named.check_sequence(options.sequence)
-    codec = Codec.of_directory(named.directory)
+    codec = Codec.read(named.directory)
     if codec.is_bytes:
         screen.print(f"{options.model} comes with no tokenizer: the bytes of the text are its tokens")
     spec = options.data_spec(options.data)

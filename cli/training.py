@@ -206,7 +206,7 @@ class _Run:
             batch = next(batches)
             result.losses.append(float(job.step(batch)))
             self.broadcast.stepped(options.batch * _tokens_of_a_row(batch))
-            if (offer := self.watch.stepped()) is not None:
+            if (offer := self.watch.offer_after_step()) is not None:
                 self.tell(offer)
             if options.eval_every and job.step_count % options.eval_every == 0:
                 self.look()

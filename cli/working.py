@@ -23,8 +23,7 @@ class _Line(logging.Handler):
 
 @contextmanager
 def working() -> Iterator[Callable[[str], None]]:
-    """While the body plans, what it tells, and then what the search says, stands on the terminal; elsewhere nothing
-    does."""
+    """Show what the body tells while it plans, and then what the search says, on a terminal; nothing elsewhere."""
     screen = Console(markup=False, emoji=False, stderr=True)
     if not screen.is_terminal:
         yield lambda text: None

@@ -30,7 +30,7 @@ _PLAIN = Mode()
 
 
 class CallText(Protocol):
-    """What a body must know of a block's class."""
+    """The class of a block, as far as a body must know it."""
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ class Body:
         results = self.call_text(call).results
         if results == (RESULT,):  # no name of its own: take that of the operand that it replaces
             dying = [n for n in call.inputs if n in self.text and self.statements.last_use(n, 0) == self.now]
-            results = (self._called(dying[0]) or RESULT,) if dying else results
+            results = (self._name_of(dying[0]) or RESULT,) if dying else results
         names = [self._bind(n, usable(name)) for n, name in zip(call.outputs, results)]
         left = f"{', '.join(names)} = " if names else ""
         self._emit(left, _call_text(member("self", "", call.path), arguments), describe_all(call.outputs))
@@ -216,7 +216,7 @@ class Body:
 
     def _may_be_unread(self, part: TiledPart) -> bool:
         """Whether a rematerialisation may need no results of a part. A stage knows; in a block it is so where the stage
-        says it (`Stage.unread`), as others of its class stand elsewhere."""
+        says it (`Stage.unread`), as others of its class are elsewhere."""
         if not self.path:
             return all(node.meta.get("unread", False) for node in part.nodes)
         return all(reader == "output" for node in part.outputs for reader in self.statements.readers.get(node, ()))
@@ -276,8 +276,8 @@ class Body:
         if is_last and len(assigned_names(node)) == 1:
             return usable(assigned_names(node)[0])
         operand = renamed_operand(node)
-        if operand is not None and self._called(operand):
-            return self._called(operand)
+        if operand is not None and self._name_of(operand):
+            return self._name_of(operand)
         path = str(node.meta.get("module_path", ""))
         if following is None and self.path and node in self.outputs and code_of(node).startswith("return"):
             return RESULT
@@ -286,13 +286,13 @@ class Body:
             return module_name(path, str(node.meta.get("module_type", "")))
         return op_name(node)
 
-    def _called(self, node: fx.Node) -> str:
+    def _name_of(self, node: fx.Node) -> str:
         """A value's name, without the number that tells it from other values of that name."""
         if node.op == "get_attr":
             return op_name(node)
         if node in self.statements.inlined:
             operand = renamed_operand(node)
-            return self._called(operand) if operand is not None else ""
+            return self._name_of(operand) if operand is not None else ""
         text = self.text[node].text if node in self.text else ""
         return re.sub(r"_\d+$", "", text) if text.isidentifier() else ""
 
@@ -427,7 +427,7 @@ def _bytes(node: fx.Node) -> int:
 
 def describe(node: fx.Node) -> str:
     """The type of a node's value for a comment: `f32[2, 512, 768]`, or `f32[2, sequence, 768]`."""
-    return _described(node.meta.get("val"), node.meta.get("shown"))
+    return _type_texts(node.meta.get("val"), node.meta.get("shown"))
 
 
 def describe_tile(node: fx.Node) -> str:
@@ -436,14 +436,14 @@ def describe_tile(node: fx.Node) -> str:
     if mark is None or mark.result is None or not isinstance(value, torch.Tensor):
         return ""
     size = "tile" if mark.each == 1 else f"{mark.each}*tile"
-    return _described(value, [size if dim == mark.result else str(n) for dim, n in enumerate(value.shape)])
+    return _type_texts(value, [size if dim == mark.result else str(n) for dim, n in enumerate(value.shape)])
 
 
-def _described(value: Any, shape: Sequence[str] | None = None) -> str:
+def _type_texts(value: Any, shape: Sequence[str] | None = None) -> str:
     if isinstance(value, torch.Tensor):
         return type_text(value.shape if shape is None else shape, value.dtype)
     if isinstance(value, (tuple, list)):
-        texts = [_described(v) for v in value if isinstance(v, torch.Tensor)]
+        texts = [_type_texts(v) for v in value if isinstance(v, torch.Tensor)]
         return f"{len(texts)} x {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else ", ".join(texts)
     return ""
 

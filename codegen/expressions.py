@@ -1,7 +1,7 @@
-"""One graph node as a Python expression, and every literal that may stand in it.
+"""One graph node as a Python expression, and every literal that it may hold.
 
 In: a node, and what each of its operands is called. Out: text that computes the same value when it is run, on whatever
-device the operands lie. Arguments that differ in evaluation mode become `a if self.training else b`.
+device has the operands. Arguments that differ in evaluation mode become `a if self.training else b`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Text:
     binding: int = ATOM
     arguments: tuple[str, ...] | None = None
 
-    def within(self, binding: int) -> str:
+    def wrap(self, binding: int) -> str:
         """The text, in parentheses where it binds less tightly than its surroundings."""
         return self.text if self.binding >= binding else f"({self.text})"
 
@@ -73,7 +73,6 @@ class Expressions:
         return signs or target in (operator.getitem, operator.setitem, getattr) or tensor_method(target) is not None
 
     def node(self, node: fx.Node) -> Text:
-        """The expression of the node's value."""
         if node.op == "get_attr":
             return Text(member("self", self.path, str(node.target)))
         if "eval_args" not in node.meta:
@@ -83,7 +82,7 @@ class Expressions:
             both = tuple(Either(a, b) for a, b in zip(node.args, args))
             return self._call(node, both, {k: Either(v, kwargs[k]) for k, v in node.kwargs.items()})
         training, evaluation = self._call(node, node.args, node.kwargs), self._call(node, args, kwargs)
-        return Text(f"{training.within(1)} if self.training else {evaluation.within(1)}", CONDITION)
+        return Text(f"{training.wrap(1)} if self.training else {evaluation.wrap(1)}", CONDITION)
 
     def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Text:
         if node.op == "call_module":
@@ -103,20 +102,20 @@ class Expressions:
             tight = (binding + 1, binding) if target is operator.pow else (binding, binding + 1)
             if binding == 1:
                 tight = (2, 2)
-            return Text(f"{left.within(tight[0])} {sign} {right.within(tight[1])}", binding)
+            return Text(f"{left.wrap(tight[0])} {sign} {right.wrap(tight[1])}", binding)
         if not kwargs and len(args) == 1 and target in PREFIX:
-            return Text(f"{PREFIX[target]}{self.value(args[0]).within(UNARY)}", UNARY)
+            return Text(f"{PREFIX[target]}{self.value(args[0]).wrap(UNARY)}", UNARY)
         if target is operator.getitem:
-            return Text(f"{self.value(args[0]).within(ATOM)}[{self.index(args[1])}]")
+            return Text(f"{self.value(args[0]).wrap(ATOM)}[{self.index(args[1])}]")
         if target is getattr and isinstance(args[1], str) and len(args) == 2:
-            return Text(f"{self.value(args[0]).within(ATOM)}.{args[1]}")
+            return Text(f"{self.value(args[0]).wrap(ATOM)}.{args[1]}")
         return self._function(self.imports.function(target), args, kwargs)
 
     def _method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Text:
         receiver = self.value(args[0])
         if name == "to":  # a tensor is moved to where the others are
             args = tuple(torch.device("cpu") if a == "cpu" else a for a in args)
-        return self._function(f"{receiver.within(ATOM)}.{name}", args[1:], kwargs)
+        return self._function(f"{receiver.wrap(ATOM)}.{name}", args[1:], kwargs)
 
     def _function(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Text:
         parts = [self.value(a).text for a in args]
@@ -125,7 +124,7 @@ class Expressions:
         return Text(f"{function}({', '.join(parts)})", arguments=(function, *parts))
 
     def index(self, index: Any) -> str:
-        """What stands between the brackets of a subscription."""
+        """The text between the brackets of a subscription."""
         if isinstance(index, tuple) and index:
             return ", ".join(self._slice(i) for i in index) + ("," if len(index) == 1 else "")
         return self._slice(index)
@@ -179,7 +178,7 @@ class Expressions:
             items = [Either(a, b) for a, b in zip(training, evaluation)]
             return self._sequence(items if isinstance(training, list) else tuple(items))
         first, second = self.value(training), self.value(evaluation)
-        return Text(f"{first.within(1)} if self.training else {second.within(1)}", CONDITION)
+        return Text(f"{first.wrap(1)} if self.training else {second.wrap(1)}", CONDITION)
 
 
 def tensor_method(target: Any) -> str | None:

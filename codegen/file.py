@@ -1,6 +1,6 @@
 """Whole files: one per device, holding the stages that it runs and its programs, and the directory of a plan.
 
-In: programs, stage graphs and a header. Out: Python source that the runtime imports and runs as it stands.
+In: programs, stage graphs and a header. Out: Python source that the runtime imports and runs as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .stage_source import StageSource
 
 @dataclass(frozen=True)
 class Header:
-    """What the docstring of a file says. Each field is a piece of text for people; empty ones are left out."""
+    """The docstring of a file. Each field is a piece of text for people; empty ones are left out."""
 
     model: str  # "gpt2, 12 blocks, 124 M parameters"
     hardware: str  # "mobius-topo2+2"

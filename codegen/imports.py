@@ -1,4 +1,4 @@
-"""What a generated file imports, and the user's own code that it must carry along because nothing can import it.
+"""The imports of a generated file, and the user's own code that it must carry along because nothing can import it.
 
 In: function objects, classes and enum members found in a graph. Out: the text that names each of them in the file.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..ir.errors import CaptureError
-from ..runtime.source.homes import HOMES, STANDING
+from ..runtime.source.homes import HOMES, IMPORT_LINES
 from ..runtime.torch_names import OpOverload, OpOverloadPacket
 
 TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "draw_at", "step", "evaluate", "rt"}
@@ -30,7 +30,7 @@ class Imports:
     """The import lines and copied sources of one generated file, collected while its text is written."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, str] = {name: STANDING[name] for name in ("torch", "nn")}
+        self.lines: dict[str, str] = {name: IMPORT_LINES[name] for name in ("torch", "nn")}
         self.copied: dict[str, str] = {}  # name -> source of a class or function that nothing can import
         self.homes: dict[str, Any] = {}  # name in the file -> the object that it stands for
         self.draws = False  # random numbers
@@ -79,8 +79,8 @@ class Imports:
         return self._copy(thing)
 
     def _need(self, home: str) -> None:
-        if home in STANDING:
-            self.lines[home] = STANDING[home]
+        if home in IMPORT_LINES:
+            self.lines[home] = IMPORT_LINES[home]
         elif not home.startswith("torch."):
             self.lines[home] = f"import {home}"
 
@@ -129,9 +129,9 @@ class Imports:
     def _bring(self, thing: Any, name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType):
             line = f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
-            if name in TAKEN and self.lines.get(name, STANDING.get(name, line)) != line and name != "nn":
+            if name in TAKEN and self.lines.get(name, IMPORT_LINES.get(name, line)) != line and name != "nn":
                 raise CaptureError(f"{thing.__qualname__} calls a module {name!r}, a name that generated files use")
-            self.lines.setdefault(name, STANDING.get(name, line))
+            self.lines.setdefault(name, IMPORT_LINES.get(name, line))
         elif isinstance(value, (bool, int, float, str, type(None))):
             self.copied[name] = f"{name} = {value!r}"
         elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):

@@ -1,7 +1,7 @@
-"""Which ops stand inside the statement of another op: ops of one source line, which the user wrote as one, too.
+"""Finds ops that go inside the statement of another op: ops of one source line, which the user wrote as one, too.
 
 In: steps of a function body in order. Out: the nodes without a statement of their own. The order of evaluation never
-changes: Python evaluates operands from left to right, so an op may stand inside its reader only if, from left to right,
+changes: Python evaluates operands from left to right, so an op may go inside its reader only if, from left to right,
 every op comes in recorded order. What a line does not need afterwards is freed by that line, as in the user's code.
 """
 
@@ -23,7 +23,7 @@ from .segments import mode_of
 MAX_OPS = 9  # in one statement
 
 
-def inlined(steps: Sequence[Any], readers: dict[fx.Node, list[Any]], apart: set[Any]) -> set[fx.Node]:
+def nodes_to_inline(steps: Sequence[Any], readers: dict[fx.Node, list[Any]], apart: set[Any]) -> set[fx.Node]:
     """Nodes to be printed inside their only reader. `readers`: per node, every use (a step, or an output).
 
     Operands of the steps in `apart` get statements of their own.
@@ -78,14 +78,14 @@ def _is_candidate(node: fx.Node, readers: dict[fx.Node, list[Any]]) -> bool:
         return False
     if is_in_place_method(reader) and reader.args[0] is node:
         return False
-    if not (_stands_in_line(node) and _stands_in_line(reader)):
+    if not (_is_in_line(node) and _is_in_line(reader)):
         return False
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list, dict, type(None))):
         return True  # a size or another plain number
     return bool(node.meta.get("source")) and node.meta["source"] == reader.meta.get("source")
 
 
-def _stands_in_line(node: fx.Node) -> bool:
+def _is_in_line(node: fx.Node) -> bool:
     """Whether the user's line itself calls the module, rather than a container that the line calls."""
     if node.op != "call_module":
         return True

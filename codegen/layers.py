@@ -1,7 +1,7 @@
 """A layer of torch's own as the call that builds another one like it: its class and plain arguments.
 
 torch's layers print themselves as such calls (`Linear(in_features=4, out_features=8, bias=True)`). The text is read as
-a call with literals and never evaluated, so that what stands in a layer's attributes is no more than data.
+a call with literals and never evaluated, so that a layer's attributes are no more than data.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ..ir.program import SHORT_DTYPES
 from .expressions import Text
 
 INDENT = "    "
-MAX_WIDTH = 110  # of code; comments may stand after it
+MAX_WIDTH = 110  # of code; comments may follow it
 COMMENT_COLUMN = 76
 MIN_WRAPPED = 24  # shorter arguments are not worth lines of their own
 
@@ -74,5 +74,4 @@ def signature(code: str, comment: str) -> list[str]:
 
 
 def with_comment(code: str, comment: str) -> str:
-    """Code with a comment at its end."""
     return f"{code.ljust(COMMENT_COLUMN)}  # {comment}" if comment else code

@@ -38,7 +38,8 @@ class Loop:
         return f"range({first}, {stop}, {step})"
 
     def member_text(self, call: BlockCall) -> str:
-        """How the loop's body reaches the module of a call of the first round: `self.h[i]`, `self.h[i + 1]`."""
+        """The text by which the loop's body reaches the module of a call of the first round: `self.h[i]`,
+        `self.h[i + 1]`."""
         found = _index_of(self.rounds[0][0].path, self.rounds[1][0].path)
         if found is None:
             return member("self", "", call.path)
@@ -115,7 +116,7 @@ def _longest(
         if following is None:
             break
         after = following
-    carried = _carried(first, roles)
+    carried = _loop_values(first, roles)
     return Loop(rounds, indices, carried) if len(rounds) > 1 and carried is not None else None
 
 
@@ -128,7 +129,7 @@ Role = tuple[str, Any, int]  # ("same", node, 0) | ("inside", call, output) | ("
 
 
 def _roles(first: list[BlockCall], second: list[BlockCall]) -> list[list[Role]] | None:
-    """What each operand of the second round is: invariant, made in this round, or made in the round before."""
+    """The role of each operand of the second round: invariant, made in this round, or made in the round before."""
     before = {n: (j, q) for j, call in enumerate(first) for q, n in enumerate(call.outputs)}
     now = {n: (j, q) for j, call in enumerate(second) for q, n in enumerate(call.outputs)}
     roles: list[list[Role]] = []
@@ -149,7 +150,7 @@ def _roles(first: list[BlockCall], second: list[BlockCall]) -> list[list[Role]] 
     return roles
 
 
-def _carried(first: list[BlockCall], roles: list[list[Role]]) -> list[tuple[fx.Node, fx.Node]] | None:
+def _loop_values(first: list[BlockCall], roles: list[list[Role]]) -> list[tuple[fx.Node, fx.Node]] | None:
     pairs: dict[fx.Node, fx.Node] = {}
     for call, row in zip(first, roles):
         for start, (kind, maker, output) in zip(call.inputs, row):

@@ -1,4 +1,4 @@
-"""What a module holds, as the lines of its `__init__`: leaf modules, parameters, buffers, scopes, blocks.
+"""The members of a module as the lines of its `__init__`: leaf modules, parameters, buffers, scopes, blocks.
 
 In: the graph module (the user's own leaf modules and tensors under the user's names) and the names that are used.
 Out: lines that build members of the same names, shapes, dtypes and flags, without values.

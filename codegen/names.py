@@ -79,7 +79,7 @@ def renamed_operand(node: fx.Node) -> fx.Node | None:
 
 
 def name_in_source(reader: fx.Node, operand: fx.Node) -> str:
-    """What the user's line of `reader` calls one of its operands; "" where it does not say."""
+    """The name of one of its operands in the user's line of `reader`; "" where it has none."""
     try:
         tree = ast.parse(code_of(reader).removeprefix("return "))
     except SyntaxError:  # a part of a longer statement

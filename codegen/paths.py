@@ -14,14 +14,14 @@ def member(owner: str, base: str, name: str) -> str:
 
 
 def access(part: str) -> str:
-    """How one part of a dotted name is reached: `.mlp`, `[3]`, `["a-b"]`."""
+    """The text that reaches one part of a dotted name: `.mlp`, `[3]`, `["a-b"]`."""
     if part.isdigit():
         return f"[{part}]"
     return f".{part}" if part.isidentifier() and not keyword.iskeyword(part) else f'["{part}"]'
 
 
 def local(base: str, name: str) -> str:
-    """`name` as seen from the dotted path `base`, which it must lie under."""
+    """`name` as seen from the dotted path `base`, which it must be under."""
     assert is_under(base, name), f"{name} is not under {base}"
     return name[len(base) + 1 :] if base else name
 
@@ -32,7 +32,7 @@ def is_under(base: str, name: str) -> bool:
 
 
 def owners(name: str) -> list[str]:
-    """Every dotted path that `name` lies under, the innermost first: `a.b.c` lies under `a.b` and `a`."""
+    """Every dotted path above `name`, the innermost first: `a.b` and `a` for `a.b.c`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
 

@@ -138,7 +138,7 @@ def _only_classes(items: list[CallOrNode]) -> list[CallOrNode]:
 
 
 def _is_worth_a_class(call: BlockCall) -> bool:
-    """Whether a block has members, and is one of a list of modules or too long to stand in the stage's own text."""
+    """Whether a block has members, and is one of a list of modules or too long for the stage's own text."""
     has_members = any(n.op in ("call_module", "get_attr") for n in call.nodes)
     return has_members and (call.path.rpartition(".")[2].isdigit() or len(call.nodes) >= MIN_NODES)
 
@@ -162,7 +162,7 @@ def _readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 class Mode(NamedTuple):
-    """How a node runs: without gradients, under which setting of autocast, and whether in the first forward only."""
+    """The mode of a node: without gradients, under which setting of autocast, and whether in the first forward only."""
 
     no_grad: bool = False
     autocast: Any = None
@@ -170,7 +170,7 @@ class Mode(NamedTuple):
 
 
 def mode_of(node: fx.Node) -> Mode:
-    """How the node was recorded, and whether a rematerialisation leaves it out."""
+    """The mode in which the node was recorded, and whether a rematerialisation leaves it out."""
     return Mode(bool(node.meta.get("no_grad", False)), node.meta.get("autocast"), is_first_only(node))
 
 

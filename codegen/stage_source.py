@@ -30,7 +30,7 @@ class StageSource:
         self.dtypes = {p.name: p.dtype for p in spec.params}
         self.inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.outputs: list[fx.Node] = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
-        self.items = self._classified(segments(module.graph))
+        self.items = self._classify(segments(module.graph))
         self.steps = find_loops(self.items, lambda call: library.of_call[call], self.outputs)
         self.body = Body(
             self.steps,
@@ -41,7 +41,7 @@ class StageSource:
             hints=self._loop_names(),
         )
 
-    def _classified(self, items: list[CallOrNode]) -> list[CallOrNode]:
+    def _classify(self, items: list[CallOrNode]) -> list[CallOrNode]:
         """Give each call its class; a path whose calls have different texts is printed without a class."""
         kinds: dict[str, set[BlockClass]] = {}
         for item in items:

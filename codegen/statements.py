@@ -13,7 +13,7 @@ from torch import fx
 
 from ..ir.tiles import TiledPart
 from .expressions import IN_PLACE
-from .inlining import inlined, is_in_place_method
+from .inlining import is_in_place_method, nodes_to_inline
 from .loops import Loop
 from .names import FOREVER
 from .segments import BlockCall, item_reads
@@ -35,9 +35,9 @@ class Statements:
             self.readers.setdefault(node, []).append("output")
         self.unpacked = {n: items for n in steps if isinstance(n, fx.Node) and (items := self._items(n))}
         items_of = {item for rows in self.unpacked.values() for row in rows for item in row}
-        self.inlined = inlined([s for s in steps if s not in items_of], self.readers, apart)
+        self.inlined = nodes_to_inline([s for s in steps if s not in items_of], self.readers, apart)
         self.order = [s for s in steps if s not in items_of and s not in self.inlined]
-        self.same_object = self._in_place_results()
+        self.same_object = self._results_in_place()
         self._last_use: dict[fx.Node, int] = {}
         for i, step in enumerate(self.order):
             for read in self._reads_through(step):
@@ -66,7 +66,7 @@ class Statements:
             rows[user.args[1]].append(user)
         return rows if sum(map(bool, rows)) > 1 or len(value) == 1 else []
 
-    def _in_place_results(self) -> dict[fx.Node, fx.Node]:
+    def _results_in_place(self) -> dict[fx.Node, fx.Node]:
         found = {}
         for step in self.order:
             if isinstance(step, fx.Node) and (is_in_place_method(step) or step.target in IN_PLACE):

@@ -38,7 +38,7 @@ class Codec:
     directory: Path | None = None
 
     @staticmethod
-    def of_directory(directory: Path | None) -> Codec:
+    def read(directory: Path | None) -> Codec:
         """The tokenizer in a model's directory, or plain bytes if there is none. Never downloads."""
         names = (*TOKENIZER_FILES, SETTINGS[0])  # tokenizers of bytes have settings only
         if directory is None or not any((directory / name).is_file() for name in names):

@@ -98,7 +98,7 @@ def _make_rows(spec: DataSpec, codec: Codec, head: str, first_position: int) -> 
 
 
 def _length(name: str, examples: list[Example], spec: DataSpec, kind: str) -> int:
-    """Tokens of a row: as wished; labels of their own as many as the longest has."""
+    """Tokens of a row: as wished; labels of their own have the tokens of the longest."""
     if name == "labels" and kind == "seq2seq":
         return spec.targets or min(spec.sequence, max(len(example[name]) for example in examples))
     return spec.sequence

@@ -1,4 +1,4 @@
-"""Which disks for which model: the predicted step, and how long the disks last, for several numbers of SSDs.
+"""Choose disks for a model: the predicted step, and how long the disks last, for several numbers of SSDs.
 
 Run: python examples/choose_disks.py --model gpt3-13b --hardware rtx4090x1 --dram 128GB
 Plans only: no GPU, no disk and no weights are needed.

@@ -28,7 +28,7 @@ CONTEXT, WIDTH, BATCH, MICRO_BATCHES = 16, 64, 24, 12
 
 
 class NextByte(nn.Module):
-    """Logits of the byte behind `context`; the loss where `target` is given."""
+    """Logits of the byte after `context`; the loss where `target` is given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     with training_args.main_process_first(desc="tokenising"):
         tokens = text.map(lambda part: tokenizer(part["text"]), batched=True, remove_columns=["text"])
 
-        def grouped(part: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        def group(part: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
             joined = {name: list(chain.from_iterable(part[name])) for name in ("input_ids", "attention_mask")}
             size = data_args.block_size
             whole = len(joined["input_ids"]) // size * size
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             found["labels"] = [list(row) for row in found["input_ids"]]
             return found
 
-        rows = tokens.map(grouped, batched=True, remove_columns=tokens.column_names)
+        rows = tokens.map(group, batched=True, remove_columns=tokens.column_names)
     rows = rows.train_test_split(data_args.validation_share, seed=training_args.seed)
 
     trainer = PenstockTrainer(  # 2: without Penstock: trainer = Trainer(

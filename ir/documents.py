@@ -1,7 +1,7 @@
 """Text documents that may come from anyone: plans, settings, manifests, descriptions of hardware.
 
-A document is a regular file of bounded size in UTF-8. Whatever else stands under its name (a pipe that nobody writes
-to, a device, gigabytes) is refused before it is read.
+A document is a regular file of bounded size in UTF-8. Anything else under its name (a pipe that nobody writes to, a
+device, gigabytes) is refused before it is read.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key stands only once in a mapping, and in which references stay small when written out."""
+    """YAML in which each key of a mapping is given once, and references stay small when written out."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -96,7 +96,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [(key.value, key.start_mark) for key, _ in node.value]
         for index, (key, mark) in enumerate(keys):
             if key in [earlier for earlier, _ in keys[:index]]:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here again", mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", mark)
         return super().construct_mapping(node, deep)
 
 

@@ -1,6 +1,6 @@
 """Token-wise parts of a model's graph that run over tiles of tokens: how their nodes are marked, and found again.
 
-`tile-sequence` marks the nodes of a part, which stand one after the other, under `MARK` in their meta. Without the
+`tile-sequence` marks the nodes of a part, which follow each other, under `MARK` in their meta. Without the
 marks they are the same step, whole. Who runs or prints nodes takes those of a part as one step (`with_parts`).
 """
 
@@ -19,8 +19,8 @@ MARK = "tile"
 class TileMark:
     """The roles of a node in its part. `dims`: for each node that it reads, in order, the dimension along which that
     value has its tokens, None for one that every tile needs whole; `result`: the same for its own tensor, None where it
-    has several; `each`: the elements along it per token, such as one for each row. `weights`: the parameters that it
-    reads and that get gradients, by dotted name."""
+    has several; `each`: the elements along it per token, for example one for each row. `weights`: the parameters that
+    it reads and that get gradients, by dotted name."""
 
     part: str
     tokens: int
@@ -56,7 +56,7 @@ def mark_of(node: fx.Node) -> TileMark | None:
 
 
 def with_parts(steps: Sequence[Any]) -> list[Any]:
-    """The steps in order, with a `TiledPart` in place of the nodes of each part. What stands between these comes before
+    """The steps in order, with a `TiledPart` in place of the nodes of each part. Nodes between these come before
     the part."""
     last = {mark.part: i for i, s in enumerate(steps) if isinstance(s, fx.Node) and (mark := mark_of(s))}
     members: dict[str, list[fx.Node]] = {name: [] for name in last}

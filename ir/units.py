@@ -19,7 +19,7 @@ _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]
 
 
 class UnitError(HardwareError, ValueError):
-    """A quantity that cannot be read. Also a ValueError, so that pydantic adds the key it stood at."""
+    """A quantity that cannot be read. Also a ValueError, so that pydantic adds its key."""
 
 
 @dataclass(frozen=True)

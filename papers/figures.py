@@ -25,7 +25,7 @@ SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar per series in each group; None leaves a bar out. `band` is the paper's range, drawn behind the bars."""
+    """A bar per series in each group; None leaves a bar out. `band` is the paper's range, drawn below the bars."""
 
     name: str  # of the files, without suffix
     title: str

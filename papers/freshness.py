@@ -1,6 +1,6 @@
-"""What a page was made from: a hash of what the paper's experiments are, and the seconds of a few small steps.
+"""The freshness of a page: a hash of the paper's experiments, and the seconds of a few small steps.
 
-The hash is over the sources of `papers/` that the page stands on, without comments and docstrings, and over the
+The hash is over the sources of `papers/` that make the page, without comments and docstrings, and over the
 documents of its machines. Passes and simulator are not in it, as most of their changes leave the figures alone; the
 small steps notice those that do not: a page is old if they take other seconds now.
 """
@@ -37,7 +37,7 @@ def page_hash(name: str, experiments: Experiments) -> str:
 
 
 def sources(name: str) -> list[Path]:
-    """The files that the page of a paper stands on: those of all papers, and its own."""
+    """The files that make the page of a paper: those of all papers, and its own."""
     from .report import PAPERS
 
     shared = [p for p in HERE.glob("*.py") if p.stem not in PAPERS and p.name not in NO_PART_OF_PAGES]

@@ -216,7 +216,8 @@ def transfers(programs: Sequence[Program], timeline: Timeline) -> Iterator[Trans
 
 
 def _laps(program: Program, work: ops.Work) -> float:
-    """How many times a transfer's bytes leave a device: 1, or a collective's rounds less the member's own share."""
+    """The number of times that a transfer's bytes leave a device: 1, or a collective's rounds less the member's own
+    share."""
     if not work.group:
         return 1.0
     members = program.interface.size(work.group)

@@ -1,4 +1,4 @@
-"""How many rows of a paper agree, the rows to which something of the machine was fitted apart."""
+"""Counts the rows of a paper that agree, those to which something of the machine was fitted apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every pass is, and what they hand on to each other.
+"""The base of all passes, and the contracts between them.
 
 A pass is a small frozen dataclass: `plan` reads a `Draft` and returns one decision (plain data, a field of the saved
 plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`) are checked before anything runs.

@@ -1,4 +1,4 @@
-"""What passes decide: the fields of a saved plan, and the objects that some of them hold.
+"""The decisions of passes: the fields of a saved plan, and the objects that some of them hold.
 
 A pass declares each field as a `Decision`. Its `plan` returns the fields' values and its `rewrite` takes them, be they
 planned or read from a document that a user edited.
@@ -75,7 +75,7 @@ class Lanes(BaseModel):
 
     @model_serializer(mode="wrap", when_used="json")
     def _short(self, plain: Callable[[Lanes], dict[str, Any]]) -> dict[str, Any]:
-        depth, count, beside = len(self.lanes[0]), self.num_devices, self.beside
+        depth, count, beside = len(self.lanes[0]), self.num_devices, self.lanes_together
         found = plain(self)
         crossed = {"crossed": True} if found.pop("crossed") else {}
         unequal = {"micro_batches": found.pop("micro_batches")} if self.micro_batches else {}
@@ -88,8 +88,8 @@ class Lanes(BaseModel):
         return {**found, **crossed, **unequal}
 
     @property
-    def beside(self) -> int:
-        """The number of lanes, one after the other, that are one team or more, and share stages among them."""
+    def lanes_together(self) -> int:
+        """The number of neighbouring lanes that are one team or more, and share stages among them."""
         return lanes_beside(self.shards, self.team, self.crossed)
 
     def total_micro_batches(self, most: int) -> int:
@@ -103,7 +103,7 @@ class Lanes(BaseModel):
 
     def describe(self) -> str:
         """In words: "512 devices: 64 replicas of 8 shards", "16 devices: 2 replicas of 2 shards of pipelines of 4"."""
-        depth, beside = len(self.lanes[0]), self.beside
+        depth, beside = len(self.lanes[0]), self.lanes_together
         replicas = self.num_devices // (beside * depth)
         parts = [f"{replicas} replicas"] if replicas > 1 else []
         groups = {"shards": self.shards, "lanes that are a team": self.team}
@@ -133,8 +133,8 @@ def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]
 
 
 class Width(BaseModel):
-    """What is computed inside layers by parts. `team`: the number of members; `regions`: what they divide, each by the
-    weight of its first product by rows."""
+    """The division of work inside layers. `team`: the number of members; `regions`: the regions that they divide, each
+    by the weight of its first product by rows."""
 
     model_config = ConfigDict(extra="forbid")
     team: Annotated[int, Field(ge=1)] = 1
@@ -142,7 +142,7 @@ class Width(BaseModel):
 
 
 class Sharding(BaseModel):
-    """How stages are spread over the lanes that share them.
+    """The spread of stages over the lanes that share them.
 
     `tier`: the memory of the shards ("ssd": `insert-ssd` moves them there); `ahead`: the number of phases between a
     gather and its use; `hierarchical`: gathers go between hosts first, then inside them; `held`: the stages that are
@@ -157,8 +157,8 @@ class Sharding(BaseModel):
 
 
 class Activations(BaseModel):
-    """For one rematerialised stage, the classes of saved tensors that it keeps, and where these and its inputs lie
-    between forward and backward."""
+    """For one rematerialised stage, the classes of saved tensors that it keeps, and the memories that hold these and
+    its inputs between forward and backward."""
 
     model_config = ConfigDict(extra="forbid")
     classes: list[str] = []
@@ -175,8 +175,8 @@ class Activations(BaseModel):
         kept = tuple(i for i, saved in enumerate(spec.saved) if saved.name in self.classes)
         return kept, self.classes_to, self.inputs_to
 
-    def renamed(self, before: StageSpec, after: StageSpec) -> Activations:
-        """The same decision for a stage that is alike, whose classes come in the same order."""
+    def rename(self, before: StageSpec, after: StageSpec) -> Activations:
+        """The same decision for an equal stage, whose classes come in the same order."""
         names = {old.name: new.name for old, new in zip(before.saved, after.saved)}
         return self.model_copy(update={"classes": [names[name] for name in self.classes]})
 
@@ -187,9 +187,9 @@ By = Literal["heads", "ring", "rows"]
 
 
 class TokenSplit(BaseModel):
-    """How tokens are divided: among `team` members, and how these meet in attention. `experts`: the layers whose
-    experts they divide, too, by module path; tokens then go to the members that have their experts. `keep`: keys and
-    values that came round a ring lie there until backward, in place of going round again."""
+    """The division of tokens among `team` members, which meet in attention. `experts`: the layers whose experts they
+    divide, too, by module path; tokens then go to the members that have their experts. `keep`: keep the keys and
+    values that came round a ring until backward, in place of sending them round again."""
 
     model_config = ConfigDict(extra="forbid")
     team: Annotated[int, Field(ge=2)]
@@ -199,8 +199,8 @@ class TokenSplit(BaseModel):
 
 
 class OnSsd(BaseModel):
-    """What lies on SSD. `stages`: per stage its optimizer states, or all that persists of it; `ahead`: the number of
-    phases between the read of weights and their fetch."""
+    """The contents of SSDs. `stages`: per stage its optimizer states, or all that persists of it; `ahead`: the number
+    of phases between the read of weights and their fetch."""
 
     model_config = ConfigDict(extra="forbid")
     stages: StageTiers = {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MeasureBlocks = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
 # The bytes of the optimizer states of a parameter, by its name, its shape, and the dtype in which it is stepped.
 StateBytes = Callable[[str, tuple[int, ...], str], int]
-# The bytes that a step takes while it runs, for parameters of these names, shapes and dtypes, and where they lie.
+# The bytes that a step takes while it runs, by the names, shapes and dtypes of parameters, and their memory.
 StepBytes = Callable[[Sequence[tuple[str, tuple[int, ...], str]], str], int]
 
 
@@ -34,7 +34,7 @@ class Lasting(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for, besides model and hardware. Amounts are per global batch unless said otherwise."""
+    """The user's wishes besides model and hardware. Amounts are per global batch unless said otherwise."""
 
     micro_batches: int = 1
     precision: str = "fp32"
@@ -76,7 +76,6 @@ class Options:
         return self.step_bytes_of(trained, memory)
 
     def _stepped_dtype(self, param: ParamSpec) -> str:
-        """The dtype in which a parameter is stepped."""
         precision = Precision.of(self.precision)
         full = precision.has_masters or (precision.is_pure and not self.optimizer_rounds)
         return "float32" if full else param.dtype
@@ -86,7 +85,8 @@ class Options:
         return self.master_bytes(params) + self.state_bytes(params)
 
     def lasting(self, weight_bytes: int, params: Sequence[ParamSpec]) -> Lasting:
-        """What stays across steps, for lower bounds: a run rounds every part up a little (`bytes_of_homes`)."""
+        """The bytes that last across steps, for lower bounds: a run rounds every part up a little
+        (`bytes_of_homes`)."""
         return Lasting(weight_bytes, self.master_bytes(params), self.state_bytes(params))
 
 

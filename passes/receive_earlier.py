@@ -28,13 +28,11 @@ JOINED_S, BUILT_S = 1e-5, 1e-4  # of work, for an op: of all devices in each rou
 _Move = tuple[int, fx.Node, fx.Node]  # a device, a receive, and an earlier op of the device that the receive waits for
 
 
-def receive_earlier(
-    programs: Sequence[Program], hardware: Hardware, most_s: float = RECEIVE_S
-) -> list[Program] | None:
+def receive_earlier(programs: Sequence[Program], hardware: Hardware, most_s: float = RECEIVE_S) -> list[Program] | None:
     """Copies of the programs in an order in which no op waits for ever; None where none is found with `most_s` seconds
     of work. A move changes the order of one device, so that only this one's is built again."""
     found = [program.copy() for program in programs]
-    memories = Case(found, hardware).memories  # the same in any order of receives, which lie in no arena
+    memories = Case(found, hardware).memories  # the same in any order of receives, which are in no arena
     own = [build_order([program], memories) for program in found]
     rooms = [_Room(program, memories[program.device]) for program in found]
     done: set[_Move] = set()
@@ -110,11 +108,10 @@ class _Room:
         self.profile.peak_bytes[ops.DEVICE] = max(peak, self.profile.peak_bytes[ops.DEVICE])
         return True
 
-    def live_bytes(
-        self, rows: Sequence[fx.Node], begin: int, end: int, moved: Sequence[fx.Node]
-    ) -> dict[fx.Node, int]:
-        """What lies on the device while ops run, with the moved receives before op `begin` of the text, the last of
-        which is op `end` now: what they bring lies there while the ops between run, and nothing else changes."""
+    def live_bytes(self, rows: Sequence[fx.Node], begin: int, end: int, moved: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """The bytes on the device while ops run, with the moved receives before op `begin` of the text, the last of
+        which is op `end` now: the device holds the received values while the ops between run, and nothing else
+        changes."""
         live, brought = self.profile.live_bytes, {row: int(row.meta["type"].bytes) for row in moved}
         held = live[rows[begin - 1]] - self.workspace_bytes(rows[begin - 1]) if begin else self.lasting_bytes
         found = {}

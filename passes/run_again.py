@@ -1,4 +1,4 @@
-"""Which stages of a device run their forward again, so that what the others keep for backward fits.
+"""Chooses the stages of a device that run their forward again, so that the tensors that others keep for backward fit.
 
 In: per stage the seconds of a forward that runs again; what is missing at some moments of a step if none does, and what
 each stage that does leaves free then. Out: the stages to rematerialise. `insert-remat` decides by a device's program,
@@ -24,9 +24,10 @@ ALIKE = 1e-3  # of the longest forward: sets whose seconds differ by less take a
 def cheapest_again(
     seconds: Sequence[float], missing_bytes: Sequence[float], frees_bytes: Sequence[Sequence[float]]
 ) -> list[int] | None:
-    """The stages, in their order, whose forwards take the least seconds and leave enough free; of sets that take as
-    long, one of the fewest and latest stages: backward meets these first, on all devices alike. `missing_bytes`: by
-    moment, above 0 where memory is short; `frees_bytes`: by moment and stage. None where all stages are not enough."""
+    """The stages, in their order, whose forwards take the least seconds and leave enough free; of sets that take
+    equally long, one of the fewest and latest stages: backward meets these first, on all devices alike.
+    `missing_bytes`: by moment, above 0 where memory is short; `frees_bytes`: by moment and stage. None where all stages
+    are not enough."""
     if max(missing_bytes, default=0.0) <= 0:
         return []
     again, enough = cheapest_of_many(*(np.array(rows)[None] for rows in (seconds, missing_bytes, frees_bytes)))
@@ -34,9 +35,9 @@ def cheapest_again(
 
 
 def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -> tuple[Array, Array]:
-    """`cheapest_again` of many devices with as many stages, all of which lack memory: whether each stage runs again,
-    [device, stage]; and where all are enough, [device]. `missing_bytes`: [device, moment]; `frees_bytes`: [device,
-    moment, stage]."""
+    """`cheapest_again` of many devices with equally many stages, all of which lack memory: whether each stage runs
+    again, [device, stage]; and where all are enough, [device]. `missing_bytes`: [device, moment]; `frees_bytes`:
+    [device, moment, stage]."""
     count = seconds.shape[1]
     free = np.broadcast_to(np.arange(count), seconds.shape)
     forced, possible = np.zeros(seconds.shape, bool), np.ones(len(seconds), bool)
@@ -61,13 +62,13 @@ def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -
 
 
 def surely_again(count: int, enough: Any) -> Any:
-    """How many of those stages that free the most run again whatever the seconds, where so many of them are enough."""
+    """The number of those stages that free the most that run again whatever the seconds, where `enough` are enough."""
     return np.clip(enough - TOGETHER // 2, 0, max(0, count - TOGETHER))
 
 
 @functools.cache
 def _sets(number: int) -> tuple[Array, Array]:
-    """All sets of so many stages, as rows of 0 and 1, and their places in the order of the fewest and latest."""
+    """All sets of `number` stages, as rows of 0 and 1, and their places in the order of the fewest and latest."""
     numbers = np.arange(2**number)
     sets = ((numbers[:, None] >> np.arange(number)) & 1).astype(float)
     ranks = np.empty(len(numbers))

@@ -1,6 +1,6 @@
-"""What is trained of a mostly frozen stage, adapters most of all, stays on its device, wherever the rest lies.
+"""Trained parameters of a mostly frozen stage, adapters most of all, stay on its device, whatever the rest's memory.
 
-In: stages on devices. Out: stages whose trained parameters are marked (`ParamSpec.stays`), behind those that a fetch
+In: stages on devices. Out: stages whose trained parameters are marked (`ParamSpec.stays`), after those that a fetch
 brings. Their gradients, masters and optimizer states then are on the device, where they are stepped, so that of such a
 stage frozen weights move, and nothing goes back.
 """
@@ -14,7 +14,7 @@ from ..ir.program import StageSpec, aligned
 from .draft import Draft
 from .optimizer.timing import tie_groups
 
-FROZEN = 4  # times as many bytes are frozen as trained ones would keep on the device
+FROZEN = 4  # the least ratio of frozen bytes to those that trained parameters would keep on the device
 SHARE = 1 / 8  # of a device's memory that all of its stages' trained parameters may take together
 
 
@@ -35,7 +35,7 @@ def staying_stages(draft: Draft) -> list[StageSpec]:
             taken[device] += own
     devices = draft.lane_hardware.devices
     roomy = {d for d, num_bytes in taken.items() if num_bytes <= SHARE * devices[d].budget_bytes}
-    return [_marked(s) if s.name in able and d in roomy else s for s, d in zip(specs, draft.devices)]
+    return [_mark(s) if s.name in able and d in roomy else s for s, d in zip(specs, draft.devices)]
 
 
 def kept_bytes(draft: Draft, spec: StageSpec) -> int:
@@ -45,6 +45,6 @@ def kept_bytes(draft: Draft, spec: StageSpec) -> int:
     return weights + spec.grad_bytes + draft.options.optimizer_bytes(trained)
 
 
-def _marked(spec: StageSpec) -> StageSpec:
+def _mark(spec: StageSpec) -> StageSpec:
     frozen = [param for param in spec.params if not param.requires_grad]
     return replace(spec, params=(*frozen, *(replace(p, stays=True) for p in spec.params if p.requires_grad)))

@@ -121,7 +121,7 @@ def _xgmi_bandwidth(index: int) -> float | None:
     """The slowest of a GPU's Infinity Fabric links: each joins it with one other GPU."""
     try:
         import amdsmi
-    except (ImportError, OSError, KeyError):  # the module loads the driver's library from where ROCm says it lies
+    except (ImportError, OSError, KeyError):  # the module loads the driver's library from the place that ROCm names
         return None
     rates: list[float] = []
     try:
@@ -141,8 +141,8 @@ def _xgmi_bandwidth(index: int) -> float | None:
 @contextmanager
 def growing_segments(device: torch.device) -> Iterator[None]:
     """While it lasts, torch's allocator takes memory of a GPU of CUDA in ranges that grow, one for each stream, instead
-    of blocks that it cannot join: plans that fill a card lose several per cent of it between those. What the user's
-    environment says of it stands."""
+    of blocks that it cannot join: plans that fill a card lose several per cent of it between those. The user's
+    environment may say otherwise."""
     global _growing
     said = any(word in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS for word in ("expandable", "backend"))
     if device.type != "cuda" or vendor() is not CUDA or sys.platform != "linux" or said:

@@ -1,7 +1,7 @@
 """NUMA nodes: the memory and the cores that are near a GPU, and large pages.
 
-A host with several sockets has as many nodes. A copy between a GPU and DRAM of the other socket, or an optimizer whose
-states lie there, passes the link between sockets, which is slower than either. So buffers of a GPU's process are asked
+A host has one node for each socket. A copy between a GPU and DRAM of the other socket, or an optimizer whose
+states are there, passes the link between sockets, which is slower than either. So buffers of a GPU's process are asked
 for on the node of the GPU's root complex, and its threads that work on them are kept to that node's cores. Where there
 is one node only, nothing is done.
 """
@@ -48,7 +48,7 @@ class Nodes:
         path = self.system / "devices/system/node/has_memory"
         return _numbers(path.read_text()) if path.is_file() else []
 
-    def of_gpu(self, address: str) -> int | None:
+    def node_of_gpu(self, address: str) -> int | None:
         """The node of the root complex above a GPU with this PCI address ("0000:3b:00.0"). None where there is but one
         node, or the kernel does not know."""
         path = self.system / "bus/pci/devices" / address / "numa_node"

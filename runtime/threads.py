@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 def share_among(threads: int, jobs: Iterable[T], run: Callable[[int, T], None]) -> None:
-    """Call `run` with a thread's number and a job, for every job: with one thread in the caller's own, with more in as
-    many others, which all have ended when this returns. The first error is raised; its thread's other jobs are left."""
+    """Call `run` with a thread's number and a job, for every job: with one thread in the caller's own, with N in N
+    others, which all have ended when this returns. The first error is raised; its thread's other jobs are left."""
     todo = iter(tuple(jobs))  # threads may take turns at a tuple's iterator
     if threads == 1:
         _work(0, todo, run)

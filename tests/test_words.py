@@ -19,22 +19,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 HABITS = ("participle", "preposition", "relative clause", "behind", "as many", "such as one", "lies, stands", "file")
 CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit, in the order above
-    "ir": (6, 6, 0, 4, 20, 1, 42, 0),
-    "runtime": (10, 18, 0, 17, 21, 1, 109, 0),
+    "ir": (4, 1, 0, 0, 0, 0, 0, 0),
+    "runtime": (2, 2, 0, 0, 0, 0, 0, 0),
     "graph": (104, 25, 77, 5, 11, 1, 53, 0),
-    "passes": (52, 59, 90, 32, 63, 0, 81, 0),
-    "codegen": (5, 2, 12, 0, 0, 0, 22, 0),
+    "passes": (7, 5, 7, 0, 1, 0, 5, 0),
+    "codegen": (0, 0, 0, 0, 0, 0, 0, 0),
     "compiler": (0, 1, 0, 0, 0, 0, 1, 0),
-    "data": (0, 1, 0, 0, 1, 0, 0, 0),
-    "training": (15, 0, 0, 0, 1, 2, 4, 0),
-    "integrations": (0, 0, 0, 1, 4, 0, 3, 0),
-    "cli": (0, 0, 2, 0, 4, 0, 4, 0),
-    "papers": (14, 9, 6, 4, 6, 0, 11, 0),
-    "bench": (21, 21, 35, 15, 12, 0, 17, 1),
-    "docs": (1, 0, 0, 5, 8, 4, 67, 0),
-    "examples": (1, 0, 1, 1, 0, 0, 1, 0),
-    "tests": (56, 53, 115, 113, 40, 0, 123, 0),
-    ".": (0, 0, 0, 0, 0, 0, 5, 0),
+    "data": (0, 0, 0, 0, 0, 0, 0, 0),
+    "training": (13, 0, 0, 0, 0, 0, 0, 0),
+    "integrations": (0, 0, 0, 0, 0, 0, 0, 0),
+    "cli": (0, 0, 0, 0, 1, 0, 0, 0),
+    "papers": (14, 9, 0, 3, 5, 0, 8, 0),
+    "bench": (1, 0, 0, 1, 0, 0, 1, 0),
+    "docs": (0, 0, 0, 4, 5, 0, 14, 0),
+    "examples": (0, 0, 0, 0, 0, 0, 1, 0),
+    "tests": (56, 53, 115, 109, 38, 0, 115, 0),
+    ".": (0, 0, 0, 0, 0, 0, 0, 0),
 }
 UNCOUNTED = {"CHANGELOG.md", "style.md", Path(__file__).name}  # the past, and the habits themselves
 

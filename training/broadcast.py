@@ -22,14 +22,14 @@ class Broadcast:
         self._begun: list[Listener] = []
 
     def begin(self, run: RunFacts) -> None:
-        """Raises what a listener raises that cannot begin, such as one without its library."""
+        """Raises the error of a listener that cannot begin, for example without its library."""
         for listener in self.listeners:
             listener.begin(run)
             self._begun.append(listener)
 
     def stepped(self, tokens: int) -> None:
         """The job has made a step of that many tokens. Tells of the steps that are known to have ended."""
-        self.records.stepped(tokens)
+        self.records.count_step(tokens)
         self.tell_ended()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:

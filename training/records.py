@@ -25,7 +25,7 @@ class StepRecords:
         self._flops, self._peak_flops = step_flops(job), peak_flops(job)
         self._tokens: dict[int, int] = {}  # of steps whose report has not come
 
-    def stepped(self, tokens: int) -> None:
+    def count_step(self, tokens: int) -> None:
         """Note the tokens of the step that the job has just made."""
         self._tokens[self.job.step_count] = tokens
 

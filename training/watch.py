@@ -10,7 +10,7 @@ from ..runtime.simulate import Timeline
 
 LOOKED = 5  # the number of steps one after another by whose median is judged
 WARM_STEPS = 10  # of a run, before the first look
-LATER = 2  # the next look is after so many times the steps
+LATER = 2  # the next look is after this factor of the steps
 
 
 class StragglerWatch:
@@ -26,7 +26,7 @@ class StragglerWatch:
         self._seen: list[Timeline] = []
         self._over = job.folder.interface.world_size == 1  # a device alone is slower than nothing
 
-    def stepped(self) -> Offer | None:
+    def offer_after_step(self) -> Offer | None:
         """The offer, after the step that ends a look in which a slow device was found and a faster plan for the machine
         as it is. Waits for the end of the steps it looks at, and plans for up to 20 s where a device is slow."""
         self._steps += 1

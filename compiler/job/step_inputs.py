@@ -135,7 +135,6 @@ class StepInputs:
         self._counter = None
 
     def _stage_inputs(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs that a stage loads."""
         return {name: value for name, value in leaves.items() if name in self.interface.batch}
 
     def _count(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:

@@ -119,7 +119,7 @@ def resize(programs: Sequence[Program], stages: Mapping[str, StageSpec], sizes: 
     """The programs with the stages' costs, and all shapes, at these sizes."""
     found = []
     for program in programs:
-        batch = {name: row.at(sizes) for name, row in program.interface.batch.items()}
+        batch = {name: row.with_sizes(sizes) for name, row in program.interface.batch.items()}
         made = program.copy().with_interface(stages=dict(stages), batch=batch)
         infer_all(made)
         found.append(made)

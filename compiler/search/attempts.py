@@ -220,7 +220,6 @@ class Attempts:
             self.trials.append(dataclasses.replace(row, candidate=candidate, reason=SamePlan(name)))
 
     def trial_of(self, count: int, candidate: Candidate) -> Trial:
-        """The trial of a candidate."""
         return next(trial for trial in self.trials if (trial.count, trial.candidate) == (count, candidate))
 
     def keep(self, compiled: CompiledCandidate) -> None:

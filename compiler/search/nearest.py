@@ -54,7 +54,6 @@ class Growth:
         self._added: dict[str, int] = {}
 
     def next_size_bytes(self, memory: str, size_bytes: int, missing_bytes: int) -> int:
-        """The next size in bytes of a memory that lacks `missing_bytes`."""
         more = missing_bytes
         if memory in self._added:
             more = max(missing_bytes, int(AGAIN_SHARE * size_bytes), 2 * self._added[memory])

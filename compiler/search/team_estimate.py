@@ -113,7 +113,6 @@ class TeamEstimator(LayoutEstimator):
 
     @cached_property
     def num_trained_params(self) -> int:
-        """The number of parameters that are trained."""
         params = {id(p): p for p in self.draft.graph.parameters().values()}.values()
         return sum(p.numel() for p in params if p.requires_grad)
 

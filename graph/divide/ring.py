@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from ...runtime.functions import attend_block, attention_of, with_gradients
-from ...runtime.functions.ring_attention import steps_seen
+from ...runtime.functions.ring_attention import visible_steps
 from ..edit import GraphEdit
 from ..masks.allowed_keys import Sight, sight_of
 from ..masks.grouped_heads import unrepeated
@@ -61,7 +61,8 @@ class AttentionRings:
         options |= {} if sight.documents is None else {"documents": sight.documents}
         masks = _joined(edit, sight.masks)
         options |= {"mask": masks[-1]} if masks else {}
-        steps = steps_seen(call.query.meta["val"].shape[TOKENS], self.team, self.is_zigzag, sight.before, sight.after)
+        tokens = call.query.meta["val"].shape[TOKENS]
+        steps = visible_steps(tokens, self.team, self.is_zigzag, sight.before, sight.after)
         partial: fx.Node | None = None
         lasts: dict[str, Any] = {"lasts": True} if self.keep else {}
         for step in range(max(steps) + 1):

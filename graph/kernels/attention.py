@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
 from ...runtime.functions import window_blocks
-from ...runtime.functions.document_borders import fits_kernel, in_rows, side_by_side
+from ...runtime.functions.document_borders import fits_kernel, side_by_side, split_rows
 from ...runtime.stage.saved_classes import EFFICIENT_ROWS
 from ..operators.kernels import DTYPES
 from ..operators.workspace import attention as workspace
@@ -87,7 +87,7 @@ def cuda_packed_attention(
     query, key, value = _as_autocast(query, key, value)
     if borders is not None and not dropout_p and fits_kernel(query, key, value):
         rows = len(query)
-        return in_rows(_Bordered.apply(*(side_by_side(t) for t in (query, key, value)), borders, rows), rows)
+        return split_rows(_Bordered.apply(*(side_by_side(t) for t in (query, key, value)), borders, rows), rows)
     found: Tensor = _Blockwise.apply(query, key, value, documents, query.shape[-2], 0)
     return found
 

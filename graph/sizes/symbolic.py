@@ -85,7 +85,7 @@ class StageExpressions:
             else:  # calls that are equal at some sizes are counted together there
                 changed[cost] = getattr(self.measured[nearest][name], cost)
         for field in ("inputs", "outputs", "extra_outputs"):
-            changed[field] = tuple(row.at(sizes) for row in getattr(spec, field))
+            changed[field] = tuple(row.with_sizes(sizes) for row in getattr(spec, field))
         return dataclasses.replace(spec, **changed)
 
 

@@ -59,7 +59,7 @@ class BatchForm:
         return replace(self, lengths=lengths)
 
     def fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with as many rows as every step has: copies of the first one, of which no label counts."""
+        """Fill the batch up to the rows of every step: copies of the first row, of which no label counts."""
         missing = self.rows - count_rows(batch)
         if missing == 0:
             return batch

@@ -94,6 +94,6 @@ def require_whole_batches(args: Any, rows: int, whole: int, steps: int, reason: 
     if reason and used % whole and steps > used // whole:
         raise PlanError(
             f"train_dataset has {rows} rows, which do not make whole batches of {whole} (per_device_train_batch_size x "
-            "gradient_accumulation_steps x ranks): every step of a Job has as many rows, and none can be filled up, as "
-            f"{reason}; give it {rows // whole * whole}"
+            "gradient_accumulation_steps x ranks): every step of a Job has the same number of rows, and none can be "
+            f"filled up, as {reason}; give it {rows // whole * whole}"
         )

@@ -30,7 +30,7 @@ from .refusals import PRECISIONS, refuse_arguments, refuse_trainer, require_know
 from .schedule import make_schedule
 
 if TYPE_CHECKING:
-    Host = Any  # the Trainer that stands behind the mixin
+    Host = Any  # the Trainer that has the mixin
 else:
     Host = object
 
@@ -151,7 +151,7 @@ class StepsByJob(Host):
         assert self._broadcast is not None and self._watch is not None
         loss = self._take_step(self.job, self._fill(batch))
         self._broadcast.stepped(tokens)
-        if (offer := self._watch.stepped()) is not None:
+        if (offer := self._watch.offer_after_step()) is not None:
             self._tell(offer)
         return loss.detach().to(self.args.device)
 
@@ -169,7 +169,7 @@ class StepsByJob(Host):
         logger.warning("%s; to take the plan, %s", offer.describe(), how)
 
     def _fill(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with as many rows as every step has."""
+        """Fill the batch up to the rows of every step."""
         assert self._form is not None
         missing = self._form.rows - count_rows(batch)
         if missing and (reason := why_not_fillable(batch, self.model, self.job)):
@@ -197,7 +197,6 @@ class StepsByJob(Host):
         return (self.train_dataset, *evaluated.values())
 
     def _gather_batches(self, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The batches of all ranks as one."""
         batch = join_batches(batches)
         if self.args.world_size == 1:
             return batch
@@ -353,7 +352,7 @@ class StepsByJob(Host):
         return evaluate(self.job, self._form, batch, shifts_labels(self.model), outputs)
 
     def _each_once(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Without the rows that a last batch repeats to have as many for every rank."""
+        """Drop the rows that a last batch repeats to have the same number for every rank."""
         state = self.accelerator.gradient_state
         if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return batch

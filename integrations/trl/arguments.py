@@ -11,7 +11,7 @@ from trl.trainer.utils import get_config_model_id
 from ...ir.errors import PlanError
 from .pair_loss import PAIR_LOSSES
 
-OF_BOTH = {"activation_offloading": "leave it out: the plan chooses where activations lie"}
+OF_BOTH = {"activation_offloading": "leave it out: the plan chooses where activations go"}
 OF_SFT = {
     **OF_BOTH,
     "padding_free": "packing=True, which packs into rows of one length; without it rows are padded to one length",
@@ -40,7 +40,7 @@ def with_plan_defaults(args: Any) -> Any:
 
 
 def refuse_options(args: Any, instead: Mapping[str, str]) -> None:
-    """Raise `PlanError` for an option of `args` among these. Each stands with what works instead."""
+    """Raise `PlanError` for an option of `args` among these. Each comes with what works instead."""
     for name, text in instead.items():
         value = getattr(args, name, None)
         if value:

@@ -1,6 +1,6 @@
 """The calls of a computation by kind and size, in which a device's table of rates is looked up.
 
-A mix stands beside the sums that it explains, FLOPs and bytes of traffic. A part of the computation (half of a
+A mix goes with the sums that it explains, FLOPs and bytes of traffic. A part of the computation (half of a
 backward, a forward that is spared some calls) has smaller sums and the same mix: it runs at the mix's average rates.
 """
 
@@ -45,7 +45,7 @@ class Product:
 
     @property
     def size(self) -> float:
-        """The side of the cube with as many multiplications; a batch that fills the device counts like more rows."""
+        """The side of the cube with the same number of multiplications; a batch counts like more rows."""
         return math.cbrt(self.batch * self.m * self.n * self.k)
 
 
@@ -77,7 +77,7 @@ class AttentionCall:
 
     @property
     def bytes(self) -> float:
-        """Bytes that one call reads and writes: four tensors in forward, twice as many in backward."""
+        """Bytes that one call reads and writes: four tensors in forward, eight in backward."""
         elements = 2 * self.heads * (self.queries + self.keys) * self.head_size
         return float(elements * DTYPE_BYTES.get(self.dtype, 4) * (2 if self.backward else 1))
 
@@ -140,7 +140,7 @@ def both(first: CallMix, second: CallMix) -> CallMix:
 
 
 def merge_rows(rows: Iterable[tuple[CallRow, int]]) -> tuple[CallRow, ...]:
-    """Rows, each so many times, with equal calls in one."""
+    """Merge the rows of equal calls, each with its number of times."""
     found: Counter[CallRow] = Counter()
     for row, times in rows:
         found[_times(row, 1)] += row.count * times

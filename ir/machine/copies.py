@@ -31,7 +31,7 @@ def taken_out(document: Any) -> tuple[Any, int]:
 
 
 def multiply(hardware: Hardware, copies: int) -> Hardware:
-    """The machine with its hosts and devices so many times. Raises `HardwareError` for names that do not go on."""
+    """The machine with `copies` copies of its hosts and devices. Raises `HardwareError` for names that do not go on."""
     if copies == 1:
         return hardware
     word, own, here = _word(hardware), hardware.devices, len(hardware.hosts)
@@ -62,7 +62,7 @@ def copies_in(hardware: Hardware) -> int:
 
 
 def first_of(hardware: Hardware, copies: int) -> Hardware:
-    """The machine without all but the first of so many copies."""
+    """The first of the machine's `copies` copies."""
     if copies == 1:
         return hardware
     fields = {name: getattr(hardware, name) for name in type(hardware).model_fields}  # without what was derived of them

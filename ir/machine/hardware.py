@@ -288,7 +288,7 @@ class Hardware(MachinePart):
     def racks(self) -> list[int]:
         """The rack of each host; empty where the document has none."""
         racks = None if self.network is None else self.network.racks
-        return [] if racks is None else racks.of_hosts(len(self.hosts))
+        return [] if racks is None else racks.racks_of(len(self.hosts))
 
     @cached_property
     def _links(self) -> dict[str, Link]:
@@ -376,7 +376,7 @@ class Hardware(MachinePart):
 
         Giving any of `h2d`, `d2h` (device to DRAM and back), `link` (device to device) or `network` (between hosts)
         makes the runtime hold transfers down to these rates. The devices are divided over `hosts` in their order; each
-        host has a DRAM of that size, and with `ssd` a disk of that size, whose files lie in `ssd_dir`.
+        host has a DRAM of that size, and with `ssd` a disk of that size, with its files in `ssd_dir`.
         """
         if ssd is None and ssd_dir is not None:
             raise HardwareError(f'ssd_dir={str(ssd_dir)!r}, but ssd=None: say how much of it, such as ssd="20GB"')

@@ -64,9 +64,9 @@ class Host(MachinePart):
     links of its GPUs are busy; `optimizer_threads` is the number of threads that reached it, those of all GPUs
     together, and None where it was not measured: then all cores that do not feed the GPUs step.
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
-    devices it is the loopback between two worker processes. `nvlink_message_shares` is what messages of so many bytes
-    reach of it, besides their latency; `ssd_shares` what so many disks together reach of the sum of their rates.
-    `staged_bandwidth` is what messages of one GPU reach at most that are copied through DRAM, without P2P and NVLink.
+    devices it is the loopback between two worker processes. `nvlink_message_shares` is the share of it that messages
+    reach by their bytes, besides their latency; `ssd_shares` the share of the sum of rates that N disks reach together.
+    `staged_bandwidth` is the most that messages of one GPU reach through DRAM, without P2P and NVLink.
     `model_bytes` is what the script's own copy of the model takes of the usable DRAM; `compile` sets it, on devices
     too.
     """
@@ -99,13 +99,13 @@ class Host(MachinePart):
 
 
 class Network(MachinePart):
-    """The network between the hosts: rate per host and direction, the time of an empty message, and how hosts stand in
-    racks.
+    """The network between the hosts: rate per host and direction, the time of an empty message, and the racks of
+    hosts.
 
-    `message_shares` is what messages of so many bytes reach of the rate, besides their latency, and `host_shares` what
-    a collective reaches of it over so many hosts; of both, the product counts. `gpu_direct`: network cards read and
-    write GPU memory themselves (GPUDirect RDMA), so that messages between GPUs of different hosts pass no DRAM and wait
-    for no copy to begin.
+    `message_shares` is the share of the rate that messages reach by their bytes, besides their latency, and
+    `host_shares` the share that a collective reaches over N hosts; the product of both counts. `gpu_direct`: network
+    cards read and write GPU memory themselves (GPUDirect RDMA), so that messages between GPUs of different hosts pass
+    no DRAM and wait for no copy to begin.
     """
 
     bandwidth: Rate
@@ -116,5 +116,5 @@ class Network(MachinePart):
     host_shares: NumberShares | None = None
 
     def bandwidth_at(self, message_bytes: float, num_hosts: int = 2) -> float:
-        """Bytes/s per host and direction of messages of this size, between so many hosts."""
+        """Bytes/s per host and direction of messages of this size, between `num_hosts` hosts."""
         return self.bandwidth * share_at(self.message_shares, message_bytes) * share_at(self.host_shares, num_hosts)

@@ -47,7 +47,7 @@ class Link:
     part_of: str | None = None
 
     def for_messages(self, message_bytes: float, num_hosts: int = 2) -> Link:
-        """The link as messages of so many bytes find it in a collective over so many hosts."""
+        """The link for messages of this size in a collective over `num_hosts` hosts."""
         if self.message_shares is None and self.host_shares is None:
             return self
         return self.with_share(share_at(self.message_shares, message_bytes) * share_at(self.host_shares, num_hosts))
@@ -97,7 +97,7 @@ def build_links(hardware: Hardware) -> dict[str, Link]:
 
 
 def _rack_links(hardware: Hardware) -> list[Link]:
-    """The uplink of each rack, between the hosts of which and all other racks it lies."""
+    """The uplink of each rack, from its hosts to all other racks."""
     network = hardware.network
     if network is None or network.racks is None:
         return []

@@ -99,7 +99,7 @@ def _resize(devices: list[dict[str, Any]], count: object, num_hosts: int) -> lis
 
 def _share_cores(document: dict[str, Any], threads: object) -> None:
     """Give the CPU devices of measured hosts equal shares of the cores, or `threads` each, and the rates measured with
-    the nearest number of threads. Work that many threads do alike takes half of the time with twice as many."""
+    the nearest number of threads. Work that many threads do alike takes half of the time with twice the threads."""
     for index, host in enumerate(document["hosts"]):
         own = [device for device in document["devices"] if device["kind"] == "cpu" and device["host"] == index]
         if not (own and host["cpu_rates"]):

@@ -1,4 +1,4 @@
-"""Racks: which hosts stand together, and the uplink that they share to those of other racks."""
+"""Racks: groups of hosts, and the uplink that they share to the hosts of other racks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class Racks(MachinePart):
                 raise ValueError(f"one of {one} and {other}; this has {found}")
         return self
 
-    def of_hosts(self, num_hosts: int) -> list[int]:
-        """The rack of each host."""
+    def racks_of(self, num_hosts: int) -> list[int]:
         if self.hosts_per_rack is None:
             return list(self.rack_of_host)
         return [host // self.hosts_per_rack for host in range(num_hosts)]
@@ -52,7 +51,7 @@ class Racks(MachinePart):
         if self.uplink_bandwidth is not None:
             return self.uplink_bandwidth
         assert self.oversubscription is not None
-        fullest = max(Counter(self.of_hosts(num_hosts)).values())
+        fullest = max(Counter(self.racks_of(num_hosts)).values())
         return (self.hosts_per_rack or fullest) * host_bandwidth / self.oversubscription
 
 

@@ -63,7 +63,7 @@ def curve_reader(
                 raise ValueError(f"sizes and {noun}s above 0; at {size:g} the {noun} is {rate:g}")
         for before, after in pairwise(points):
             if before[0] == after[0]:
-                raise ValueError(f"each size once; {before[0]:g} stands here twice")
+                raise ValueError(f"each size once; {before[0]:g} is given twice")
             if _slope(before, after) > steepest + 1e-9:
                 raise ValueError(
                     f"no larger {call} that takes less time than a smaller one; the {noun}s {before[1]:g} at "

@@ -19,6 +19,6 @@ def slower(device: Device, times: float) -> Device:
 
 
 def with_slower(hardware: Hardware, times: Mapping[int, float]) -> Hardware:
-    """The machine when what these devices compute takes so many times as long."""
+    """The machine when the computation of these devices takes `times` as long."""
     devices = [slower(d, times[i]) if i in times else d for i, d in enumerate(hardware.devices)]
     return hardware.model_copy(update={"devices": devices})

@@ -44,7 +44,7 @@ def key_path(location: tuple[int | str, ...]) -> str:
     """("hosts", 0, "dram_bytes") as hosts[0].dram_bytes."""
     path = ""
     for part in location:
-        if part == "[key]":  # pydantic's mark for a wrong key of a mapping; the key itself stands before it
+        if part == "[key]":  # pydantic's mark for a wrong key of a mapping; the key itself comes before it
             continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path or "document"

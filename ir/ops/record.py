@@ -27,7 +27,7 @@ class Value:
     devices over which weights or gradients are spread; the value is then one member's piece. `classes` are the classes
     of saved tensors that a forward kept, if it did not keep everything. `part` is "own" or "shared" where gradients of
     parameters that stages share are a value of their own. `spread` is the group over which whole weights were gathered,
-    or whole gradients will be scattered: both lie as the shards do, one after the other.
+    or whole gradients will be scattered: both are laid out as the shards are, one after the other.
     """
 
     # tensor | weights | part or shard (of weights) | kept | grads | norm | states (optimizer states and fp32 masters of
@@ -204,7 +204,7 @@ def want(value: Any, kind: str, what: str, memory: str | None = None) -> Value:
     if not isinstance(value, Value) or value.kind != kind:
         raise ValueError(f"{what} must be {kind}, found {value.kind if isinstance(value, Value) else value!r}")
     if memory is not None and value.memory != memory:
-        raise ValueError(f"{what} must lie in {memory}, it lies in {value.memory}")
+        raise ValueError(f"{what} must be in {memory}, it is in {value.memory}")
     return value
 
 

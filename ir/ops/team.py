@@ -156,17 +156,18 @@ pass_on = _team_op("pass_on", _pass_on, _pass_on_work, "Ring Attention, Liu 2023
 
 def _check_routes(ctx: Context, value: Value, routes: Value, group: str, experts: int) -> int:
     """The number of members. `routes`: to which of the `experts` each token goes, [tokens of all members, experts of
-    each], where all members have as many tokens and experts. Raises `ValueError` where they cannot be of this group."""
+    each], where all members have equally many tokens and experts. Raises `ValueError` where they cannot be of this
+    group."""
     want(value, "tensor", "what goes to experts", DEVICE)
     want(routes, "tensor", "routes", DEVICE)
     ctx.group(group)
     members = ctx.interface.size(group)
     if experts < members or experts % members:
-        raise ValueError(f"{members} members have as many experts each; found experts={experts}")
+        raise ValueError(f"{members} members have equally many experts; found experts={experts}")
     if routes.dtype != "int32" or len(routes.shape) != 2 or routes.shape[0] % members or not routes.shape[0]:
         raise ValueError(
             f"routes of {members} members say to which experts each token goes, int32 [tokens of all members, experts "
-            f"of each], as many tokens of each member; found {routes.dtype} {list(routes.shape)}"
+            f"of each], equally many tokens of each member; found {routes.dtype} {list(routes.shape)}"
         )
     if not value.shape:
         raise ValueError("a value without dimensions has no tokens or rows for experts")
@@ -190,8 +191,8 @@ def _to_experts(ctx: Context, value: Value, routes: Value, *, group: str, expert
 
 
 def _to_experts_work(ctx: Context, value: Value, routes: Value, *, group: str, experts: int) -> Work:
-    """As many bytes as if all experts were as likely: how many these are is known only while it runs. What is sent is
-    gathered; the result is cleared before rows are made of what arrives."""
+    """The bytes for equally likely experts: the real number is known only while it runs. Sent rows are gathered; the
+    result is cleared before rows are made of the arrivals."""
     members, each = ctx.interface.size(group), routes.shape[1]
     moved_bytes = round(value.bytes * token_visits(members, experts, each))
     return Work(

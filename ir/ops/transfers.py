@@ -91,7 +91,7 @@ def _fetch(
     group: str | None = None,
     link_turn: int | None = None,
 ) -> Value:
-    """Weights that persist in DRAM, by name, or a value that lies there. With `params`, only the stage's first `params`
+    """Weights that persist in DRAM, by name, or a value there. With `params`, only the stage's first `params`
     parameters; a second fetch takes over this part as `begun`. With `group`, this device's shard of a stage that is
     spread over the group. `link_turn`: of all weights that devices fetch through one root complex, those with the
     lowest number come first (Mobius 3.3)."""
@@ -213,7 +213,7 @@ def _write(ctx: Context, value: Value, *, to: str | None = None) -> Value | None
     """With `to`, `value` goes back to its place in the stage's file; else it is an activation, and the result is a
     value on SSD."""
     if not isinstance(value, Value) or value.memory != DRAM:
-        raise ValueError("what is written to SSD must lie in DRAM")
+        raise ValueError("what is written to SSD must be in DRAM")
     if to is None:
         if value.kind not in MOVABLE:
             raise ValueError(f"{value.kind} of {value.stage} is written to its own place: to='{value.stage}.states'")

@@ -20,7 +20,7 @@ def _norm(ctx: Context, *grads: Value) -> Value:
 
 
 def _memory_of(grads: tuple[Value, ...]) -> str:
-    """The memory in which a norm is computed: DRAM unless all gradients lie on the device, whose memory the host's
+    """The memory in which a norm is computed: DRAM unless all gradients are on the device, whose memory the host's
     threads see, too."""
     return DEVICE if grads and all(value.memory == DEVICE for value in grads) else DRAM
 
@@ -87,7 +87,8 @@ def _step(
     *,
     speculative: bool = False,
 ) -> Value | None:
-    """Update the stage's weights where its gradients lie; with `norm`, skip the step when that is not finite (fp16).
+    """Update the stage's weights in the memory of its gradients; with `norm`, skip the step when that is not finite
+    (fp16).
 
     With `states`, which were read from SSD, the op updates these, and its result is written back. A `speculative` step
     runs before the norm of all gradients is known, as if nothing had to be clipped; a `redo` must follow.
@@ -101,7 +102,7 @@ def _step(
     if states.kind not in ("states", "all") or states.memory != DRAM or states.stage != stage:
         raise ValueError(f"{stage} is stepped on its own states in DRAM, found {states.kind} of {states.stage}")
     if grads.memory != DRAM:
-        raise ValueError(f"states of {stage} came from SSD, so its gradients must lie in DRAM")
+        raise ValueError(f"states of {stage} came from SSD, so its gradients must be in DRAM")
     if grads.group != states.group:
         raise ValueError(f"states of {stage} are of group {states.group!r}, its gradients of {grads.group!r}")
     return states
@@ -149,7 +150,7 @@ step = Op(
     donates=("states",),
     allowed_in=TRAINING,
     updates="stage",
-    paper="ZeRO-Offload: the optimizer runs where its states lie; Fuyou 4.3: under the backward of the stages before",
+    paper="ZeRO-Offload: the optimizer runs where its states are; Fuyou 4.3: under the backward of the stages before",
 )
 
 

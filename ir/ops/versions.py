@@ -15,7 +15,7 @@ from ..names import ASYNCHRONOUS, COMPUTE, DEVICE
 from ..stages.interface import Interface
 from .record import Context, Op, Value, Work, want
 
-__all__ = ["apart", "predict", "shared_params", "split", "stash"]
+__all__ = ["predict", "shared_params", "split", "split_by_sharing", "stash"]
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def shared_params(interface: Interface, stage: str) -> frozenset[str]:
     return frozenset(name for rows in interface.groups.values() for _, member, name in rows if member == stage and name)
 
 
-def apart(values: Mapping[str, T], shared: Collection[str]) -> tuple[dict[str, T], dict[str, T]]:
+def split_by_sharing(values: Mapping[str, T], shared: Collection[str]) -> tuple[dict[str, T], dict[str, T]]:
     """The `values` whose names are not in `shared`, and those whose names are."""
     own = {name: value for name, value in values.items() if name not in shared}
     return own, {name: value for name, value in values.items() if name in shared}
@@ -90,7 +90,7 @@ def _split(ctx: Context, stage: str, grads: Value) -> tuple[Value, Value]:
     if want(grads, "grads", "grads", DEVICE).stage != stage or grads.group or grads.part:
         raise ValueError(f"all gradients of {stage} are split at once, found a part of those of {grads.stage}")
     shared = shared_params(ctx.interface, stage)
-    own, others = apart({p.name: p.grad_bytes for p in spec.params if p.requires_grad}, shared)
+    own, others = split_by_sharing({p.name: p.grad_bytes for p in spec.params if p.requires_grad}, shared)
     if not own or not others:
         raise ValueError(f"{stage} has {len(own)} parameters of its own and shares {len(others)}: nothing to split")
     return (

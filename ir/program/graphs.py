@@ -1,6 +1,6 @@
 """The stages of a program that run from CUDA graphs, and the memory that their graphs hold until the job ends.
 
-A graph computes at fixed places: those of the weights, which must lie on the device for good, and memory of its own for
+A graph computes at fixed places: those of the weights, which must be on the device for good, and memory of its own for
 all that it takes, saves and gives. So each micro-batch that waits between its forward and its backward needs a pair of
 graphs, a slot. What a forward saves is in its slot; the account has it there, at all times, not in values.
 """

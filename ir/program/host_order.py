@@ -3,12 +3,12 @@
 One thread issues all ops of a device, in text order. Ops of the GPU's streams wait for each other on the GPU, but what
 a thread of the host does (an update in DRAM, a disk, a sum in host memory) is known to the host alone: before the issue
 of an op that needs it, the host waits until it is over. It also waits for a norm before the update that may be skipped
-because of it. An op that stands behind such a place in the text, a send for instance, waits with it. So does another
+because of it. An op after such a place in the text, a send for instance, waits with it. So does another
 device that receives it, and a plan is free of deadlock only if what the host waits for never comes from there.
 
 This is proved for one step, and holds for steps one right after another. Between two steps a host waits for results of
 the step that it has issued, and for the end of earlier ones; its ops wait for those of their own step as in one step
-alone, and for ops of earlier steps. So nothing waits for a later step, and a ring of waits would lie within one step.
+alone, and for ops of earlier steps. So nothing waits for a later step, and a ring of waits would be within one step.
 """
 
 from __future__ import annotations

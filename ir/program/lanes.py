@@ -164,7 +164,7 @@ def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> Dev
     those that the plan needs.
 
     With teams there is a dimension "team", in place of "shard" where the same lanes share stages or none do; else the
-    larger groups are made of the smaller ones, and stand before them, or "shard" goes across teams."""
+    larger groups are made of the smaller ones, and come before them, or "shard" goes across teams."""
     from torch.distributed.device_mesh import DeviceMesh  # imported here, because planning does not need it
 
     lanes = interface.lanes or (tuple(range(interface.num_devices)),)

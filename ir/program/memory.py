@@ -118,7 +118,7 @@ def _empty() -> dict[str, int]:
 
 class ArenaPlan(NamedTuple):
     """The arena of a memory: the offset of each value that has a place in it, its size, and the offset of each op's
-    workspace that lies in it."""
+    workspace in it."""
 
     offsets: dict[fx.Node, int]
     bytes: int
@@ -174,7 +174,7 @@ def takes_place(node: fx.Node, memory: str | None = None) -> bool:
 
 
 def _is_returned(value: fx.Node) -> bool:
-    """Whether a value is a result of the step; results are handed out, so they lie in no arena."""
+    """Whether a value is a result of the step; results are handed out, so they are in no arena."""
     return any(user.op == "output" for user in value.users)
 
 
@@ -185,8 +185,8 @@ def _total_of(scatter: fx.Node) -> fx.Node | None:
 
 
 def places_of(value: fx.Node) -> list[fx.Node]:
-    """The ops that took the places in which a value lies: none if it is in no arena, two if weights came in two parts,
-    else one. A value that takes over another in place lies in the same places."""
+    """The ops that took the places of a value: none if it is in no arena, two if weights came in two parts, else one. A
+    value that takes over another in place has the same places."""
     producer = producer_of(value)
     scatters = producer.target is ops.reduce_scatter
     if takes_place(producer):
@@ -211,7 +211,7 @@ def _parts_before(node: fx.Node) -> list[fx.Node]:
 @dataclass
 class MemoryProfile:
     """Peak bytes per memory of one program, the op at which each is reached, and device bytes at every op; the places
-    in its arenas, and the work of its ops, on which this stands."""
+    in its arenas, and the work of its ops, from which these follow."""
 
     peak_bytes: dict[str, int]
     peak_at: dict[str, fx.Node | None]
@@ -279,7 +279,7 @@ class Account:
     def take(self, name: str, num_bytes: int, op: str = "") -> None:
         """Charge `num_bytes` under `name`. Raises `BudgetExceeded` with the op and the live values."""
         if self.live_bytes + num_bytes > self.budget_bytes:
-            raise BudgetExceeded(over_budget(self.memory, self.budget_bytes, num_bytes, name, op, self.live))
+            raise BudgetExceeded(budget_excess_text(self.memory, self.budget_bytes, num_bytes, name, op, self.live))
         self.live[name] = self.live.get(name, 0) + num_bytes
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -288,7 +288,9 @@ class Account:
         self.live_bytes -= self.live.pop(name)
 
 
-def over_budget(memory: str, budget_bytes: int, need_bytes: int, name: str, op: str, live: Mapping[str, int]) -> str:
+def budget_excess_text(
+    memory: str, budget_bytes: int, need_bytes: int, name: str, op: str, live: Mapping[str, int]
+) -> str:
     """The text of an exceeded budget: the op, what it needs, and the largest live values."""
     used = sum(live.values())
     missing = used + need_bytes - budget_bytes

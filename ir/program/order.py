@@ -292,7 +292,7 @@ class _ArenaWaits:
     def take(self, start: int, end: int) -> list[int]:
         """The tasks that free what overlaps this place."""
         found = [task for first, last, task in self.given_back if first < end and start < last]
-        # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
+        # Places wholly inside this one need not be remembered: whoever comes next waits for this one's free.
         self.given_back = [row for row in self.given_back if not (start <= row[0] and row[1] <= end)]
         return found
 

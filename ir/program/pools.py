@@ -1,6 +1,6 @@
 """The memory of a device by the streams that take it, for a GPU: what one stream has let go of, no other one can take.
 
-torch's allocator keeps memory for each stream, a pool. A value lies in the pool of the stream whose op made it, a value
+torch's allocator keeps memory for each stream, a pool. A value is in the pool of the stream whose op made it, a value
 that takes over another one in the pool of that. A value is given back to its pool when it is freed; one that the first
 half of a backward has read, not before the other half is done, as autograd's graph may hold it until then.
 """

@@ -49,7 +49,7 @@ def first_micro_batches(program: Program, count: int) -> Program:
 
 
 def share_of(programs: Sequence[Program], count: int) -> list[Program]:
-    """The programs of a lane that has `count` micro-batches, whose interface has as many."""
+    """The programs of a lane with `count` micro-batches, which is the number of their interface, too."""
     return [first_micro_batches(program, count).with_interface(micro_batches=count) for program in programs]
 
 

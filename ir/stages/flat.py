@@ -1,6 +1,6 @@
 """The layout of a stage that devices share: flat, so that a shard of it is a contiguous slice.
 
-In: a stage's parameters and the number of members. Out: segments, which lie one after the other. In a segment are all
+In: a stage's parameters and the number of members. Out: segments, one after the other. In a segment are all
 parameters of one dtype that are trained, or all that are frozen, so that gradients are cut where the weights are. Each
 segment is filled up to a multiple of the number of members, and a member's shard has an equal slice of every segment. A
 parameter of several stages is a segment of its own: all stages cut it alike, so that its gradients can be added up
@@ -23,7 +23,7 @@ ALIGNMENT = 512  # bytes: each parameter, and each member's slice, starts at a m
 
 @dataclass(frozen=True)
 class Segment:
-    """Parameters that lie one after the other. `starts`: the first element of each; `length`: the elements of one
+    """Parameters one after the other in memory. `starts`: the first element of each; `length`: the elements of one
     member's slice."""
 
     params: tuple[ParamSpec, ...]

@@ -41,7 +41,7 @@ class Interface:
     have no rows. Every `shards` consecutive lanes share each stage's weights; every `team` consecutive lanes, whose
     devices in one place are the group `TEAM`, run the same micro-batches together. `lane_micro_batches` has the number
     of each lane where they are not the same; `micro_batches` is then the most of them (see `shares.py`).
-    `scale_lag`: a mini-batch's loss scale knows the norms of those that are more than so many before it.
+    `scale_lag`: a mini-batch's loss scale knows the norms of those that are more than this number before it.
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
     stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
     copies exist beside the weights.
@@ -227,7 +227,7 @@ class Interface:
     def copied_to_undo(self, spec: StageSpec, states: str = "") -> int:
         """Bytes that a speculative step copies before it changes them: master weights and optimizer states. `states`:
         the kind of value in which these come from SSD. Their file has a second slot, so of such a stage at most weights
-        that lie in DRAM and are the masters are copied."""
+        in DRAM that are the masters are copied."""
         if states:
             return 0 if self.master or states == "all" else spec.weight_bytes
         weights = sum(param.bytes for param in spec.params if param.requires_grad)  # which are stepped without masters
@@ -262,7 +262,7 @@ class Interface:
         return self.size(group) * self.part_of(stage, group).weight_bytes
 
     def grad_bytes(self, stage: str, spread: str = "") -> int:
-        """Bytes of a stage's gradients; if they will be scattered over the group `spread`, as they lie for that."""
+        """Bytes of a stage's gradients; if they will be scattered over the group `spread`, in the layout for that."""
         return self.size(spread) * self.part_of(stage, spread).grad_bytes if spread else self.stages[stage].grad_bytes
 
     def check_batch(
@@ -313,7 +313,6 @@ def _document() -> pydantic.TypeAdapter[Interface]:
 
 
 def _contradictions(interface: Interface) -> Iterator[str]:
-    """The contradictions in one interface."""
     counts = {
         "num_devices": interface.num_devices,
         "micro_batches": interface.micro_batches,
@@ -345,7 +344,6 @@ def _contradictions(interface: Interface) -> Iterator[str]:
 
 
 def _wrong_stage(interface: Interface, name: str, spec: StageSpec) -> Iterator[str]:
-    """The error in a stage."""
     if spec.name != name or not PLAIN_NAME.fullmatch(name):
         yield f"stage {name!r:.60} is called {spec.name!r:.60}"
     if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:

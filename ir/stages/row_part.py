@@ -26,14 +26,14 @@ def wrong_parts(params: Iterable[ParamSpec]) -> Iterator[str]:
         if not isinstance(param.part, RowPart):
             continue
         if not param.shape or param.shape[0] != param.part.end - param.part.begin:
-            yield f"{param.name!r:.60} has the shape {list(param.shape)!s:.60}, but rows {shown(param.part)}"
+            yield f"{param.name!r:.60} has the shape {list(param.shape)!s:.60}, but rows {rows_text(param.part)}"
         parts[param.part.parameter][param.name] = param.part
     for parameter, found in parts.items():
         rows = sorted(found.values(), key=lambda part: (part.begin, part.end))
         ends = [0, *(part.end for part in rows)]
         totals = {part.total for part in rows}
         if totals != {ends[-1]} or any(part.begin != end for part, end in zip(rows, ends)):
-            told = ", ".join(map(shown, rows))
+            told = ", ".join(map(rows_text, rows))
             yield f"the parts of {parameter!r:.60} are rows {told:.200} of {max(totals)}; each row is in one part"
 
 
@@ -45,6 +45,5 @@ def _wrong_member_part(param: ParamSpec, part: TeamPart) -> Iterator[str]:
         yield f"{param.name!r:.60} has the shape {list(param.shape)!s:.60}, which is no {part.blocks} equal blocks"
 
 
-def shown(part: RowPart) -> str:
-    """The rows of a part, for people."""
+def rows_text(part: RowPart) -> str:
     return f"{part.begin} to {part.end}"

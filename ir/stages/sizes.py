@@ -40,13 +40,13 @@ class SizeRange:
 
 def value_of(expression: str, sizes: Sizes) -> int:
     """The value of an expression for these sizes. Raises `KeyError` for a name that has none."""
-    return _value(_parsed(expression), sizes)
+    return _value(_parse(expression), sizes)
 
 
 def wrong_expression(expression: str, names: Collection[str]) -> str:
     """The reason for which this text is no expression of these names; "" if it is one."""
     try:
-        _value(_parsed(expression), dict.fromkeys(names, 1))
+        _value(_parse(expression), dict.fromkeys(names, 1))
     except (SyntaxError, ValueError, MemoryError, RecursionError, TypeError):
         return "is no expression of sizes"
     except KeyError as error:
@@ -67,7 +67,7 @@ def found_sizes(inputs: Iterable[tuple[Collection[str], Collection[int]]]) -> Si
 
 
 @functools.cache
-def _parsed(expression: str) -> ast.expr:
+def _parse(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
 
 

@@ -23,8 +23,8 @@ STATE_ROOM = 256  # bytes a parameter, to align its master and its states
 class TensorSpec:
     """One tensor at the border of a stage.
 
-    `order`: its dimensions from the outermost in memory to the innermost, empty where they lie as they are numbered. A
-    stage gets its inputs laid out so, as torch on a CPU draws random numbers in the order of memory.
+    `order`: its dimensions from the outermost in memory to the innermost, empty where memory has them as they are
+    numbered. A stage gets its inputs laid out so, as torch on a CPU draws random numbers in the order of memory.
     `dims`: for each dimension the expression of named sizes that it is, or "" where it never changes; empty where none
     does. `shape` has the most that each may be.
     """
@@ -46,7 +46,7 @@ class TensorSpec:
             return self.shape
         return tuple(value_of(dim, sizes) if dim else size for dim, size in zip(self.dims, self.shape, strict=True))
 
-    def at(self, sizes: Sizes) -> TensorSpec:
+    def with_sizes(self, sizes: Sizes) -> TensorSpec:
         """The tensor in a micro-batch of these sizes."""
         return replace(self, shape=self.shape_at(sizes))
 
@@ -89,7 +89,7 @@ class ParamSpec:
     that is complete, `change` what forward does in place to the parameter itself, which lasts. A buffer without an
     owner is a constant: a tensor that the model uses but does not register, whose value is the programs'. `sum_dtype`:
     in which gradients are added up, if not in `dtype`.
-    `tied_to`: the first name in the model, if that is another one. `stays`: it lies on the device, with its masters and
+    `tied_to`: the first name in the model, if that is another one. `stays`: it is on the device, with its masters and
     states, also where the rest of its stage is fetched.
     """
 
@@ -159,8 +159,8 @@ class Exchange:
     """The exchange of a value among the members of a team: `result` of the value `source`, by the op `op` of
     `ir/ops/team.py` with the fields `fields`, and the gradient of `source` of that of `result` by `back` and
     `back_fields`. Without an op the value, or its gradient, is the other one as it is. `routes`: the exchanged value
-    that both ops take beside it, of an exchange by count. `lasts`: what goes round a ring lies where it came to until
-    backward, in place of going round again."""
+    that both ops take beside it, of an exchange by count. `lasts`: members keep what goes round a ring until backward,
+    in place of sending it round again."""
 
     result: TensorSpec
     source: str
@@ -213,7 +213,7 @@ class StageSpec:
     backward_flops: float = 0.0
     forward_traffic_bytes: float = 0.0
     backward_traffic_bytes: float = 0.0
-    forward_mix: CallMix = NO_CALLS  # the calls behind these sums, for a device whose rates depend on their sizes
+    forward_mix: CallMix = NO_CALLS  # the calls of these sums, for a device whose rates depend on their sizes
     backward_mix: CallMix = NO_CALLS
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     draws: bool = False  # whether it draws random numbers in training
@@ -278,11 +278,10 @@ class StageSpec:
 
     @property
     def all_weight_bytes(self) -> int:
-        """Bytes of all parameters, wherever they lie."""
+        """Bytes of all parameters, in whatever memory."""
         return self.weight_bytes + self.staying_bytes
 
     def part_bytes(self, num_params: int) -> int:
-        """Bytes of the first `num_params` parameters."""
         return self._ends_bytes[num_params]
 
     @cached_property

@@ -32,7 +32,7 @@ class Case:
         return self.function == "step" and self.programs[0].interface.asynchronous
 
     @cached_property
-    def by_device(self) -> dict[int, Program]:
+    def program_of(self) -> dict[int, Program]:
         return {program.device: program for program in self.programs}
 
     @cached_property

@@ -14,11 +14,11 @@ from ..program import (
     Order,
     Program,
     add_host_waits,
+    budget_excess_text,
     build_order,
     describe,
     find_cycle,
     operands,
-    over_budget,
     print_node,
     values_of,
 )
@@ -127,11 +127,11 @@ def fail_on_ring(case: Case, order: Order) -> None:
         return
     lines = []
     for index, why in ring:
-        both = " and ".join(where(case.by_device[device], node) for device, node, _ in order.tasks[index].parts)
+        both = " and ".join(where(case.program_of[device], node) for device, node, _ in order.tasks[index].parts)
         lines.append(f"    {both}\n        waits: {why}, so for")
     device, node, _ = order.tasks[ring[0][0]].parts[0]
     chain = "\n".join([f"deadlock, {len(ring)} places wait in a ring:", *lines, "    the first one again\n"])
-    fail(case.by_device[device], node, chain)
+    fail(case.program_of[device], node, chain)
 
 
 def check_device_memory(case: Case) -> None:
@@ -173,6 +173,6 @@ def _fail_memory(
     need_bytes = profile.peak_bytes[memory] + sum(others.values()) - sum(live.values())
     what = ", ".join(made) or "this op"
     if node is None:  # what persists and the arena are too much already
-        message = over_budget(name, budget_bytes, need_bytes, "the step", "", live)
+        message = budget_excess_text(name, budget_bytes, need_bytes, "the step", "", live)
         raise VerifyError(message, device=program.device)
-    fail(program, node, over_budget(name, budget_bytes, need_bytes, what, print_node(node) or "", live) + "\n")
+    fail(program, node, budget_excess_text(name, budget_bytes, need_bytes, what, print_node(node) or "", live) + "\n")

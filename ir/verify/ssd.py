@@ -44,7 +44,7 @@ def _check_round(program: Program, read: fx.Node, stage: str, what: str) -> None
     others = [user for user in read.users if user is not steps[0]]
     others += [user for user in steps[0].users if user not in writes and user.target is not ops.free]
     if others:
-        fail(program, others[0], f"the states of {stage} are for its step, to be written to '{stage}.{what}' behind it")
+        fail(program, others[0], f"the states of {stage} are for its step, to be written to '{stage}.{what}' after it")
 
 
 def _check_step(program: Program, node: fx.Node, weights: dict[str, fx.Node]) -> None:

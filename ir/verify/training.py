@@ -57,7 +57,7 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
         fail(program, node, f"{stage} is {names[0]} here, but these gradients are {names[1]}")
     if memory != wanted:
         how = f"{HOW[home]}, but what is trained of it stays" if stays and home != ops.DEVICE else HOW[home]
-        fail(program, node, f"{stage} is {how}, so it is stepped in {wanted}, but its gradients lie in {memory}")
+        fail(program, node, f"{stage} is {how}, so it is stepped in {wanted}, but its gradients are in {memory}")
 
 
 def _check_kept(program: Program, node: fx.Node) -> None:

@@ -31,7 +31,7 @@ def check_structure(case: Case) -> None:
 
 
 def _check_call(program: Program, node: fx.Node) -> None:
-    """Operands stand in their places, so that every reader of the program finds them there."""
+    """Check that operands are in their places, where every reader of the program looks for them."""
     parameters = op_of(node).signature.parameters
     for name in node.kwargs:
         parameter = parameters.get(name)
@@ -143,4 +143,4 @@ def _check_ends(program: Program, gone: dict[fx.Node, fx.Node]) -> None:
     for node in program.ops():
         for value in values_of(node):
             if value.meta["type"].owned and value not in gone and value not in returned:
-                fail(program, node, f"`{value.name}` is never freed; add rt.free({value.name}) behind its last use")
+                fail(program, node, f"`{value.name}` is never freed; add rt.free({value.name}) after its last use")

@@ -179,7 +179,7 @@ def num_sent(trial: SimulatedStep) -> float:
 
 
 def copies(trial: SimulatedStep) -> int:
-    """How many other stages receive the value of which most bytes pass between stages."""
+    """The number of other stages that receive the value of which most bytes pass between stages."""
     read = Counter(value.name for spec in trial.specs for value in spec.inputs)
     sent = (value for spec in trial.specs for value in spec.outputs if value.requires_grad)
     return read[max(sent, key=lambda value: read[value.name] * value.bytes).name]

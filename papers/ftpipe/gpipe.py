@@ -116,7 +116,7 @@ def _ends(stages: Sequence[TimedStage], count: int, machine: Hardware) -> Iterat
 
 
 def _turns(count: int) -> Iterator[tuple[str, int]]:
-    """What a stage does with the micro-batches of a step, in order."""
+    """The turns of a stage on the micro-batches of a step, in order."""
     yield from ((FORWARD, number) for number in range(count))
     for number in reversed(range(count)):
         if number < count - 1:

@@ -1,7 +1,7 @@
 """The tables and figures of Mobius (ASPLOS 2023, section 4) that a simulation can reproduce.
 
-Mobius runs as in its paper: stages always come from DRAM and are recomputed in backward, and there are as many
-micro-batches as GPUs. The rival is ZeRO-3 with CPU offload as programs of our own, on the same machine under the same
+Mobius runs as in its paper: stages always come from DRAM and are recomputed in backward, and there is one micro-batch
+for each GPU. The rival is ZeRO-3 with CPU offload as programs of our own, on the same machine under the same
 assumptions. The findings are in `speed`, `traffic` and `partition`.
 """
 

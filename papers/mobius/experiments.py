@@ -1,7 +1,7 @@
 """Mobius's setup, its pipelines and table 3.
 
 A step is counted as the paper defines it for its partition (eq. 3): from its begin to the end of the last backward.
-The whole step, with Adam on the CPU, stands beside it.
+The whole step, with Adam on the CPU, is beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Mobius moves: figures 6 and 7."""
+"""The traffic of Mobius: figures 6 and 7."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class _Search:
     def run(self) -> dict[int, int]:
         """The device in place of each planned one, which is itself where no exchange helps."""
         own = dict(enumerate(self.homes))
-        even = self._interleaved()
+        even = self._interleave()
         self.best = own if self._cost(own) <= self._cost(even) else even
         self.best_cost = self._cost(self.best)
         if len(self.rooms) > 1:
@@ -157,7 +157,7 @@ class _Search:
         pairs = ((a, b) for i, a in enumerate(parts) for b in parts[: i + 1] if chosen[a] == chosen[b])
         return float(sum(self.shared[chosen[a]] * self.weight[a][b] for a, b in pairs))
 
-    def _interleaved(self) -> dict[int, Complex]:
+    def _interleave(self) -> dict[int, Complex]:
         """Each complex's devices spread evenly over the parts of their group."""
         chosen: dict[int, Complex] = {}
         for group in set(self.group_of.values()):

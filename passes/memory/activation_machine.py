@@ -1,5 +1,5 @@
-"""What one device's step takes and what its memories hold, as far as `choose-activations` must know before swapping and
-the optimizer are decided: seconds of each stage, shares of links, room beside weights and optimizer states."""
+"""The costs of one device's step and the room in its memories, as far as `choose-activations` must know them before
+swapping and the optimizer are decided: seconds of stages, shares of links, room beside weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SSD_SHARE = 0.9  # the share of the disks that is used; the rest is for what an 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The shares of the swapped weights and of their optimizer states that lie on SSD, and what that leaves there and
+    """The shares of the swapped weights and of their optimizer states on SSD, and the room that these leave there and
     in DRAM for the activations of one device."""
 
     weights: float
@@ -201,7 +201,7 @@ def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> LinkRates:
     dram, disks = f"dram{host}", f"ssd{host}"
     names = [hardware.devices[d].name for d in neighbours]
 
-    def shared(route: tuple[str, str], all_routes: Iterable[tuple[str, str]]) -> float:
+    def rate_of(route: tuple[str, str], all_routes: Iterable[tuple[str, str]]) -> float:
         users = Counter(link for ends in all_routes for link in hardware.path(*ends))
         links = hardware.links()
         return min((links[link].bandwidth / users[link] for link in hardware.path(*route)), default=float("inf"))
@@ -209,9 +209,9 @@ def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> LinkRates:
     down, up = [(dram, other) for other in names], [(other, dram) for other in names]
     read = write = float("inf")
     if hardware.hosts[host].ssds:
-        read = shared((disks, dram), [(disks, dram)] * len(names))
-        write = shared((dram, disks), [(dram, disks)] * len(names))
-    links = shared((dram, name), down), shared((name, dram), up), read, write
+        read = rate_of((disks, dram), [(disks, dram)] * len(names))
+        write = rate_of((dram, disks), [(dram, disks)] * len(names))
+    links = rate_of((dram, name), down), rate_of((name, dram), up), read, write
     owner = hardware.devices[device]
     if owner.kind != "cpu":
         return LinkRates(*links)

@@ -1,11 +1,11 @@
-"""How much of the activations to keep for the backward, and where: the arithmetic of `choose-activations`.
+"""The arithmetic of `choose-activations`: the activations to keep for the backward, and their memories.
 
 Fuyou 4.5 for any model, machine and set of memories. A step is a forward half and a backward half that the optimizer
 overlaps; each takes as long as its busiest resource (eq. 1, 2, 5): computation, the CPU's updates, the link to the
 device, the link from it, the disks, whose reads and writes take turns (eq. 3, 4, 6, 7). Keeping a class of saved
 tensors shortens what backward computes again (eq. 8) and lengthens what the links carry. Classes are taken in order of
 benefit, the seconds saved per byte (eq. 12); along that order the step is a convex function of the bytes, so the sweep
-over it finds the optimum. What is kept lies in device memory as far as that goes, then in DRAM, then on SSD (4.4).
+over it finds the optimum. Kept classes fill device memory first, then DRAM, then SSD (4.4).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..decisions import MemoryName
 
 INPUTS, CLASSES = "inputs", "classes"  # the two parts of a stage that are placed, each in one memory
 ClassPlace = tuple[str, str]  # (stage, INPUTS or CLASSES)
-GOLDEN = 0.6180339887  # multiples of it, modulo 1, lie evenly however many there are
+GOLDEN = 0.6180339887  # any number of its multiples, modulo 1, is spread evenly
 CLOSE = 1.001  # a step that is shorter by less than this factor is not worth more bytes
 
 
@@ -42,8 +42,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Half:
-    """What half a step takes of every resource whatever is kept: seconds of computation and of the CPU's updates,
-    bytes to the device, from it, and from and to the disks."""
+    """The resources that half a step takes whatever is kept: seconds of computation and of the CPU's updates, bytes to
+    the device, from it, and from and to the disks."""
 
     compute_s: float
     cpu_s: float = 0.0
@@ -77,9 +77,9 @@ class Room:
 
 @dataclass(frozen=True)
 class ActivationProblem:
-    """The problem of one device. `backward` includes computing every stage again without any class. `inputs`: bytes of
-    what each stage reads of others, for all micro-batches; these must lie somewhere. `memories`: where things may lie;
-    the first with room is taken."""
+    """The problem of one device. `backward` includes computing every stage again without any class. `inputs`: the bytes
+    that each stage reads of others, for all micro-batches; some memory must hold them. `memories`: the memories to
+    choose from; the first with room is taken."""
 
     forward: Half
     backward: Half
@@ -116,23 +116,23 @@ class Point:
     fits: bool = True
 
 
-def by_benefit(items: Sequence[Item], stages: Sequence[str]) -> list[Item]:
+def sort_by_benefit(items: Sequence[Item], stages: Sequence[str]) -> list[Item]:
     """The best items first; equal ones in an order that spreads stages evenly, so that links are always in use."""
     turn = {stage: (i * GOLDEN) % 1 for i, stage in enumerate(stages)}
-    return sorted(items, key=lambda item: (-_rounded(item.benefit), turn[item.stage], item.name))
+    return sorted(items, key=lambda item: (-_round(item.benefit), turn[item.stage], item.name))
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     """A benefit without its last digits: benefits that differ by rounding errors only are equal."""
     return float(f"{value:.6g}")
 
 
 def sweep(problem: ActivationProblem) -> list[Point]:
-    """The curve: for every number of items taken in order of benefit, the step and where everything lies."""
+    """The curve: for every number of items taken in order of benefit, the step and the memory of every item."""
     classes = dict.fromkeys(problem.stages, 0)
     kept_bytes, saved_s = 0, 0.0
     points = [point_of(problem, 0, classes, kept_bytes, saved_s)]
-    for count, item in enumerate(by_benefit(problem.items, problem.stages), 1):
+    for count, item in enumerate(sort_by_benefit(problem.items, problem.stages), 1):
         classes[item.stage] += item.bytes
         kept_bytes += item.bytes
         saved_s += item.saved_s

@@ -1,10 +1,10 @@
-"""`choose-activations`: which activations stay on the device, lie in DRAM or on SSD, or are computed again.
+"""`choose-activations`: which activations stay on the device, go to DRAM or SSD, or are computed again.
 
 In: programs that keep everything on their devices. Out: the same programs in which the decided stages are
 rematerialised, some with classes of saved tensors that are kept after all, and in which these and the inputs of stages
-lie where they have room. It stands in place of `insert-remat`, and compares sets of as many stages as that would
-rematerialise. What is decided follows from a model of each device's step (`activation_plan`, Fuyou 4.5) that knows what
-else its links carry: weights of swapped stages, gradients, and the states of the optimizer.
+go to memories with room. It takes the place of `insert-remat`, and compares sets of the number of stages that
+`insert-remat` would rematerialise. The decision follows from a model of each device's step (`activation_plan`, Fuyou
+4.5) that knows what else its links carry: weights of swapped stages, gradients, and the states of the optimizer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..draft import Draft
 from ..equal_programs import once
 from ..run_again import ALIKE
 from .activation_machine import Machine, machine_of
-from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, by_benefit, sweep, table
+from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, sort_by_benefit, sweep, table
 from .insert_remat import stages_to_rematerialise
-from .move_activations import Ahead, input_bytes, keep_chosen, move_activations, turn_bytes
+from .move_activations import Ahead, input_bytes, keep_classes, move_activations, turn_bytes
 
 MEMORIES: dict[str, tuple[MemoryName, ...]] = {
     "auto": (ops.DEVICE, ops.DRAM, ops.SSD),
@@ -43,7 +43,7 @@ PASSING_TURNS = 4  # turns in DRAM: two are written while one comes from the dev
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided for one device, and the curve it was taken from, empty where everything stays on the device."""
+    """The decision for one device, and the curve it was taken from, empty where everything stays on the device."""
 
     choices: dict[str, Activations]
     points: tuple[Point, ...] = ()
@@ -101,7 +101,7 @@ class ChooseActivations(Pass):
                 (spec.name in choices, choices.get(spec.name, Activations()).shape(spec)) for spec in machine.specs
             )
             ahead = once(known, (machine.look(program), mine), lambda: _ahead(program, choices, machine))  # noqa: B023
-            keep_chosen(program, choices)
+            keep_classes(program, choices)
             move_activations(program, choices, ahead)
 
     def __post_init__(self) -> None:
@@ -136,8 +136,9 @@ class ChooseActivations(Pass):
         return _fitting(program, machine, *min(found, key=lambda row: _rank(row[0], row[1], self.share)), self.share)
 
     def fewer(self, program: Program, machine: Machine, able: Sequence[str]) -> list[list[str]]:
-        """As many stages as `insert-remat` would rematerialise, of which the largest and earliest have the most time to
-        move what they save; and the very ones that it would, where these take less time."""
+        """The stages to rematerialise, of the number that `insert-remat` would: the largest and earliest, which have
+        the most time to move their saved tensors; and those that `insert-remat` would take, where they take less
+        time."""
         specs = {spec.name: spec for spec in machine.specs}
         usual = set(self.usual(program, machine))
         largest = set(sorted(able, key=lambda name: -specs[name].kept_bytes)[: len(usual)])
@@ -163,7 +164,7 @@ class ChooseActivations(Pass):
             )
         away = Activations(inputs_to=memories[-1] if len(memories) == 1 else ops.DRAM)
         trial = program.copy()
-        keep_chosen(trial, {name: away for name in names})
+        keep_classes(trial, {name: away for name in names})
         inputs = input_bytes(trial, {name: away for name in names})
         move_activations(trial, {name: away for name in names}, Ahead())
         swapped = machine.must_swap(trial)
@@ -182,7 +183,7 @@ class ChooseActivations(Pass):
 def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations]) -> dict[str, Activations]:
     """The choices made for another device that is alike, by this device's stages."""
     return {
-        spec.name: choices[model.name].renamed(model, spec)
+        spec.name: choices[model.name].rename(model, spec)
         for spec, model in zip(machine.specs, other.specs)
         if model.name in choices
     }
@@ -209,7 +210,7 @@ def _fitting(
         if ops.DEVICE not in chosen.places.values():
             break
         trial = program.copy()
-        keep_chosen(trial, outcome.choices)
+        keep_classes(trial, outcome.choices)
         move_activations(trial, outcome.choices, Ahead())
         lacking_bytes = -machine.room_bytes(trial, problem.swapped)
         if lacking_bytes <= 0:
@@ -221,9 +222,9 @@ def _fitting(
 
 
 def _choices(problem: ActivationProblem, point: Point) -> dict[str, Activations]:
-    """What a point of the curve says of each stage."""
+    """The decision of a point of the curve for each stage."""
     kept: dict[str, list[str]] = {stage: [] for stage in problem.stages}
-    for item in by_benefit(problem.items, problem.stages)[: point.count]:
+    for item in sort_by_benefit(problem.items, problem.stages)[: point.count]:
         kept[item.stage].append(item.name)
     return {
         stage: Activations(
@@ -257,9 +258,9 @@ def _read_decision(draft: Draft, names: Sequence[str], decided: Mapping[str, Act
 
 
 def _ahead(program: Program, choices: Mapping[str, Activations], machine: Machine) -> Ahead:
-    """As many turns ahead as memory holds, up to those of one stage (Fuyou 4.4)."""
+    """The most turns ahead that memory holds, up to those of one stage (Fuyou 4.4)."""
     trial = program.copy()
-    keep_chosen(trial, choices)
+    keep_classes(trial, choices)
     each_bytes, disk_bytes = turn_bytes(trial, choices, (ops.DRAM, ops.SSD)), turn_bytes(trial, choices, (ops.SSD,))
     if not each_bytes:
         return Ahead()
@@ -274,7 +275,7 @@ def _ahead(program: Program, choices: Mapping[str, Activations], machine: Machin
 
 
 def _remark(draft: Draft, outcomes: Mapping[int, Outcome]) -> str:
-    """What was decided on the device with the longest step, and the curve it was taken from."""
+    """The decision on the device with the longest step, and the curve it was taken from."""
     rows = [(outcome.chosen.step_s, -device) for device, outcome in outcomes.items() if outcome.chosen is not None]
     if not rows:
         return ""

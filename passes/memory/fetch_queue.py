@@ -1,4 +1,4 @@
-"""Fetches of weights as a queue: each is issued as many phases ahead of its own as memory allows.
+"""Fetches of weights as a queue: each is issued the most phases ahead of its own that memory allows.
 
 In: a device's phases, with fetches that come one phase ahead at most. Out: how many phases ahead each may come, so that
 a large stage, such as a head with its vocabulary, is on its way while several small stages before it compute. Fetches
@@ -22,8 +22,8 @@ TRIES = 6  # of limits, until the arena fits in spite of its gaps
 
 @dataclass(frozen=True)
 class Fetches:
-    """What is fetched before its own phase. `counts`: phase to its number of parameters; `ahead`: phase to the number
-    of phases by which it is early, 1 for those that are not named."""
+    """The early fetches. `counts`: phase to the number of its parameters that are fetched before it; `ahead`: phase to
+    the number of phases by which it is early, 1 for phases that are not named."""
 
     counts: Mapping[int, int]
     ahead: Mapping[int, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Fetches:
 
 
 def arena_bytes(order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Fetches) -> int:
-    """What `plan_arena` takes for the program with these early fetches."""
+    """The bytes of the arena of `plan_arena` for the program with these early fetches."""
     arriving: dict[int, list[tuple[int, int]]] = {}  # phase -> phases for which something comes, and its bytes
     for now, i, num_bytes in _arrivals(order, specs, stages, early):
         arriving.setdefault(now, []).append((i, num_bytes))
@@ -53,7 +53,7 @@ def arena_bytes(order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: 
 def live_bytes(
     order: Sequence[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Fetches
 ) -> list[int]:
-    """The bytes of fetched weights that lie in the arena during each phase, which the arena is no smaller than."""
+    """The bytes of fetched weights in the arena during each phase; the arena is no smaller than any of them."""
     live = [0] * len(order)
     for now, i, num_bytes in _arrivals(order, specs, stages, early):
         for t in range(now, order[i].last + 1):
@@ -74,14 +74,14 @@ def _arrivals(
             yield i, i, spec.weight_bytes - part
 
 
-def deepened(
+def deepen(
     order: Sequence[Phase],
     specs: Mapping[str, StageSpec],
     stages: Collection[str],
     counts: Mapping[int, int],
     limit_bytes: int,
 ) -> Fetches:
-    """The same early fetches, each as many phases ahead as the arena stays within the limit."""
+    """The same early fetches, each the most phases ahead that keep the arena within the limit."""
     one_ahead = Fetches(counts)
     limit = limit_bytes
     for _ in range(TRIES):

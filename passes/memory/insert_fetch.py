@@ -3,9 +3,9 @@
 In: programs whose weights are resident. Out: the same programs in which the decided stages are fetched before their
 forward and again before their backward, and freed after their last micro-batch (Mobius 3.1, 3.2). The last stage of
 each device stays for its backward. A fetch is issued at the start of the phase before its own if both stages fit beside
-the activations; where they do not, as many parameters as fit are fetched then (eq. 5: P_j <= G - S_{j-N}), and the rest
+the activations; where they do not, the parameters that fit are fetched then (eq. 5: P_j <= G - S_{j-N}), and the rest
 at the start of its own phase, into the memory that the stage before it has left. Where one phase does not hide a fetch,
-fetches are issued as many phases ahead as memory allows (`fetch_queue.py`), if the simulator finds that faster.
+fetches are issued the most phases ahead that memory allows (`fetch_queue.py`), if the simulator finds that faster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..optimizer.timing import Timing, updates_of
 from ..optimizer.updates import write_updates
 from ..phases import Phase, fetched_phases, hand_over, phases
 from ..receive_earlier import simulated_s
-from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepened, estimate_s, least_s, live_bytes, phases_s
+from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepen, estimate_s, least_s, live_bytes, phases_s
 
 # Swapped stage -> "forward" or "backward" -> number of parameters fetched before that phase; and "forward_ahead" or
 # "backward_ahead" -> how many phases before, where that is not 1.
@@ -43,7 +43,7 @@ MANY_STAGES = 100  # of a device: a queue is not looked for, as simulating with 
 @dataclass(frozen=True)
 class InsertFetch(Pass):
     """`prefetch`: whether to look one phase ahead; `queue`: whether to look further. `swap`: fetch also the stages of a
-    device that could hold them all; their optimizer states then lie in DRAM."""
+    device that could hold them all; DRAM then holds their optimizer states."""
 
     name: ClassVar[str] = "insert-fetch"
     rank: ClassVar[int] = 62
@@ -132,13 +132,13 @@ def look_ahead(
     reserved_bytes: int = 0,
     most_arena_bytes: int | None = None,
 ) -> Early:
-    """As many early fetches of these stages as the device's memory holds, the smallest neighbours first; then parts.
+    """The most early fetches of these stages that the device's memory holds, the smallest neighbours first; then parts.
 
     `reserved_bytes` of the budget are taken by what the program does not show; `most_arena_bytes`: the size of an arena
     that exists already and must not grow. If the program does not fit even without early fetches, there is none; the
     check of the budgets says what is missing.
     """
-    profile = profile_swapped(program, {stage: {} for stage in stages})
+    profile = profile_swap(program, {stage: {} for stage in stages})
     limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
     if most_arena_bytes is not None:
         limit_bytes = min(limit_bytes, most_arena_bytes)
@@ -161,7 +161,7 @@ def look_ahead(
         whole -= 1
     chosen = {i: counts[i] for i in able[:whole]}
     for i in able[whole:] if fits(chosen) else ():
-        low, high = 0, counts[i] - 1  # the most that fits lies between
+        low, high = 0, counts[i] - 1  # the most that fits is between them
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits({**chosen, i: middle}) else (low, middle - 1)
@@ -204,9 +204,9 @@ def queue_of(draft: Draft, one_ahead: Early) -> Early:
         before_s = estimate_s(order, specs, stages, early, computing_s, rate)
         if before_s <= (1 + LEAST_GAIN) * least_s(order, specs, stages, computing_s, rate):
             continue
-        profile = profile_swapped(program, {stage: one_ahead[stage] for stage in stages})
+        profile = profile_swap(program, {stage: one_ahead[stage] for stage in stages})
         limit_bytes = owner.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
-        deeper = deepened(order, specs, stages, early.counts, limit_bytes)
+        deeper = deepen(order, specs, stages, early.counts, limit_bytes)
         if estimate_s(order, specs, stages, deeper, computing_s, rate) >= (1 - LEAST_GAIN) * before_s:
             continue
         for i, depth in deeper.ahead.items():
@@ -229,14 +229,14 @@ def _step_s(draft: Draft, early: Early) -> float:
     return math.inf if found_s is None else found_s
 
 
-def profile_swapped(program: Program, early: Early) -> MemoryProfile:
+def profile_swap(program: Program, early: Early) -> MemoryProfile:
     """Memory of a copy with these fetches, whose gradients leave after their last backward. Of stages with parameters
     that stay, gradients stay too, and states are counted, and what their updates take while they run."""
     return swap(program.copy(), early)
 
 
 def swap(program: Program, early: Early) -> MemoryProfile:
-    """As `profile_swapped`, of the program itself, which is changed."""
+    """As `profile_swap`, of the program itself, which is changed."""
     results, specs = program.results(), program.interface.stages
     staying = [node for node in results.pop("grads", []) if specs[str(node.meta["type"].stage)].staying]
     program.returns({**results, "grads": staying} if staying else results)

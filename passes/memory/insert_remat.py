@@ -38,7 +38,7 @@ from ..decisions import REMATERIALISE, Decision
 from ..draft import Draft
 from ..equal_programs import look, once
 from ..run_again import cheapest_again
-from .insert_fetch import Early, look_ahead, profile_swapped
+from .insert_fetch import Early, look_ahead, profile_swap
 from .insert_fetch import swap as swapped
 
 
@@ -114,7 +114,7 @@ def stages_to_rematerialise(
         rematerialise(tried, set(names))
         return tried, swapped(tried, {s.name: {} for s in specs}) if swap else profile_memory(tried)
 
-    def over_bytes(names: Sequence[str]) -> int:
+    def excess_bytes(names: Sequence[str]) -> int:
         return with_again(names)[1].peak_bytes[ops.DEVICE] - limit_bytes
 
     kept, profile = with_again([])
@@ -127,14 +127,14 @@ def stages_to_rematerialise(
     seconds, frees = [again_s[spec.name] for spec in able], [frees for _, frees in moments]
     while (some := cheapest_again(seconds, missing, frees)) is not None:
         names = [able[i].name for i in some]
-        if (over := over_bytes(names)) <= 0:
+        if (over := excess_bytes(names)) <= 0:
             return names
         missing = [each + over for each in missing]  # workspaces differ
     # More than saved tensors may be freed: of a stage that runs from CUDA graphs, all its slots but one.
     by_size = [spec.name for spec in sorted(able, key=lambda s: -s.kept_bytes)]
-    if over_bytes(by_size) > 0:
+    if excess_bytes(by_size) > 0:
         return _for_swapping(program, specs, budget_bytes)
-    return by_size[: bisect.bisect_left(range(len(able)), True, lo=1, key=lambda n: over_bytes(by_size[:n]) <= 0)]
+    return by_size[: bisect.bisect_left(range(len(able)), True, lo=1, key=lambda n: excess_bytes(by_size[:n]) <= 0)]
 
 
 def _moments(program: Program, profile: MemoryProfile, specs: list[StageSpec]) -> list[tuple[int, list[int]]]:
@@ -171,7 +171,7 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -
         trial = program.copy()
         rematerialise(trial, set(names))
         early[len(names)] = look_ahead(trial, [s.name for s in specs], budget_bytes)
-        if names is others and profile_swapped(trial, early[len(names)]).peak_bytes[ops.DEVICE] > budget_bytes:
+        if names is others and profile_swap(trial, early[len(names)]).peak_bytes[ops.DEVICE] > budget_bytes:
             return able
     return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
 

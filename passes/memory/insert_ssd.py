@@ -1,12 +1,12 @@
 """`insert-ssd`: what the host's DRAM cannot hold persists on its SSDs, and is read ahead of its use (Fuyou 4.3, 4.4).
 
-In: programs whose swapped stages fetch their weights from DRAM. Out: the decision of what lies on SSD, for
-`overlap-optimizer` to read and write back, and programs in which the weights that lie there are read into DRAM before
-they are fetched. Optimizer states and masters go there before weights: they are used once a step. The stages that go
+In: programs whose swapped stages fetch their weights from DRAM. Out: the decision on the contents of SSDs,
+for `overlap-optimizer` to read and write back, and programs in which weights on SSD are read into DRAM before they are
+fetched. Optimizer states and masters go there before weights: they are used once a step. The stages that go
 first are spread over the model, so that disks have work all along the backward pass.
 
-Weights are read some phases before their fetch: as many as keep the disks busy, by the ratio of the two links (Fuyou
-4.4), and as DRAM has room for.
+Weights are read some phases before their fetch: enough to keep the disks busy, by the ratio of the two links (Fuyou
+4.4), as far as DRAM has room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SSD_TIERS = ("auto", "states", "all")
 
 @dataclass(frozen=True)
 class InsertSsd(Pass):
-    """`tier`: what lies on SSD: the states of all swapped stages, or all that persists of them; auto: as little as DRAM
+    """`tier`: what SSDs hold: the states of all swapped stages, or all that persists of them; auto: as little as DRAM
     allows. `ahead`: the most phases between a read of weights and their fetch."""
 
     name: ClassVar[str] = "insert-ssd"

@@ -1,10 +1,10 @@
 """Rewrites programs so that activations leave the device between forward and backward (Fuyou 4.4).
 
-In: programs in which the inputs and saved tensors of all stages lie on the device from forward to backward. Out: the
-decided stages keep only some classes of their saved tensors, and what is to lie elsewhere is offloaded after the op
-that makes it, written to SSD some turns later, read some turns before it is needed, and fetched. A turn is one forward
-or backward of one micro-batch; what is used first is fetched first, as far ahead as memory holds. Text order is memory
-order: the streams themselves run ahead of it.
+In: programs in which the inputs and saved tensors of all stages stay on the device from forward to backward. Out: the
+decided stages keep only some classes of their saved tensors, and values for other memories are offloaded after the op
+that makes them, written to SSD some turns later, read some turns before it is needed, and fetched. A turn is one
+forward or backward of one micro-batch; what is used first is fetched first, as far ahead as memory holds. Text order is
+memory order: the streams themselves run ahead of it.
 
 A value moves once, however many stages read it: away after it is made, back before the first backward that reads it.
 Inputs of the batch are loaded again. A value that would come back before it has left stays where it is, and one that
@@ -27,8 +27,8 @@ from ..decisions import Activations
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many turns before its use a value is fetched, and how many turns it may spend in DRAM on its way to SSD, and
-    again on its way back."""
+    """The number of turns before its use in which a value is fetched, and of turns that it may spend in DRAM on its way
+    to SSD, and again on its way back."""
 
     fetch: int = 1
     passing: int = 1
@@ -48,11 +48,11 @@ class _Way:
 
 
 def move_activations(program: Program, choices: Mapping[str, Activations], ahead: Ahead) -> None:
-    """Rewrite one program, in which `keep_chosen` has already set what stages keep."""
+    """Rewrite one program, in which `keep_classes` has already set what stages keep."""
     _Mover(program, choices, ahead).emit()
 
 
-def keep_chosen(program: Program, choices: Mapping[str, Activations]) -> None:
+def keep_classes(program: Program, choices: Mapping[str, Activations]) -> None:
     """Let the stages that `choices` names, of any device, keep their classes only, or nothing. `move_activations` puts
     the frees in order afterwards."""
     for node in list(program.ops()):
@@ -74,7 +74,8 @@ def keep_chosen(program: Program, choices: Mapping[str, Activations]) -> None:
 
 
 def turn_bytes(program: Program, choices: Mapping[str, Activations], memories: tuple[str, ...]) -> int:
-    """The most bytes that come back for one turn from these memories, in a program that `keep_chosen` has rewritten."""
+    """The most bytes that come back for one turn from these memories, in a program that `keep_classes` has
+    rewritten."""
     sizes: dict[int, int] = {}
     for way in _Mover(program, choices, Ahead(0, 0)).ways():
         if way.memory in memories and way.value.target is not ops.load:
@@ -152,7 +153,7 @@ class _Mover:
                 elif producer_of(value) in self.turn_of or any(user.target is ops.forward for user in value.users):
                     found[value] = self.way(value, memory, node)  # others go round a ring again for backward
         for value, way in found.items():
-            if way.memory != ops.DEVICE and value not in returned and not self.pinned(value) and self.pays(way):
+            if way.memory != ops.DEVICE and value not in returned and not self.is_pinned(value) and self.pays(way):
                 if way.memory == ops.SSD and self.read_turn(way) <= self.write_turn(way):
                     way.memory = ops.DRAM  # it would not be on SSD for a single turn
                 yield way
@@ -165,7 +166,7 @@ class _Mover:
         met = {user: turn for user in value.users if (turn := self.exchanges.get(user, left)) > left}
         return _Way(value, memory, made, left, min([self.turn_of[reader], *met.values()]), [reader, *met])
 
-    def pinned(self, value: fx.Node) -> bool:
+    def is_pinned(self, value: fx.Node) -> bool:
         """Whether autograd may hold a value: a stage that keeps everything made it or reads it."""
         readers = {str(user.args[0]) for user in value.users if user in self.turn_of}
         producer = producer_of(value)

@@ -114,7 +114,7 @@ def _first_use(fetch: fx.Node) -> fx.Node:
 
 
 def _earliest_s(programs: Sequence[Program], hardware: Hardware, precision: str) -> dict[fx.Node, float]:
-    """When each op could begin if computation alone took time."""
+    """The seconds at which each op could begin if computation alone took time."""
     order, model = build_order(programs, {}), CostModel(hardware, precision)
     begin_s: dict[int, float] = {}
     end_s: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """The DRAM that a program takes once it has reads from SSD and updates, found without writing these into it.
 
 In: a program whose results hold the gradients. Out: the bytes that `profile_memory` finds after `insert-ssd` and
-`overlap-optimizer`. Choosing what lies on SSD tries many ways, and copies of large programs would take minutes.
+`overlap-optimizer`. The choice of what SSDs hold tries many ways, and copies of large programs would take minutes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class WeightsRead:
 
 
 class DramNeed(NamedTuple):
-    """Bytes of DRAM at a step's peak; and where stages lie between steps, with the bytes of these and of the arena."""
+    """Bytes of DRAM at a step's peak; and the homes of stages between steps, with their bytes and those of the
+    arena."""
 
     step_bytes: int
     homes: dict[str, StageHome]
@@ -135,7 +136,7 @@ class DramPeak:
         return found
 
     def _homes(self, updates: Updates, on_ssd: Collection[str]) -> dict[str, StageHome]:
-        """Where the stages that are not on the device lie between steps."""
+        """The homes, between steps, of the stages that are not on the device."""
         homes = {}
         for stage in dict.fromkeys([*self.in_dram, *on_ssd]):
             states = updates.where[stage] if stage in self.grads else None
@@ -144,7 +145,7 @@ class DramPeak:
         return homes
 
     def _working(self, updates: Updates) -> int:
-        """What an update on the CPU takes while it runs."""
+        """The bytes that an update on the CPU takes while it runs."""
         context = ops.Context(self.interface, self.program.device)
         most = 0
         for stage in self.grads:

@@ -11,7 +11,7 @@ from .loading import LoadedDevice, loading_bytes
 from .timing import Timing, Updates
 
 
-def by_host(draft: Draft) -> dict[int, list[DramPeak]]:
+def peaks_by_host(draft: Draft) -> dict[int, list[DramPeak]]:
     """The programs of each host's devices."""
     found: dict[int, list[DramPeak]] = defaultdict(list)
     for program in draft.programs:
@@ -50,7 +50,7 @@ def choose_timings(draft: Draft, updates: Updates, timings: Sequence[Timing]) ->
     """Per device the first timing with which the programs of its host fit its DRAM; where none does, the last one, and
     the check of the budgets says what is missing."""
     chosen: dict[int, Timing] = {}
-    for host, peaks in by_host(draft).items():
+    for host, peaks in peaks_by_host(draft).items():
         fitting = (t for t in timings if lacking_bytes(draft, host, peaks, updates, t) <= 0)
         chosen[host] = next(fitting, timings[-1])
     return [chosen[draft.lane_hardware.devices[program.device].host] for program in draft.programs]

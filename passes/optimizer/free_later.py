@@ -20,7 +20,7 @@ from ...ir.program import Memory, Program, profile_memory
 
 
 def free_gradients_later(programs: Sequence[Program], hardware: Hardware) -> None:
-    """Put frees of gradients behind the backwards of the next stage, where one of these waits for them and the device
+    """Put frees of gradients after the backwards of the next stage, where one of these waits for them and the device
     has memory for both."""
     for program in programs:
         following = _following(program)

@@ -3,7 +3,8 @@
 In: programs whose results hold every stage's gradients, and what `insert-ssd` put on SSD. Out: programs that update the
 weights (Fuyou 4.3). A stage's states are read while stages before it run backward, its gradients are offloaded right
 after its last backward and never written to SSD, it is stepped after the offload of the next stage, and written back
-while the next is stepped. DRAM decides the number of buffers of states, and whether two stages' gradients lie there.
+while the next is stepped. DRAM decides the number of buffers of states, and whether it holds the gradients of two
+stages.
 
 Clipping, and the loss scale of fp16, need the norm of all gradients. `exact` steps everything after the norm, with
 reads, steps and writes still overlapping. `speculative` steps as if nothing had to be clipped and undoes that where the
@@ -98,7 +99,7 @@ class OverlapOptimizer(Pass):
         if ("speculative" if isinstance(clipping, list) else clipping) not in allowed:
             named = " or ".join(repr(name) for name in allowed)
             raise PassError(f"clipping is {clipping!r}; with these options it is {named}")
-        updates = as_decided(updates, clipping)
+        updates = with_clipping(updates, clipping)
         write_updates(draft.programs, draft.lane_hardware, updates, choose_timings(draft, updates, TIMINGS))
         said = [draft.notes[self.name]] if self.name in draft.notes else []
         written = sum(written_bytes(program) for program in draft.programs)
@@ -123,7 +124,7 @@ class OverlapOptimizer(Pass):
             for share in shares:
                 if 0 <= share <= 1 and share not in found:
                     clipping = clipping_of(draft, able, share)
-                    found[share] = clipping, predicted_s(draft, as_decided(updates, clipping))
+                    found[share] = clipping, predicted_s(draft, with_clipping(updates, clipping))
             fitting = {share: seconds for share, (_, seconds) in found.items() if seconds is not None}
             return min(fitting, key=lambda share: fitting[share] * (WORTH if share else 1), default=0.0)
 
@@ -144,7 +145,7 @@ class OverlapOptimizer(Pass):
             chosen, seconds = found[share]
             names[share] = f"speculative in {len(chosen)} of {len(updates.where)} stages"
             said.append(f"in this part of the stages it {_takes(seconds)}")
-        again_s = redo_s(draft, as_decided(updates, found[share or 1.0][0]))
+        again_s = redo_s(draft, with_clipping(updates, found[share or 1.0][0]))
         said.append(f"a step that is clipped takes {again_s:.4g} s more where that was speculative")
         draft.notes[self.name] = "; ".join([f"clips {names[share]}", *said])
 
@@ -153,8 +154,7 @@ class OverlapOptimizer(Pass):
         return [s for s, memory in updates.where.items() if memory != ops.DEVICE and not updates.is_late(s)]
 
 
-def as_decided(updates: Updates, clipping: Clipping) -> Updates:
-    """The updates with this decision on clipping."""
+def with_clipping(updates: Updates, clipping: Clipping) -> Updates:
     early = frozenset(clipping) if isinstance(clipping, list) else None
     return replace(updates, speculative=early is not None or clipping == "speculative", early=early)
 
@@ -177,13 +177,13 @@ def predicted_s(draft: Draft, updates: Updates) -> float | None:
     memory so tight that devices would wait for ever."""
     programs = [program.copy() for program in draft.programs]
     write_updates(programs, draft.lane_hardware, updates, choose_timings(draft, updates, TIMINGS))
-    if not within_hosts(programs, draft.lane_hardware):
+    if not fit_hosts(programs, draft.lane_hardware):
         return None
     return simulated_s(draft, programs)
 
 
-def within_hosts(programs: Sequence[Program], hardware: Hardware) -> bool:
-    """Whether each host's DRAM and SSDs hold what its devices' programs take of them."""
+def fit_hosts(programs: Sequence[Program], hardware: Hardware) -> bool:
+    """Whether each host's DRAM and SSDs hold all that its devices' programs store there."""
     taken: dict[str, int] = defaultdict(int)
     for program in programs:
         host, peaks = hardware.devices[program.device].host, profile_memory(program).peak_bytes

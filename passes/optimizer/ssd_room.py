@@ -1,4 +1,4 @@
-"""How much must lie on SSD: what persists in DRAM, and what an update or loading holds there, against the room there.
+"""The least contents of SSDs: all that persists in DRAM, or is there for an update or loading, against DRAM's room.
 
 Devices of one host share its DRAM and its SSDs, so all of them are decided together. The bytes are those that the
 programs will take once they are rewritten (`dram_peak.py`).
@@ -16,7 +16,7 @@ from ...ir.program import StageHome, StageSpec, bytes_of_homes, homes_of, plan_a
 from ...ir.units import format_bytes
 from ..decisions import StageTiers
 from ..draft import Draft
-from .dram_room import by_host, lacking_bytes
+from .dram_room import lacking_bytes, peaks_by_host
 from .timing import Timing, Updates, updates_of
 
 MOST_READS_AHEAD = 4
@@ -26,11 +26,11 @@ GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, without their whole parts, a
 
 
 class SsdRoom:
-    """`able`: the stages that could lie on SSD, in stage order; `hosts`: per host the DRAM of its devices' programs."""
+    """`able`: the stages that SSDs could hold, in stage order; `hosts`: per host the DRAM of its devices' programs."""
 
     def __init__(self, draft: Draft):
         self.draft, self.hardware = draft, draft.lane_hardware
-        self.hosts = by_host(draft)
+        self.hosts = peaks_by_host(draft)
         self.home: dict[str, str] = {}  # stage -> memory of its weights
         swapped: set[str] = set()
         for program in draft.programs:
@@ -42,7 +42,8 @@ class SsdRoom:
         self.able = [name for name, spec in self.specs.items() if name in swapped and spec.params]
 
     def choose(self, hosts: Sequence[int], tier: str) -> tuple[StageTiers, int]:
-        """What lies on SSD of the stages of these hosts, and how many phases ahead weights are read.
+        """The tiers of the stages of these hosts that go to SSD, and the number of phases by which weights are read
+        ahead.
 
         Raises `DoesNotFit` and `PassError` as `InsertSsd.plan`.
         """
@@ -70,7 +71,7 @@ class SsdRoom:
         raise self.too_little_dram(hosts, tiers_at(self.specs, stages, levels[-1]))
 
     def stages_of(self, hosts: Sequence[int]) -> list[str]:
-        """The stages of these hosts that could lie on SSD; the first N of them are spread evenly over the model."""
+        """The stages of these hosts that SSDs could hold; the first N of them are spread evenly over the model."""
         there = {stage for host in hosts for peak in self.hosts[host] for stage in peak.in_dram}
         mine = [stage for stage in self.able if stage in there]
         return [stage for _, stage in sorted((i * GOLDEN % 1, stage) for i, stage in enumerate(mine))]
@@ -105,7 +106,7 @@ class SsdRoom:
                 )
 
     def require_space(self, hosts: Sequence[int], tiers: StageTiers) -> None:
-        """Raise `DoesNotFit` where the SSDs of a host do not hold what shall lie there."""
+        """Raise `DoesNotFit` where the SSDs of a host are too small for these tiers."""
         for host in hosts if tiers else ():
             need, budget = self.ssd_bytes(host, tiers), self.hardware.budget_bytes(f"ssd{host}")
             if need > budget:
@@ -117,7 +118,7 @@ class SsdRoom:
                 )
 
     def ssd_bytes(self, host: int, tiers: StageTiers) -> int:
-        """What persists on the SSDs of a host, and the activations that are written there."""
+        """The bytes that persist on the SSDs of a host, and those of the activations that are written there."""
         total = 0
         for peak in self.hosts[host]:
             homes = {
@@ -132,7 +133,7 @@ class SsdRoom:
         return total
 
     def too_little_dram(self, hosts: Sequence[int], tiers: StageTiers) -> DoesNotFit:
-        """The error where even the most that can lie on SSD leaves too much in DRAM."""
+        """The error where SSDs with all that they can take leave too much in DRAM."""
         timing, ahead = COMFORTS[-1]
         host = max(hosts, key=lambda host: self.missing([host], tiers, timing, ahead))
         missing, budget = self.missing([host], tiers, timing, ahead), self.hardware.dram_budget_bytes(host)
@@ -158,7 +159,8 @@ class SsdRoom:
 
 
 def tiers_at(specs: Mapping[str, StageSpec], stages: Sequence[str], level: int) -> StageTiers:
-    """What lies on SSD: with every level the states of one more stage, and after all states the weights of one more."""
+    """The tiers of a level: each level moves the states of one more stage to SSD, after all states the weights of
+    one."""
     states: StageTiers = {stage: "states" for stage in stages[:level] if _moving_states(specs[stage])}
     return {**states, **{stage: "all" for stage in stages[: max(0, level - len(stages))]}}
 

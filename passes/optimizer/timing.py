@@ -1,4 +1,4 @@
-"""What the updates of all programs have in common, and when a stage is updated after its gradients were offloaded."""
+"""The common facts of all programs' updates, and the time of a stage's update after its gradients were offloaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Updates:
-    """What all programs of a draft have in common. `where`: per stage the memory of its states; `groups`: of tied
-    parameters, and of the norm; `max_norm`: None where nothing is clipped; `scaled`: with a loss scale.
+    """The facts of updates that all programs of a draft share. `where`: per stage the memory of its states; `groups`:
+    of tied parameters, and of the norm; `max_norm`: None where nothing is clipped; `scaled`: with a loss scale.
 
     `overlap`: stages are stepped while the backward of others runs; `speculative`: also before the norm is known,
     all of them or those in `early`.
@@ -40,12 +40,12 @@ class Updates:
     early: frozenset[str] | None = None
 
     @property
-    def tied(self) -> set[str]:
+    def tied_stages(self) -> set[str]:
         return {stage for rows in self.groups.values() for _, stage, _ in rows if stage}
 
     def is_late(self, stage: str) -> bool:
         """Whether a swapped stage's step waits for what is known only after the last backward."""
-        if not self.overlap or stage in self.tied:
+        if not self.overlap or stage in self.tied_stages:
             return True
         early = self.speculative and (self.early is None or stage in self.early)
         return self.max_norm is not None and not early

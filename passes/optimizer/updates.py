@@ -1,8 +1,8 @@
 """The update part of programs: gradients are reduced, clipped and used. `insert-optimizer` and `overlap-optimizer`
 write it with this.
 
-The gradients of a stage that lives in DRAM are offloaded after its last backward and used there. Values in DRAM lie in
-an arena, where a place is used again only after the `free` of what lay there: so the text decides what may run at the
+The gradients of a stage that lives in DRAM are offloaded after its last backward and used there. Values in DRAM are in
+an arena, where a place is used again only after the `free` of its value: so the text decides what may run at the
 same time. `Timing` says how far apart offload and step are, and how many buffers of states from SSD there are; `script`
 gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-back).
 """
@@ -38,8 +38,8 @@ def write_updates(programs: Sequence[Program], hardware: Hardware, updates: Upda
 
 @dataclass(frozen=True)
 class Script:
-    """When the swapped stages of one program are updated. `order`: the stages as their gradients come; `begin`: the op
-    before which slot 0 is. Slot i is after the offload of the i-th stage, the last slot but one after the last
+    """The places of the updates of one program's swapped stages. `order`: the stages as their gradients come; `begin`:
+    the op before which slot 0 is. Slot i is after the offload of the i-th stage, the last slot but one after the last
     backward, and the last slot after the norm."""
 
     order: list[str]
@@ -64,8 +64,8 @@ def script(program: Program, updates: Updates, timing: Timing) -> Script:
 
 
 def slots(order: Sequence[str], late: Sequence[str], on_ssd: Sequence[str], timing: Timing) -> list[list[UpdateStep]]:
-    """The moves of each slot. States are read when a buffer is free, and at most as many stages early as there are
-    buffers; they are written back after their step, which frees their buffer."""
+    """The moves of each slot. States are read when a buffer is free, and no more stages early than there are buffers;
+    they are written back after their step, which frees their buffer."""
     last = len(order) + 2
     at = {stage: min(i + timing.lag, last - 1) for i, stage in enumerate(order, 1)} | dict.fromkeys(late, last)
     steps = [stage for stage in order if stage not in late] + list(late)
@@ -107,7 +107,7 @@ class _Writer:
         output = graph.output_node()
         for stage, value in self.grads.items():
             self.grads[stage] = self.collect(stage, value)
-            if stage not in self.updates.tied:
+            if stage not in self.updates.tied_stages:
                 self.hook(stage)
         if self.script.begin is not None:
             with graph.inserting_before(self.script.begin):
@@ -119,7 +119,7 @@ class _Writer:
             self.make(moves[-2])
             self.reduce_ties()
             for stage in self.grads:
-                if stage in self.updates.tied:
+                if stage in self.updates.tied_stages:
                     self.hook(stage)
             if self.updates.max_norm is not None:
                 self.norm = self.total_norm()
@@ -141,7 +141,7 @@ class _Writer:
         return grads
 
     def hook(self, stage: str) -> None:
-        """Run gradient hooks behind the last op on a stage's gradients."""
+        """Run gradient hooks after the last op on a stage's gradients."""
         if self.program.interface.stages[stage].has_hooks:
             grads = self.grads[stage]
             with self.program.graph.inserting_before(grads.next):
@@ -191,8 +191,8 @@ class _Writer:
             self.grads.update(zip(mine, reduced))
 
     def total_norm(self) -> fx.Node:
-        """The sum of squares over all devices, wherever their gradients lie; a stage that several devices run counts on
-        the first of them."""
+        """The sum of squares over all devices, whatever memory has their gradients; a stage that several devices run
+        counts on the first of them."""
         interface, device = self.program.interface, self.program.device
         mine = [g for stage, g in self.grads.items() if norm_device(interface, stage, device) == device]
         (own,) = self.program.emit(ops.norm, *mine, names=["norm"])

@@ -12,8 +12,8 @@ from .slices import Slices
 def fill(slices: Slices, rounds: int, most_s: float = math.inf, most_blocks: int | None = None) -> list[list[int]]:
     """[first block, block after the last, turn] of each stage, or [] if some block finds no place.
 
-    The devices come in turn, `rounds` times: turn t is that of `slices.order[t mod N]`. A device takes as many of the
-    next blocks as fit its memory, take at most `most_s` and are at most `most_blocks`; a device that cannot take the
+    The devices come in turn, `rounds` times: turn t is that of `slices.order[t mod N]`. A device takes the most
+    next blocks that fit its memory, take at most `most_s` and are at most `most_blocks`; a device that cannot take the
     next block is passed over.
     """
     length, count = len(slices.blocks), len(slices.order)
@@ -46,7 +46,7 @@ def fewest_rounds(slices: Slices, most_blocks: int | None = None) -> int:
     return found
 
 
-def filled(draft: Draft, most_blocks: int | None = None, inputs_leave: bool = False) -> StagesDecision:
+def fill_devices(draft: Draft, most_blocks: int | None = None, inputs_leave: bool = False) -> StagesDecision:
     """The decision of `fill` in as few rounds as possible. Raises `DoesNotFit`."""
     slices, names = Slices(draft, inputs_leave=inputs_leave), [block.name for block in draft.blocks]
     found = fill(slices, fewest_rounds(slices, most_blocks), most_blocks=most_blocks)

@@ -1,7 +1,7 @@
-"""Which blocks are of one layer, of which some are parts: of its experts, or of a table's rows.
+"""The blocks of one layer of which some are parts: of its experts, or of a table's rows.
 
-A part reads rows of a parameter (`OpGraph.parts`), which says whose layer it is of; what comes before and after parts
-lies in the same element of a module list.
+A part reads rows of a parameter (`OpGraph.parts`), which names its layer; the blocks before and after the parts belong
+to the same element of a module list.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..draft import Draft
 
 
 def goes_on(graph: OpGraph, before: Block, after: Block) -> bool:
-    """Whether one of two neighbouring blocks is a part of a layer, and the other one of the same layer, or of what it
-    lies in."""
+    """Whether one of two neighbouring blocks is a part of a layer, and the other one belongs to the same layer, or to
+    the element around it."""
     parts = part_owners(graph, before), part_owners(graph, after)
     if not any(parts):
         return False

@@ -25,7 +25,8 @@ BlockIds = tuple[int, ...]
 
 
 class Loads:
-    """What blocks cost and what they send each other. `reads[i]`: the values of other blocks that block i reads."""
+    """The costs of blocks and their messages to each other. `reads[i]`: the values of other blocks that block i
+    reads."""
 
     def __init__(self, draft: Draft):
         self.blocks, self.hardware = draft.blocks, draft.lane_hardware
@@ -45,7 +46,7 @@ class Loads:
             for maker in makers:
                 self.after[maker].add(i)
         sent = {node for block in self.blocks for node in block.outputs}
-        self._rows = [BlockRow.of(b, gradient_and_weight_bytes(draft, b), sent) for b in self.blocks]
+        self._rows = [BlockRow.from_block(b, gradient_and_weight_bytes(draft, b), sent) for b in self.blocks]
         self._needs: dict[BlockIds, StageNeed] = {}
         self._graph, self._narrow = draft.graph, narrowed(draft.graph)
         self._messages = MessageTimes(draft.lane_hardware)

@@ -5,9 +5,9 @@ the slowest stage, `min max_j T_j` with `T_j = sum of forward and backward roofl
 stage j runs on device j mod N (so unequal GPUs get unequal stages). A stage is admitted if its weights, gradients,
 one rematerialised micro-batch and all micro-batches' inputs, those of the device's other stages too, fit the device.
 
-Parts of a layer of experts read the same rows, and each adds its own to what the parts before it gave: as many values
-of rows as a layer has parts. With `together` all stages of such a layer run on one device, so that rows neither travel
-nor lie on several devices, and the next layer runs on the next device.
+Parts of a layer of experts read the same rows, and each adds its own to the sum of the parts before it: one value of
+rows for each part. With `together` all stages of such a layer run on one device, so that rows neither travel nor take
+room on several devices, and the next layer runs on the next device.
 """
 
 from __future__ import annotations

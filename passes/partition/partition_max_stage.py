@@ -1,7 +1,7 @@
 """`partition-max-stage`: the fewest and largest stages that fit (Mobius 4.3, figure 9: "maximum-stage").
 
-In: blocks with costs. Out: `draft.partition` and `draft.stages`. Device after device takes as many of the next blocks
-as its memory holds with their gradients, one rematerialised micro-batch and all micro-batches' inputs, those of its
+In: blocks with costs. Out: `draft.partition` and `draft.stages`. Device after device takes the most next blocks that
+its memory holds with their gradients, one rematerialised micro-batch and all micro-batches' inputs, those of its
 other stages too. A model that fits one device therefore runs there alone.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..draft import Draft
-from .fill import filled
+from .fill import fill_devices
 from .partition import Partition, StagesDecision
 
 
@@ -25,4 +25,4 @@ class PartitionMaxStage(Partition):
 
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
-        return filled(draft, inputs_leave=self.inputs_leave)
+        return fill_devices(draft, inputs_leave=self.inputs_leave)

@@ -30,7 +30,7 @@ class PartitionMetis(Partition):
         """Raises `DoesNotFit` where a block is larger than any device, or a device cannot hold the inputs of all its
         stages."""
         loads = Loads(draft)
-        device_of = _in_order(draft, _where_they_fit(loads, device_parts(loads)))
+        device_of = _renumber(draft, _where_they_fit(loads, device_parts(loads)))
         levels: dict[tuple[int, int], list[int]] = defaultdict(list)
         for block, level in enumerate(levels_of(loads, device_of)):
             levels[level, device_of[block]].append(block)
@@ -93,7 +93,7 @@ def _where_they_fit(loads: Loads, device_of: list[int]) -> list[int]:
     return fixed
 
 
-def _in_order(draft: Draft, device_of: list[int]) -> list[int]:
+def _renumber(draft: Draft, device_of: list[int]) -> list[int]:
     """Renumber equal devices in the order of their first block: METIS numbers its parts arbitrarily."""
     place: dict[int, int] = {}
     for group in equal_devices(draft.lane_hardware):

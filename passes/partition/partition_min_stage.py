@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..draft import Draft
-from .fill import filled
+from .fill import fill_devices
 from .partition import Partition, StagesDecision
 
 
@@ -24,4 +24,4 @@ class PartitionMinStage(Partition):
 
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
-        return filled(draft, most_blocks=1, inputs_leave=self.inputs_leave)
+        return fill_devices(draft, most_blocks=1, inputs_leave=self.inputs_leave)

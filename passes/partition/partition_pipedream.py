@@ -48,7 +48,7 @@ class PartitionPipedream(Partition):
 
     def check_pipeline(self, given: Collection[str]) -> None:
         if self.replicas and "copies" not in given:
-            raise PassError(f"pass {self.name!r} cuts stages for several devices each; put map-replicas behind it")
+            raise PassError(f"pass {self.name!r} cuts stages for several devices each; put map-replicas after it")
         if self.replicas and self.stages:
             raise PassError(f"pass {self.name!r}: with replicas=true it chooses the number of stages; leave stages out")
 
@@ -56,7 +56,7 @@ class PartitionPipedream(Partition):
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks."""
         count = draft.lane_hardware.num_devices
         if self.replicas:
-            return self._replicated(draft)
+            return self._plan_copies(draft)
         asked = asked_stages(draft, self.stages)
         search = _Search(draft)
         turns = asked or count * fewest_rounds(search.slices)
@@ -70,11 +70,11 @@ class PartitionPipedream(Partition):
             "planned_for": [turn % count for turn, _ in route],
         }
 
-    def _replicated(self, draft: Draft) -> StagesDecision:
+    def _plan_copies(self, draft: Draft) -> StagesDecision:
         if len(set(draft.lane_hardware.device_kinds)) > 1:
             raise PassError(f"{self.name}: replicas=true is for equal devices; use mesh{{by_speed=true}} on others")
         search = _Search(draft)
-        rows = search.replicated(draft)
+        rows = search.stages_with_copies(draft)
         if rows is None:
             raise search.slices.does_not_fit([draft.lane_hardware.num_devices])
         names, starts = [block.name for block in draft.blocks], [0, *(end for end, _ in rows)]
@@ -120,7 +120,7 @@ class _Search:
             turn = int(before[b])
         return found[::-1]
 
-    def replicated(self, draft: Draft) -> list[tuple[int, int]] | None:
+    def stages_with_copies(self, draft: Draft) -> list[tuple[int, int]] | None:
         """The stages with the least bottleneck, each as the block after its last one and its number of devices."""
         size, micro_batches, count = len(self.crossing), self.slices.micro_batches, self.count
         bytes_to = np.array([0, *itertools.accumulate(block.param_bytes for block in draft.blocks)])

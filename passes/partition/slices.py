@@ -31,18 +31,18 @@ class StageNeed:
     entering: Storages = field(default_factory=dict)  # the same by storage
 
     def total_bytes(self, micro_batches: int, rounds: int) -> int:
-        """All bytes, with the inputs of all micro-batches for each of the device's `rounds` stages, which count as
-        alike, and two gradients of the size of an input."""
+        """All bytes, with the inputs of all micro-batches for each of the device's `rounds` stages, which are taken for
+        equal, and two gradients of the size of an input."""
         return self.work_bytes + (micro_batches * rounds + 2) * self.input_bytes
 
 
 class Slices:
     """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1.
-    `inputs_leave`: what enters a stage lies in another memory until its backward, so that only one of a device's stages
-    at a time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and
+    `inputs_leave`: the inputs of a stage are in another memory until its backward, so that only one of a device's
+    stages at a time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and
     optimizer states stay. A stage with d others after it holds the inputs of d + 1 micro-batches; a value that skips
-    stages waits for it from its making on, so that of such it holds as many as its maker has stages after it; and
-    it holds the gradients of a shared parameter until the farthest stage that shares it has made its own."""
+    stages waits for it from its making on, one micro-batch for each stage after its maker; and the stage holds the
+    gradients of a shared parameter until the farthest stage that shares it has made its own."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Slices:
         parameters = [gradient_and_weight_bytes(draft, block, states=asynchronous) for block in self.blocks]
         sent = {node for block in self.blocks for node in block.outputs}
         sent |= {node for block in self.blocks for node in block.inputs if is_exchange(node)}
-        rows = [BlockRow.of(block, own, sent) for block, own in zip(self.blocks, parameters)]
+        rows = [BlockRow.from_block(block, own, sent) for block, own in zip(self.blocks, parameters)]
         most = max(self.budgets)
         self.needs = [needs_to_front(rows[:end], asynchronous, most) for end in range(len(rows) + 1)]
         fitting = ((a for a, need in enumerate(row) if need.work_bytes <= most) for row in self.needs)
         self.earliest = [next(starts, len(rows)) for starts in fitting]  # per end, the first start that may fit
-        self.shared = _shared(draft, self.blocks) if asynchronous else []
+        self.shared = _shared_params(draft, self.blocks) if asynchronous else []
         self.maker = {key: i for i, block in enumerate(self.blocks) for key in storages(block.outputs)}
 
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
@@ -84,22 +84,22 @@ class Slices:
         if self.asynchronous:
             need = self.needs[b][a]
             others = (count - other for other in range(stage % num_devices, count, num_devices) if other != stage)
-            held = sum(size * self._under_way(key, stage, count) for key, size in need.entering.items())
+            held = sum(size * self._num_under_way(key, stage, count) for key, size in need.entering.items())
             for grad_bytes, sharing in self.shared:
                 if any(a <= block < b for block in sharing):
-                    lag = self._after(sharing[0], stage, count) - (count - 1 - stage) if sharing[0] < a else 0
-                    held += grad_bytes * min(self.micro_batches - 1, lag)
+                    later = self._num_later_stages(sharing[0], stage, count) if sharing[0] < a else count - 1 - stage
+                    held += grad_bytes * min(self.micro_batches - 1, later - (count - 1 - stage))
             return need.total_bytes(sum(min(self.micro_batches, ahead) for ahead in others), 1) + held
         return self.needs[b][a].total_bytes(self.micro_batches, 1 if self.inputs_leave else -(-count // num_devices))
 
-    def _under_way(self, key: int, stage: int, count: int) -> int:
+    def _num_under_way(self, key: int, stage: int, count: int) -> int:
         """The micro-batches of which a stage of `count` holds a value."""
         maker = self.maker.get(key)
-        return min(self.micro_batches, count - stage if maker is None else self._after(maker, stage, count))
+        return min(self.micro_batches, count - stage if maker is None else self._num_later_stages(maker, stage, count))
 
-    def _after(self, block: int, stage: int, count: int) -> int:
-        """The number of stages after that of a block before this stage, which is not known yet: it is taken to be the
-        one that has the block where all of them take equally long."""
+    def _num_later_stages(self, block: int, stage: int, count: int) -> int:
+        """The number of stages after that of `block`, a block before this stage. Its stage is not known yet, and is
+        taken to be the one that has the block where all stages take equally long."""
         times = self.time_s[0]
         return count - 1 - min(stage - 1, int(count * times[block + 1] / times[-1]))
 
@@ -140,7 +140,7 @@ class Slices:
         )
 
     def _too_large_for_the_smallest(self, count: int) -> DoesNotFit | None:
-        """Where one device is smaller than others, and most blocks do not fit it even alone."""
+        """The error where one device is smaller than others, and most blocks do not fit it even alone."""
         device = min(self.devices, key=lambda device: device.budget_bytes)
         needs = [self.need_bytes(i, i + 1, i, count) for i in range(len(self.blocks))]
         large = sorted(need for need in needs if need > device.budget_bytes)
@@ -156,7 +156,7 @@ class Slices:
         )
 
 
-def _shared(draft: Draft, blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
+def _shared_params(draft: Draft, blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
     """Of each trained parameter that several blocks have, the bytes of its gradient, and these blocks."""
     found: dict[int, tuple[int, list[int]]] = {}
     for i, block in enumerate(blocks):
@@ -187,7 +187,7 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """What a block adds to a stage. `entering`: the values that come from other stages, if the block is the first."""
+    """The bytes that a block adds to a stage. `entering`: values from other stages, if the block is the first."""
 
     made: Storages
     entering: Storages
@@ -198,13 +198,13 @@ class BlockRow:
     workspace_bytes: int
 
     @classmethod
-    def of(cls, block: Block, parameters: dict[int, int], sent: set[fx.Node]) -> BlockRow:
+    def from_block(cls, block: Block, parameters: dict[int, int], sent: set[fx.Node]) -> BlockRow:
         """`parameters`: bytes by identity; `sent`: the values that any block hands on."""
         cost = block.cost
         came = [node for node in block.inputs if node.target is to_experts]
         return cls(
             storages(block.outputs),
-            storages(_held(node) for node in block.inputs if node in sent or node.op == "placeholder"),
+            storages(_held_value(node) for node in block.inputs if node in sent or node.op == "placeholder"),
             storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved),
             storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved),
             parameters,
@@ -213,8 +213,9 @@ class BlockRow:
         )
 
 
-def _held(value: fx.Node) -> fx.Node:
-    """What is held of an input until backward: of rows that come to experts, those that are sent (`insert-remat`)."""
+def _held_value(value: fx.Node) -> fx.Node:
+    """The value that is held of an input until backward: of rows that come to experts, the sent ones
+    (`insert-remat`)."""
     return source_of(value) if value.target is to_experts else value
 
 

@@ -1,4 +1,4 @@
-"""What steps of many partitions take at least, all at once: `recurrence` without waiting for others' transfers.
+"""Lower bounds of the steps of many partitions at once: `recurrence` without waiting for others' transfers.
 
 In: a `MipProblem` and partitions into one number of stages. Out: the seconds of `contended_s`, but that fetches and
 gradients of other devices slow none that share a root complex evenly (`shared_link`); they still follow one another
@@ -107,7 +107,7 @@ class _Steps:
         return room, remat
 
     def place_on(self, devices: Indices, stages: Indices) -> tuple[Floats, Flags]:
-        """The same for devices with as many stages: [device, row] and [round, device, row]."""
+        """The same for devices with equally many stages: [device, row] and [round, device, row]."""
         p, m = self.p, self.p.micro_batches
         names = (self.w, self.g, self.q, self.work, self.entering, self.kept)
         w, g, q, work, entering, kept = (x[stages] for x in names)
@@ -142,7 +142,7 @@ class _Steps:
         return room, remat
 
     def again_on(self, seconds: Floats, missing: Floats, kept: Floats) -> tuple[Flags, Flags]:
-        """Which stages of resident devices run again, [round, device], and whether that is enough."""
+        """Choose the stages of resident devices that run again, [round, device], and tell whether that is enough."""
         m, count, known = self.p.micro_batches, seconds.shape[1], self.of.known
         cases = np.hstack([seconds, missing, kept])
         keys = [row.tobytes() for row in cases]  # partitions that are compared differ on few devices
@@ -187,7 +187,7 @@ class _Steps:
         self.offloads(before)
         if any(unit.shared_both_s for unit in p.units):
             self.both_ways()
-        self.tied()
+        self.wait_for_ties()
         return self.update()
 
     def sweep(self, order: range, times: Floats, c: Floats, backward: bool) -> Floats:
@@ -252,7 +252,7 @@ class _Steps:
             there = passed[c] + self.p.units[j % self.n].latency_s + self.never[j]
             self.ready[j] = np.maximum(self.ready[j], there)
 
-    def tied(self) -> None:
+    def wait_for_ties(self) -> None:
         of, ready, rows = self.of, self.ready, np.arange(self.num)
         for a, b, size in self.p.ties:
             first, last = ((self.cuts[1:] <= block).sum(axis=0) for block in (a, b))
@@ -300,7 +300,7 @@ class _Steps:
         return done
 
     def norm_s(self) -> Floats:
-        """When all devices have the norm of their gradients."""
+        """The seconds at which all devices have the norm of their gradients."""
         of, n = self.of, min(self.n, self.count)
         ready = np.array([self.ready[d :: self.n].max(axis=0) for d in range(n)])
         size = np.array([self.g[d :: self.n].sum(axis=0) for d in range(n)])

@@ -38,7 +38,7 @@ CHAINS, DRAWN = 8, 8  # in a turn; moves drawn in a step of a chain, of which it
 FIRST_SHARE = 0.5  # of the time for turns, for first ones
 DEARER = 0.003  # a share of a step, for each stage: first turns of many stages take longer
 SAVED = (0.015, 0.006, 0.002, 0.001, 0.0005)  # the share of a step that the second turn, the third, ... saves, as
-SAVED_BEFORE = 2  # if so many turns had done so before
+SAVED_BEFORE = 2  # if this number of turns had done so before
 HOPE = 1.0  # times as much is hoped for
 HOPELESS = 5e-4  # a share of a step not worth a turn
 MOST_TURNS = 12  # for one number of stages
@@ -46,7 +46,7 @@ SEEDS, NEAR_BEST = 8, 1.1  # other starts for the first turn: how many, and how 
 LIKE = 2  # the best other numbers of stages that a turn imitates
 JUDGED = 4  # the most ends of chains that are evaluated
 CLIMBED = 12  # the most moves that are evaluated before a climb ends
-ALL = 1000  # so many partitions into one number of stages are tried rather than searched
+ALL = 1000  # up to this number of partitions into one number of stages are tried rather than searched
 STAGE_S, FETCHED_S = 8e-6, 1e-5  # of work, for a stage of a partition that is evaluated; for one that is fetched, too
 REFUSED_S = 2e-5  # of work, for a partition that does not fit
 BATCH_S = 5e-4  # of work, for partitions that are bounded at once
@@ -64,7 +64,7 @@ class Proof:
 
 
 class Turns:
-    """Whose turn it is: `taken` by number of stages."""
+    """Choose whose turn it is: `taken` by number of stages."""
 
     def __init__(self, best: dict[int, tuple[float, Cuts]]):
         self.best, self.taken = best, Counter[int]()
@@ -166,7 +166,7 @@ class Search:
         return STAGE_S * len(cuts) + FETCHED_S * num_fetched(self.problem, cuts)
 
     def least_s(self, rows: Sequence[Cuts] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """What each of these partitions into one number of stages takes at least."""
+        """A lower bound of the seconds of each of these partitions into one number of stages."""
         if self.bound is None:
             return np.array([self.seconds(tuple(map(int, row))) for row in rows])
         self.work.add(BATCH_S + (len(rows[0]) - 1) * (BATCH_STAGE_S + ROW_STAGE_S * len(rows)))
@@ -204,7 +204,7 @@ class Search:
         self.climb(self.best[count][1], counts)
 
     def anneal(self, begun: Sequence[Cuts], chains: int, drawn: int, steps: int, warmth: float) -> None:
-        """Evaluate the best partitions on the ways of so many chains, each from one of `begun`."""
+        """Evaluate the best partitions on the ways of `chains` chains, each from one of `begun`."""
         draw = self.draw.draw
         rows = np.arange(chains)
         cuts = np.array([begun[i % len(begun)] for i in range(chains)])
@@ -214,7 +214,7 @@ class Search:
             if self.is_late():
                 break
             self.work.add(STEP_S)
-            moved = self.draw.of(np.repeat(cuts, drawn, axis=0))
+            moved = self.draw.move(np.repeat(cuts, drawn, axis=0))
             took_s, moved = self.least_s(moved).reshape(chains, drawn), moved.reshape(chains, drawn, -1)
             cost = warmth * begin_s * (1 - step / steps) ** 2
             may = took_s <= now_s[:, None] - cost * np.log(1 - draw.random((chains, drawn)))
@@ -266,7 +266,7 @@ class Search:
                         yield (*cuts[:i], *moved, *cuts[k:])
         rounds = range(last % len(self.problem.units), last, len(self.problem.units))
         for grown, shrunk in itertools.permutations(rounds, 2):
-            larger = round_moved(cuts, grown, shrunk, len(self.problem.units))
+            larger = move_round(cuts, grown, shrunk, len(self.problem.units))
             if larger is not None:
                 yield larger
         if last - 1 in counts:
@@ -278,7 +278,7 @@ class Search:
                     yield (*cuts[:i], (cuts[i - 1] + cuts[i]) // 2, *cuts[i:])
 
 
-def round_moved(cuts: Cuts, grown: int, shrunk: int, width: int) -> Cuts | None:
+def move_round(cuts: Cuts, grown: int, shrunk: int, width: int) -> Cuts | None:
     """Each of `width` stages from `grown` on with one more block, and each from `shrunk` on with one less."""
     sizes = [b - a for a, b in itertools.pairwise(cuts)]
     if abs(grown - shrunk) < width or max(grown, shrunk) + width > len(sizes):

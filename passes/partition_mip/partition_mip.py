@@ -42,7 +42,7 @@ class PartitionChoice:
 class PartitionMip(Partition):
     """`stages`: the number of stages; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
     `deadline_s`: seconds of work (`passes/work_limit.py`) for search and proof together. `order`: the devices of the
-    first stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
+    first stages, such as "1 0"; without it, neighbours are under different root complexes. `swap`: for
     `insert-fetch{swap=true}`, weights come from DRAM also where they could stay. `always`: for
     `insert-remat{always=true}`, every stage runs its forward again. `turns`: for `take-turns`, fetches do not share a
     root complex evenly. `prove`: also bound the optimum from below."""
@@ -64,7 +64,7 @@ class PartitionMip(Partition):
     def cut(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,
         `PlanError` for a block whose time is no positive number."""
-        found = MipFound.of(draft, self)
+        found = MipFound.find(draft, self)
         draft.notes[self.name] = found.remark()
         return contiguous(draft, found.best_cuts, found.order)
 
@@ -72,7 +72,7 @@ class PartitionMip(Partition):
 def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5) -> list[PartitionChoice]:
     """The best partitions into different numbers of stages, fastest first, then those with the fewest and the most
     stages that fit, for a simulation to judge. Raises as `PartitionMip.plan` does."""
-    found = MipFound.of(draft, options or PartitionMip())
+    found = MipFound.find(draft, options or PartitionMip())
     by_count = found.search.best
     order = sorted(by_count, key=lambda count: by_count[count])
     wanted = list(dict.fromkeys([*order[:most], min(by_count), max(by_count)]))
@@ -92,7 +92,7 @@ class MipFound:
     literal: bool
 
     @staticmethod
-    def of(draft: Draft, options: PartitionMip) -> MipFound:
+    def find(draft: Draft, options: PartitionMip) -> MipFound:
         if not options.deadline_s > 0:
             raise PassError(f"deadline_s={options.deadline_s}; it is a positive number of seconds")
         length, devices = len(draft.blocks), draft.lane_hardware.num_devices

@@ -30,7 +30,7 @@ from ..partition.slices import Slices
 
 CLIPPING_SHOWS = 0.5  # of the time for clipping by several devices, the part that no update hides
 LIKE = 0.8  # blocks are unlike where no kind has this share of all
-SHORT = 4  # runs of so many blocks are told apart block by block
+SHORT = 4  # runs of up to this number of blocks are told apart block by block
 Table = list[list[float]]  # [end][start] of a run of blocks
 
 
@@ -55,7 +55,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """What an optimizer step costs. `barrier`: every step waits for a norm over all gradients."""
+    """The costs of an optimizer step. `barrier`: every step waits for a norm over all gradients."""
 
     params_s: tuple[float, ...]  # seconds per parameter on the CPU, by host
     bytes_s: tuple[float, ...]  # seconds per byte through DRAM, by host
@@ -63,8 +63,8 @@ class UpdateCost:
     barrier: bool = False
 
     def clip_s(self, host: int, num_devices: int) -> float:
-        """Seconds per byte of gradients that clipping adds to the updates of so many devices of a host: where one clips
-        while another one steps, it adds nothing, and where all clip at once, everything."""
+        """Seconds per byte of gradients that clipping adds to the updates of `num_devices` devices of a host: where one
+        clips while another one steps, it adds nothing, and where all clip at once, everything."""
         return 2 * self.bytes_s[host] * (1.0 if num_devices == 1 else CLIPPING_SHOWS)
 
 
@@ -132,7 +132,7 @@ def problem_of(draft: Draft, slices: Slices) -> MipProblem:
     hardware, options, blocks = draft.lane_hardware, draft.options, draft.blocks
     devices, order = slices.devices, slices.order
     took = [[_seconds(block, device, options.precision) for block in blocks] for device in devices]
-    params = [_trained(draft, block) for block in blocks]
+    params = [_trained_sizes(draft, block) for block in blocks]
     weights = _sums([block.param_bytes for block in blocks])
     cuts = range(len(blocks) + 1)
     work = [[n.work_bytes - (weights[b] - weights[a]) for a, n in enumerate(slices.needs[b])] for b in cuts]
@@ -190,7 +190,7 @@ def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _trained(draft: Draft, block: Block) -> tuple[float, float, float]:
+def _trained_sizes(draft: Draft, block: Block) -> tuple[float, float, float]:
     """Trained parameters of a block, the bytes of their gradients, and the number of its tensors."""
     graph = draft.graph
     held = {id(p): p for node in block.nodes for p in graph.node_parameters(node).values()}
@@ -221,18 +221,18 @@ def _messages(draft: Draft) -> list[float]:
     for i, block in enumerate(blocks):
         for node in block.inputs:
             if node in outputs:
-                for key, size in _sent(draft, node, narrow).items():
+                for key, size in _sent_bytes(draft, node, narrow).items():
                     if key in maker and key not in seen:
                         seen.add(key)
                         for p in range(maker[key][0] + 1, i + 1):
                             found[p] += size
         for node in block.outputs:
             outputs[node] = i
-            maker.update({key: (i, size) for key, size in _sent(draft, node, narrow).items()})
+            maker.update({key: (i, size) for key, size in _sent_bytes(draft, node, narrow).items()})
     return found
 
 
-def _sent(draft: Draft, node: fx.Node, narrow: frozenset[fx.Node]) -> dict[int, int]:
+def _sent_bytes(draft: Draft, node: fx.Node, narrow: frozenset[fx.Node]) -> dict[int, int]:
     """The storages of a value with their bytes between stages."""
     if node not in narrow:
         return storages([node])

@@ -1,8 +1,8 @@
 """Random moves of many partitions at once.
 
-In: cut positions, [row, stage + 1]. Out: as many, each with one move: a stage gives a block to its neighbour, to one
-less than two rounds away, to the same device's stage in another round, or to any; a device gives a block to another one
-in each of several rounds; or a cut goes elsewhere. A row whose drawn move is not possible stays as it is.
+In: cut positions, [row, stage + 1]. Out: the same rows, each with one move: a stage gives a block to its neighbour, to
+one less than two rounds away, to the same device's stage in another round, or to any; a device gives a block to another
+one in each of several rounds; or a cut goes elsewhere. A row whose drawn move is not possible stays as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RandomMoves:
         self.num_devices, self.num_blocks = len(problem.units), problem.num_blocks
         self.draw = np.random.default_rng(SEED)
 
-    def of(self, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def move(self, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
         draw, n = self.draw, self.num_devices
         num, count = len(cuts), cuts.shape[1] - 1
         if count < 2:

@@ -1,4 +1,4 @@
-"""How long a step of a contiguous partition takes: longest paths through it, in O(S) for S stages.
+"""The seconds of a step of a contiguous partition: longest paths through it, in O(S) for S stages.
 
 In: a `MipProblem` and cut positions [0, ..., L]. Out: seconds. Of the M micro-batches only the first and the last
 count: given a partition, the earliest schedule is a longest path, and all others run between these two (f and l: the
@@ -17,7 +17,7 @@ Backward has the same rows with x_j, in reverse order, but for the last N stages
 are not ordered, devices share the root complex evenly, from one phase to the next (`shared_link`). Where directions
 share a root complex, too, `d_j` is at least the time that all uploads of forward, and those of backward and gradients
 down to stage j, take through what both share. Devices whose stages all fit stay resident: no uploads, and their updates
-run on the device. With a norm of all gradients, each device computes that of its own where they lie, and all wait for
+run on the device. With a norm of all gradients, each device computes that of its own in their memory, and all wait for
 the last one before they clip and update.
 """
 
@@ -151,7 +151,7 @@ class _Step:
             if key not in placed:
                 stages = range(d, self.count, n)
                 again = None if self.p.swap else self.resident(self.p.units[d], stages)
-                placed[key] = self.swapped(d, stages) if again is None else (math.inf, again)
+                placed[key] = self.swap_room(d, stages) if again is None else (math.inf, again)
             self.ahead_bytes[d], again = placed[key]
             for j in again:
                 self.tb[j] += self.again[j]
@@ -168,8 +168,8 @@ class _Step:
         return None if again is None else [stages[i] for i in again]
 
     def moments(self, unit: Unit, stages: range) -> tuple[list[float], list[list[float]]]:
-        """What a resident device lacks in the backward of each of its stages if none runs again, and what each stage
-        that does leaves free then: its saved tensors, but for one micro-batch in its own backward."""
+        """The bytes that a resident device lacks in the backward of each of its stages if none runs again, and those
+        that each stage leaves free then if it does: its saved tensors, but for one micro-batch in its own backward."""
         m, missing, frees = self.p.micro_batches, [], []
         held = sum(self.w[j] + self.p.update.state_bytes * self.q[j] + self.g[j] for j in stages) - unit.budget_bytes
         for i, j in enumerate(stages):  # inputs and saved tensors of the stages up to j, gradients of those from j on
@@ -180,7 +180,7 @@ class _Step:
             held -= self.g[j]
         return missing, frees
 
-    def swapped(self, d: int, stages: range) -> tuple[float, list[int]]:
+    def swap_room(self, d: int, stages: range) -> tuple[float, list[int]]:
         """The room for weights fetched ahead beside all else, and the stages to rematerialise."""
         p, m, last = self.p, self.p.micro_batches, stages[-1]
         inputs = most = 0.0
@@ -229,7 +229,7 @@ class _Step:
                 self.links[unit.complex].add(d, name, begin_s, self.passing_s[name])
 
     def there_s(self, j: int, before: int) -> float:
-        """When the weights of stage j arrive; `before` leads to the stage of the device's phase before.
+        """The seconds at which the weights of stage j arrive; `before` leads to the stage of the device's phase before.
 
         All pass their root complex, one by one or, where fetches are not ordered, sharing it evenly.
         """
@@ -358,7 +358,7 @@ class _Step:
         return done
 
     def norm_s(self) -> float:
-        """When all devices have the norm of their gradients, where these lie; all wait for the last one."""
+        """The seconds at which all devices have the norm of their gradients; all wait for the last one."""
         p, n, last = self.p, self.n, 0.0
         hosts = [0.0] * len(p.update.params_s)
         complete = sorted((max(self.ready[d::n]), d) for d in range(min(n, self.count)))

@@ -22,7 +22,7 @@ class SharedLink:
         self.queues.setdefault(device, deque()).append([begin_s, work_s, name])
 
     def end_s(self, name: int) -> float:
-        """When this transfer ends."""
+        """The seconds at which this transfer ends."""
         ended = self.ended
         while name not in ended:
             now_s, later_s, least_s = self.now_s, math.inf, math.inf

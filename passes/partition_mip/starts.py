@@ -57,7 +57,7 @@ def equal_rounds(length: int, shares: Sequence[float], count: int) -> list[Cuts]
     first or the last stages have a block more or less."""
     n, found = len(shares), []
     for whole in (length * n // count, length * n // count + 1):
-        of_round = in_proportion(max(n, whole), shares)
+        of_round = divide_in_proportion(max(n, whole), shares)
         sizes = [of_round[j % n] for j in range(count)]
         missing = length - sum(sizes)
         if abs(missing) > MOST_MOVED * count:
@@ -75,7 +75,7 @@ def equal_rounds(length: int, shares: Sequence[float], count: int) -> list[Cuts]
 
 
 def two_sizes(p: MipProblem, count: int) -> list[Cuts]:
-    """Where devices are equal and most blocks alike, stages of two sizes, the larger ones in a row, anywhere: in
+    """Stages of two sizes, where devices are equal and most blocks alike, the larger ones in a row, anywhere: in
     multiples of what a common block takes, so that one of little time joins its neighbour. The first block, or none, is
     a stage of its own."""
     length, took = p.num_blocks, np.array(seconds_of(p))
@@ -100,7 +100,7 @@ def two_sizes(p: MipProblem, count: int) -> list[Cuts]:
     return list(dict.fromkeys(found))
 
 
-def in_proportion(whole: int, shares: Sequence[float]) -> list[int]:
+def divide_in_proportion(whole: int, shares: Sequence[float]) -> list[int]:
     """Positive whole numbers with this sum, at least their number, in proportion to `shares`."""
     wanted = [whole * share / sum(shares) for share in shares]
     found = [max(1, int(x)) for x in wanted]

@@ -2,7 +2,7 @@
 
 In: clusters and what each needs. Out: the device of each. Longest processing time first: the most expensive cluster
 goes to the device that would be done first and has the memory. A second start takes the clusters in their order to the
-device that would be done first, which suits a synchronous pipeline. Then pairs of clusters change places as long as
+device that would be done first, which suits a synchronous pipeline. Then pairs of clusters change places while
 that shortens the step. At last connected clusters of one device become one stage wherever that closes no cycle, which
 keeps the pipeline's depth small.
 """
@@ -109,7 +109,7 @@ def merge_components(
     changed = True
     while changed:
         changed = False
-        for a in clusters.in_order():
+        for a in clusters.list_in_order():
             for b in sorted(clusters.succ.get(a, ()), key=clusters.place.__getitem__):
                 if device_of[a] != device_of[b] or not _one_stage_fits(clusters, a, b, device_of, memory, swapped):
                     continue

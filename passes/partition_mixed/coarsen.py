@@ -2,7 +2,7 @@
 
 In: the graph of blocks. Out: `Clusters`. Blocks that compute nothing join their lightest neighbour; those whose values
 are above the 99th percentile in bytes, and take longer than they compute, join the neighbour they share most with; then
-blocks of one module join, innermost modules first, and clusters that could not hide their messages behind their
+blocks of one module join, innermost modules first, and clusters whose messages would take longer than their
 computation (no CCO property) join a neighbour; at last the clusters grow around L centers until nothing else is left.
 No cluster outgrows a device, and no contraction closes a cycle.
 """
@@ -21,7 +21,7 @@ Centers = Callable[[Clusters, int], list[int]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a cluster while it grows: bytes on one device, and nanoseconds per byte between devices."""
+    """The bounds of a cluster while it grows: bytes on one device, and nanoseconds per byte between devices."""
 
     most_bytes: int
     ns_per_byte: float
@@ -29,11 +29,11 @@ class Limits:
 
 def merge_small(clusters: Clusters, graph: BlockGraph, limits: Limits) -> None:
     """Merge blocks without computation, then those with the most traffic."""
-    for c in clusters.in_order():
+    for c in clusters.list_in_order():
         if c in clusters.members and clusters.load_ns[c] == 0:
             lightest = sorted(clusters.neighbours(c), key=lambda n: (clusters.load_ns[n], clusters.place[n]))
             _merge_first(clusters, c, lightest, limits)
-    traffic = {c: sum(ends_bytes(clusters, graph, c)) for c in clusters.in_order()}
+    traffic = {c: sum(ends_bytes(clusters, graph, c)) for c in clusters.list_in_order()}
     bound = sorted(traffic.values())[int(TALKATIVE * (len(traffic) - 1))]
     for c in [c for c, size in traffic.items() if size > bound]:
         if c in clusters.members and not is_hidden(clusters, graph, c, limits):
@@ -47,7 +47,7 @@ def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: fl
         changed = True
         while changed:
             changed = False
-            for a in clusters.in_order():
+            for a in clusters.list_in_order():
                 scope = graph.scopes[a][:depth] if len(graph.scopes[a]) >= depth else None
                 if a not in clusters.members or scope is None or len(clusters) <= count:
                     continue
@@ -56,12 +56,12 @@ def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: fl
                     if graph.scopes[b][:depth] == scope and light and _merge(clusters, a, b, limits):
                         changed = True
                         break
-    _merge_until_hidden(clusters, graph, count, limits)
+    _merge_to_hide(clusters, graph, count, limits)
 
 
-def _merge_until_hidden(clusters: Clusters, graph: BlockGraph, count: int, limits: Limits) -> None:
+def _merge_to_hide(clusters: Clusters, graph: BlockGraph, count: int, limits: Limits) -> None:
     """Merge until messages hide: what a cluster receives, or sends, takes no longer than it computes."""
-    waiting = clusters.in_order()
+    waiting = clusters.list_in_order()
     while waiting and len(clusters) > count:
         c = waiting.pop()
         talks = c in clusters.members and not is_hidden(clusters, graph, c, limits)
@@ -105,7 +105,7 @@ def merge_around_centers(clusters: Clusters, graph: BlockGraph, count: int, cent
         center = min(able, key=lambda c: (clusters.load_ns[c], clusters.place[c]))
         if center not in known:
             known[center] = traffic_of(clusters, graph, center)
-        free = [n for n in _by_traffic(clusters, known[center]) if n not in chosen]
+        free = [n for n in _sort_by_traffic(clusters, known[center]) if n not in chosen]
         if _merge_first(clusters, center, free, limits):
             grown = clusters.home[center]
             for changed in (center, grown, *clusters.neighbours(grown)):
@@ -119,7 +119,7 @@ def merge_around_centers(clusters: Clusters, graph: BlockGraph, count: int, cent
 
 def heaviest(clusters: Clusters, count: int) -> list[int]:
     """Centers: the clusters with the most computation."""
-    return sorted(clusters.in_order(), key=lambda c: -clusters.load_ns[c])[:count]
+    return sorted(clusters.list_in_order(), key=lambda c: -clusters.load_ns[c])[:count]
 
 
 def evenly_by_load(clusters: Clusters, count: int) -> list[int]:
@@ -138,11 +138,11 @@ def _evenly(clusters: Clusters, count: int, weight: Mapping[int, float]) -> list
     step = sum(weight.values()) / count
     found: list[int] = []
     passed = 0.0
-    for c in clusters.in_order():
+    for c in clusters.list_in_order():
         passed += weight[c]
         if passed >= (len(found) + 0.5) * step and len(found) < count:
             found.append(c)
-    return found or clusters.in_order()[:1]
+    return found or clusters.list_in_order()[:1]
 
 
 def traffic_of(clusters: Clusters, graph: BlockGraph, cluster: int) -> dict[int, int]:
@@ -162,10 +162,10 @@ def traffic_of(clusters: Clusters, graph: BlockGraph, cluster: int) -> dict[int,
 
 def closest(clusters: Clusters, graph: BlockGraph, cluster: int) -> list[int]:
     """A cluster's neighbours, those first that it shares the most bytes with; of equals, the lightest first."""
-    return _by_traffic(clusters, traffic_of(clusters, graph, cluster))
+    return _sort_by_traffic(clusters, traffic_of(clusters, graph, cluster))
 
 
-def _by_traffic(clusters: Clusters, shared: Mapping[int, int]) -> list[int]:
+def _sort_by_traffic(clusters: Clusters, shared: Mapping[int, int]) -> list[int]:
     return sorted(shared, key=lambda n: (-shared[n], clusters.load_ns[n], clusters.place[n]))
 
 

@@ -1,4 +1,4 @@
-"""What a partition into stages is worth: the throughput analysis by which Mixed-pipe's attempts compete (FTPipe 4).
+"""The throughput of a partition into stages: the analysis by which Mixed-pipe's attempts compete (FTPipe 4).
 
 In: stages as lists of blocks, and the device of each. Out: seconds of one synchronous step in which every device runs
 each of its stages on all micro-batches, forward in order and backward in reverse; messages take the time of their link
@@ -23,7 +23,7 @@ class Wires:
     latency_ns: list[list[int]]
 
     @classmethod
-    def of(cls, hardware: Hardware) -> Wires:
+    def from_hardware(cls, hardware: Hardware) -> Wires:
         messages, devices = MessageTimes(hardware), range(hardware.num_devices)
         ways = [[messages.way(src, dst) for dst in devices] for src in devices]
         rates = [[NANO / bandwidth for _, bandwidth in row] for row in ways]

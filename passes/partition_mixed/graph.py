@@ -20,7 +20,7 @@ NANO = 1e9
 
 @dataclass(frozen=True)
 class BlockValue:
-    """What one block hands to others. `readers` are other blocks."""
+    """A value that one block hands to others. `readers` are other blocks."""
 
     maker: int
     readers: tuple[int, ...]
@@ -32,7 +32,7 @@ class BlockValue:
 class BlockGraph:
     """Blocks 0 to n - 1 in topological order. `made` and `read`: per block the indices of values."""
 
-    scopes: list[tuple[str, ...]]  # per block the modules that it lies in
+    scopes: list[tuple[str, ...]]  # per block the modules around it
     forward_ns: list[list[int]]  # per device, per block
     load_ns: list[list[int]]  # per device, per block: forward, rematerialisation and backward
     values: list[BlockValue]
@@ -124,7 +124,7 @@ class Clusters:
     def __len__(self) -> int:
         return len(self.members)
 
-    def in_order(self) -> list[int]:
+    def list_in_order(self) -> list[int]:
         return [c for c in self.order if c is not None]
 
     def neighbours(self, cluster: int) -> set[int]:
@@ -134,7 +134,7 @@ class Clusters:
         """Make two clusters one, named by the earlier of them in the order; False where that would close a cycle."""
         if self.place[a] > self.place[b]:
             a, b = b, a
-        after = self._between(a, b)
+        after = self._clusters_between(a, b)
         if after is None:
             return False
         begin, end = self.place[a], self.place[b]
@@ -147,7 +147,7 @@ class Clusters:
         self._absorb(a, b)
         return True
 
-    def _between(self, a: int, b: int) -> set[int] | None:
+    def _clusters_between(self, a: int, b: int) -> set[int] | None:
         """The clusters that a leads to, before b in the order; None if one of them leads to b."""
         last = self.place[b]
         found: set[int] = set()

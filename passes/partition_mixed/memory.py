@@ -1,11 +1,11 @@
-"""What sets of blocks need on a device: stages that need not be runs of neighbours, and several of them at once.
+"""The memory of sets of blocks on a device: stages that need not be runs of neighbours, and several of them at once.
 
 In: a draft with blocks. Out: `StageMemory` of any set of blocks, and whether a device holds several of these. A device
 keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of
 all micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without states.
 
-In an asynchronous pipeline a value is there of as many micro-batches as its maker has stages after it: so many are
-under way between its making and the backward that reads it last (`count_under_way`). The gradients of a shared
+In an asynchronous pipeline a value exists once for each stage after its maker: this number of micro-batches is under
+way between its making and the backward that reads it last (`count_under_way`). The gradients of a shared
 parameter wait in a stage for those of the farthest stage that shares it.
 """
 
@@ -81,12 +81,13 @@ class Footprints:
         self.alone_bytes = [self.lasting_bytes(i) + self.kept[i] for i in range(len(self.blocks))]
 
     def count_under_way(self, members: Sequence[Sequence[int]], distances: Sequence[int]) -> None:
-        """From here on these are the stages of an asynchronous pipeline, each with so many after it."""
+        """Take these for the stages of an asynchronous pipeline from here on; `distances`: the number of stages after
+        each."""
         found = {block: distance for own, distance in zip(members, distances, strict=True) for block in own}
         self.distance = [found[block] for block in range(len(self.blocks))]
 
-    def _under_way(self, value: int, reader: int) -> int:
-        """The micro-batches of which a block's input is there at once."""
+    def _num_under_way(self, value: int, reader: int) -> int:
+        """The number of micro-batches whose input of a block is in memory at once."""
         if not self.distance:
             return self.micro_batches
         ahead = self.distance[reader] + 1 if value < 0 else self.distance[self.graph.values[value].maker]
@@ -119,10 +120,10 @@ class Footprints:
                 value = self.graph.values[k]
                 if value.maker not in inside:
                     inputs[k] = value.bytes, value.has_gradient
-                    under_way[k] = self._under_way(k, i)
+                    under_way[k] = self._num_under_way(k, i)
                     entering |= self.value_storages[k].keys()
             inputs.update((k, (size, False)) for k, size in self.batch[i].items())
-            under_way.update((k, max(under_way.get(k, 0), self._under_way(k, i))) for k in self.batch[i])
+            under_way.update((k, max(under_way.get(k, 0), self._num_under_way(k, i))) for k in self.batch[i])
         counted = {key for i in own for key in self.own[i]}
         between = sum(size for key, size in saved.items() if key not in counted and key not in entering)
         outputs = (k for i in own for k in self.graph.made[i] if not inside.issuperset(self.graph.values[k].readers))
@@ -173,8 +174,8 @@ class Footprints:
         lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
         return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
 
-    def spared(self, device: int, stages: Sequence[StageMemory]) -> list[bool]:
-        """Which resident stages of a device can keep the saved tensors of all micro-batches: the smallest ones."""
+    def may_keep(self, device: int, stages: Sequence[StageMemory]) -> list[bool]:
+        """Whether each resident stage of a device may keep the saved tensors of all micro-batches: the smallest may."""
         room = self.budgets[device] - self.resident_bytes(stages)
         found = [False] * len(stages)
         for j in sorted(range(len(stages)), key=lambda j: stages[j].kept_bytes):

@@ -65,7 +65,7 @@ class PartitionMixed(Partition):
         asked = asked_stages(draft, self.stages)
         counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
-        problem = _Problem.of(draft, self.asynchronous)
+        problem = _Problem.from_draft(draft, self.asynchronous)
         if problem.largest[0] > max(problem.memory.budgets):
             raise problem.does_not_fit(counts)
         if self.asynchronous:
@@ -125,9 +125,9 @@ class _Problem:
     light: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, draft: Draft, asynchronous: bool = False) -> _Problem:
+    def from_draft(cls, draft: Draft, asynchronous: bool = False) -> _Problem:
         graph = block_graph(draft.blocks, draft.lane_hardware, draft.options.precision, draft.graph)
-        return cls(draft, graph, Footprints(draft, graph), Wires.of(draft.lane_hardware), asynchronous)
+        return cls(draft, graph, Footprints(draft, graph), Wires.from_hardware(draft.lane_hardware), asynchronous)
 
     def best_asynchronous(self, counts: list[int]) -> _Attempt | None:
         """The best over all rounds of balancing, each with the profiles that the one before showed to be right."""
@@ -144,8 +144,8 @@ class _Problem:
         return min(found, key=lambda a: a.rank, default=None)
 
     @property
-    def assumed(self) -> BlockGraph:
-        """The graph with the profiles that balancing goes by."""
+    def assumed_graph(self) -> BlockGraph:
+        """The graph with the profiles by which stages are balanced."""
         rows = zip(self.graph.load_ns, self.graph.forward_ns)
         loads = [
             [load - forwards[i] * (i in self.light) for i, load in enumerate(own)] for own, forwards in rows
@@ -167,7 +167,7 @@ class _Problem:
         """The most promising attempts for one L, refined."""
         started: list[tuple[int, list[int], Clusters, list[list[int]]]] = []
         for grain in GRAINS:
-            coarse = self.coarsened(count, grain, swapped)
+            coarse = self.coarsen(count, grain, swapped)
             units = [sorted(own) for own in coarse.members.values()]
             for centers in CENTERS:
                 clusters = coarse.copy()
@@ -181,11 +181,11 @@ class _Problem:
         for step_ns, devices, clusters, units in started:
             if step_ns not in seen and len(seen) < REFINED:
                 seen.add(step_ns)
-                yield self.finished(count, clusters, devices, units, swapped)
+                yield self.finish(count, clusters, devices, units, swapped)
 
-    def coarsened(self, count: int, grain: float, swapped: bool) -> Clusters:
+    def coarsen(self, count: int, grain: float, swapped: bool) -> Clusters:
         """Clusters of blocks of one type."""
-        loads = [max(column) for column in zip(*self.assumed.load_ns)]
+        loads = [max(column) for column in zip(*self.assumed_graph.load_ns)]
         clusters = Clusters(self.graph.succ, loads, self.block_bytes(swapped))
         limits = self.limits(count, swapped)
         merge_small(clusters, self.graph, limits)
@@ -205,7 +205,7 @@ class _Problem:
         return [sum(weight for weight, _ in row.values()) for row in self.memory.parameters]
 
     def flow(self, clusters: Clusters) -> PipelineEstimate:
-        return self._flow([clusters.members[c] for c in clusters.in_order()], ())
+        return self._flow([clusters.members[c] for c in clusters.list_in_order()], ())
 
     def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> PipelineEstimate:
         few = 2 * self.draft.lane_hardware.num_devices  # more micro-batches only repeat what these show
@@ -215,10 +215,10 @@ class _Problem:
     def count_under_way(self, flow: PipelineEstimate, clusters: Clusters) -> None:
         """Have memory count the micro-batches that are under way in an asynchronous pipeline of these stages."""
         if self.asynchronous:
-            self.memory.count_under_way([clusters.members[c] for c in clusters.in_order()], flow.distances())
+            self.memory.count_under_way([clusters.members[c] for c in clusters.list_in_order()], flow.distances())
 
     def starts(self, flow: PipelineEstimate, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
-        needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
+        needs = [self.memory.stage(clusters.members[c]) for c in clusters.list_in_order()]
         yield from filter(
             None,
             (
@@ -228,31 +228,31 @@ class _Problem:
             ),
         )
 
-    def finished(
+    def finish(
         self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
     ) -> _Attempt:
         """Exchange devices, make connected clusters stages, and refine, which counts only where it helps."""
-        order, flow = clusters.in_order(), self.flow(clusters)
+        order, flow = clusters.list_in_order(), self.flow(clusters)
         self.count_under_way(flow, clusters)
         needs = [self.memory.stage(clusters.members[c]) for c in order]
         devices = exchange(flow, devices, needs, self.memory, swapped)
         device_of = dict(zip(order, devices))
         merge_components(clusters, device_of, self.graph, self.memory, swapped)
         self.count_under_way(self.flow(clusters), clusters)
-        members = [sorted(clusters.members[c]) for c in clusters.in_order()]
-        devices = [device_of[c] for c in clusters.in_order()]
-        plain = self.valued(count, members, devices, swapped)
-        refinement = Refinement(self.assumed, members, devices, self.memory, self.wires, swapped)
+        members = [sorted(clusters.members[c]) for c in clusters.list_in_order()]
+        devices = [device_of[c] for c in clusters.list_in_order()]
+        plain = self.value(count, members, devices, swapped)
+        refinement = Refinement(self.assumed_graph, members, devices, self.memory, self.wires, swapped)
         refinement.run(units)
         refinement.run([[block] for block in range(self.graph.num_blocks)])
-        refined = self.valued(count, *refinement.stages(), swapped)
+        refined = self.value(count, *refinement.stages(), swapped)
         return min(plain, refined, key=lambda a: (not a.fits, a.rank))
 
-    def valued(self, count: int, members: list[list[int]], devices: list[int], swapped: bool) -> _Attempt:
+    def value(self, count: int, members: list[list[int]], devices: list[int], swapped: bool) -> _Attempt:
         spared = [False] * len(members)
         for device in set() if swapped else set(devices):
             own = [s for s, home in enumerate(devices) if home == device]
-            found = self.memory.spared(device, [self.memory.stage(members[s]) for s in own])
+            found = self.memory.may_keep(device, [self.memory.stage(members[s]) for s in own])
             for s, is_spared in zip(own, found):
                 spared[s] = is_spared
         flow, fits = self._flow(members, spared), True

@@ -69,7 +69,7 @@ class Refinement:
             if stage != source and earliest <= stage <= latest and (gain := self.gain_ns(unit, stage)) > self.least_ns
         ]
         for _, stage in sorted(gains, reverse=True):
-            if self._stays_connected(source, inside) and self._fits(unit, source, stage):
+            if self._keeps_connection(source, inside) and self._fits(unit, source, stage):
                 self._place(unit, stage)
                 return True
         return False
@@ -101,7 +101,7 @@ class Refinement:
         readers = {self.device_of[self.home[reader]] for reader in value.readers}
         return sum(rates[d] for d in readers) * value.bytes * (1 + value.has_gradient)
 
-    def _stays_connected(self, stage: int, leaving: set[int]) -> bool:
+    def _keeps_connection(self, stage: int, leaving: set[int]) -> bool:
         rest = self.members[stage] - leaving
         if not rest:
             return True

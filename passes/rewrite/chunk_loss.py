@@ -1,7 +1,7 @@
-"""`chunk-loss`: a head and its cross entropy in chunks of tokens, so that logits never stand whole.
+"""`chunk-loss`: a head and its cross entropy in chunks of tokens, so that logits never exist whole.
 
-In: the op graph. Out: a graph in which one call, `functions.chunked_cross_entropy`, stands in place of the product of
-the head and the loss. It makes the logits once more in backward, and keeps what the head multiplies and one number per
+In: the op graph. Out: a graph in which one call, `functions.chunked_cross_entropy`, replaces the product of the head
+and the loss. It makes the logits once more in backward, and keeps what the head multiplies and one number per
 token. Logits that the model returns are made in evaluation only.
 """
 
@@ -111,5 +111,5 @@ def _note(head: HeadLoss, chunk: LossChunk) -> str:
     at_once = format_bytes(workspace_bytes(head, chunk.tokens))
     text = f"the {head.num_classes} logits of {head.num_tokens} tokens are made in {pieces} chunks of {at_once}"
     if head.outputs and not chunk.logits:
-        text += f"; evaluation gives no {', '.join(head.outputs)}, which would stand whole"
+        text += f"; evaluation gives no {', '.join(head.outputs)}, which would exist whole"
     return text

@@ -1,7 +1,7 @@
 """`coarsen`: op graph to blocks.
 
 In: the op graph. Out: `draft.blocks`, runs of consecutive nodes, so no cycle can arise. A run follows one element of
-the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. A module that
+the user's module lists ("transformer.h.3"); nodes between them are cut at modules that own parameters. A module that
 is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
 parameters join the run before them. The pass never separates a base from what writes it in place, a buffer's readers
 from its writers, or a value that is no tensor from its readers. Where the members of a team exchange values, a block
@@ -32,7 +32,8 @@ from ..draft import Draft
 
 @dataclass(frozen=True)
 class Coarsen(Pass):
-    """`level`: "layer" for the elements of the model's module lists and what lies between them, or "operator"."""
+    """`level`: "layer" for the elements of the model's module lists and the runs of nodes between them, or
+    "operator"."""
 
     name: ClassVar[str] = "coarsen"
     rank: ClassVar[int] = 20
@@ -46,7 +47,7 @@ class Coarsen(Pass):
 
     def plan(self, draft: Draft) -> dict[str, int]:
         """Each block's number of nodes, by name, in order. Raises `PlanError` for a model without parameters in use."""
-        blocks = _found(draft.graph, self.level)
+        blocks = _find(draft.graph, self.level)
         if not blocks:
             raise PlanError(
                 f"model: {type(draft.graph.model).__name__}'s loss depends on no parameter; there is nothing to train"
@@ -54,7 +55,7 @@ class Coarsen(Pass):
         return {block.name: len(block.nodes) for block in blocks}
 
     def rewrite(self, draft: Draft, decision: dict[str, int]) -> None:
-        blocks = _found(draft.graph, self.level)
+        blocks = _find(draft.graph, self.level)
         if {block.name: len(block.nodes) for block in blocks} != decision:
             found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
             raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
@@ -62,7 +63,7 @@ class Coarsen(Pass):
         gaps = [device.gaps_bytes for device in draft.machine.devices if device.gaps_bytes is not None]
         draft.blocks = measure_blocks(draft.graph, blocks, first.kind, min(gaps, default=None))
         if draft.options.compile_stages:
-            draft.blocks = _compiled(draft.graph, draft.blocks)
+            draft.blocks = _add_compiled_peaks(draft.graph, draft.blocks)
         told = _remarks(draft.blocks)
         if draft.options.profiler is not None:
             draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.machine)
@@ -71,7 +72,7 @@ class Coarsen(Pass):
             draft.notes[self.name] = "; ".join(told)
 
 
-def _found(graph: OpGraph, level: str) -> list[Block]:
+def _find(graph: OpGraph, level: str) -> list[Block]:
     """The model's blocks, which a rewrite asks for again after its plan has found them."""
     key = ("blocks", level)
     if key not in graph.known:
@@ -80,9 +81,9 @@ def _found(graph: OpGraph, level: str) -> list[Block]:
     return found
 
 
-def _compiled(graph: OpGraph, blocks: list[Block]) -> list[Block]:
-    """Blocks with what torch.compile's backward of a repeated layer holds to its end, of which backward as written lets
-    go: the gradients of its parameters, and the gradient that came to it."""
+def _add_compiled_peaks(graph: OpGraph, blocks: list[Block]) -> list[Block]:
+    """Add the memory that torch.compile's backward of a repeated layer holds to its end, and that backward as written
+    releases: the gradients of its parameters, and the gradient that came to it."""
     times, nodes = Counter(block.hash for block in blocks), dict[str, list[fx.Node]]()
     for block in blocks:
         nodes.setdefault(block.layer or block.name, []).extend(block.nodes)
@@ -92,11 +93,11 @@ def _compiled(graph: OpGraph, blocks: list[Block]) -> list[Block]:
         own = sum(p.numel() * graph.compute_dtype(p).itemsize for p in trained.values())
         return own + sum(storages(node_outputs(tuple(nodes[layer])), with_gradient=True).values())
 
-    def with_held(block: Block) -> Block:
+    def add_held_bytes(block: Block) -> Block:
         peak_bytes = block.cost.backward_peak_bytes + held_bytes(block.layer or block.name)
         return block.with_cost(replace(block.cost, backward_peak_bytes=peak_bytes))
 
-    return [with_held(block) if times[block.hash] > 1 else block for block in blocks]
+    return [add_held_bytes(block) if times[block.hash] > 1 else block for block in blocks]
 
 
 def _remarks(blocks: list[Block]) -> list[str]:

@@ -38,7 +38,7 @@ from .graph_pass import GraphPass
 # Places of a row from which on blocks win: two blocks of queries leave out a quarter of all pairs, which makes up for
 # the attention that backward computes again.
 LEAST_PACKED = 2 * MOST_QUERIES
-# A row has room for documents of so many tokens on average, for twice as many documents as the fullest row of the
+# A row has room for documents of this number of tokens on average, for twice the documents of the fullest row of the
 # example batch, or for a few. Each takes the kernel's backward 128 tokens' gradients of queries in fp32.
 MEAN_DOCUMENT = 64
 FEW_DOCUMENTS = 8
@@ -53,7 +53,7 @@ class DropMasks(GraphPass):
     decides: ClassVar[tuple[Decision, ...]] = (Decision("masks", dict[str, MaskForm], {}, hashed=True),)
 
     def plan(self, draft: Draft) -> dict[str, MaskForm]:
-        """What the mask of each call is proven to be, by the call's place. Masks of documents go on GPUs where the
+        """The proven form of the mask of each call, by the call's place. Masks of documents go on GPUs where the
         kernel takes borders, and in rows so long that blocks of queries take no more time than one mask for all
         calls."""
         calls, found = masked_calls(draft.graph), dict(draft.graph.once(_proven))
@@ -84,9 +84,9 @@ class DropMasks(GraphPass):
         borders: dict[fx.Node, fx.Node] = {}
         for place, form in decision.items():
             if not _agrees(graph, calls[place], form, forms.get(place)):
-                found = f"is proven to be {_in_words(forms[place])}" if place in forms else "is not proven to be that"
+                found = f"is proven to be {_text_of(forms[place])}" if place in forms else "is not proven to be that"
                 raise PassError(
-                    f"masks says that the mask of {place} is {_in_words(form)}, but it {found}; "
+                    f"masks says that the mask of {place} is {_text_of(form)}, but it {found}; "
                     "leave the entry out to keep the mask"
                 )
             _rewrite(graph, calls[place], form, borders)
@@ -186,12 +186,12 @@ def _rewrite(graph: OpGraph, node: fx.Node, form: MaskForm, borders: dict[fx.Nod
             borders[documents] = edit.call(document_borders, documents, form.most)
             borders[documents].meta["source"] = ""  # no line of the user's
         more = {"borders": borders[documents]}
-    change_arguments(node, lambda args, kwargs: _without_mask(args, kwargs, form, documents, more))
+    change_arguments(node, lambda args, kwargs: _drop_mask(args, kwargs, form, documents, more))
     if isinstance(form, KeyWindow):
         node.target = window_attention
 
 
-def _without_mask(
+def _drop_mask(
     args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm, documents: fx.Node | None, more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = given_arguments(args, kwargs)
@@ -204,7 +204,7 @@ def _without_mask(
     return operands, {**rest, "is_causal": True} if form == "causal" else rest
 
 
-def _in_words(form: MaskForm) -> str:
+def _text_of(form: MaskForm) -> str:
     if isinstance(form, KeyWindow):
         return f"a window of {form.before + 1 + form.after} keys"
     if isinstance(form, DocumentBorders):
@@ -219,7 +219,7 @@ def written_out(graph: OpGraph) -> int:
 
 
 def _remarks(count: int, forms: Sequence[MaskForm], written: int) -> list[str]:
-    words = [_in_words(form) for form in forms]
+    words = [_text_of(form) for form in forms]
     kinds = list(dict.fromkeys(words))
     told = [f"attention calls that need no mask, as it is {' or '.join(kinds)}: {len(forms)}"] if kinds else []
     if count > len(forms):

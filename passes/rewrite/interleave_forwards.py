@@ -69,7 +69,7 @@ class _Group:
 
 @dataclass
 class _Uses:
-    """Which nodes use parameters, and which of these nodes each node depends on."""
+    """The nodes that use parameters, and for each node those of them that it depends on."""
 
     graph: OpGraph
     by_parameter: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
@@ -161,7 +161,7 @@ def _order(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> list[fx.No
     slot: dict[fx.Node, int] = {}
     for node in graph.nodes:
         slot[node] = 0 if node.op == "get_attr" else max(goal[node], *(slot[n] for n in needs[node]), 0)
-    for node in graph.nodes:  # a weight is no value to send: it stands with its first reader
+    for node in graph.nodes:  # a weight is no value to send: it goes with its first reader
         if node.op == "get_attr":
             slot[node] = min((slot[user] for user in node.users), default=0)
     inner = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_mode_switch(n)]
@@ -169,8 +169,8 @@ def _order(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> list[fx.No
 
 
 def _goals(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> dict[fx.Node, int]:
-    """For each node the number of the run that it should stand with. A node of no run, or between the elements of a
-    list, stands with the first that reads it; a part of a value stays with the value."""
+    """For each node the number of the run that it should be placed in. A node of no run, or between the elements of a
+    list, goes with its first reader; a part of a value stays with the value."""
     own: dict[fx.Node, int] = {}
     between: set[fx.Node] = set()
     for number, (key, nodes) in enumerate(split_runs(graph)):

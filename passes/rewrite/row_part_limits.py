@@ -1,4 +1,4 @@
-"""What parts of a parameter's rows must fit into, and which optimizers refuse them."""
+"""The room that parts of a parameter's rows must fit into, and the optimizers that refuse parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def device_room(draft: Draft) -> int:
 
 
 def refused_by_optimizer(draft: Draft, name: str, value: nn.Parameter) -> str:
-    """Why the optimizer needs the whole parameter; empty where it does not."""
+    """The reason why the optimizer needs the whole parameter; empty where it does not."""
     whole = draft.options.takes_whole
     if whole is None or not value.requires_grad or not whole(name):
         return ""

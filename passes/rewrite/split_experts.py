@@ -52,7 +52,7 @@ class SplitExperts(GraphPass):
         return bool(self.look(draft)[0])
 
     def plan(self, draft: Draft) -> ExpertBoundaries:
-        """Raises `PassError` where `parts` is given and no layer can have so many."""
+        """Raises `PassError` where `parts` is given and no layer can have this number."""
         found, refused = self.look(draft)
         if refused:
             draft.notes[self.name] = "; ".join(refused)
@@ -65,12 +65,12 @@ class SplitExperts(GraphPass):
         return found
 
     def look(self, draft: Draft) -> tuple[ExpertBoundaries, list[str]]:
-        """What to split, and why large layers cannot be."""
+        """The layers to split, and the reasons why other large layers cannot be split."""
         found: ExpertBoundaries = {}
         refused: dict[str, list[str]] = {}
         updated_bytes = self._updated_bytes(draft)
         for name, layer in draft.graph.once(find_expert_layers).items():
-            count = self.parts or _parts_needed(layer, device_room(draft))
+            count = self.parts or _num_parts(layer, device_room(draft))
             if count > 1 and not self.parts:
                 count = max(count, _equal_parts(layer, _all_bytes(draft, layer.weights) / updated_bytes))
             refusal = layer.refusal or _refused_by_optimizer(draft, layer)
@@ -83,8 +83,8 @@ class SplitExperts(GraphPass):
         return found, [f"{_few(names)} whole: {refusal}" for refusal, names in refused.items()]
 
     def _updated_bytes(self, draft: Draft) -> float:
-        """The bytes that a part may have, with gradients and states, where these come from SSD: what each device reads,
-        updates and writes lies in DRAM. Infinite where devices and DRAM hold everything."""
+        """The bytes that a part may have, with gradients and states, where these come from SSD: DRAM holds all that
+        each device reads, updates and writes. Infinite where devices and DRAM hold everything."""
         machine, hosts = draft.machine, range(len(draft.machine.hosts))
         dram = sum(machine.dram_budget_bytes(host) for host in hosts)
         room = dram + sum(device.budget_bytes for device in machine.devices)
@@ -101,7 +101,7 @@ class SplitExperts(GraphPass):
         return any(not (layer.refusal or _refused_by_optimizer(draft, layer)) for layer in layers)
 
     def has_room(self, draft: Draft, times: float) -> bool:
-        """Whether `times` as many rows as in the graph's micro-batch fit beside a part of any layer."""
+        """Whether `times` the rows of the graph's micro-batch fit beside a part of any layer."""
         layers = draft.graph.once(find_expert_layers).values()
         most_bytes = max((layer.row_bytes for layer in layers), default=0)
         return OF_ROWS * times * most_bytes <= (1 - SHARE) * device_room(draft)
@@ -132,13 +132,13 @@ def _few(names: Sequence[str]) -> str:
     return f"{names[0]} stays" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more stay"
 
 
-def _parts_needed(layer: ExpertLayer, room_bytes: int) -> int:
+def _num_parts(layer: ExpertLayer, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device."""
     return math.ceil(layer.held_bytes / (SHARE * room_bytes))
 
 
 def _equal_parts(layer: ExpertLayer, least: float) -> int:
-    """The smallest number of parts, of this number at least, that have as many experts each."""
+    """The smallest number of parts, `least` at least, that have equally many experts."""
     return next((n for n in range(1, layer.experts + 1) if layer.experts % n == 0 and n >= least), layer.experts)
 
 

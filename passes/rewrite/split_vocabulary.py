@@ -42,21 +42,21 @@ class SplitVocabulary(GraphPass):
         return bool(self.look(draft)[0])
 
     def plan(self, draft: Draft) -> Boundaries:
-        """Raises `PassError` where `parts` is given and no table can have so many."""
+        """Raises `PassError` where `parts` is given and no table can have this number."""
         found, refused = self.look(draft)
         if refused:
             draft.notes[self.name] = "; ".join(refused)
         if self.parts > 1 and not found:
-            none = _divided_before(draft.graph) or "this model looks no table up"
+            none = _refusal_of_team(draft.graph) or "this model looks no table up"
             raise PassError(f"split-vocabulary: {'; '.join(refused) or none}")
         return found
 
     def look(self, draft: Draft) -> tuple[Boundaries, list[str]]:
-        """What to split, and why large tables cannot be."""
+        """The tables to split, and the reasons why other large tables cannot be split."""
         found: Boundaries = {}
         refused = []
         for table in draft.graph.once(find_tables).values():
-            count = self.parts or parts_needed(table, device_room(draft))
+            count = self.parts or num_parts(table, device_room(draft))
             refusal = table.refusal or refused_by_optimizer(draft, table.name, table.value)
             if count > 1 and (refusal or count > table.rows):
                 refused.append(f"{table.name} stays whole: {refusal or f'it has {table.rows} rows only'}")
@@ -81,11 +81,11 @@ class SplitVocabulary(GraphPass):
         draft.graph = graph
         lost -= set(draft.graph.outputs)
         told = [f"{name} is {len(rows) - 1} parts" for name, rows in decision.items()]
-        told += [f"evaluation gives no {', '.join(sorted(lost))}, which would stand whole"] if lost else []
+        told += [f"evaluation gives no {', '.join(sorted(lost))}, which would exist whole"] if lost else []
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
 
 
-def parts_needed(table: TokenTable, room_bytes: int) -> int:
+def num_parts(table: TokenTable, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device, with the values that it makes."""
     divided = table.bytes * (COPIES if table.value.requires_grad else 1)
     divided += sum(workspace_bytes(head.loss, head.loss.num_tokens) for head in table.heads if head.loss is not None)
@@ -95,8 +95,8 @@ def parts_needed(table: TokenTable, room_bytes: int) -> int:
     return math.ceil(divided / max(share - whole, share / 2))
 
 
-def _divided_before(graph: OpGraph) -> str:
-    """What to do about tables that members of a team have divided before; empty without a team."""
+def _refusal_of_team(graph: OpGraph) -> str:
+    """The way out for tables that members of a team have divided before; empty without a team."""
     if graph.team == 1:
         return ""
     return (
@@ -108,7 +108,7 @@ def _divided_before(graph: OpGraph) -> str:
 def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequence[int]) -> None:
     """Raise `PassError` for a decision, perhaps edited, that is none about this model."""
     if name not in tables:
-        known = _divided_before(draft.graph) or f"there are {', '.join(tables) or 'none'}"
+        known = _refusal_of_team(draft.graph) or f"there are {', '.join(tables) or 'none'}"
         raise PassError(f"split-vocabulary: {name!r} is no table of this model; {known}")
     table = tables[name]
     wrong = wrong_boundaries(rows, table.rows)

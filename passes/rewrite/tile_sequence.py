@@ -1,8 +1,8 @@
 """`tile-sequence`: token-wise parts of layers over tiles of tokens, forward and backward.
 
-In: the op graph. Out: the same step, in which the nodes of each part stand together and are marked (`ir/tiles.py`). A
+In: the op graph. Out: the same step, in which the nodes of each part are neighbours and marked (`ir/tiles.py`). A
 stage runs such a part by `functions.in_tiles`: forward keeps what enters it, backward computes each tile again before
-it goes back through it, so that what lies inside (of a MLP, of norms in fp32, of projections) exists for one tile at a
+it goes back through it, so that the values inside (of a MLP, of norms in fp32, of projections) exist for one tile at a
 time. Attention, whose kernels need no tiles, is outside, and is not computed again. (Bekman et al. 2025, "Arctic Long
 Sequence Training", 3.1, does this to the MLP of known models.) Logits are cut by `chunk-loss`, which need not compute
 them a third time.
@@ -93,7 +93,7 @@ def tokens_of_tile(part: TokenPart, room_bytes: int) -> int:
 
 
 def mark_part(graph: OpGraph, part: TokenPart, tokens: int) -> None:
-    """Let the part's nodes stand together in a copy of the graph in which it was found, and mark them."""
+    """Make the part's nodes neighbours in a copy of the graph in which it was found, and mark them."""
     copies = {node.name: node for node in graph.nodes}
     nodes = [copies[node.name] for node in part.nodes]
     _bring_together(graph, nodes)

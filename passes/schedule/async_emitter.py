@@ -10,7 +10,7 @@ from torch import fx
 from ...ir import ops
 from ...ir.program import WORLD, StageSpec
 from ..optimizer.timing import Updates
-from .async_order import Staleness, recomputed
+from .async_order import Staleness, stages_to_recompute
 from .emitter import Emitter, number_of
 from .flow import Action, AsyncUpdate, Flow, Placed, Share
 
@@ -23,7 +23,7 @@ class AsyncEmitter(Emitter):
     ):
         super().__init__(flow, device, order)
         self.staleness, self.mode, self.how = staleness, mode, updates
-        self.keeping = flow.trained.difference(recomputed(flow))
+        self.keeping = flow.trained.difference(stages_to_recompute(flow))
         self.pending: dict[tuple[str, int, bool], fx.Node] = {}  # gradients for an update, and for a late (True) one
         self.read: dict[tuple[str, int], fx.Node] = {}  # per forward under way, the weights that it read
         self.updates: dict[tuple[str, bool], int] = defaultdict(int)

@@ -60,12 +60,12 @@ class Staleness:
         return [name for name in self.distance if name in self.shared or name in self.clipped]
 
     @property
-    def of_late(self) -> int:
+    def lateness(self) -> int:
         return max((self.distance[name] for name in self.late), default=0)
 
     def lag(self, stage: str) -> int:
         """The number of later backwards before a stage is updated with what waits for other stages."""
-        return self.of_late - self.distance[stage]
+        return self.lateness - self.distance[stage]
 
     def has_unshared(self, spec: StageSpec) -> bool:
         """Whether a stage trains parameters that it does not share."""
@@ -86,14 +86,13 @@ class Staleness:
 
     def lacking(self, stage: str) -> int:
         """The most updates that a forward of a stage lacks of those of parameters that it does not share."""
-        return self.updates(self.of_late if self.waits(stage) else self.distance[stage])
+        return self.updates(self.lateness if self.waits(stage) else self.distance[stage])
 
     def ends(self, micro_batch: int) -> bool:
         """Whether a micro-batch is the last one of its mini-batch."""
         return (micro_batch + 1) % self.accumulate == 0
 
     def last_of(self, mini_batch: int) -> int:
-        """The last micro-batch of a mini-batch."""
         return (mini_batch + 1) * self.accumulate - 1
 
 
@@ -110,7 +109,7 @@ def staleness_of(flow: Flow, clipped: bool = False, whole: Collection[str] = ())
 
 
 def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[StageAction]:
-    """What one stage does, in order."""
+    """The actions of one stage, in order."""
     name, count, ahead = spec.name, flow.interface.micro_batches, staleness.distance[spec.name] + 1
     if name not in flow.trained:
         return [Turn(name, m) for m in range(count)]
@@ -129,7 +128,7 @@ def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[StageAct
     return steps + [AsyncUpdate(name, m // each, True) for m in rest]
 
 
-def recomputed(flow: Flow) -> list[str]:
+def stages_to_recompute(flow: Flow) -> list[str]:
     """The stages whose backward computes the forward again: all that have one but the last."""
     distance = distances(flow)
     return [spec.name for spec in flow.specs if spec.name in flow.trained and distance[spec.name]]
@@ -142,7 +141,7 @@ class Alternating(Timetable):
     def __init__(self, flow: Flow, draft: Draft, staleness: Staleness):
         super().__init__(flow, draft)
         self.staleness = staleness
-        self.recomputed = frozenset(recomputed(flow))
+        self.recomputed = frozenset(stages_to_recompute(flow))
         self.sums_s = self.sums_seconds()
         self.lanes_s = {spec.name: self.lanes_seconds(spec, draft) for spec in flow.specs}
         self.update_s = {spec.name: self.update_seconds(spec, draft) for spec in flow.specs}
@@ -199,14 +198,14 @@ class Alternating(Timetable):
         return num_bytes / device.memory_bandwidth + len(spec.params) * device.op_overhead_s
 
     def ended_all_s(self, mini_batch: int) -> float:
-        """When the gradients of a mini-batch are there from all stages that wait for each other."""
+        """The seconds at which a mini-batch has gradients from all stages that wait for each other."""
         last = self.staleness.last_of(mini_batch)
         return max(self.ended_s.get(Turn(stage, last, True), math.inf) for stage in self.late)
 
     def waits_s(self, turn: Turn) -> list[float]:
-        return (self.before_backward(turn) if turn.is_backward else self.before_forward(turn)) + super().waits_s(turn)
+        return (self.backward_waits_s(turn) if turn.is_backward else self.forward_waits_s(turn)) + super().waits_s(turn)
 
-    def before_forward(self, turn: Turn) -> list[float]:
+    def forward_waits_s(self, turn: Turn) -> list[float]:
         """A stage without a backward waits, too: it runs no further ahead than a stage with one."""
         closing = self.flow.closing[turn.stage]
         before = turn.micro_batch - self.staleness.distance[turn.stage] - 1
@@ -214,7 +213,7 @@ class Alternating(Timetable):
             return []
         return [0.0 if Turn(closing, before, True) in self.ended_s else math.inf]
 
-    def before_backward(self, turn: Turn) -> list[float]:
+    def backward_waits_s(self, turn: Turn) -> list[float]:
         """A backward waits for those of later stages on its device that read the same value: its gradient leaves after
         the first stage's backward."""
         spec, here = self.flow.interface.stages[turn.stage], self.flow.device_of[turn.stage]

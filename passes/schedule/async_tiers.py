@@ -1,7 +1,7 @@
 """Stages of an asynchronous pipeline that are not wholly on their device: their weights come from DRAM or SSD, or are
 shared with other lanes, and come again after each update.
 
-In: a lane's program on resident weights, whose updates stand where they belong. Out: the same program in which each
+In: a lane's program on resident weights, whose updates are in their places. Out: the same program in which each
 phase, a run of turns of one stage with no update of it in between, begins with a fetch or a gather and ends with
 weights leaving; in which gradients are summed over lanes, and move to where their stage is updated; and in which states
 on SSD are read and written back around each update. An `early` fetch is issued at the beginning of the phase before its
@@ -33,7 +33,7 @@ class Between:
     after: fx.Node | None
 
 
-def between_updates(program: Program) -> list[Between]:
+def phases_of(program: Program) -> list[Between]:
     """The phases of a program, in order. A phase also ends where another stage's begins."""
     found: list[Between] = []
     updated: dict[str, fx.Node] = {}
@@ -50,7 +50,7 @@ def between_updates(program: Program) -> list[Between]:
 
 def bring_weights(program: Program, early: Mapping[str, bool], on_ssd: StageTiers, is_shared: bool) -> None:
     """Replace the resident weights of the stages in `early`, for each phase, by fetches, or by gathers of resident
-    shards where the stages are shared. Weights of which "all" lies on SSD are read into DRAM first."""
+    shards where the stages are shared. Weights with the tier "all" are read from SSD into DRAM first."""
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     moving = [stage for stage in residents if stage in early]
     shards: dict[str, fx.Node] = {}
@@ -59,7 +59,7 @@ def bring_weights(program: Program, early: Mapping[str, bool], on_ssd: StageTier
             names = [f"{residents[stage].name}_shard"]
             (shards[stage],) = program.emit(ops.resident, f"{stage}.weights", group=ops.SHARDS, names=names)
     position = {node: i for i, node in enumerate(program.graph.nodes)}
-    phases, counts = between_updates(program), dict.fromkeys(moving, 0)
+    phases, counts = phases_of(program), dict.fromkeys(moving, 0)
     for i, phase in enumerate(phases):
         if phase.stage not in moving:
             continue
@@ -84,7 +84,7 @@ def bring_weights(program: Program, early: Mapping[str, bool], on_ssd: StageTier
 
 def move_gradients(program: Program, complete: Sequence[fx.Node], swapped: Collection[str]) -> None:
     """Sum the gradients of each mini-batch over lanes, and offload those of swapped stages."""
-    infer_all(program)  # gradients lie as gathered weights do
+    infer_all(program)  # gradients are laid out as gathered weights are
     for grads in complete:
         stage, users = str(grads.meta["type"].stage), list(grads.users)
         found = sum_once(program, grads)

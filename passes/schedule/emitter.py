@@ -84,7 +84,7 @@ class Emitter:
             if i.name == MEMBER:
                 self.values[message] = self.member()
             elif i.name in self.flow.maker:
-                self.values[message] = self.receive(self.flow.at(self.flow.maker[i.name], m), message)
+                self.values[message] = self.receive(self.flow.device_at(self.flow.maker[i.name], m), message)
             else:
                 (self.values[message],) = self.program.emit(
                     ops.load, self.program.batch, i.name, micro_batch=m, names=[message.name]
@@ -116,7 +116,7 @@ class Emitter:
                 self.values[made] = self.made_by(e, given, m, made.name)
 
     def made_by(self, e: Exchange, value: fx.Node, m: int, name: str, is_back: bool = False) -> fx.Node:
-        """What a team makes of a value, or of its gradient, by an exchange; without an op, the value itself."""
+        """The result of a team's exchange of a value, or of its gradient; without an op, the value itself."""
         op, fields = (e.back, e.back_fields) if is_back else (e.op, e.fields)
         if not op:
             return value
@@ -169,8 +169,8 @@ class Emitter:
     # --- rings in backward
 
     def sent_again(self, spec: StageSpec, m: int) -> list[str]:
-        """The inputs of a stage that go round again for its backward, in place of lying there since its forward. For
-        none on a device that has a part of the ring's stages."""
+        """The inputs of a stage that go round again for its backward, in place of being kept since its forward. None on
+        a device that has a part of the ring's stages."""
         return [i.name for i in spec.inputs if i.name in self.flow.round_of(i.name, self.device, m)[1:]]
 
     def input_again(self, name: str, m: int) -> fx.Node:

@@ -24,7 +24,7 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
     """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
 
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
-    memory allows beside the optimizer states of the others, in the arena of training. Weights that lie on SSD are read
+    memory allows beside the optimizer states of the others, in the arena of training. Weights on SSD are read
     into the arena of training in DRAM. Where fetches of training have turns on links, those here have some, too.
     """
     interface = draft.programs[0].interface if draft.programs else interface_of(draft)

@@ -1,5 +1,5 @@
-"""What devices do in a step, and what turns read and write: which stage makes a value, which stages need it, and the
-messages between devices."""
+"""The turns of devices in a step, and the values that turns read and write: the stage that makes each, the stages that
+need it, and the messages between devices."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _rounds(specs: Sequence[StageSpec]) -> dict[str, tuple[str, ...]]:
 
 
 class Flow:
-    """Which stage makes each value, which stages read it, and what therefore travels between which devices.
+    """The maker and the readers of each value among stages, and so the messages between devices.
 
     `copies`: the devices of stages that several run; micro-batches go to these `in_turn`, or each device takes its
     neighbours, so that results come in the order of the batch.
@@ -120,13 +120,13 @@ class Flow:
         """The values that a ring makes of one, itself first, if `value` is among these and all stages that read them on
         this micro-batch are on this device; else none."""
         found = self.rounds.get(value, ())
-        readers = {self.at(reader, micro_batch) for name in found for reader in self.readers[name]}
+        readers = {self.device_at(reader, micro_batch) for name in found for reader in self.readers[name]}
         return found if readers == {device} else ()
 
     def on(self, device: int) -> list[StageSpec]:
         return [spec for spec in self.specs if device in self.copies[spec.name]]
 
-    def at(self, stage: str, micro_batch: int) -> int:
+    def device_at(self, stage: str, micro_batch: int) -> int:
         """The device that runs a stage on a micro-batch."""
         copies = self.copies[stage]
         if self.in_turn:
@@ -135,16 +135,16 @@ class Flow:
 
     def reading_devices(self, value: str, micro_batch: int) -> list[int]:
         """Other devices that read a value, in the order of their first reading stage."""
-        home = self.at(self.maker[value], micro_batch)
-        return list(dict.fromkeys(d for r in self.readers[value] if (d := self.at(r, micro_batch)) != home))
+        home = self.device_at(self.maker[value], micro_batch)
+        return list(dict.fromkeys(d for r in self.readers[value] if (d := self.device_at(r, micro_batch)) != home))
 
     def first_reader(self, message: Message, device: int) -> str:
-        return next(r for r in self.readers[message.value] if self.at(r, message.micro_batch) == device)
+        return next(r for r in self.readers[message.value] if self.device_at(r, message.micro_batch) == device)
 
     def gradient_stage(self, value: str, device: int, micro_batch: int) -> str | None:
         """The stage whose backward completes the gradient of `value` on a reading device: its first reader there that
         hands a gradient back."""
-        return next((r for r in self.learners[value] if self.at(r, micro_batch) == device), None)
+        return next((r for r in self.learners[value] if self.device_at(r, micro_batch) == device), None)
 
     def forwards(self, device: int) -> list[Turn]:
         """The forwards of a device, stage by stage, each on all of the device's micro-batches."""
@@ -152,7 +152,7 @@ class Flow:
 
     def micro_batches(self, stage: str, device: int) -> list[int]:
         """The micro-batches on which a device runs a stage."""
-        return [m for m in range(self.interface.micro_batches) if self.at(stage, m) == device]
+        return [m for m in range(self.interface.micro_batches) if self.device_at(stage, m) == device]
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
         """(destination, message) of what leaves the device after one turn: what is read first leaves first."""
@@ -162,25 +162,25 @@ class Flow:
         if not turn.is_backward:
             sent = [(dst, Message(o.name, m)) for o in spec.made for dst in self.reading_devices(o.name, m)]
             return sorted(sent, key=lambda row: self.place[self.first_reader(row[1], row[0])])
-        gone = self.gradients_sent(spec, m)
-        back = [(self.at(self.maker[i.name], m), Message(i.name, m, is_gradient=True)) for i in gone]
+        gone = self.sent_gradients(spec, m)
+        back = [(self.device_at(self.maker[i.name], m), Message(i.name, m, is_gradient=True)) for i in gone]
         return sorted(back, key=lambda row: -self.place[self.maker[row[1].value]])
 
-    def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
+    def sources(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
         """The turns of other stages that make what a turn reads, each with the value."""
         spec, m = self.interface.stages[turn.stage], turn.micro_batch
         if turn.is_backward:
             return [(Turn(reader, m, True), out) for out in spec.made for reader in self.learners[out.name]]
         return [(Turn(self.maker[i.name], m), i) for i in spec.inputs if i.name in self.maker]
 
-    def gradients_sent(self, spec: StageSpec, micro_batch: int) -> list[TensorSpec]:
+    def sent_gradients(self, spec: StageSpec, micro_batch: int) -> list[TensorSpec]:
         """Inputs of `spec` whose whole gradient on its device leaves for the producer after its backward."""
-        device = self.at(spec.name, micro_batch)
+        device = self.device_at(spec.name, micro_batch)
         return [
             i
             for i in spec.inputs
             if (i.requires_grad or i.name in dict(spec.handed))
             and i.name in self.maker
-            and self.at(self.maker[i.name], micro_batch) != device
+            and self.device_at(self.maker[i.name], micro_batch) != device
             and self.gradient_stage(i.name, device, micro_batch) == spec.name
         ]

@@ -85,7 +85,7 @@ def interface_of(draft: Draft) -> Interface:
     if draft.graph.team != draft.mesh.team:
         raise PassError(
             f"the work inside layers is divided among {draft.graph.team} members of a team, but no lanes are a team; "
-            f"put mesh{{team={draft.graph.team}}} behind coarsen"
+            f"put mesh{{team={draft.graph.team}}} after coarsen"
         )
     batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
     sizes = draft.graph.sizes
@@ -117,7 +117,7 @@ def interface_of(draft: Draft) -> Interface:
 
 def _states(draft: Draft) -> dict[str, int]:
     """Bytes of optimizer states by stage, and of each shard, where they are not the same for each element."""
-    return {} if draft.options.state_bytes_of is None else _by_stage(draft, draft.options.state_bytes)
+    return {} if draft.options.state_bytes_of is None else _stage_bytes(draft, draft.options.state_bytes)
 
 
 def _temporaries(draft: Draft) -> dict[str, dict[str, int]]:
@@ -125,11 +125,11 @@ def _temporaries(draft: Draft) -> dict[str, dict[str, int]]:
     if draft.options.step_bytes_of is None:
         return {}
     counts = {memory: functools.partial(draft.options.step_bytes, memory=memory) for memory in (DEVICE, DRAM)}
-    found = {memory: _by_stage(draft, bytes_of) for memory, bytes_of in counts.items()}
+    found = {memory: _stage_bytes(draft, bytes_of) for memory, bytes_of in counts.items()}
     return {memory: bytes_of for memory, bytes_of in found.items() if any(bytes_of.values())}
 
 
-def _by_stage(draft: Draft, bytes_of: Callable[[Sequence[ParamSpec]], int]) -> dict[str, int]:
+def _stage_bytes(draft: Draft, bytes_of: Callable[[Sequence[ParamSpec]], int]) -> dict[str, int]:
     """Bytes of each stage, and of the largest of its shards."""
     shards = draft.mesh.shards
     specs = [stage.spec for stage in draft.stages]

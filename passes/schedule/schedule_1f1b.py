@@ -3,8 +3,8 @@ backward, with the pipeline drained at the end of the step, so that training is 
 
 In: stages on devices, any number a device. Out: `draft.programs`, which differ from those of `schedule-pipeline` in
 their order: fewer micro-batches wait for their backward at the same time, so less is kept. The orders come from a list
-schedule of the whole pipeline with estimated times. A stage holds at most as many micro-batches as pass the slowest
-device while one goes from the stage to the loss and back: S - s for stage s of S equal stages on S devices.
+schedule of the whole pipeline with estimated times. A stage holds at most the number of micro-batches that pass the
+slowest device while one goes from the stage to the loss and back: S - s for stage s of S equal stages on S devices.
 
 Backwards of a device follow the reverse order of stages within each micro-batch, so gradients are added as in
 `schedule-pipeline`: training is bit for bit the same.
@@ -78,14 +78,14 @@ class BackwardFirst(Timetable):
         self.next[action.stage, action.is_backward, action.is_weight] += 1
 
     def waits_s(self, turn: Turn) -> list[float]:
-        return (self.before_backward(turn) if turn.is_backward else self.before_forward(turn)) + super().waits_s(turn)
+        return (self.backward_waits_s(turn) if turn.is_backward else self.forward_waits_s(turn)) + super().waits_s(turn)
 
-    def before_forward(self, turn: Turn) -> list[float]:
+    def forward_waits_s(self, turn: Turn) -> list[float]:
         closing = self.flow.closing[turn.stage]
         is_full = closing is not None and turn.micro_batch - self.next[closing, True, False] >= self.most[turn.stage]
         return [math.inf] if is_full else []
 
-    def before_backward(self, turn: Turn) -> list[float]:
+    def backward_waits_s(self, turn: Turn) -> list[float]:
         before = [Turn(turn.stage, turn.micro_batch)]
         if (after := self.after[turn.stage]) is not None:  # this one in turn waits for later stages
             before.append(Turn(after, turn.micro_batch, is_backward=True))

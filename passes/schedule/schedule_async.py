@@ -32,7 +32,7 @@ from ..draft import Draft
 from ..memory.insert_fetch import KINDS
 from ..optimizer.timing import Updates, updates_of
 from .async_emitter import AsyncEmitter
-from .async_order import Alternating, Staleness, recomputed, staleness_of
+from .async_order import Alternating, Staleness, stages_to_recompute, staleness_of
 from .async_tiers import TIERS, place
 from .flow import Flow
 from .schedule import Schedule
@@ -45,7 +45,7 @@ STALENESS = Decision("staleness", dict[str, Annotated[int, Field(ge=0)]], {}, ha
 @dataclass(frozen=True)
 class ScheduleAsync(Schedule):
     """`weights`: "current", "stash" or "predict"; `accumulate`: the micro-batches of a mini-batch, of all lanes;
-    `tier`: where stages lie: all on their device; weights and states in DRAM ("dram"); states on SSD; or all on SSD;
+    `tier`: the home of stages: all on their device; weights and states in DRAM ("dram"); states on SSD; or all on SSD;
     auto: the first of these that fits.
 
     Raises `PassError` for what asynchronous training cannot do, such as stages before the last that must not be
@@ -66,8 +66,8 @@ class ScheduleAsync(Schedule):
     )
     synchronous: ClassVar[bool] = False
     final: ClassVar[str] = (
-        "an asynchronous schedule decides it itself, as updates stand between its turns: where stages lie is its "
-        "option tier, and all but the last compute their forward again. For other choices use a synchronous strategy, "
+        "an asynchronous schedule decides it itself, as updates come between its turns: its option tier is the home of "
+        "stages, and all but the last compute their forward again. For other choices use a synchronous strategy, "
         'such as "ftpipe" or "mobius"'
     )
     weights: str = "current"
@@ -93,12 +93,12 @@ class ScheduleAsync(Schedule):
         _check_mini_batches(self, draft)
         _check_tier(self, draft)
         flow = Flow(self.interface(draft), draft.devices)
-        again = recomputed(flow)
+        again = stages_to_recompute(flow)
         _check_rematerialisable(flow, again)
         _check_scaled(flow, draft)
-        chosen = self.chosen(flow, draft)
+        chosen = self.choose(flow, draft)
         staleness, most = chosen.staleness, flow.interface.mini_batches - 1
-        late = min(staleness.updates(staleness.of_late), most)
+        late = min(staleness.updates(staleness.lateness), most)
         fetched = {} if chosen.sharding else chosen.early
         where = ops.DEVICE if not fetched else ops.SSD if chosen.on_ssd else ops.DRAM
         fetches = {spec.name: dict.fromkeys(KINDS, len(spec.params)) for spec in flow.specs}
@@ -121,11 +121,11 @@ class ScheduleAsync(Schedule):
         return None if found is None else {**found, "sharding": found["sharding"] or None}
 
     def write(self, draft: Draft) -> None:
-        chosen = self.chosen(Flow(self.interface(draft), draft.devices), draft)
+        chosen = self.choose(Flow(self.interface(draft), draft.devices), draft)
         draft.programs, draft.sharding = chosen.programs, chosen.sharding
         draft.ssd = OnSsd(stages=chosen.on_ssd, ahead=0) if chosen.on_ssd else OnSsd()
 
-    def chosen(self, flow: Flow, draft: Draft) -> _Chosen:
+    def choose(self, flow: Flow, draft: Draft) -> _Chosen:
         """The programs of the tier that is asked for, or of the first that fits."""
         auto = [t for t in TIERS if t in ("device", "dram") or all(host.ssds for host in draft.lane_hardware.hosts)]
         stays = self.weights != "current" or draft.mesh.shards > 1
@@ -168,7 +168,7 @@ class ScheduleAsync(Schedule):
         if not Precision.of(draft.options.precision).scales_loss:
             return made
         staleness = self.staleness(Flow(made, draft.devices), draft)
-        return replace(made, scale_lag=staleness.updates(staleness.of_late))
+        return replace(made, scale_lag=staleness.updates(staleness.lateness))
 
     def each(self, draft: Draft) -> int:
         """The micro-batches of a mini-batch in each lane."""
@@ -183,7 +183,7 @@ class ScheduleAsync(Schedule):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """`early`: the stages that are fetched, or gathered, and whether before their turns; `on_ssd`: what of them lies on
+    """`early`: the stages that are fetched, or gathered, and whether before their turns; `on_ssd`: their tiers on
     SSD; `sharding`: None where lanes share nothing."""
 
     early: dict[str, bool]
@@ -237,7 +237,7 @@ def _check_mini_batches(p: ScheduleAsync, draft: Draft) -> None:
         shared = f", of which each of {lanes} copies of the pipeline takes an equal part" if lanes > 1 else ""
         raise PassError(
             f"{p.name}: accumulate={p.accumulate}, but {count} micro-batches must be a whole number of mini-batches of "
-            f"so many{shared}; the nearest that works is accumulate={best}"
+            f"this size{shared}; the nearest that works is accumulate={best}"
         )
 
 

@@ -1,14 +1,14 @@
 """`schedule-interleaved`: one forward, one backward over several stages a device (Megatron-LM, Narayanan 2021, 2.2).
 
 In: stages that go round the devices two or more times. Out: `draft.programs`, which differ from those of
-`schedule-pipeline` in their order. A device runs a group of about as many micro-batches as there are devices through
-its first stage, then through its second, and so on, and backward in reverse. The pipeline fills with one stage's work
-instead of a whole device's, so with v stages a device its bubble is a v-th of that of `schedule-1f1b`; in return a
-value crosses v times as many borders, and the first of N devices holds (v - 1) N + 2 (N - 1) + 1 pairs of a stage and a
+`schedule-pipeline` in their order. A device runs a group of about one micro-batch for each device through its first
+stage, then through its second, and so on, and backward in reverse. The pipeline fills with one stage's work instead of
+a whole device's, so with v stages a device its bubble is a v-th of that of `schedule-1f1b`; in return a value crosses v
+times the number of borders, and the first of N devices holds (v - 1) N + 2 (N - 1) + 1 pairs of a stage and a
 micro-batch, each a v-th of what a micro-batch of `schedule-1f1b` holds.
 
 Micro-batches need not be a multiple of the devices: groups are as equal as they can be, none smaller than the number of
-devices where there are as many. Backwards of a stage come in the order of its micro-batches and those of a device in
+devices where there are enough. Backwards of a stage come in the order of its micro-batches and those of a device in
 reverse order of stages, so training is bit for bit that of `schedule-pipeline`.
 """
 
@@ -60,18 +60,19 @@ def _check_stages(devices: Sequence[int], num_devices: int) -> None:
 
 
 def turns_of(flow: Flow, device: int) -> list[Turn]:
-    """What a device runs, in order: forwards until its first backward can begin, then both in turn, then backwards."""
+    """The turns of a device, in order: forwards until its first backward can begin, then both in turn, then
+    backwards."""
     own = flow.on(device)
-    order = interleaved(device, flow.interface.num_devices, len(own), flow.interface.micro_batches)
+    order = interleave(device, flow.interface.num_devices, len(own), flow.interface.micro_batches)
     turns = [Turn(own[stage].name, m, is_backward) for (stage, m), is_backward in order]
     return [turn for turn in turns if not turn.is_backward or turn.stage in flow.trained]
 
 
-def interleaved(device: int, num_devices: int, num_stages: int, micro_batches: int) -> list[tuple[Slot, bool]]:
+def interleave(device: int, num_devices: int, num_stages: int, micro_batches: int) -> list[tuple[Slot, bool]]:
     """The forwards and backwards (True) of a device with `num_stages` stages, in order."""
     groups = micro_batch_groups(num_devices, micro_batches)
-    forwards = _through(range(num_stages), groups)
-    backwards = _through(range(num_stages - 1, -1, -1), groups)
+    forwards = _slots(range(num_stages), groups)
+    backwards = _slots(range(num_stages - 1, -1, -1), groups)
     ahead = min(len(forwards), (num_stages - 1) * len(groups[0]) + 2 * (num_devices - 1 - device))
     order = [(slot, False) for slot in forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards):
@@ -80,14 +81,14 @@ def interleaved(device: int, num_devices: int, num_stages: int, micro_batches: i
 
 
 def micro_batch_groups(num_devices: int, micro_batches: int) -> list[range]:
-    """As many groups as can hold a micro-batch per device, the larger ones first; one group where there are too few."""
+    """The most groups with a micro-batch per device, the larger ones first; one group where there are too few."""
     count = max(1, micro_batches // num_devices)
     least, more = divmod(micro_batches, count)
     ends = accumulate((least + (i < more) for i in range(count)), initial=0)
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-def _through(stages: Iterable[int], groups: Sequence[range]) -> list[Slot]:
+def _slots(stages: Iterable[int], groups: Sequence[range]) -> list[Slot]:
     """The slots that take every group through all stages before the next group."""
     stages = list(stages)
     return [(stage, m) for group in groups for stage in stages for m in group]

@@ -5,7 +5,7 @@ In: stages on devices, any number a device. Out: `draft.programs`. The gradients
 stage before waits, are made as soon as they can be (`backward_input`); those of parameters (`backward_weight`) wait
 until the device has nothing else to do, or until the stage may hold no further micro-batch. No stage holds more
 micro-batches, from forward to the second half of backward, than the fullest one does under `schedule-1f1b`; so the last
-devices may hold as many as the first. With equal stages, one on each of S devices, forward F, input half B and weight
+devices may hold no more than the first. With equal stages, one on each of S devices, forward F, input half B and weight
 half W the bubble shrinks from (S - 1) (F + B + W) to (S - 1) (F + B - W).
 
 A stage that hands no gradient back has a whole backward, for which no other stage waits; a stage whose parameters are
@@ -94,10 +94,10 @@ class WeightsLast(BackwardFirst):
             return [self.ended_s.get(Turn(turn.stage, turn.micro_batch, is_backward=True), math.inf)]
         return super().waits_s(turn)
 
-    def before_forward(self, turn: Turn) -> list[float]:
+    def forward_waits_s(self, turn: Turn) -> list[float]:
         closing = self.flow.closing[turn.stage]
         if closing is not None:
             gone = self.next[closing, closing not in self.split, closing in self.split]
             if turn.micro_batch - gone >= self.most_held:
                 return [math.inf]
-        return super().before_forward(turn)
+        return super().forward_waits_s(turn)

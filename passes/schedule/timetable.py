@@ -1,4 +1,4 @@
-"""When the turns of all devices are expected to begin and end, and in which order they therefore end."""
+"""The expected begin and end of the turns of all devices, and so the order in which they end."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Timetable:
         return [placed for _, placed in sorted(self.ends, key=lambda row: row[0])]
 
     def begin_s(self, turn: Turn) -> float:
-        """When a turn can begin; infinity while it waits for something whose end is not known yet."""
+        """The seconds at which a turn can begin; infinity while it waits for something whose end is not known yet."""
         return max([self.free_s[self.device(turn)], *self.waits_s(turn)])
 
     def device(self, action: StageAction) -> int:
         """The device of an action; a stage that is updated has one only."""
         if isinstance(action, Turn):
-            return self.flow.at(action.stage, action.micro_batch)
+            return self.flow.device_at(action.stage, action.micro_batch)
         return self.flow.device_of[action.stage]
 
     def waits_s(self, turn: Turn) -> list[float]:
@@ -64,7 +64,7 @@ class Timetable:
         here = self.device(turn)
         return [
             self.ended_s.get(made, math.inf) + self.messages.seconds(self.device(made), here, value.bytes)
-            for made, value in self.flow.needed(turn)
+            for made, value in self.flow.sources(turn)
         ]
 
     def lasts_s(self, action: StageAction) -> float:

@@ -14,11 +14,11 @@ from ..decisions import Lanes
 from ..draft import Draft
 
 
-def by_speed(draft: Draft, equal: Lanes) -> Lanes:
+def lanes_by_speed(draft: Draft, equal: Lanes) -> Lanes:
     """The lanes with shares by speed; with equal ones where they are equally fast. Lanes that share stages, or are a
     team, have the same number, by the slowest of them. Raises `PassError` where micro-batches are too few, or cannot be
     divided so."""
-    beside = equal.beside
+    beside = equal.lanes_together
     groups = [equal.lanes[i : i + beside] for i in range(0, len(equal.lanes), beside)]
     device_s = _device_seconds(draft)
     seconds = [max(1 / sum(1 / device_s[d] for d in lane) for lane in group) for group in groups]
@@ -38,8 +38,8 @@ def by_speed(draft: Draft, equal: Lanes) -> Lanes:
 
 
 def shares(count: int, seconds: Sequence[float]) -> list[int]:
-    """`count` micro-batches shared out among lanes that take so many seconds for each: at least one a lane, and the
-    last lane to end does so as early as it can."""
+    """Share `count` micro-batches out among lanes that take these seconds for each: at least one a lane, and the last
+    lane to end does so as early as it can."""
     found = [1] * len(seconds)
     for _ in range(count - len(seconds)):
         first = min(range(len(seconds)), key=lambda lane: (found[lane] + 1) * seconds[lane])

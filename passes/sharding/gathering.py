@@ -42,7 +42,7 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
         hand_over(order, i, _gather(program, place, phase.stage, name, sharding, shards.get(phase.stage)))
     for node in residents.values():
         graph.erase_node(node)
-    infer_all(program)  # gradients lie as gathered weights do
+    infer_all(program)  # gradients are laid out as gathered weights are
     place_frees(program)
 
 
@@ -60,7 +60,7 @@ def _gather(
 
 def peak_bytes(trial: Program, every: str) -> int:
     """Peak of device memory of a program on shards once its gradients are summed as `every` says and used: at the end
-    where shards lie on the device, otherwise as soon as they can be offloaded. Rewrites the program."""
+    where shards are on the device, otherwise as soon as they can be offloaded. Rewrites the program."""
     sum_gradients(trial, every)
     results = trial.results()
     grads = results.pop("grads", [])

@@ -1,4 +1,4 @@
-"""How a stage's gradients are added up over lanes: once a step, or micro-batch by micro-batch (MiCS 3.4).
+"""Adds a stage's gradients up over lanes: once a step, or micro-batch by micro-batch (MiCS 3.4).
 
 In: programs whose results hold every stage's gradients, summed over the lane's own micro-batches. Out: programs whose
 results hold the sums over all lanes; for stages that lanes share, each device's part of them.
@@ -40,10 +40,10 @@ def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
     stage, interface = str(total.meta["type"].stage), program.interface
     name, copies = short("g", stage), copies_group(stage)
     takes_turns = copies in interface.groups
-    with program.graph.inserting_before(_after_sends(total) if takes_turns else total.next):
+    with program.graph.inserting_before(_op_after_sends(total) if takes_turns else total.next):
         if takes_turns:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_copies"], group=copies)
-        total = _in_team(program, total, f"{name}_team")
+        total = _sum_in_team(program, total, f"{name}_team")
         if interface.shards > 1:
             (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
         if interface.replicas > 1:
@@ -51,7 +51,7 @@ def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
     return total
 
 
-def _in_team(program: Program, grads: fx.Node, name: str) -> fx.Node:
+def _sum_in_team(program: Program, grads: fx.Node, name: str) -> fx.Node:
     """Gradients summed over a team whose members have different tokens, but for those of its members' own parts."""
     interface = program.interface
     if not interface.sums_in_team or not interface.stages[str(grads.meta["type"].stage)].common_grad_bytes:
@@ -59,7 +59,7 @@ def _in_team(program: Program, grads: fx.Node, name: str) -> fx.Node:
     return program.emit(ops.all_reduce, grads, names=[name], group=ops.TEAM, parts=False)[0]
 
 
-def _after_sends(total: fx.Node) -> fx.Node:
+def _op_after_sends(total: fx.Node) -> fx.Node:
     """The op before which devices that take turns meet: another one may still need what the last backward sends."""
     found = total.next
     while found.target in (ops.send, ops.free, operator.getitem):
@@ -73,10 +73,10 @@ def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.N
     interface, graph = program.interface, program.graph
     name = short("g", str(total.meta["type"].stage))
     found: fx.Node | None = None
-    own = _apart(program, total)
+    own = _gradients_of_sum(program, total)
     for number, grads in enumerate(own):
         with graph.inserting_before(grads.next):
-            grads = _in_team(program, grads, f"{name}_team_m{number}")
+            grads = _sum_in_team(program, grads, f"{name}_team_m{number}")
             if every == TWO_HOP:
                 before = () if found is None else (found,)
                 names = [f"{name}_shard_m{number}"]
@@ -98,8 +98,8 @@ def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.N
     return found
 
 
-def _apart(program: Program, total: fx.Node) -> list[fx.Node]:
-    """Take a sum apart: the gradients of each backward, in order, no longer added to those before."""
+def _gradients_of_sum(program: Program, total: fx.Node) -> list[fx.Node]:
+    """Split a sum into the gradients of each backward, in order, no longer added to those before."""
     found: list[fx.Node] = []
     value: fx.Node | None = total
     while value is not None:

@@ -1,4 +1,4 @@
-"""How many devices share a stage's weights: as few as can hold them (MiCS 3.2).
+"""The number of devices that share a stage's weights: as few as can hold them (MiCS 3.2).
 
 The fewer members a group has, the less goes over slow links: a group inside one host gathers at the host's speed. What
 p devices hold is estimated from the blocks, before stages are cut; the memory of the programs is verified later.

@@ -9,7 +9,7 @@ and which stay whole from their first use to their last, is decided here once, b
 members of a group are on several hosts, several on each, they gather in a hierarchy (MiCS 3.3).
 
 `insert-two-hop`, or else the pass that updates, scatters the sum of each stage's gradients, and every device steps its
-shard where that lies. A shard is a slice of the stage as it lies in memory (`ir/stages/flat.py`), so gathers and
+shard in the shard's memory. A shard is a slice of the flat stage (`ir/stages/flat.py`), so gathers and
 scatters need no copies in between.
 """
 
@@ -44,9 +44,9 @@ MOST_GATHERS_AHEAD = 8
 
 @dataclass(frozen=True)
 class InsertShard(Pass):
-    """`tier`: where shards lie; auto: on the devices where these hold them, their states and everything else, else in
+    """`tier`: the home of shards; auto: the devices where these hold them, their states and everything else, else
     DRAM. `prefetch`: the most phases between a gather and its use. `hold`: whether stages may stay whole for all
-    micro-batches, as many as memory has room for. `hierarchical`: gather between hosts first; auto: where that can be
+    micro-batches, as far as memory has room. `hierarchical`: gather between hosts first; auto: where that can be
     done.
 
     Raises `PassError` where no lanes share their weights, for shards on SSD without `insert-ssd`, and for
@@ -82,7 +82,7 @@ class InsertShard(Pass):
         """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""
         require_shards(self, draft)
         room = _Room(draft)
-        by_host = self._by_host(draft)
+        by_host = self._gathers_by_host(draft)
         tries = [Sharding(tier=t, ahead=self.prefetch, hierarchical=by_host) for t in SHARD_TIERS[self.tier]]
         found = next((s for t in tries if (s := room.earliest(t))), None)
         if found is None:  # the check of the budgets says what is missing
@@ -114,11 +114,11 @@ class InsertShard(Pass):
     def check_pipeline(self, given: Collection[str]) -> None:
         if self.tier == ops.SSD and "ssd" not in given:
             raise PassError(
-                f"{self.name}: tier=ssd needs insert-ssd behind it: insert-shard{{tier=ssd}}, insert-ssd, "
+                f"{self.name}: tier=ssd needs insert-ssd after it: insert-shard{{tier=ssd}}, insert-ssd, "
                 "overlap-optimizer"
             )
 
-    def _by_host(self, draft: Draft) -> bool:
+    def _gathers_by_host(self, draft: Draft) -> bool:
         """Whether to gather in a hierarchy."""
         count, depth = len(draft.mesh.lanes), len(draft.mesh.lanes[0])
         able = any(_is_grid(draft, lane, role) for lane in range(count) for role in range(depth))
@@ -144,7 +144,7 @@ def _is_grid(draft: Draft, lane: int, role: int) -> bool:
 
 
 class _Room:
-    """What fits the memories of a draft's devices; alike programs are tried once."""
+    """The room in the memories of a draft's devices; alike programs are tried once."""
 
     def __init__(self, draft: Draft):
         self.draft = draft
@@ -162,13 +162,13 @@ class _Room:
     def _peak(self, number: int, sharding: Sharding) -> int:
         held = tuple(i for i, spec in enumerate(self.specs[number]) if spec.name in sharding.held)
 
-        def of_trial() -> int:
+        def trial_bytes() -> int:
             trial = self.draft.programs[number].copy()
             gather_weights(trial, sharding)
             return peak_bytes(trial, self.every)
 
         return once(
-            self.known, (self.looks[number], held, sharding.tier, sharding.ahead, sharding.hierarchical), of_trial
+            self.known, (self.looks[number], held, sharding.tier, sharding.ahead, sharding.hierarchical), trial_bytes
         )
 
     def earliest(self, sharding: Sharding) -> Sharding | None:
@@ -179,30 +179,30 @@ class _Room:
         return next((s for s in tries if self.spare_bytes(s) >= 0), None)
 
     def _lasting(self, number: int) -> int:
-        """What a device keeps of its stages across steps, where their shards lie on it."""
+        """The bytes that a device keeps of its stages across steps, where it holds their shards."""
         interface = self.draft.programs[number].interface
         homes = {spec.name: StageHome(ops.DEVICE, ops.DEVICE, ops.SHARDS) for spec in self.specs[number] if spec.params}
         return bytes_of_homes(interface, homes).total(ops.DEVICE)
 
-    def _gathered(self, spec: StageSpec) -> int:
+    def _gathered_bytes(self, spec: StageSpec) -> int:
         return self.draft.programs[0].interface.gathered_bytes(spec.name, ops.SHARDS)
 
     def holding(self, sharding: Sharding) -> Sharding:
-        """The sharding that holds as many stages whole for all micro-batches as fit, of each device the last stages
+        """The sharding that holds the most stages whole for all micro-batches that fit, of each device the last stages
         first: they are needed again soonest, and the others take turns."""
         rows = [[spec for spec in specs if spec.params] for specs in self.specs]
 
-        def held(count: int) -> Sharding:
+        def sharding_with(count: int) -> Sharding:
             names = [s.name for row in rows for s in row[max(0, len(row) - count) :]]
             return sharding.model_copy(update={"held": names})
 
         # Held stages fill the places that stages had in turn, and then take bytes of their own.
-        turns = (sharding.ahead + 2) * max(self._gathered(spec) for row in rows for spec in row)
+        turns = (sharding.ahead + 2) * max(self._gathered_bytes(spec) for row in rows for spec in row)
         room = self.spare_bytes(sharding) + turns
         longest = max(len(row) for row in rows)
-        limits = [bisect_right([*accumulate(self._gathered(s) for s in reversed(row))], room) for row in rows]
+        limits = [bisect_right([*accumulate(self._gathered_bytes(s) for s in reversed(row))], room) for row in rows]
         most = min((limit for limit, row in zip(limits, rows) if limit < len(row)), default=longest)
-        return held(_most(most, lambda count: self.spare_bytes(held(count)) >= 0))
+        return sharding_with(_most(most, lambda count: self.spare_bytes(sharding_with(count)) >= 0))
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:

@@ -70,9 +70,9 @@ class InsertTwoHop(Pass):
                 f"every={TWO_HOP}, or mesh without by_speed"
             )
         for program in draft.programs:
-            sum_gradients(program, every, self._by_host(draft))
+            sum_gradients(program, every, self._scatters_by_host(draft))
 
-    def _by_host(self, draft: Draft) -> bool:
+    def _scatters_by_host(self, draft: Draft) -> bool:
         """Whether scatters go in a hierarchy as gathers do. Between GPUs, NCCL chooses the way."""
         on_cpus = all(device.kind == "cpu" for device in draft.lane_hardware.devices)
         return on_cpus and draft.sharding is not None and draft.sharding.hierarchical
@@ -82,4 +82,4 @@ class InsertTwoHop(Pass):
         if draft.sharding is None:
             raise PassError(f"{self.name}: the stages are not spread over their group yet; put insert-shard before it")
         if any(node.target is ops.step for program in draft.programs for node in program.ops()):
-            raise PassError(f"{self.name} comes before the pass that updates: put insert-optimizer behind it")
+            raise PassError(f"{self.name} comes before the pass that updates: put insert-optimizer after it")

@@ -20,17 +20,17 @@ from ...ir.program import slice_of
 from ..base import Pass
 from ..decisions import NEAREST, Decision, Lanes, lanes_beside, regular_lanes
 from ..draft import Draft
-from .by_speed import by_speed
+from .by_speed import lanes_by_speed
 from .group_size import smallest_group
 
 
 @dataclass(frozen=True)
 class Mesh(Pass):
     """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one
-    pipeline; `team`: lanes that run the same micro-batches together; auto: as many as the op graph's work inside layers
-    is divided among; `nearest`: which of the two, lanes or a pipeline, are neighbours in the machine's order, and so on
-    one host as far as they fit. The rest of the machine are replicas. `by_speed`: a lane has as many micro-batches as
-    its devices are fast (`by_speed.py`); otherwise all have the same number.
+    pipeline; `team`: lanes that run the same micro-batches together; auto: the number of members that the op graph's
+    work inside layers is divided among; `nearest`: which of the two, lanes or a pipeline, are neighbours in the
+    machine's order, and so on one host as far as they fit. The rest of the machine are replicas. `by_speed`: a lane has
+    micro-batches by the speed of its devices (`by_speed.py`); otherwise all have the same number.
 
     Raises `PassError` where devices or micro-batches cannot be shared out so, or a stage's forward changes a
     buffer: the lanes' copies of that would drift apart.
@@ -78,7 +78,7 @@ class Mesh(Pass):
             )
         lanes = regular_lanes(count, beside, self.depth, self.nearest)
         found = Lanes(lanes=lanes, shards=shards, team=team, crossed=crossed)
-        return by_speed(draft, found) if self.by_speed else found
+        return lanes_by_speed(draft, found) if self.by_speed else found
 
     def rewrite(self, draft: Draft, decision: Lanes) -> None:
         lanes = decision.lanes
@@ -114,7 +114,11 @@ def _check_lanes(decision: Lanes, count: int) -> None:
         raise PassError(f"mesh: lanes are {lanes}; equally long, they hold each of the devices 0 to {count - 1} once")
     if shards < 1 or len(lanes) % shards:
         raise PassError(f"mesh: {shards} shards; the {len(lanes)} lanes cannot be divided by that")
-    if team < 1 or len(lanes) % decision.beside or (not decision.crossed and max(shards, team) % min(shards, team)):
+    if (
+        team < 1
+        or len(lanes) % decision.lanes_together
+        or (not decision.crossed and max(shards, team) % min(shards, team))
+    ):
         raise PassError(
             f"mesh: teams of {team}; the {len(lanes)} lanes, of which {shards} share stages, cannot be divided by that"
         )
@@ -152,7 +156,7 @@ def _check_shares(count: int, lanes: int, what: str) -> None:
 
 def _check_unequal(count: int, decision: Lanes) -> None:
     """Raise `PassError` where shares are not the batch, or lanes that share stages or are a team have unequal ones."""
-    given, lanes, beside = decision.micro_batches, len(decision.lanes), decision.beside
+    given, lanes, beside = decision.micro_batches, len(decision.lanes), decision.lanes_together
     if len(given) != lanes or sum(given[:: decision.team]) != count:
         what = "one number each" if decision.team == 1 else f"one number each, {decision.team} in a row the same"
         raise PassError(f"mesh: micro_batches are {given}; {lanes} lanes have {what}, {count} in all")

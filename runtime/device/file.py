@@ -227,7 +227,7 @@ def _parse(path: Path, text: str, interface: Interface, device: int) -> dict[str
 
 
 def _execute(path: Path, text: str, device: int) -> dict[str, Any]:
-    """Import the text as it stands, not a bytecode cache of it, as a module with a name of its own."""
+    """Import the text itself, not a bytecode cache of it, as a module with a name of its own."""
     digest = hashlib.sha256(f"{path.resolve()}\n{text}".encode()).hexdigest()
     name = f"penstock_generated_{digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -45,7 +45,7 @@ def node_of(device: torch.device, nodes: Nodes = NODES) -> int | None:
     """The node of DRAM and cores that is near a GPU; None for a CPU device, and where all is equally near."""
     if device.type != "cuda" or len(nodes.with_memory) < 2:
         return None
-    return nodes.of_gpu(gpu_address(properties_of(device)))
+    return nodes.node_of_gpu(gpu_address(properties_of(device)))
 
 
 def near_cores(node: int, place: int, count: int, nodes: Nodes = NODES) -> tuple[list[int], int, int]:

@@ -70,11 +70,11 @@ class Loans:
     def __init__(self) -> None:
         self._count = 0  # of the ops of all runs
         self._over = 0  # the number of ops, of the first runs, that the host has seen the end of
-        self._behind: set[Stream] = set()  # those whose loans to these ops are still to be let go of
+        self._unreturned: set[Stream] = set()  # streams whose loans to these ops are still to be let go of
         self._open: dict[Stream, dict[Stream, deque[tuple[int, list[Tensor]]]]] = {}  # by taker, then by reader
 
     def begin(self, num_ops: int) -> int:
-        """A run of so many ops begins: the number of its first one."""
+        """Begin a run of `num_ops` ops: the number of its first op."""
         self._count += num_ops
         return self._count - num_ops
 
@@ -86,8 +86,8 @@ class Loans:
             return
         for event in waits:
             _let_go(readers.get(event.stream), event.number)
-        if stream in self._behind:
-            self._behind.discard(stream)
+        if stream in self._unreturned:
+            self._unreturned.discard(stream)
             for rows in list(readers.values()):  # the issuing thread may add one meanwhile
                 _let_go(rows, self._over - 1)
 
@@ -95,7 +95,7 @@ class Loans:
         """Let go of what the first `count` ops have borrowed, as all streams are done with them. Of a stream that goes
         on with a later run, its next task does it."""
         self._over = count
-        self._behind |= self._open.keys()
+        self._unreturned |= self._open.keys()
         if count == self._count:
             self._open.clear()
 
@@ -144,7 +144,7 @@ class Issuing:
         before: Issuing | None = None,
     ):
         self.state, self.all_streams, self.pacing, self.link = state, streams, pacing, link
-        self.streams, self.issues = streams.of(plan), plan.ops
+        self.streams, self.issues = streams.streams_of(plan), plan.ops
         self.interface, self.index, self.device, self.stores = state.interface, state.index, state.device, state.stores
         self.loss_scale = state.gradient_scale
         self.scales: LossScales | None = None  # of an asynchronous step, whose mini-batches have each its own

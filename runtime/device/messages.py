@@ -25,7 +25,7 @@ from .reduce import reduce_grads, reduce_norms, reduce_whole
 ROUTED: dict[Any, Callable[..., Tensor]] = {ops.to_experts: rows_at_experts, ops.from_experts: sums_at_tokens}
 
 
-def warm_up_routed(programs: Collection[Program], device: torch.device) -> None:
+def warm_up_routes(programs: Collection[Program], device: torch.device) -> None:
     """Launch the kernels of exchanges by count, before any message is under way (`stage/warm.py`)."""
     known = set[Any]()
     for program, node in [(p, n) for p in programs for n in p.ops() if n.target in ROUTED]:
@@ -161,16 +161,16 @@ class Messages(Issuing):
     def all_to_all(self, value: Handle, *, group: str, split_dim: int, concat_dim: int) -> Handle:
         issue = self._next("all_to_all")
 
-        def made(given: Tensor) -> Tensor:
+        def exchange(given: Tensor) -> Tensor:
             rows = self._link().exchange_rows(self._rows(given, issue.group, split_dim), issue.group)
             return _concatenate(rows, concat_dim)
 
-        return self._exchange(issue, value, made)
+        return self._exchange(issue, value, exchange)
 
     def gather_parts(self, value: Handle, *, group: str, dim: int) -> Handle:
         issue = self._next("gather_parts")
 
-        def made(given: Tensor) -> Tensor:
+        def exchange(given: Tensor) -> Tensor:
             link = self._link()
             members = link.groups[issue.group]
             rows = given.new_empty((len(members), *given.shape))
@@ -178,27 +178,27 @@ class Messages(Issuing):
             link.gather_rows(rows, issue.group)
             return _concatenate(rows, dim)
 
-        return self._exchange(issue, value, made)
+        return self._exchange(issue, value, exchange)
 
     def scatter_sum(self, value: Handle, *, group: str, dim: int) -> Handle:
         issue = self._next("scatter_sum")
 
-        def made(given: Tensor) -> Tensor:
+        def exchange(given: Tensor) -> Tensor:
             rows = self._rows(given, issue.group, dim)
             total = torch.empty_like(rows[0])
             return self._link().sum_rows(rows, torch.empty_like(total), total, issue.group)
 
-        return self._exchange(issue, value, made)
+        return self._exchange(issue, value, exchange)
 
     def sum_parts(self, value: Handle, *, group: str) -> Handle:
         issue = self._next("sum_parts")
 
-        def made(given: Tensor) -> Tensor:
+        def exchange(given: Tensor) -> Tensor:
             total = given.clone(memory_format=torch.contiguous_format)
             self._link().sum(total, issue.group)
             return total
 
-        return self._exchange(issue, value, made)
+        return self._exchange(issue, value, exchange)
 
     def own_part(self, value: Handle, *, group: str, dim: int) -> Handle:
         issue, box = self._next("own_part"), value.box
@@ -223,16 +223,16 @@ class Messages(Issuing):
         many bytes is an argument of a message."""
         link, routed = self._link(), routes.box
 
-        def made(given: Tensor) -> Tensor:
+        def exchange(given: Tensor) -> Tensor:
             members, host_routes = link.groups[issue.group], routed.value.cpu()
             exchange = partial(link.exchange_counted, group=issue.group)
             arrivals = [Arrivals(host_routes, member, len(members), experts) for member in range(len(members))]
             return made_of(given, arrivals, members.index(self.index), exchange)
 
-        return self._exchange(issue, value, made, [routed])
+        return self._exchange(issue, value, exchange, [routed])
 
     def _exchange(
-        self, issue: Issue, value: Handle, made: Callable[[Tensor], Tensor], others: Sequence[Box] = ()
+        self, issue: Issue, value: Handle, exchange: Callable[[Tensor], Tensor], others: Sequence[Box] = ()
     ) -> Handle:
         """The result of what the members do with a value; with values on GPUs and a group that is not only of GPUs, on
         copies in host memory. `others`: what `made` reads beside it."""
@@ -241,8 +241,8 @@ class Messages(Issuing):
         def run() -> list[Tensor]:
             given = box.value.detach()
             if given.is_cuda and not link.on_device(issue.group):
-                return [made(given.cpu()).to(self.device)]
-            return [made(given)]
+                return [exchange(given.cpu()).to(self.device)]
+            return [exchange(given)]
 
         return self._launch(issue, [box, *others], self._together(issue, issue.group, run))[0]
 

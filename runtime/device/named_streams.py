@@ -77,7 +77,7 @@ class Streams:
         if self.spec.kind == "cuda" and self.device.type != "meta":
             self.copies = take_stream(self.device)
 
-    def of(self, plan: Issues) -> dict[str, Stream]:
+    def streams_of(self, plan: Issues) -> dict[str, Stream]:
         """The streams that a program uses."""
         alone = self.spec.kind == "cpu" and plan.streams <= {ops.HOST, ops.COMPUTE}
         found = {}
@@ -211,4 +211,4 @@ def _describe_line(lines: list[str], number: int, stream: str, over: bool) -> st
     code = _code(lines, number)
     micro_batch = re.search(r"micro_batch=(\d+)", code)
     where = f"micro-batch {micro_batch.group(1)}, " if micro_batch else ""
-    return f"{'behind ' if over else ''}line {number}: `{code}` ({where}{stream})"
+    return f"{'after ' if over else ''}line {number}: `{code}` ({where}{stream})"

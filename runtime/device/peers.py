@@ -73,8 +73,8 @@ class PeerLink:
     def connect(self, orders: Mapping[tuple[int, int], Sequence[str]], group_memories: Mapping[str, str]) -> None:
         """Make every connection that the programs need.
 
-        `orders`: see `message_orders`. `group_memories`: per group, the memory in which this device's part lies. NCCL
-        sums a group whose parts all lie in GPUs, gloo any other. Raises `PlanError` if two GPUs would exchange messages
+        `orders`: see `message_orders`. `group_memories`: per group, the memory of this device's part. NCCL
+        sums a group whose parts are all in GPUs, gloo any other. Raises `PlanError` if two GPUs would exchange messages
         in different orders, which NCCL cannot do.
         """
         self._tags = {pair: {tag: i for i, tag in enumerate(sorted(set(tags)))} for pair, tags in orders.items()}
@@ -270,7 +270,7 @@ def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[st
 
 
 def group_memories(programs: Sequence[Program]) -> dict[str, str]:
-    """Per group in which the programs meet, the memory in which the values lie."""
+    """Per group in which the programs meet, the memory of the values."""
     found: dict[str, str] = {}
     for program in programs:
         for node in program.ops():

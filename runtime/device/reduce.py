@@ -42,7 +42,7 @@ def reduce_grads(
 
 
 def reduce_whole(grads: Grads, link: PeerLink | None, group: str, without: Collection[str] = ()) -> None:
-    """Replace a stage's gradients by their sums over the group, in place if they lie in flat buffers. The graph fixes
+    """Replace a stage's gradients by their sums over the group, in place if they are in flat buffers. The graph fixes
     which parameters get a gradient, so that all devices hold the same names. `without`: names that stay as they are."""
     if link is None:
         return
@@ -85,7 +85,7 @@ def _sum_over_devices(total: Tensor, link: PeerLink, group: str) -> Tensor:
     if not total.is_cuda or link.on_device(group):
         link.sum(total, group)
         return total
-    staged = total.cpu()  # some other member's gradients lie in host memory
+    staged = total.cpu()  # some other member's gradients are in host memory
     link.sum(staged, group)
     return total.copy_(staged)
 

@@ -90,7 +90,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             so_far, flats, places = self._sum_so_far(store, grads_box)
             values = [None if box is None else box.value for box in given]
             if self.scales is not None:
-                scale = self.scales.of(number)
+                scale = self.scales.scale_of(number)
                 values = [d * scale if isinstance(d, float) else value for d, value in zip(douts, values)]
             graph = None if kept_box is None else kept_box.value
             store.runner.bind(bound.value)
@@ -161,7 +161,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         self, store: StageStore, box: Box | None
     ) -> tuple[dict[str, Tensor] | None, Sequence[Tensor], Mapping[str, Tensor] | None]:
         """A stage's gradients of earlier micro-batches by parameter; and, if they are to be scattered, the flat buffers
-        in which they lie or will lie, and the place of each in them."""
+        that hold them now or later, and the place of each in them."""
         so_far = None if box is None or box.value is None else box.value.tensors
         if store.flat_stage is None:
             return so_far, (), None
@@ -226,7 +226,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         self.squares, number = squares, self._turn(f"clip of {issue.stage}")
 
         def run() -> list[Any]:
-            scale = self.loss_scale if self.scales is None else self.scales.of(number)
+            scale = self.loss_scale if self.scales is None else self.scales.scale_of(number)
             box.value.scale(clip_factor(squares.value, max_norm, scale))
             return [box.value]
 

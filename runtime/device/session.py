@@ -37,7 +37,7 @@ from ..stage.warm import warm_up
 from ..turns import TurnsLost
 from .file import DeviceFile
 from .issuing import Handle
-from .messages import warm_up_routed
+from .messages import warm_up_routes
 from .named_streams import Streams
 from .pacing import Pacing, route_of
 from .peers import PeerLink, group_memories, message_orders
@@ -146,12 +146,12 @@ class DeviceSession:
 
     def _warm_up(self, programs: list[Program]) -> None:
         """Load the kernels of all stages, as the first step would, while no message is under way."""
-        compute = self.streams.of(self.plans["step"])[ops.COMPUTE]
+        compute = self.streams.streams_of(self.plans["step"])[ops.COMPUTE]
         assert isinstance(compute, CudaStream)
         with self.streams.issuing(), on_stream(compute.stream):
             arena, setup = self.state.memory.device_arena, self.setup
             warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
-            warm_up_routed(programs, self.device)
+            warm_up_routes(programs, self.device)
 
     def _try_blocks(self, program: Program) -> None:
         """Compile the stages' blocks where they will run: while no message is under way, and no value takes memory."""
@@ -211,7 +211,7 @@ class DeviceSession:
 
     def _compute(self, run: Callable[[], None]) -> None:
         """Run this on the stream of computation, between steps, and give back the memory that it leaves."""
-        stream = self.streams.of(self.plans["step"])[ops.COMPUTE]
+        stream = self.streams.streams_of(self.plans["step"])[ops.COMPUTE]
         stream.begin()
         try:
             with current(self.device), self.streams.issuing():
@@ -251,7 +251,8 @@ class DeviceSession:
 
     def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         """As `step`, but it returns as soon as results and all forwards are there. The rest of the step goes on while
-        the next one begins, which waits for what it needs; at most one step is behind. The batch must stay as it is.
+        the next one begins, which waits for what it needs; at most one step is unfinished. The batch must stay as it
+        is.
 
         What only the end of a step shows holds up the next one: the first step's measured bytes, and what `Drain`
         lists. Where the script `shares_generators`, a step that computes stages again that draw ends before it returns.
@@ -318,11 +319,11 @@ class DeviceSession:
         return values
 
     def _issue(self, function: str, batch: Mapping[str, Tensor], before: Run | None = None) -> Run:
-        """Issue all ops of a function, behind those of the run `before`."""
+        """Issue all ops of a function, after those of the run `before`."""
         plan, number = self.plans[function], self.state.step_count + 1
         self.state.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
-        behind = None if before is None else before.runtime
-        runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link, behind)
+        earlier = None if before is None else before.runtime
+        runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link, earlier)
         runtime.sizes = sizes_of(self.setup.interface.sizes, batch)
         for account in self.state.memory.accounts.values():
             account.peak_bytes = account.live_bytes

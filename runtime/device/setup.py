@@ -34,7 +34,7 @@ class HostShare:
 @dataclass(frozen=True)
 class DeviceSetup:
     """Everything that one device needs to start. `file`: its generated file, a program of `interface`; `trust`: how far
-    what else stands in it may run. `compile_stages`: blocks are run by `torch.compile`."""
+    its other text may run. `compile_stages`: blocks are run by `torch.compile`."""
 
     index: int
     file: Path

@@ -35,7 +35,7 @@ UNSEEN_BYTES = 256 << 20  # at least this for memory that no account sees, even 
 class SessionMemory:
     """The memory that the plans of a session's functions ("step", "evaluate") need, taken at the start.
 
-    `host_device` is where DRAM's arena lies. Raises `BudgetExceeded` if what persists is already too much.
+    `host_device` has DRAM's arena. Raises `BudgetExceeded` if what persists is already too much.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SessionMemory:
             self.ssd_arena = self.folder.reserve("activations", arena_bytes)
 
     def staging(self, num_bytes: int) -> Tensor:
-        """The first part of DRAM's arena, in which nothing lies between steps."""
+        """The first part of DRAM's arena, which holds nothing between steps."""
         if num_bytes > self.dram_arena.bytes:
             return pages(num_bytes, node=self.node)
         return self.dram_arena.range(0, num_bytes)
@@ -175,7 +175,7 @@ class DeviceState:
         for plan in plans.values():
             for stage, home in plan.homes.items():
                 if homes.setdefault(stage, home).weights != home.weights:
-                    raise PlanError(f"device {self.index}: {stage} lies in different memories in the file's functions")
+                    raise PlanError(f"device {self.index}: {stage} is in different memories in the file's functions")
         return homes
 
     def _make_store(self, stage: str, home: StageHome, setup: DeviceSetup, file: DeviceFile) -> StageStore:
@@ -272,7 +272,7 @@ class DeviceState:
         this is; the step counts as skipped if one of its updates was."""
         if scales is not None:
             self.loss_scale = scales.last
-            return squares**0.5 / scales.of(self.interface.mini_batches - 1), scales.skipped > 0
+            return squares**0.5 / scales.scale_of(self.interface.mini_batches - 1), scales.skipped > 0
         scale, finite = self.gradient_scale, squares < float("inf")
         if self.loss_scale is not None:
             self.loss_scale.update(finite)

@@ -75,7 +75,7 @@ class HostEvent:
 
 
 class _Notice:
-    """Stands among the locks of those who wait for an event."""
+    """Is put among the locks of the threads that wait for an event."""
 
     __slots__ = ("event", "notices")
 
@@ -125,7 +125,7 @@ class StreamRecord:
 
 class Stream:
     """The base of all streams; `record`: the tasks issued since `begin`. While it grows, tasks of the step before may
-    still run, and stand in the record of that one."""
+    still run, and belong to the record of that one."""
 
     is_cuda = False
 
@@ -291,7 +291,7 @@ class CudaStream(Stream):
         self.over: list[CudaEvent] = []  # of the last step that is over: tasks of the next one may still wait for them
 
     @property
-    def timed(self) -> list[tuple[Any, CudaEvent]]:
+    def timed_tasks(self) -> list[tuple[Any, CudaEvent]]:
         """The tasks of the earliest step under way, with their events."""
         return self.steps[0].timed
 
@@ -381,7 +381,7 @@ def follow(streams: Iterable[CudaStream], until: Collection[Event] = ()) -> None
     rows: list[tuple[int, CudaStream, CudaEvent]] = []
     for stream in streams:
         stream.board[stream.slot] = -abs(stream.board[stream.slot])
-        rows += [(label.line, stream, event) for label, event in stream.timed]
+        rows += [(label.line, stream, event) for label, event in stream.timed_tasks]
     left = {id(event) for event in until}
     for line, stream, event in sorted(rows, key=lambda row: row[0]):
         if until and not left:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.ops import DEVICE, apart, shared_params
+from ...ir.ops import DEVICE, shared_params, split_by_sharing
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads
 from ..stage.store import StageStore
@@ -45,7 +45,7 @@ class Versions(Issuing):
         grads.release()
 
         def run() -> list[Any]:
-            own, others = apart(box.value.tensors, names)
+            own, others = split_by_sharing(box.value.tensors, names)
             return [Grads(own, part="own"), Grads(others, part="shared")]
 
         return tuple(self._launch(issue, [box], run, [box, box]))

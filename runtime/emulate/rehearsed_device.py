@@ -32,7 +32,7 @@ NOWHERE = torch.device("meta")
 
 
 class EmptyStore:
-    """Stands in for a stage's store: it has the sizes, but no memory."""
+    """Replaces a stage's store: it has the sizes, but no memory."""
 
     def __init__(self, spec: StageSpec, flat_stage: FlatStage | None):
         self.spec, self.flat_stage, self.runner = spec, flat_stage, None
@@ -73,7 +73,7 @@ class RehearsedStreams(Streams):
     def name_of(self, work: ops.Work) -> str:
         return work.stream
 
-    def of(self, plan: Issues) -> dict[str, Stream]:
+    def streams_of(self, plan: Issues) -> dict[str, Stream]:
         return {name: self._stream(name) for name in plan.streams}
 
     def _stream(self, name: str) -> Stream:

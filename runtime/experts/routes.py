@@ -1,9 +1,9 @@
 """Routes: which tokens of which member of a team go to the experts of which other one.
 
-A member's layer of experts has rows, each a token for one of its experts, sorted by expert; each token has as many. The
-routes [tokens of all members, experts of each], int32, say to which experts each token goes. A token goes to a member
-once, however many of its experts are there, and one row comes back, the sum over these. The member makes a row for each
-of its experts out of a token, by expert, of each expert in the order of members and tokens.
+A member's layer of experts has rows, each a token for one of its experts, sorted by expert; each token has equally
+many. The routes [tokens of all members, experts of each], int32, say to which experts each token goes. A token goes to
+a member once, however many of its experts are there, and one row comes back, the sum over these. The member makes a row
+for each of its experts out of a token, by expert, of each expert in the order of members and tokens.
 
 How many rows arrive is known only while a step runs. In stages tensors have room for the rows of all tokens of all
 members, so that shapes do not depend on the routing, and zeros follow the rows that came.

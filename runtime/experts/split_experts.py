@@ -33,7 +33,7 @@ def part_offsets(offsets: Tensor, begin: int, end: int) -> Tensor:
 
 def part_product(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> Tensor:
     """Each expert's rows times its matrix of `weight` [experts of the part, in, out]: [rows, out], with zeros after the
-    part's rows. `experts`: the number of all experts, of which a plan counts each with as many rows."""
+    part's rows. `experts`: the number of all experts; a plan counts them with equally many rows."""
     found: Tensor = _PartProduct.apply(rows, weight, offsets)
     return found
 

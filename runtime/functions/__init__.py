@@ -114,7 +114,7 @@ def packed_attention(
     documents: [rows, places], one number for all tokens of a document. borders: `document_borders` of these. With
     borders, on a GPU with flash attention, the kernel for sequences of any length computes it in fp16 and bf16.
     Elsewhere blocks of queries see the keys before them, with a mask of their own that is made again in backward: none
-    stands whole, or is kept. Neither way a value of `documents` is read by the host, which waits for nothing while it
+    exists whole, or is kept. Neither way a value of `documents` is read by the host, which waits for nothing while it
     issues a step.
     """
     if borders is not None:

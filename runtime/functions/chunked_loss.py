@@ -1,9 +1,9 @@
-"""A head and the cross entropy of its logits, in pieces: the logits never stand whole.
+"""A head and the cross entropy of its logits, in pieces: the logits never exist whole.
 
 Forward goes over chunks of tokens, each with all classes, and keeps one number per token, the logarithm of the sum of
-its exponentials. Backward makes the logits again in as many slices of the classes, each for all tokens: so a row of the
-weight gets its gradient at once, with the sum over tokens inside one product, and what adds up over slices is the
-gradient of the hidden values, in fp32 where they have fewer bits. Both hold as many logits at once.
+its exponentials. Backward makes the logits again in slices of the classes, one for each chunk, each for all tokens: so
+a row of the weight gets its gradient at once, with the sum over tokens inside one product, and what adds up over slices
+is the gradient of the hidden values, in fp32 where they have fewer bits. Both hold equally many logits at once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden, weight, bias, labels, class_weight, log_sums = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             sums = OperandGradients(ctx, hidden, weight, bias)
-            logits_of = LogitGradients.of_losses(grads[0], labels, class_weight, log_sums, ctx.rule, weight.shape[0])
+            logits_of = LogitGradients.from_losses(grads[0], labels, class_weight, log_sums, ctx.rule, weight.shape[0])
             for columns in ctx.rule.pieces(len(weight), slice_width(len(weight), len(labels), ctx.rule.tokens)):
                 part = weight[columns].to(hidden.dtype)
                 offset = None if bias is None else bias[columns].to(hidden.dtype)
@@ -189,10 +189,10 @@ class LogitGradients:
         self.each, self.class_weight = each, weight
 
     @staticmethod
-    def of_losses(
+    def from_losses(
         grad: Tensor, labels: Tensor, class_weight: Tensor | None, log_sums: Tensor, rule: LossRule, classes: int
     ) -> LogitGradients:
-        """With these gradients of the tokens' losses."""
+        """Make the gradients of logits from these gradients of the tokens' losses."""
         counts = labels != rule.ignore_index
         grad = grad.to(log_sums.dtype).masked_fill(~counts, 0.0)
         smoothing = rule.label_smoothing
@@ -253,7 +253,7 @@ def factors(labels: Tensor, class_weight: Tensor | None, ignore_index: int) -> T
 
 
 def slice_width(num_classes: int, num_tokens: int, tokens: int) -> int:
-    """The number of classes of a slice, such that it has about as many logits as `tokens` tokens have."""
+    """The number of classes of a slice with about the number of logits of `tokens` tokens."""
     pieces = max(1, -(-num_tokens // tokens))
     return -(-num_classes // pieces // COLUMNS) * COLUMNS if pieces > 1 else num_classes
 

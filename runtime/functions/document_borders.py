@@ -1,8 +1,8 @@
 """Attention in documents by torch's kernel for sequences of any length, side by side.
 
 The kernel takes the places where documents begin as a tensor, whose size is the number of documents. That number is
-other in each batch, and the host reads no batch that a GPU has: so the tensor has room for as many as the plan says,
-and what is left over are empty documents at the end.
+other in each batch, and the host reads no batch that a GPU has: so the tensor has room for the plan's number of
+documents, and the places left over are empty documents at the end.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def attend_in_borders(query: Tensor, key: Tensor, value: Tensor, borders: Tensor
         q, k, v, borders, borders, length, length, scale=scale, window_size=(-1, 0), enable_gqa=is_grouped
     )
     assert isinstance(out, Tensor)
-    return in_rows(out, query.shape[0])
+    return split_rows(out, query.shape[0])
 
 
 def side_by_side(operand: Tensor) -> Tensor:
-    """[rows, heads, places, width] as [rows * places, heads, width], without a copy where it lies so."""
+    """[rows, heads, places, width] as [rows * places, heads, width], without a copy where the layout allows."""
     return operand.transpose(1, 2).flatten(0, 1)
 
 
-def in_rows(result: Tensor, rows: int) -> Tensor:
+def split_rows(result: Tensor, rows: int) -> Tensor:
     """The inverse of `side_by_side`."""
     return result.view(rows, -1, *result.shape[1:]).transpose(1, 2)

@@ -1,5 +1,5 @@
-"""Tables of tokens whose rows the members of a team have apart, each as many: what one member looks up of its own rows,
-and what the statistics of all members' classes are together (`part_loss.py` has those of one; Megatron-LM 3)."""
+"""Tables of tokens whose rows the members of a team divide evenly: the lookups of one member in its own rows, and the
+statistics of all members' classes together (`part_loss.py` has those of one; Megatron-LM 3)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A partial attention [rows, heads, tokens, width + 3], in fp32 at least, has for each query the sum of the values of the
 keys seen so far, times the exponentials of their scores less the largest one; this largest score; the sum of these
 exponentials; and a zero, in whose place its gradient has one more number. What comes of two blocks follows from what
-comes of each (Ring Attention, Liu 2023, 2). Score and sum stand apart, as a mask of large negative numbers may hide all
-keys of a query, which then sees all of them alike; one of booleans may, too, and the query's attention is 0, as
+comes of each (Ring Attention, Liu 2023, 2). Score and sum are kept apart, as a mask of large negative numbers may hide
+all keys of a query, which then sees all of them alike; one of booleans may, too, and the query's attention is 0, as
 torch's.
 
 No gradient goes through a partial attention. What queries, keys and values of a block get follows from the block
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from .token_parts import own_tokens
 
-QUERIES = 512  # of which the products with all keys of a block stand at once
+QUERIES = 512  # of which the products with all keys of a block exist at once
 EITHER = 2  # the first run where the keys are of a member with a lower number, else the second
 MORE = 3  # numbers of a partial attention beside the sum of values
 BlockTiles = list[tuple[slice, slice]]  # queries, and the keys around those that they see
@@ -105,8 +105,8 @@ def attention_of(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def steps_seen(tokens: int, team: int, zigzag: bool, before: int | None, after: int | None) -> list[int]:
-    """The steps whose keys some member's queries see by their places. tokens: the number of each member."""
+def visible_steps(tokens: int, team: int, zigzag: bool, before: int | None, after: int | None) -> list[int]:
+    """The steps with keys that some member's queries see by their places. tokens: the number of each member."""
     return [step for step in range(team) if _visible_pairs(tokens, _Way(step, team, zigzag, before, after, None))]
 
 

@@ -1,4 +1,4 @@
-"""A token-wise part of a stage over tiles of tokens, so that what lies inside it exists for one tile at a time.
+"""A token-wise part of a stage over tiles of tokens, so that its inner values exist for one tile at a time.
 
 Forward runs the part tile by tile without autograd and saves what enters it. Backward runs each tile again, with
 autograd, and goes back through it at once: the gradients of what is cut are written tile by tile, those of weights add

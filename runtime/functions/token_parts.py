@@ -1,8 +1,8 @@
 """Tokens of a sequence in parts, one for each member of a team: cut from values that every member has, and put back.
 
-A sequence of L tokens lies along a dimension so that element i is of token `i // inner % L`. Of N members, member r has
-the r-th of N runs of tokens, or in zigzag of 2 N runs the r-th from the front and the r-th from the end: of causal
-attention, both have the same work then (Ring Attention in balance, Brandon 2023, striped).
+A sequence of L tokens is laid out along a dimension so that element i is of token `i // inner % L`. Of N members,
+member r has the r-th of N runs of tokens, or in zigzag of 2 N runs the r-th from the front and the r-th from the end:
+of causal attention, both have the same work then (Ring Attention in balance, Brandon 2023, striped).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def detect_hardware(measure: bool = False) -> Hardware:
     """This machine as a document: its CUDA devices, or CPU devices when it has none.
 
     Memory is shared out so that everything fits: CPU devices and DRAM get half each of four fifths of the RAM. Each
-    disk with a directory that files can lie in counts as an SSD of the size that is free there.
+    disk with a directory that takes files counts as an SSD of the size that is free there.
     Raises HardwareError when a measurement fails or hangs, and for GPUs that the device runtime cannot use.
     """
     require_known_gpus()

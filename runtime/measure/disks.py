@@ -1,4 +1,4 @@
-"""Disks of the machine at hand: a directory on each that files can lie in, and its rates by the runtime's own I/O."""
+"""Disks of the machine at hand: a directory on each that takes files, and its rates by the runtime's own I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICES = Path("/sys/dev/block")
 
 
 def disk_directories(places: Iterable[str | Path] | None = None) -> list[str]:
-    """For each disk, the first of `places` that this user may write, past the page cache too; none lies in memory.
+    """For each disk, the first of `places` that this user may write, past the page cache too; none is in memory.
 
     Places are the temporary directory, the current one, the home, and where disks are mounted.
     """
@@ -74,7 +74,7 @@ def disk_of(device: int, devices: Path = DEVICES) -> object:
 def disk_rates(directory: str | Path, slice_s: float = DISK_S, block_bytes: int = BLOCK_BYTES) -> dict[str, float]:
     """Bytes per second that the runtime writes to and reads from a disk, and the seconds of a read of one page.
 
-    Takes about twice `slice_s`. Leaves no file. Raises `HardwareError` if no files can lie in the directory,
+    Takes about twice `slice_s`. Leaves no file. Raises `HardwareError` if the directory takes no files,
     `DoesNotFit` if it has no room for a few blocks.
     """
     folder = SsdFolder([directory], "measure")

@@ -115,7 +115,7 @@ def message_rates(
 ) -> dict[str, Any]:
     """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time, and the share of the bandwidth
     that messages of each of `sizes` (in bytes, rising) reach; both must call this. `hostname`: see `PeerLink`. The
-    messages lie in the memory of `device`, by gloo in a host's and by NCCL in a GPU's."""
+    messages are in the memory of `device`, by gloo in a host's and by NCCL in a GPU's."""
     link = PeerLink(store, rank, 2, {}, device, hostname=hostname, timeout_s=60.0)
     link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
     values = [torch.ones(1, device=device)]

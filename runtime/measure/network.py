@@ -27,7 +27,7 @@ def network_rates(
 ) -> dict[str, Any]:
     """The fields of a network: `bandwidth` (bytes/s), `latency_s`, `message_shares` and `host_shares`, of which hosts
     other than 0 have their own part only. One process of each of two or more hosts must call it; `store` joins these,
-    and holds nothing else. `device`: whose memory the messages lie in."""
+    and holds nothing else. `device`: the device whose memory has the messages."""
     found: dict[str, Any] = {}
     if host < 2:
         rates = message_rates(dist.PrefixStore("pair", store), host, sizes, hostname=None, device=device)

@@ -105,7 +105,7 @@ def _row_operands(timing: TableTiming, rows: int, length: int, head_size: int, d
 
 
 def _runs(backend: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the device has this kernel for these tensors; a CPU has one, which stands under flash."""
+    """Whether the device has this kernel for these tensors; a CPU has one, which is listed under flash."""
     if query.device.type == "cpu":
         return backend == "flash"
     params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False)

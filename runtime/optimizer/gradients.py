@@ -1,4 +1,4 @@
-"""Gradient norms, clipping and the loss scale of fp16, on whatever device the gradients lie.
+"""Gradient norms, clipping and the loss scale of fp16, on whatever device has the gradients.
 
 A factor on gradients in half precision is kept beside them and applied in fp32 when the optimizer reads them: the loss
 scale exists because fp16 cannot hold unscaled gradients.
@@ -22,7 +22,7 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 @dataclass
 class Grads:
     """The gradients of one stage by parameter name, to be multiplied by `factor` if that is given. `flats`: the
-    contiguous buffers in which all of them lie, if there are such. `part`: "own" or "shared" if the gradients of
+    contiguous buffers that hold all of them, if there are any. `part`: "own" or "shared" if the gradients of
     parameters that stages share are kept apart."""
 
     tensors: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Grads:
         else:
             self.factor = factor if self.factor is None else self.factor * factor
 
-    def scaled(self, factor: Tensor) -> Grads:
+    def with_factor(self, factor: Tensor) -> Grads:
         """The same gradients times `factor`, which is applied when they are read: these stay as they are."""
         return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
 
@@ -49,7 +49,7 @@ class Grads:
             factor = self.factor * factor.to(self.factor.device)
         return None if bool(factor == 1.0) else factor
 
-    def in_full(self) -> dict[str, Tensor]:
+    def to_full(self) -> dict[str, Tensor]:
         """The gradients with the factor applied: as they are, or in fp32 (fp64 stays)."""
         if self.factor is None:
             return self.tensors
@@ -64,7 +64,7 @@ def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
 
 def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]], holders: int = 1) -> Tensor:
     """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. The sum is on the
-    host if any of them lie there. `holders`: the number of devices whose sums are added up and which have the same
+    host if any of them are there. `holders`: the number of devices whose sums are added up and which have the same
     gradient of a parameter, unless each has a part of that."""
     rows = [(param, by_name[param.name]) for spec, by_name in parts for param in _owned_params(spec, by_name)]
     if not rows:
@@ -152,7 +152,7 @@ class LossScales:
         self.skipped = 0
         self._lock = threading.Lock()
 
-    def of(self, mini_batch: int) -> float:
+    def scale_of(self, mini_batch: int) -> float:
         return self._after[max(0, mini_batch - self.lag)].scale
 
     def note(self, mini_batch: int, finite: bool) -> None:

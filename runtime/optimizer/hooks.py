@@ -1,4 +1,4 @@
-"""Runs the gradient hooks of a stage's parameters, where its gradients lie, on whole gradients or on pieces."""
+"""Runs the gradient hooks of a stage's parameters in the memory of its gradients, on whole gradients or on pieces."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Traits:
     born_empty: bool
 
     @staticmethod
-    def of_all(groups: Sequence[Traits]) -> Traits:
+    def common(groups: Sequence[Traits]) -> Traits:
         """The properties that hold in every group."""
         return Traits(
             all(t.divisible for t in groups),

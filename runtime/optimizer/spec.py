@@ -252,7 +252,7 @@ class OptimizerSpec:
                         f"optimizer {self.class_of(index)[0]} has no step on {device}, where this plan steps it: "
                         f"{error}; use one that has, like torch.optim.AdamW"
                     ) from error
-            self._traits[device] = Traits.of_all(found)
+            self._traits[device] = Traits.common(found)
         return self._traits[device]
 
     @cached_property

@@ -1,7 +1,7 @@
 """The optimizer of one stage. It steps like one optimizer over the parameters of all stages, provided that this one
 treats each parameter alone.
 
-Its states may lie in given places, such as a buffer that is read from SSD before a step and written back after it. A
+Its states may be in given places, such as a buffer that is read from SSD before a step and written back after it. A
 step may be undone (`snapshot`, `restore`), so it need not wait for the decision whether it counts.
 """
 
@@ -76,8 +76,8 @@ class _Step:
 class StageOptimizer:
     """Updates one stage's parameters in place, and its learning rate once a step.
 
-    `places`: the tensors in which the states that `OptimizerSpec.state_shapes` names are to lie; their contents before
-    a parameter's first step do not matter. `workspace` may be shared by stages that are stepped by one thread.
+    `places`: the tensors in which the states that `OptimizerSpec.state_shapes` names are to be kept; their contents
+    before a parameter's first step do not matter. `workspace` may be shared by stages that are stepped by one thread.
     `rounding`: `params` are bf16 weights; each is in fp32 during its step alone, and the result is rounded to it.
     `lasting` has the tensors that hold the parameters between steps.
     """
@@ -92,7 +92,7 @@ class StageOptimizer:
     ):
         self.spec, self.rounding = spec, rounding
         self.lasting = {name: p.detach() for name, p in params.items()}
-        self.params = {name: nn.Parameter(p if rounding is None else _stand_in(p)) for name, p in self.lasting.items()}
+        self.params = {name: nn.Parameter(p if rounding is None else _unbacked(p)) for name, p in self.lasting.items()}
         self.places: Places = {} if places is None else places
         self.optimizer = spec.build(self.params, without_states=bool(self.places)) if self.params else None
         self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
@@ -140,7 +140,7 @@ class StageOptimizer:
 
     def take_room(self) -> None:
         """Take the memory of states that the first step makes now, on the stream of steps. Made between the values of a
-        step, they would lie in the way of the largest ones of all steps after it."""
+        step, they would be in the way of the largest ones of all steps after it."""
         if self.started or self.places:
             return
         kinds = (self.spec.state_shapes(tuple(p.shape), name, p.dtype) for name, p in self.params.items())
@@ -203,7 +203,7 @@ class StageOptimizer:
                 job.weights[name].copy_(self.params[name].detach())
             if self.rounding is not None:
                 self.rounding.store(name, self.params[name].detach(), self.lasting[name], job.draw)
-                self.params[name].data = _stand_in(self.lasting[name])
+                self.params[name].data = _unbacked(self.lasting[name])
 
     def _step_in_tiles(self, names: list[str], job: _Step) -> None:
         """Step these parameters in one pass over memory: see `tiles`."""
@@ -215,7 +215,7 @@ class StageOptimizer:
                 self.lasting[name].view(-1), job.grads[name].view(-1), name in job.converted,
                 None if low is None else low.view(-1), store,
             )  # fmt: skip
-            param.grad = _stand_in(param, param.dtype)  # the real ones are read by tile
+            param.grad = _unbacked(param, param.dtype)  # the real ones are read by tile
         with InTiles(work, job.factor, self.workspace.row):
             self._step_these(names)
         for name in names:
@@ -372,7 +372,7 @@ class StageOptimizer:
         return self.spec.class_of(self.spec.group_of(name))[0]
 
     def bind(self, places: Places, params: Mapping[str, Tensor] | None = None) -> None:
-        """From now on the states, and with `params` the parameters, lie in these tensors, which hold them already."""
+        """From now on these tensors, which hold them already, are the states, and with `params` the parameters."""
         self.places = places
         if self.optimizer is None:
             return
@@ -381,7 +381,7 @@ class StageOptimizer:
             row.update({key: rebuilt(key, value, places.get(name, {})) for key, value in row.items()})
             if params is not None:
                 self.lasting[name] = params[name].detach()
-                param.data = self.lasting[name] if self.rounding is None else _stand_in(self.lasting[name])
+                param.data = self.lasting[name] if self.rounding is None else _unbacked(self.lasting[name])
 
     def state_bytes(self) -> int:
         """Bytes of the states that exist now: none before the first step, for most optimizers."""
@@ -511,7 +511,7 @@ class StageOptimizer:
         return value.detach().to("cpu" if counts else self.device, like.dtype, copy=True)
 
 
-def _stand_in(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def _unbacked(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of this shape without memory, for between steps."""
     return torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape)
 

@@ -107,7 +107,6 @@ class StateRule:
     dtype: torch.dtype
 
     def shape(self, param: Sequence[int]) -> Shape:
-        """The state's shape for a parameter of this shape."""
         return tuple(d if isinstance(d, int) else math.prod(param[i] for i in d) for d in self.dims)
 
     @property

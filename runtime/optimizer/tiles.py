@@ -98,7 +98,7 @@ def is_fused(spec: OptimizerSpec, index: int, device: torch.device) -> bool:
 
 class InTiles(TorchDispatchMode):
     """While it is on, a fused kernel's call on parameters of `work`, by id, is made in tiles. `factor`: see
-    `StageOptimizer.step`; `scratch` lends a buffer of at least so many bytes, with any contents."""
+    `StageOptimizer.step`; `scratch` lends a buffer of at least its argument's bytes, with any contents."""
 
     def __init__(self, work: Mapping[int, Tiled], factor: Tensor | None, scratch: Callable[[int], Tensor]):
         super().__init__()
@@ -179,7 +179,7 @@ class _Room:
 def _rooms(
     scratch: Callable[[int], Tensor], dtype: torch.dtype, threads: int, elements: int, work: Sequence[Tiled]
 ) -> list[_Room]:
-    """A room for each thread's tile of so many elements."""
+    """A room for each thread's tile of this number of elements."""
     needed = any(w.converted for w in work), any(w.store is not None for w in work)
     sizes = [elements * part for part in needed]
     total = threads * sum(sizes)

@@ -18,7 +18,7 @@ from .spec import OptimizerSpec
 
 # Its functions make schedulers; elsewhere only classes are known to.
 _SCHEDULE_FUNCTIONS = "transformers.optimization"
-_HINT = "If you trust the files, load(..., trust=True) or --trust takes it as it stands"
+_HINT = "If you trust the files, load(..., trust=True) or --trust takes it as it is"
 
 
 def read_optimizer(text: str, where: str, trust: bool) -> OptimizerSpec:

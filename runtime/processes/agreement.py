@@ -103,7 +103,7 @@ def placement_text(members: Sequence[Member], devices: Sequence[Device]) -> str:
         return ""
     return (
         f"the plan has {_per_host(list(planned.values()))}, torchrun has started {_per_host(list(found.values()))}; "
-        "start as many ranks on each host as the plan has devices there, or compile for what is there, with "
+        "start one rank on each host for each of its devices in the plan, or compile for what is there, with "
         'hardware="auto" or a document of that many hosts'
     )
 

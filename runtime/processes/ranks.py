@@ -151,8 +151,8 @@ class Ranks:
         missing = [rank for rank in range(self.size) if rank not in here]
         who = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks began together"
         return (
-            f"rank {self.rank} has waited {self.timeout_s:g} s at {address()} for {self.size} ranks: {who}. Start as "
-            "many processes as torchrun was told, and have all of them reach the first step of the same job"
+            f"rank {self.rank} has waited {self.timeout_s:g} s at {address()} for {self.size} ranks: {who}. Start the "
+            "number of processes that torchrun was told, and have all of them reach the first step of the same job"
         )
 
     # --- plain data in the store

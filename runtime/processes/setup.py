@@ -64,7 +64,7 @@ class RunSetup:
         return {name: parse_program(text, self.interface, role, name) for name in names}
 
     def programs_of(self, device: int) -> dict[str, Program]:
-        """The programs of the file that a device runs, by name, as they stand there."""
+        """The programs of the file that a device runs, by name, as they are there."""
         path, (_, role) = self.file_of(device), place_of(self.interface, device)
         return self.roles[role] if path == self.files[role] else self._read(path, role)
 

@@ -265,8 +265,9 @@ class TorchrunDriver(Driver):
         if len(calls) > 1:
             where = ", ".join(f"`{call}` on rank {', '.join(map(str, who))}" for call, who in calls.items())
             raise BatchError(
-                f"the ranks make different calls: {where}. All make the same in the same order, also as many steps; "
-                "where the data of one rank ends earlier, cut the others' (job.sampler gives all as many batches)"
+                f"the ranks make different calls: {where}. All make the same in the same order, also equally many "
+                "steps; where the data of one rank ends earlier, cut the others' (job.sampler gives all ranks the same "
+                "number of batches)"
             )
         return [row["given"] for row in rows]
 

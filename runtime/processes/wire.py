@@ -30,8 +30,8 @@ class Packed:
 
 
 def pack(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Packed:
-    """A message of JSON values (the key "tensors" is reserved) and tensors by name, which are not copied if they lie
-    contiguously in host memory."""
+    """A message of JSON values (the key "tensors" is reserved) and tensors by name, which are not copied if they are
+    contiguous in host memory."""
     rows: list[list[Any]] = []
     chunks: list[memoryview] = []
     total = 0

@@ -21,19 +21,19 @@ from .linear_4bit import NESTED_BLOCKSIZE, Format4bit, linear_4bit
 from .linear_8bit import linear_8bit
 from .linear_torchao import WEIGHT_ONLY, TorchaoFormat, linear_torchao
 from .quantisers import Quantiser4bit, Quantiser8bit, parts_of_state
-from .raw_bytes import as_bytes, of_bytes
+from .raw_bytes import as_bytes, tensor_from_bytes
 
 NESTED_CODES = 256  # of an absmax of 8 bits
 TensorTypes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Stand:
-    """The module that another one stands in for: neither one of its modules, nor copied with it."""
+class Replaced:
+    """The module that another one replaces: neither one of its modules, nor copied with it."""
 
     layer: Any
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stand:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
         return self
 
 
@@ -50,7 +50,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, was: nn.Linear):
         super().__init__()
         self.shape = (was.out_features, was.in_features)
-        self.stand = Stand(was)
+        self.replaced = Replaced(was)
         self.training = was.training
         self.register_parameter("bias", was.bias)
 
@@ -79,11 +79,11 @@ class QuantisedLinear(nn.Module):
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.stand.layer._save_to_state_dict(destination, prefix, keep_vars)
+        self.replaced.layer._save_to_state_dict(destination, prefix, keep_vars)
 
     @property
     def is_transposed(self) -> bool:
-        return getattr(getattr(self.stand.layer, "source_cls", None), "__name__", "") == "Conv1D"
+        return getattr(getattr(self.replaced.layer, "source_cls", None), "__name__", "") == "Conv1D"
 
 
 class Linear4bitBytes(QuantisedLinear):
@@ -180,7 +180,7 @@ class Linear8bitBytes(QuantisedLinear):
         )
 
     def give_back(self, layer: Any) -> None:
-        packed, scb = of_bytes(self.weight.data, torch.int8), of_bytes(self.SCB.data, torch.float32)
+        packed, scb = tensor_from_bytes(self.weight.data, torch.int8), tensor_from_bytes(self.SCB.data, torch.float32)
         layer.weight = type(layer.weight)(packed, requires_grad=False, has_fp16_weights=False, CB=packed, SCB=scb)
         layer.bias = self.bias
 

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .raw_bytes import of_bytes
+from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
 
@@ -34,14 +34,14 @@ class Format4bit:
         common = {"shape": torch.Size(self.shape), "blocksize": self.blocksize, "quant_type": self.quant_type}
         common["dtype"] = self.dtype
         if nested_absmax is None or nested_quant_map is None or nested_offset is None:
-            return kind(of_bytes(absmax, torch.float32), **common)
+            return kind(tensor_from_bytes(absmax, torch.float32), **common)
         outer = kind(
-            of_bytes(nested_absmax, torch.float32),
-            code=of_bytes(nested_quant_map, torch.float32),
+            tensor_from_bytes(nested_absmax, torch.float32),
+            code=tensor_from_bytes(nested_quant_map, torch.float32),
             blocksize=NESTED_BLOCKSIZE,
             dtype=torch.float32,
         )
-        return kind(absmax, offset=of_bytes(nested_offset, torch.float32).reshape(()), state2=outer, **common)
+        return kind(absmax, offset=tensor_from_bytes(nested_offset, torch.float32).reshape(()), state2=outer, **common)
 
 
 def linear_4bit(

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .raw_bytes import of_bytes
+from .raw_bytes import tensor_from_bytes
 
 
 def linear_8bit(
@@ -44,8 +44,8 @@ class _Linear8bit(torch.autograd.Function):
         if (training and not input.is_cuda) or isinstance(input, FakeTensor):  # which has no outliers to look for
             return F.linear(input, _unpack(weight, scb, input.dtype), bias)
         library = bitsandbytes()
-        packed = of_bytes(weight, torch.int8)
-        state = library.MatmulLtState(CB=packed, SCB=of_bytes(scb, torch.float32))
+        packed = tensor_from_bytes(weight, torch.int8)
+        state = library.MatmulLtState(CB=packed, SCB=tensor_from_bytes(scb, torch.float32))
         state.threshold, state.has_fp16_weights, state.is_training = threshold, False, training
         state.use_pool = threshold > 0
         product: Tensor = library.matmul(input, packed, bias=bias, state=state)
@@ -67,5 +67,5 @@ class _Linear8bit(torch.autograd.Function):
 
 def _unpack(weight: Tensor, scb: Tensor, dtype: torch.dtype) -> Tensor:
     """As the library writes it; it has no function for it."""
-    rows = of_bytes(scb, torch.float32).unsqueeze(1).mul(1.0 / 127.0)
-    return of_bytes(weight, torch.int8).to(dtype, copy=True).mul_(rows)
+    rows = tensor_from_bytes(scb, torch.float32).unsqueeze(1).mul(1.0 / 127.0)
+    return tensor_from_bytes(weight, torch.int8).to(dtype, copy=True).mul_(rows)

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .bias import gradient_of_bias
 from .libraries import torchao
-from .raw_bytes import of_bytes
+from .raw_bytes import tensor_from_bytes
 
 WEIGHT_ONLY = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")  # they can be unpacked on any device
 
@@ -28,7 +28,8 @@ class TorchaoFormat:
 
     def tensor(self, parts: Sequence[Tensor]) -> Any:
         """The library's own tensor, of which these are the bytes."""
-        inner = {name: of_bytes(raw, dtype) for raw, (name, dtype) in zip(parts, self.dtypes.items(), strict=True)}
+        rows = zip(parts, self.dtypes.items(), strict=True)
+        inner = {name: tensor_from_bytes(raw, dtype) for raw, (name, dtype) in rows}
         return getattr(torchao(), self.kind)(**inner, **self.attributes)
 
 

@@ -29,7 +29,7 @@ def with_bytes(model: nn.Module) -> nn.Module:
     All other modules, and those of their parts that change, are shared with the model: what one trains, the other has.
     Raises `PlanError` naming a quantised weight that is to be trained, or one of a layer that is not known.
     """
-    return _Exchange().of(model, "") if is_quantised(model) else model
+    return _Exchange().twin(model, "") if is_quantised(model) else model
 
 
 def names_of_bytes(model: nn.Module) -> set[str]:
@@ -41,15 +41,15 @@ def names_of_bytes(model: nn.Module) -> set[str]:
 def give_back(model: nn.Module) -> None:
     """Let the library's own layers that were on the meta device have the weights that now are in memory."""
     for layer in [module for module in model.modules() if isinstance(module, QuantisedLinear)]:
-        if layer.stand.layer.weight.is_meta and not any(p.is_meta for p in layer.parameters()):
-            layer.give_back(layer.stand.layer)
+        if layer.replaced.layer.weight.is_meta and not any(p.is_meta for p in layer.parameters()):
+            layer.give_back(layer.replaced.layer)
 
 
 class _Exchange:
     def __init__(self) -> None:
         self.made: dict[int, nn.Module] = {}
 
-    def of(self, module: nn.Module, path: str) -> nn.Module:
+    def twin(self, module: nn.Module, path: str) -> nn.Module:
         if id(module) not in self.made:
             self.made[id(module)] = self._make_twin(module, path)
         return self.made[id(module)]
@@ -59,7 +59,7 @@ class _Exchange:
             if param is not None and _library_of(param) is not None:
                 return self._layer(module, path, name)
         children = {
-            name: None if child is None else self.of(child, f"{path}.{name}" if path else name)
+            name: None if child is None else self.twin(child, f"{path}.{name}" if path else name)
             for name, child in module._modules.items()
         }
         if all(new is module._modules[name] for name, new in children.items()):

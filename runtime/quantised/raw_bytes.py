@@ -12,7 +12,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return (plain if plain.dim() else plain.reshape(1)).view(torch.uint8)
 
 
-def of_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
+def tensor_from_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor whose bytes these are; a copy where they begin between two of its elements."""
     if raw.storage_offset() % dtype.itemsize:
         raw = raw.clone()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError, VerifyError
-from ...ir.ops import apart, shared_params
+from ...ir.ops import shared_params, split_by_sharing
 from ...ir.program import Interface, TeamPart, holders, sizes_of
 from ..experts.routes import Arrivals, SumsOfTokens
 from ..optimizer.extrapolate import extrapolate
@@ -357,7 +357,7 @@ class ReferenceRuntime:
         number = self._calls.get(call, 0) // each
         self._calls[call] = self._calls.get(call, 0) + 1
         if self.world.scales is not None:
-            return self.world.scales.of(number)
+            return self.world.scales.scale_of(number)
         return self.world.loss_scale.scale if self.world.loss_scale else 1.0
 
     def step(
@@ -375,7 +375,7 @@ class ReferenceRuntime:
             self.world.finite = False
         elif speculative:
             state.before = state.optimizer.snapshot() if state.optimizer is not None else None
-            state.step(grads.scaled(speculative_factor(1.0 if scale is None else scale.scale)))
+            state.step(grads.with_factor(speculative_factor(1.0 if scale is None else scale.scale)))
         else:
             state.step(grads)
         return states
@@ -389,7 +389,7 @@ class ReferenceRuntime:
         if scale is not None and not bool(torch.isfinite(norm)):
             self.world.finite = False
             return
-        state.step(grads.scaled(clip_factor(norm, max_norm, loss_scale)))
+        state.step(grads.with_factor(clip_factor(norm, max_norm, loss_scale)))
 
     def stash(self, stage: str, weights: Weights) -> Weights:
         state = self.world.stage(self.device, stage)
@@ -402,7 +402,7 @@ class ReferenceRuntime:
         return made
 
     def split(self, stage: str, grads: StageGrads) -> tuple[StageGrads, StageGrads]:
-        own, shared = apart(grads.tensors, shared_params(self.world.interface, stage))
+        own, shared = split_by_sharing(grads.tensors, shared_params(self.world.interface, stage))
         return StageGrads(own, stage=stage, part="own"), StageGrads(shared, stage=stage, part="shared")
 
     def _bound(self, stage: str, weights: Weights) -> StageRunner:

@@ -88,7 +88,7 @@ class ReferenceStage:
         change_params(self.spec.params, self.masters)
         kinds = {name: master.dtype for name, master in self.masters.items()}
         kinds = {name: FULL.get(kind, kind) for name, kind in kinds.items()} if self.rounds else kinds
-        self.grads = {name: g.to(kinds[name], copy=True) for name, g in grads.in_full().items()}
+        self.grads = {name: g.to(kinds[name], copy=True) for name, g in grads.to_full().items()}
         if self.optimizer is not None:
             self.optimizer.step(self.grads, part=grads.part, draw=self.draw)
             self._follow()

@@ -2,13 +2,13 @@
 
 - A ring has its members host by host, so that each part passes from host to host once. In each round every member sends
   a part to the next member. A gather or a scatter of M bytes over n members has n-1 rounds of M/n bytes; an all-reduce
-  has twice as many (a scatter and a gather). A round takes at least the latency of the slowest hop, which is the term
-  p alpha (2 p alpha for an all-reduce) of MiCS 2.3: so small messages over many members leave links idle.
+  has twice the number (a scatter and a gather). A round takes at least the latency of the slowest hop, which is the
+  term p alpha (2 p alpha for an all-reduce) of MiCS 2.3: so small messages over many members leave links idle.
 - Over many hosts GPUs add up in two binary trees of the hosts, each with half of the bytes, down which the sums come
   back; NCCL chooses what takes fewer rounds, and so do we. A leaf of one tree is an inner host of the other, so that a
-  host sends as many bytes as in a ring, and neighbours in the order of hosts are neighbours in the trees: links carry
-  the same bytes. Parts take the latency of a hop to pass it, so that each hop of depth counts as two rounds.
-- Between hosts with several root complexes there are as many rings side by side as root complexes. Each has an equal
+  host sends the bytes that it sends in a ring, and neighbours in the order of hosts are neighbours in the trees: links
+  carry the same bytes. Parts take the latency of a hop to pass it, so that each hop of depth counts as two rounds.
+- Between hosts with several root complexes there is one ring for each root complex, side by side. Each has an equal
   share of the bytes and another member at the border of a host, so that all network cards of a host are in use.
 - In a hierarchical gather (MiCS 3.3) the members with the same place in their hosts gather among themselves first, all
   places at the same time; then the members of each host gather these pieces, those of all hosts at once. Every piece
@@ -38,7 +38,7 @@ class Rounds:
     message_bytes: float
 
 
-def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
+def devices_by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
     """The devices of each host, hosts and devices in order."""
     found: dict[int, list[int]] = {}
     for device in sorted(devices):
@@ -59,7 +59,7 @@ def rounds_of(
     plain ring."""
     if pattern:
         return [_steps(list(devices), moved_bytes, pattern)]
-    hosts = by_host(devices, hardware)
+    hosts = devices_by_host(devices, hardware)
     sizes = {len(members) for members in hosts}
     if hierarchical and len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
         return _hierarchical(hosts, hardware, moved_bytes, times)

@@ -185,8 +185,8 @@ class CostModel:
 
     def cost_over_lanes(self, role: int, work: ops.Work) -> Cost:
         """A collective of devices in several lanes, while all other lanes do theirs. Each link gets the load of all
-        lanes, scaled to this lane's part of the link. A link that only another lane loads, such as one at the border of
-        a host, delays this lane as well: the largest load of the lanes' corresponding links counts."""
+        lanes, scaled to this lane's part of the link. A link that only another lane loads, at the border of a host for
+        example, delays this lane as well: the largest load of the lanes' corresponding links counts."""
         assert self.fleet is not None
         work = replace(work, flops=0.0, launches=0, tag="", workspace_bytes=0, mix=NO_CALLS)  # costs nothing here
         key = (role, work, URGENT)
@@ -224,7 +224,7 @@ class CostModel:
         return found
 
     def for_messages(self, path: tuple[str, ...], message_bytes: float, num_hosts: int = 2) -> tuple[str, ...]:
-        """The links that messages of so many bytes pass on a path, in a collective over so many hosts."""
+        """The links that messages of this size pass on a path, in a collective over `num_hosts` hosts."""
         if self.by_size.isdisjoint(path):
             return path
         return tuple(

@@ -66,7 +66,7 @@ def simulate_steps(
     """The result of `simulate` for the same arguments, with `steady_s`: the time of a step where a script makes step
     after step.
 
-    The devices begin the next step as soon as they have the loss, behind what is left of this one, except where steps
+    The devices begin the next step as soon as they have the loss, after the rest of this one, except where steps
     are drained (`drain`); see `DeviceSession.begin_step`.
     """
     simulation = _Simulation(programs, hardware, precision, written_out)
@@ -114,7 +114,6 @@ class _Simulation:
         return ends_s[-1] - ends_s[-2]
 
     def run(self, start: Sequence[float] | None = None, steps: int = 1) -> _Engine:
-        """Simulate these steps."""
         order = build_order(self.case.programs, self.case.memories, steps)
         _wait_for_calls(order, self.case.programs)
         engine = _Engine(order, self.model)

@@ -1,10 +1,10 @@
 """The devices that delayed a step: their ops took longer than on equal devices, or than the plan predicts.
 
-Equal devices of the same role do the same work, if their lanes have as many micro-batches, so each is compared with the
-others. A device that has no equal is compared with the plan's prediction, scaled by the other devices' ratio to theirs:
-so a machine that is slower than its document as a whole has no stragglers. The cost of the delay is found by replaying
-the step's order of ops with the expected durations. Only ops that a device does by itself count, as receives and
-collectives wait for others.
+Equal devices of the same role do the same work, if their lanes have equally many micro-batches, so each is compared
+with the others. A device that has no equal is compared with the plan's prediction, scaled by the other devices' ratio
+to theirs: so a machine that is slower than its document as a whole has no stragglers. The cost of the delay is found by
+replaying the step's order of ops with the expected durations. Only ops that a device does by itself count, as receives
+and collectives wait for others.
 """
 
 from __future__ import annotations

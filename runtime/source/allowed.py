@@ -73,7 +73,7 @@ BUILTINS = (
     "abs", "bool", "complex", "divmod", "float", "frozenset", "int", "len", "list", "max", "min", "pow", "range",
     "round", "set", "slice", "sum", "tuple",
 )  # fmt: skip
-TYPES = ("bool", "complex", "float", "int")  # which may stand as values
+TYPES = ("bool", "complex", "float", "int")  # which may be values
 VALUE_ATTRIBUTES = {
     "T", "mT", "H", "mH", "real", "imag", "data", "grad", "device", "dtype", "shape", "ndim",  # of tensors
     "type", "index",  # of devices

@@ -1,4 +1,4 @@
-"""Expressions in the body of a `forward`: what may stand there is what is printed there."""
+"""Expressions in the body of a `forward`: allowed are those that are printed there."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class ExpressionCheck:
             self.value(function.value)
 
     def context(self, node: ast.expr) -> None:
-        """Check what stands behind `with`."""
+        """Check the expression after `with`."""
         if not isinstance(node, ast.Call) or self.names.root(node.func) is None:
             refuse(node, f"`with` {excerpt(node)}: only torch.no_grad() and torch.autocast(...) are printed")
         found = self.names.find(node.func)
@@ -158,7 +158,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def is_member_chain(node: ast.expr) -> bool:
-    """Whether an expression is `self` with attributes and indices behind it."""
+    """Whether an expression is `self` followed by attributes and indices."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return is_self(node)

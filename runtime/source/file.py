@@ -1,6 +1,6 @@
 """A generated file, verified from its syntax tree; only what was verified is run, and from that very tree.
 
-In: the text of a file that a stranger may have written. Out: its classes and functions. At the top of a file stand its
+In: the text of a file that a stranger may have written. Out: its classes and functions. At its top level a file has its
 docstring, imports, classes, `STAGES`, `step` and `evaluate`, and nothing else; `step` and `evaluate` are straight lines
 of ops (`ir/program/text.py`). Imports are not run: their names are bound to what was looked up here.
 """
@@ -98,7 +98,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _is_table(node: ast.stmt, names: FileNames) -> bool:
-    """Whether this is `STAGES = {"stage0": Stage0}`, of classes that stand above."""
+    """Whether this is `STAGES = {"stage0": Stage0}`, of the classes above."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.value, ast.Dict):
         return False
     if not isinstance(node.targets[0], ast.Name) or node.targets[0].id != "STAGES":

@@ -23,7 +23,7 @@ HOMES: tuple[tuple[str, types.ModuleType], ...] = (
     ("operator", operator),
     ("functions", functions),
 )
-STANDING = {"torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F"}
-STANDING["functions"] = "from penstock.runtime import functions"
+IMPORT_LINES = {"torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F"}
+IMPORT_LINES["functions"] = "from penstock.runtime import functions"
 BASES = "from penstock.runtime.modules import Scope, Stage"
 DRAWING_BASES = f"{BASES}, draw_at"  # where a stage draws random numbers

@@ -19,18 +19,18 @@ from ...ir.errors import VerifyError
 from ..modules import Scope, Stage, draw_at
 from ..torch_names import OpNamespace, OpOverload, OpOverloadPacket
 from .allowed import BUILTINS, methods
-from .homes import BASES, DRAWING_BASES, HOMES, STANDING
+from .homes import BASES, DRAWING_BASES, HOMES, IMPORT_LINES
 from .trust import HINT, Trust
 
 _MODULES = {name: module for name, module in HOMES} | {"nn": torch.nn}
-_LINES = {line: (name, _MODULES[name]) for name, line in STANDING.items()}
+_LINES = {line: (name, _MODULES[name]) for name, line in IMPORT_LINES.items()}
 _LINES |= {f"import {name}": (name, _MODULES[name]) for name in ("math", "operator")}
 _ABSENT = object()
 _OPS = ("aten", "prims")
 
 
 def refuse(node: ast.AST, message: str, *, beyond: bool = True) -> NoReturn:
-    """`beyond`: what stands there is no mistake, but more than is run unread."""
+    """`beyond`: the text is no mistake, but more than is run unread."""
     line = getattr(node, "lineno", None)
     raise VerifyError(f"{message}. {HINT}" if beyond else message, line=line)
 
@@ -65,7 +65,7 @@ class FileNames:
     def add_import(self, node: ast.Import | ast.ImportFrom) -> None:
         line = ast.unparse(node)
         if self.blocks:
-            refuse(node, f"`{line}`: imports stand above the classes", beyond=False)
+            refuse(node, f"`{line}`: imports come before the classes", beyond=False)
         if line in (BASES, DRAWING_BASES):
             self.objects |= {"Scope": Scope, "Stage": Stage}
             self.objects |= {"draw_at": draw_at} if line == DRAWING_BASES else {}

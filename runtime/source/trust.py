@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-HINT = "A file that you have read and trust runs as it stands with load(..., trust=True), or --trust"
+HINT = "A file that you have read and trust runs as it is with load(..., trust=True), or --trust"
 
 
 @dataclass(frozen=True)
 class Trust:
-    """`whole`: a file is run as it stands. Otherwise only what is printed may stand in it, and it may name autograd
+    """`whole`: a file is run as it is. Otherwise it may hold only what is printed, and it may name autograd
     functions and enums of `modules`, which the user's own process has imported, besides torch."""
 
     whole: bool = False

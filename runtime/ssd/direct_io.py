@@ -1,7 +1,7 @@
 """Reads and writes past the page cache, many pieces at once: through io_uring, or by a pool of threads.
 
-Both engines block until every piece is done or has failed, continue short transfers, and leave no transfer behind that
-could still touch the caller's memory. One thread may read while another writes.
+Both engines block until every piece is done or has failed, continue short transfers, and leave no transfer that could
+still touch the caller's memory. One thread may read while another writes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Engine(Protocol):
 
 
 class ThreadEngine:
-    """`preadv` and `pwritev`, which run without the GIL, in two pools of threads: reads never queue behind writes."""
+    """`preadv` and `pwritev`, which run without the GIL, in two pools of threads: reads never queue after writes."""
 
     name = "threads"
 

@@ -1,4 +1,4 @@
-"""A directory on an SSD: whether files of a run can lie there, and files that are opened past the page cache."""
+"""A directory on an SSD: whether it takes files of a run, and files that are opened past the page cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_directory(directory: Path) -> os.stat_result:
         raise HardwareError(f"ssd directory {directory}: is a file, not a directory. {_ADVICE}")
     kind = file_systems().get(found.st_dev)
     if kind in _IN_MEMORY:
-        raise HardwareError(f"ssd directory {directory}: lies in memory ({kind}), not on a disk. {_ADVICE}")
+        raise HardwareError(f"ssd directory {directory}: is in memory ({kind}), not on a disk. {_ADVICE}")
     return found
 
 

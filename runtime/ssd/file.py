@@ -38,7 +38,7 @@ class Stripe:
 class SsdFile:
     """`num_bytes` of space on SSD: whole multiples of 4096 bytes. Made by `SsdFolder.reserve`.
 
-    Chunk c lies on stripe `(first + c) % len(stripes)`. Reads and writes block until done; one thread may read while
+    Chunk c is on stripe `(first + c) % len(stripes)`. Reads and writes block until done; one thread may read while
     another writes, as long as their regions do not overlap. `sums`: the checksums, if contents are checked.
     """
 
@@ -98,7 +98,7 @@ class SsdFile:
         assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous(), f"{self.name}: flat uint8"
         aligned = offset_bytes % ALIGN_BYTES == tensor.data_ptr() % ALIGN_BYTES == len(tensor) % ALIGN_BYTES == 0
         assert aligned, f"{self.name}: {offset_bytes}, {tensor.data_ptr():#x}, {len(tensor)}: not multiples of 4096"
-        assert 0 <= offset_bytes <= self.num_bytes - len(tensor), f"{self.name}: region behind the end"
+        assert 0 <= offset_bytes <= self.num_bytes - len(tensor), f"{self.name}: region past the end"
         if self._home.closed:
             raise SsdError(f"{self.name}: its files were removed when the folder was closed.", file=self.name)
         return tensor.detach().numpy().data

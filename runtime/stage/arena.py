@@ -20,7 +20,7 @@ from ..accelerator import lock_pages
 from ..nodes import HUGE_PAGE_BYTES, NODES, map_pages
 
 T = TypeVar("T")
-Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
+Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters there
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class BufferLayout:
     total_bytes: int
 
     @staticmethod
-    def of(params: Iterable[ParamSpec], dtype: torch.dtype | None = None, alignment: int = 512) -> BufferLayout:
+    def from_params(
+        params: Iterable[ParamSpec], dtype: torch.dtype | None = None, alignment: int = 512
+    ) -> BufferLayout:
         """In order, each start aligned; `dtype` replaces the dtypes of the parameters."""
         places, offset = [], 0
         for param in params:
@@ -71,24 +73,24 @@ class BufferLayout:
 
 def weights_layout(spec: StageSpec) -> BufferLayout:
     """All parameters that a fetch brings, in the dtype of the computation; as long as `spec.weight_bytes`."""
-    return BufferLayout.of(spec.moving)
+    return BufferLayout.from_params(spec.moving)
 
 
 def staying_layout(spec: StageSpec) -> BufferLayout:
     """Those that stay on the device wherever the others are; as long as `spec.staying_bytes`."""
-    return BufferLayout.of(spec.staying)
+    return BufferLayout.from_params(spec.staying)
 
 
 def grads_layout(spec: StageSpec) -> BufferLayout:
     """The gradients of the trained parameters, without gaps: `spec.grad_bytes` long. The widest come first, so that
     each begins at a whole number of its elements."""
     trained = [replace(p, dtype=p.grad_dtype) for p in spec.params if p.requires_grad]
-    return BufferLayout.of(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
+    return BufferLayout.from_params(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
 
 
 def masters_layout(spec: StageSpec) -> BufferLayout:
     """The trained parameters in fp32, packed."""
-    return BufferLayout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
+    return BufferLayout.from_params((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
 
 
 def pages(num_bytes: int, pinned: bool = False, node: int | None = None) -> Tensor:
@@ -119,14 +121,14 @@ def locked_memory(num_bytes: int, node: int | None = None) -> Tensor:
 
     torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see. All threads
     take the pages, each a piece, before they are locked; the driver would take them with one. They are locked as one
-    range: a copy must lie in memory of one registration.
+    range: a copy must be in memory of one registration.
     """
     pages = map_pages(num_bytes)  # whole pages, shared with no other buffer
     pages.madvise(mmap.MADV_DONTFORK)  # a child must not make the next write here move to another page
     flat = _put_on_node(pages, node)
     flat.zero_()
     lock = weakref.finalize(flat.untyped_storage(), _unlock, lock_pages(flat.data_ptr(), num_bytes), pages)
-    lock.atexit = False  # the driver unlocks what a process leaves behind, once nothing uses it
+    lock.atexit = False  # the driver unlocks what a process leaves, once nothing uses it
     return flat
 
 
@@ -154,7 +156,7 @@ class Arena:
         return self.flat.numel()
 
     def ensure(self, num_bytes: int) -> None:
-        """Make the arena at least this large; only between steps, when nothing lies in it."""
+        """Make the arena at least this large; only between steps, when it holds nothing."""
         if num_bytes > self.bytes:
             self._views.clear()
             self._prepared.clear()
@@ -166,7 +168,7 @@ class Arena:
         return self.flat[offset_bytes : offset_bytes + num_bytes]
 
     def pages_of(self, tensor: Tensor, num_bytes: int) -> tuple[int, Tensor]:
-        """The offset and the bytes of the whole pages of a value that lies at the beginning of its place."""
+        """The offset and the bytes of the whole pages of a value at the beginning of its place."""
         offset = tensor.data_ptr() - self.flat.data_ptr()
         assert 0 <= offset < self.bytes and offset % PAGE == 0, "no value of this arena"
         return offset, self.range(offset, aligned(num_bytes, PAGE))

@@ -1,8 +1,8 @@
 """Block classes of a stage run by `torch.compile`: one compilation for all blocks of a class, eager where that fails.
 
 In: a stage's module, whose repeated blocks are instances of one class. A class's forward is compiled, and its weights
-are inputs of what comes out, so that the class's other blocks, those of other stages in the process, and weights that
-lie elsewhere run without another compilation. The printed file stays what runs: nothing of it is rewritten.
+are inputs of what comes out, so that the class's other blocks, those of other stages in the process, and weights
+elsewhere run without another compilation. The printed file stays what runs: nothing of it is rewritten.
 
 torch keeps what it compiles on disk and finds it there the next time, in its own directory: that of the environment
 variable TORCHINDUCTOR_CACHE_DIR, else a folder of the user's among temporary files.

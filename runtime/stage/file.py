@@ -58,8 +58,8 @@ class SsdTensor(StoredTensor):
 
 
 class StageFile:
-    """The file of one stage, or of a shard of it, whose weights lie as `layout` says. Raises `DoesNotFit` if the disks
-    lack the room."""
+    """The file of one stage, or of a shard of it, whose weights are laid out by `layout`. Raises `DoesNotFit` if the
+    disks lack the room."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Kept:
         return made
 
     def placed_in(self, flat: Tensor) -> Kept:
-        """A partial one whose tensors lie in a flat buffer of at least `num_bytes` bytes, in order, each aligned. They
+        """A partial one whose tensors are in a flat buffer of at least `num_bytes` bytes, in order, each aligned. They
         have the shapes and strides of this one's tensors, and the values that are in the buffer."""
         return Kept.partial(self.places_in(flat), self.aside)
 
@@ -73,7 +73,7 @@ class Kept:
         return Kept.partial(places, self.aside)
 
     @classmethod
-    def in_graph(cls, slot: GraphSlot, num_bytes: int) -> Kept:
+    def from_graph(cls, slot: GraphSlot, num_bytes: int) -> Kept:
         """The values that a graphed forward keeps in its slot."""
         made = cls([], [], num_bytes)
         made.slot = slot

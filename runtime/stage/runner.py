@@ -38,7 +38,7 @@ class StageRunner:
     """Runs one stage on one device; see the module's text.
 
     A mixed `precision` runs forward under autocast; parameters and buffers have the dtypes of `spec`.
-    `weights_move` says that the weights may lie elsewhere in backward than in forward (they are fetched): then autograd
+    `weights_move` says that the weights may be elsewhere in backward than in forward (they are fetched): then autograd
     saves a place inside a parameter, not an address. Resident stages pass False and save that work. `compiler`: the
     backend of `torch.compile` that runs the stage's blocks; None to run them as written.
 
@@ -173,7 +173,7 @@ class StageRunner:
         """
         if self.graphs is not None and isinstance(keep, bool):
             graphed, slot = self.graphs.forward(inputs, keep)
-            return graphed, None if slot is None else Kept.in_graph(slot, self.graphs.kept_bytes)
+            return graphed, None if slot is None else Kept.from_graph(slot, self.graphs.kept_bytes)
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
@@ -205,7 +205,7 @@ class StageRunner:
         If `kept` is None, forward runs again first, with the same `seed` and without updating buffers; it leaves out
         what backward needs nothing of (`spec.again`), so that inputs for this alone may be None. If `kept` is partial,
         this forward takes its tensors without computing them, and lets go of them. A parameter that no gradient reached
-        has no entry, just as its `.grad` is None in eager. `places`: where the gradients shall lie,
+        has no entry, just as its `.grad` is None in eager. `places`: where the gradients go,
         by parameter; each goes there as soon as it is complete. `more`: a later backward adds to these gradients, which
         live until then, so that the parameters may keep them.
         """
@@ -254,7 +254,7 @@ class StageRunner:
     def backward_weight(
         self, rest: Rest, grads: dict[str, Tensor] | None, places: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Gradients of the parameters, added to `grads` in place. Uses up `rest`. `places`: where they shall lie."""
+        """Gradients of the parameters, added to `grads` in place. Uses up `rest`. `places`: where they go."""
         grads = {} if grads is None else grads
         taken = {storage_of(t) for t in rest.tensors()}
         self._add_up(lambda: weight_half(rest, self._trained), grads, taken, places)
@@ -358,7 +358,7 @@ class StageRunner:
         weights_move: bool | None = None,
     ) -> tuple[list[Any], list[Tensor]]:
         """The training outputs, with None for those that are left out, and the inputs that get gradients as leaves of
-        their graph. `calls` is entered around the module. `weights_move`: whether the weights may lie elsewhere once
+        their graph. `calls` is entered around the module. `weights_move`: whether the weights may be elsewhere once
         the graph is used; None for what the runner knows."""
         self._change_params()
         self._set_mode(evaluating=False)
@@ -480,7 +480,7 @@ def _check_unread(spec: StageSpec, module: Stage) -> None:
 
 
 def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:
-    """An input in the layout that the plan says: the tensor itself where it lies so, else a copy."""
+    """An input in the layout that the plan says: the tensor itself where it has that layout, else a copy."""
     if not want.order:
         return tensor.contiguous()
     inverse = sorted(range(len(want.order)), key=want.order.__getitem__)

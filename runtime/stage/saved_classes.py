@@ -9,7 +9,7 @@ those chosen. The forward that backward runs again is under `Taking`, below auto
 place of computing them, so that autograd records the same graph and gradients are the same bits. Attention with dropout
 that is taken moves the generator on as if it had drawn. Nothing else that is random is ever a class.
 
-Only the costly calls come through Python: they have kernels at a dispatch key of torch's that lies between autograd and
+Only the costly calls come through Python: they have kernels at a dispatch key of torch's between autograd and
 the devices, that no tensor has, and that a thread switches on around such a forward. The first forward of each kind is
 watched whole, call by call, by a mode: it finds what changes a kept tensor, and which costly calls are made inside
 of others; a stage makes the same calls every time. Attention as single calls is the exception: without a mode torch

@@ -1,6 +1,6 @@
 """The saved parameters of a stage, for autograd: a name and a place inside, not an address.
 
-Weights that are fetched lie elsewhere in backward than in forward. So a saved tensor that is a view of a parameter is
+Weights that are fetched are elsewhere in backward than in forward. So a saved tensor that is a view of a parameter is
 saved as the parameter's name and the view's place in it, and made again of the tensor to which the parameter is bound
 when backward reads it. What is no parameter is saved as it is.
 """

@@ -1,6 +1,6 @@
 """Saves of one device in the background: its stages are copied between two steps, and written while steps go on.
 
-What lies on the device or in DRAM is copied into one buffer in DRAM, which stays for the next save. What lies on SSD is
+Tensors on the device or in DRAM are copied into one buffer in DRAM, which stays for the next save. Tensors on SSD are
 read from there piece by piece; an update that would write over it waits until it has been read.
 """
 
@@ -127,7 +127,7 @@ class Saver:
             self._room = allocate(num_bytes, torch.device("cpu"), pinned=self.device.type == "cuda")
 
     def _copy_state(self, state: StagePart, owned: set[str], offset: int) -> tuple[StagePart, int]:
-        """A state whose tensors lie in the buffer from `offset` on, and where they end there."""
+        """A state whose tensors are in the buffer from `offset` on, and their end there."""
 
         def put(value: Any) -> Any:
             nonlocal offset

@@ -1,7 +1,7 @@
 """The shards of a stage among the members of a group: flat, each with a slice of every segment of the stage.
 
-Gathered weights lie segment after segment, so that every member's slice is received where it stays, and the parameters
-are views. Gradients lie in the same way, so that a scatter reads them where backward has put them.
+Gathered weights are laid out segment after segment, so that every member's slice is received where it stays, and the
+parameters are views. Gradients have the same layout, so that a scatter reads them where backward has put them.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class FlatStage:
         return [rows[0] for rows in _cut(shard, [(segment, segment.dtype) for segment in self.segments], 1)]
 
     def new_grads(self, device: torch.device) -> list[Tensor]:
-        """Room for all gradients: per segment the members' slices (members, n). What lies between parameters is sent
-        along, so it is 0."""
+        """Room for all gradients: per segment the members' slices (members, n). The gaps between parameters are sent
+        along, so they are 0."""
         found = []
         for segment in self._trained_segments:
             rows = torch.empty(self.count, segment.length, dtype=segment.grad_dtype, device=device)
@@ -153,7 +153,7 @@ class FlatStage:
 
 
 def _cut(flat: Tensor, rows: Sequence[tuple[Segment, torch.dtype]], count: int) -> Iterator[Tensor]:
-    """Per segment, in its dtype, a view (count, n) of `flat` (uint8), in which they lie one after the other."""
+    """Per segment, in its dtype, a view (count, n) of `flat` (uint8), which has them one after the other."""
     start = 0
     for segment, dtype in rows:
         end = start + count * segment.length * dtype.itemsize

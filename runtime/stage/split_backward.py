@@ -41,7 +41,7 @@ class Rest:
 
 
 class _Output(GradientEdge):
-    """An edge that stands in for an output of `stage_backward_input`, which asks an output for the function that made
+    """An edge that replaces an output for `stage_backward_input`, which asks an output for the function that made
     it, enters there, and detaches the output in the end. An edge need not be detached."""
 
     @property

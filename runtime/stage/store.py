@@ -65,8 +65,8 @@ class StoreSetup:
 
 
 class StageStore:
-    """The weights, states and buffers of one stage. The weights lie in one flat buffer, on the device or, for a swapped
-    stage, in (pinned) DRAM; or on SSD. Those that stay are on the device in any case, in a buffer of their own.
+    """The weights, states and buffers of one stage. One flat buffer has the weights, on the device or, for a swapped
+    stage, in (pinned) DRAM; or SSDs have them. Those that stay are on the device in any case, in a buffer of their own.
 
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
     precision.
@@ -233,10 +233,10 @@ class StageStore:
         self._load_rest(weights, buffers)
 
     def _load_rest(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Load what does not lie on SSD."""
+        """Load the tensors that are not on SSD."""
         for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
             self.weights[name].copy_(given)
-            if name in self.masters and (self.file is None or name in self.staying):  # else masters lie in the file
+            if name in self.masters and (self.file is None or name in self.staying):  # else masters are in the file
                 self.masters[name].copy_(given)
         self.runner.load_buffers({**buffers, **self._constants})
 
@@ -273,7 +273,7 @@ class StageStore:
         return StagePart(copies, self._buffers(), optimizer)
 
     def state_on_ssd(self, buffer: Tensor) -> StagePart:
-        """As `state`, but `SsdTensor`s, which read into `buffer`, stand for what lies on SSD."""
+        """As `state`, but `SsdTensor`s, which read into `buffer`, replace the tensors on SSD."""
         if self.file is None:
             return self.state()
         there = self.file.tensors_on_ssd(buffer)
@@ -291,7 +291,7 @@ class StageStore:
         return {name: buffer for name, buffer in self.runner.buffers().items() if name not in self._constants}
 
     def load_state(self, state: StagePart) -> None:
-        """The reverse of `state`, with copies. What lies on SSD is not read: a checkpoint may have to repair it."""
+        """The reverse of `state`, with copies. Tensors on SSD are not read: a checkpoint may have to repair it."""
         if self.optimizer is None or state.optimizer is None:
             self.load(state.weights, state.buffers)
         elif self.file is None or not self.file.has_states:

@@ -1,4 +1,4 @@
-"""Runs each stage of a device once on zeros, before any message is under way, and leaves no memory behind.
+"""Runs each stage of a device once on zeros, before any message is under way, and keeps no memory.
 
 CUDA loads a kernel at its first launch, and a block is compiled at its first call. Either may wait for all that the
 device has been given, also for a message, which another device may send only after one that this launch holds up.

@@ -60,7 +60,7 @@ def names_to_save(saved: ModelPart) -> set[str]:
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise PlanError(
-            f"save_pretrained: {lost[0]}{more} is trained, and PEFT does not write it as it stands with an adapter: "
+            f"save_pretrained: {lost[0]}{more} is trained, and PEFT does not write it as it is with an adapter: "
             "call job.sync(), then torch.save(model.state_dict(), file), or merge the adapter and save the base model"
         )
     return {name for name, tensor in state.items() if id(tensor) in chosen}

@@ -247,7 +247,7 @@ class Checkpoint:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer, one at a time; tied ones once."""
         for kind in ("weights", "buffers"):
-            names = self._manifest.tensors.of_kind(kind)
+            names = self._manifest.tensors.rows_of(kind)
             for name in dict.fromkeys(map(self._parts.parameter_of, names)):
                 pieces = self._parts.pieces(name, None)
                 yield name, joined_rows([(self._read(kind, piece, ""), rows) for piece, rows in pieces])
@@ -255,7 +255,7 @@ class Checkpoint:
     def verify(self) -> None:
         """Read every tensor and compare its sha256. Raises `CheckpointError` naming the first file that differs."""
         for kind in KINDS:
-            for name, states in self._manifest.tensors.of_kind(kind).items():
+            for name, states in self._manifest.tensors.rows_of(kind).items():
                 for state in states:
                     self._read(kind, name, state)
 
@@ -270,13 +270,13 @@ class Checkpoint:
     def _shape(self, kind: str, name: str) -> tuple[int, ...] | None:
         """The shape of a parameter or buffer; None where the checkpoint has none of that name."""
         stored, _ = self._parts.pieces(name, None)[0]
-        found = self._manifest.tensors.of_kind(kind).get(stored)
+        found = self._manifest.tensors.rows_of(kind).get(stored)
         if found is None:
             return None
         return ParamSpec(stored, tuple(found[""].shape), "", part=self._parts.parts.get(stored)).whole.shape
 
     def _read(self, kind: str, name: str, state: str) -> Tensor:
-        row = self._manifest.tensors.of_kind(kind)[name][state]
+        row = self._manifest.tensors.rows_of(kind)[name][state]
         file = self._manifest.shards[row.shard].file
         if file not in self._files:
             self._files[file] = TensorFile(self.path / file)

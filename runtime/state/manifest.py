@@ -2,7 +2,7 @@
 
 The manifest is JSON that contains its own sha256. Each tensor's row has the tensor's sha256, so that reading a part of
 a checkpoint checks exactly that part. Whoever altered a manifest could have signed it anew, so it is also read against
-a schema: files lie in the checkpoint's own directory, every tensor has a digest, every index is in range.
+a schema: files are in the checkpoint's own directory, every tensor has a digest, every index is in range.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ManifestPart(BaseModel):
 
 
 class ShardRow(ManifestPart):
-    """One file. Its name is plain: it lies in the checkpoint's directory itself."""
+    """One file. Its name is plain: it is in the checkpoint's directory itself."""
 
     stage: str
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")]
@@ -110,7 +110,7 @@ class TensorRows(ManifestPart):
     buffers: dict[str, dict[Literal[""], TensorRow]]
     optimizer: dict[str, dict[str, TensorRow]]
 
-    def of_kind(self, kind: str) -> Mapping[str, Mapping[str, TensorRow]]:
+    def rows_of(self, kind: str) -> Mapping[str, Mapping[str, TensorRow]]:
         """The rows of "weights", "buffers" or "optimizer"."""
         found: Mapping[str, Mapping[str, TensorRow]] = getattr(self, kind)
         return found
@@ -154,9 +154,9 @@ class Manifest(ManifestPart):
     sha256: Digest
 
     @pydantic.model_validator(mode="after")
-    def _in_range(self) -> Manifest:
+    def _check_range(self) -> Manifest:
         for kind in KINDS:
-            for name, states in self.tensors.of_kind(kind).items():
+            for name, states in self.tensors.rows_of(kind).items():
                 if kind != "optimizer" and not states:
                     raise ValueError(f"{kind} {name!r} has no row")
                 for row in states.values():
@@ -176,7 +176,6 @@ class Manifest(ManifestPart):
 
     @property
     def row_parts(self) -> dict[str, RowPart]:
-        """The parts by name."""
         return {name: RowPart(**dict(row)) for name, row in self.parts.items()}
 
 

@@ -85,7 +85,7 @@ class AdapterMerge:
         own = {name: self._plain(name) for name in named_tensors(model)}
         self.part = ModelPart(self.base, {name: plain for name, plain in own.items() if plain is not None})
 
-    def of_stage(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def merge(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The tensors of the model without adapters that these tensors determine, under its names."""
         for name, tensor in tensors.items():
             first = self._first.get(name, name)

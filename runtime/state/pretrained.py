@@ -195,7 +195,7 @@ def save_pretrained(
             owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
             both = {**weights, **buffers}
             tensors = {saved.names[name]: tensor for name, tensor in both.items() if name in owned}
-            for piece in (tensors,) if merging is None else merging.of_stage(tensors):
+            for piece in (tensors,) if merging is None else merging.merge(tensors):
                 written |= write_stage(temporary, piece, layout)
         if merging is None:
             return finish(temporary, directory, layout, written, module, inside)

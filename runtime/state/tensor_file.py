@@ -1,6 +1,6 @@
 """Tensors in one file, in the safetensors format, written and read one tensor at a time.
 
-The safetensors library writes a file from tensors that all lie in host memory, contiguous and in their final dtype, and
+The safetensors library writes a file from tensors that are all in host memory, contiguous and in their final dtype, and
 reads through a memory map that counts as resident while it is open. This module moves, casts, hashes and writes one
 tensor after another, so that writing and reading each hold at most one tensor of their own.
 """
@@ -93,7 +93,7 @@ def plan_file(
 
 
 class StoredTensor:
-    """A tensor whose bytes are read piece by piece, from wherever they lie, while they are written to a file."""
+    """A tensor whose bytes are read piece by piece, from whatever memory has them, while they are written to a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ def fill_file(
 ) -> dict[str, str]:
     """Write these tensors to their places in a file made by `create_file`, cast to its dtypes, and sync it to the disk.
 
-    Tensors may lie on any device and need not be contiguous; they are moved to host memory and cast one at a time.
+    Tensors may be on any device and need not be contiguous; they are moved to host memory and cast one at a time.
     Several processes may fill the same file. With `digests`, returns the sha256 of each tensor's bytes. Lets the
     system's OSError through (for a full disk, say); the partial file stays.
     """

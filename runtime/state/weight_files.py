@@ -51,8 +51,8 @@ class Match:
         rows += _list_names("Of another shape", shapes)
         rows += _list_names("Unexpected", self.unexpected)
         rows.append(
-            'A head that the files lack is initialised with missing_ok=["NAME.*"]; names that differ by what stands in '
-            "front take prefix=...; or load the weights yourself and give the loaded model instead of the directory."
+            'A head that the files lack is initialised with missing_ok=["NAME.*"]; names that differ by a prefix '
+            "take prefix=...; or load the weights yourself and give the loaded model instead of the directory."
         )
         return CheckpointError("\n  ".join(rows))
 

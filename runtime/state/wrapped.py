@@ -1,7 +1,7 @@
 """The module of a model that files of weights belong to: the model itself, or the one library model in a wrapper.
 
-`torch.compile`, data parallelism and a user's module that only calls a model add names in front and nothing else; what
-they hold is written as if it stood alone. A wrapper with tensors of its own is no library's model.
+`torch.compile`, data parallelism and a user's module that only calls a model add names in front and nothing else; the
+model inside is written as if it were alone. A wrapper with tensors of its own is no library's model.
 """
 
 from __future__ import annotations

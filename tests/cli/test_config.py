@@ -99,7 +99,7 @@ def test_options_count_more_than_the_file(tmp_path: Path, capsys: pytest.Capture
         ("training:\n  batch: 0\n", r"line 2: training.batch is 0, allowed: int, at least 1 \(rows of"),
         ("training:\n  max_steps: -1\n", r"line 2: training.max_steps is -1, allowed: int | null, at least 1"),
         ("data:\n  eval_fraction: 1.5\n", "line 2: data.eval_fraction is 1.5, allowed: float, at least 0, at most 0.9"),
-        ("data:\n  pack: true\n  pack: false\n", "line 3, column 3: the key 'pack' stands here again"),
+        ("data:\n  pack: true\n  pack: false\n", "line 3, column 3: the key 'pack' is given twice"),
     ],
 )
 def test_mistakes_are_told_with_their_line(text: str, said: str, tmp_path: Path) -> None:

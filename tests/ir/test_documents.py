@@ -54,7 +54,7 @@ def test_json_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     ("text", "said"),
     [
         ("a: [", "line 1"),
-        ("a: 1\na: 2\n", "line 2, column 1: the key 'a' stands here again"),
+        ("a: 1\na: 2\n", "line 2, column 1: the key 'a' is given twice"),
         ("a: !!python/object/apply:os.system [touch x]", "could not determine a constructor"),
         ("a: &x [*x]", "references"),
         (BOMB, "references"),

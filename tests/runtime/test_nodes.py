@@ -32,8 +32,8 @@ def describe_kernel(folder: Path, memory: str = "0-1\n") -> Path:
 def test_the_node_of_a_gpu_is_that_of_its_root_complex(tmp_path: Path) -> None:
     nodes = Nodes(describe_kernel(tmp_path))
     assert nodes.with_memory == [0, 1]
-    assert [nodes.of_gpu(address) for address in GPUS] == [0, 0, 1, 1, None]
-    assert nodes.of_gpu("0000:99:00.0") is None
+    assert [nodes.node_of_gpu(address) for address in GPUS] == [0, 0, 1, 1, None]
+    assert nodes.node_of_gpu("0000:99:00.0") is None
     assert nodes.cores(1, range(16)) == [4, 5, 6, 7, 12, 13, 14, 15]
     assert nodes.cores(1, [3, 4, 12]) == [4, 12] and nodes.cores(None, [3, 4]) == [3, 4]
     assert nodes.cores(1, [0, 1]) == [0, 1]  # a process that may use none of them uses what it may
@@ -44,8 +44,8 @@ def test_the_node_of_a_gpu_is_that_of_its_root_complex(tmp_path: Path) -> None:
 def test_nothing_is_done_where_there_is_one_node(tmp_path: Path) -> None:
     calls: list[tuple[int, int, int]] = []
     one = Nodes(describe_kernel(tmp_path, "0\n"), lambda *call: not calls.append(call))
-    assert one.of_gpu("0000:17:00.0") is None and Nodes(tmp_path / "none").with_memory == []
-    assert not one.place(4096, 1 << 30, one.of_gpu("0000:17:00.0")) and not calls
+    assert one.node_of_gpu("0000:17:00.0") is None and Nodes(tmp_path / "none").with_memory == []
+    assert not one.place(4096, 1 << 30, one.node_of_gpu("0000:17:00.0")) and not calls
     assert host.node_of(torch.device("cpu"), Nodes(tmp_path)) is None
 
 

@@ -53,7 +53,7 @@ def test_utilisation_is_work_over_time_and_the_peak_of_all_devices_in_the_precis
     records = StepRecords(job)
     with job:
         job.step(batch)
-        records.stepped(TOKENS)
+        records.count_step(TOKENS)
         (record,) = records.take()
     assert record.model_flops_utilisation is not None and 0 < record.model_flops_utilisation < 1
     work = record.model_flops_utilisation * record.seconds * device.peak_flops["fp32"]
@@ -78,7 +78,7 @@ def test_bytes_to_ssd_add_up_and_wear_the_disk(tmp_path: Path) -> None:
     with job:
         for _ in range(3):
             job.step(batch)
-            records.stepped(TOKENS)
+            records.count_step(TOKENS)
         _ = job.last
         first, second, third = records.take()
         assert first.ssd_wear_share is None  # nobody knows the life of this disk
@@ -87,7 +87,7 @@ def test_bytes_to_ssd_add_up_and_wear_the_disk(tmp_path: Path) -> None:
         assert first.ssd_written_bytes > 1000 and records.state() == {"0": third.ssd_written_bytes}
         job.hardware = job.hardware.model_copy(update={"hosts": [worn]})
         job.step(batch)
-        records.stepped(TOKENS)
+        records.count_step(TOKENS)
         _ = job.last
         (fourth,) = records.take()
     assert fourth.ssd_wear_share == pytest.approx(fourth.ssd_written_bytes / lives)

@@ -46,7 +46,7 @@ def watch_over(job: Asked, total_steps: int, steps: int = 200) -> list[int]:
     watch, offered = StragglerWatch(job, total_steps), []  # type: ignore[arg-type]
     for _ in range(steps):
         job.step_count += 1
-        if watch.stepped() is not None:
+        if watch.offer_after_step() is not None:
             offered.append(job.step_count)
     return offered
 
@@ -85,11 +85,11 @@ def test_a_slow_worker_leads_to_a_plan_that_goes_on_as_eager(
     with job:
         watch = StragglerWatch(job, total)
         losses.append(float(job.step(batch_of(0))))
-        assert watch.stepped() is None
+        assert watch.offer_after_step() is None
         slow.write_text(str(job.driver.workers[1].process.pid))  # type: ignore[attr-defined]
         while offer is None and job.step_count < total - 1:
             losses.append(float(job.step(batch_of(job.step_count))))
-            offer = watch.stepped()
+            offer = watch.offer_after_step()
         assert offer is not None and list(offer.times) == ["cpu1"] and offer.gain_s > 0.05 * offer.before_s
         job.save(tmp_path / "checkpoint")
     plan, machine = offer.write(tmp_path / "offer")

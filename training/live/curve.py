@@ -7,7 +7,7 @@ MOST_POINTS = 600
 
 class Curve:
     """Points in the order of x. Once there are `MOST_POINTS`, two neighbours become one with the mean of their values,
-    which stands where the first one stood."""
+    in the place of the first one."""
 
     def __init__(self) -> None:
         self._points: list[tuple[float, float]] = []

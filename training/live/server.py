@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = re.sub(r":\d*$", "", self.headers.get("Host", ""))  # any port: that of a tunnel is another
         if not (host in self.server.hosts and secrets.compare_digest(token.encode(), self.server.token.encode())):
             self._answer(HTTPStatus.FORBIDDEN, "the address that the run has printed is needed, with its token\n")
-        elif not slash:  # what the page asks for lies below it
+        elif not slash:  # the page's own requests are below it
             self._head(HTTPStatus.PERMANENT_REDIRECT, "text/plain", {"Location": f"/{token}/", "Content-Length": "0"})
         elif what == "":
             page = PAGE.read_text(encoding="utf-8").replace("<!--SHARED-->", shared_script())

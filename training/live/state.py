@@ -152,7 +152,7 @@ class RunState(Listener):
 
 
 def _mean_shares(records: list[StepRecord]) -> dict[str, dict[str, float]]:
-    """The mean share of each kind of stream; of several streams of one kind, such as those to each peer, the busiest
+    """The mean share of each kind of stream; of several streams of one kind, for example to each peer, the busiest
     counts. Computation comes first."""
     last = records[-1].busy_share
     means: dict[str, dict[str, float]] = {}

@@ -19,7 +19,7 @@ PROJECT = "penstock"
 
 
 class WandbLog(QueuedListener):
-    """Its files lie in DIRECTORY/wandb. Curves are drawn over "step", so that evaluations and resumed runs may come in
+    """Its files are in DIRECTORY/wandb. Curves are drawn over "step", so that evaluations and resumed runs may come in
     any order."""
 
     name = "wandb"

@@ -24,6 +24,5 @@ _KIND_OF = {op: kind for kind, members in KINDS.items() for op in members}
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of a node's op."""
     assert isinstance(node.target, ops.Op)
     return _KIND_OF[node.target]

@@ -38,27 +38,27 @@ class IntervalTables:
         work, inputs = np.zeros((length + 1, length + 1)), np.zeros((length + 1, length + 1))
         for b in range(1, length + 1):
             work[:b, b], inputs[:b, b] = p.work_bytes[b][:b], p.input_bytes[b][:b]
-        grads = _between(p.grad_bytes)
+        grads = _amounts(p.grad_bytes)
         self.amounts = {
-            "weights": _between(p.weight_bytes) / GB,
+            "weights": _amounts(p.weight_bytes) / GB,
             "grads": grads / GB,
-            "params": _between(p.params) / GB,
-            "calls": _between(p.tensors),
+            "params": _amounts(p.params) / GB,
+            "calls": _amounts(p.tensors),
             "work": (work - grads) / GB,
             "inputs": p.micro_batches * inputs / GB,
             "message": np.repeat(np.array(p.message_bytes)[:, None] / GB, length + 1, axis=1),
         }
-        self.kept = _between(p.kept_bytes) / GB
+        self.kept = _amounts(p.kept_bytes) / GB
         self.forward, self.backward, self.again = (
-            [_between(row) for row in rows] for rows in (p.forward_s, p.backward_s, p.again_s)
+            [_amounts(row) for row in rows] for rows in (p.forward_s, p.backward_s, p.again_s)
         )
         self.needs = [
-            _between(p.weight_bytes) + work + (p.micro_batches * r + 2) * inputs for r in range(1, length + 1)
+            _amounts(p.weight_bytes) + work + (p.micro_batches * r + 2) * inputs for r in range(1, length + 1)
         ]
-        self.common = _between(np.concatenate([[0], np.cumsum([kind == limits.common for kind in p.kinds])]))
+        self.common = _amounts(np.concatenate([[0], np.cumsum([kind == limits.common for kind in p.kinds])]))
 
-    def allowed(self, counted: Any, j: int) -> tuple[Matrix, Matrix]:
-        """Which intervals may be stage j, and which of them may keep saved tensors."""
+    def allowed_intervals(self, counted: Any, j: int) -> tuple[Matrix, Matrix]:
+        """The intervals that may be stage j, and those of them that may keep saved tensors."""
         p, stages = self.p, counted.stages
         window, rounds = stages.windows[j], -(-(counted.count - counted.idle) // counted.n)
         fits = (self.blocks > 0) & (self.blocks <= stages.most[j])
@@ -72,12 +72,12 @@ class IntervalTables:
         kinds = {p.kinds[i]: i for i in reversed(window)}
         keeps = {kind: stages.keeps(j, i) for kind, i in kinds.items()}
         lost = [not keeps.get(kind, False) for kind in p.kinds]
-        return fits, fits & (_between(np.concatenate([[0], np.cumsum(lost)])) == 0)
+        return fits, fits & (_amounts(np.concatenate([[0], np.cumsum(lost)])) == 0)
 
     def costs(self, counted: Any, j: int, y: dict[str, float]) -> tuple[Matrix, Matrix]:
         """y amounts of each interval as stage j that runs again, and that keeps saved tensors; inf where it cannot."""
         d, own_s = j % counted.n, self.p.units[j % counted.n].own_s if j >= counted.idle else 0.0
-        fits, keeps = self.allowed(counted, j)
+        fits, keeps = self.allowed_intervals(counted, j)
         whole = y["forward"] * (self.forward[d] + own_s) + y["backward"] * (self.backward[d] + own_s)
         for name, amount in self.amounts.items():
             if y.get(name):
@@ -101,30 +101,30 @@ class IntervalTables:
     def bound_s(self, counted: Any) -> float:
         """Seconds that no partition of a solved relaxation is faster than; inf where it has none."""
         begin_s, costs = self.stage_costs(counted)
-        return float(self.before(begin_s, costs)[-1][-1])
+        return float(self.least_before(begin_s, costs)[-1][-1])
 
-    def before(self, begin_s: float, costs: Sequence[Matrix]) -> list[Any]:
-        """By stage, and behind the last one, the least of all stages before a cut."""
+    def least_before(self, begin_s: float, costs: Sequence[Matrix]) -> list[Any]:
+        """By stage, and after the last one, the least of all stages before a cut."""
         least = [np.full(self.p.num_blocks + 1, math.inf)]
         least[0][0] = begin_s
         for cost in costs:
             least.append((least[-1][:, None] + cost).min(axis=0))
         return least
 
-    def through(self, counted: Any) -> list[Matrix]:
+    def least_through(self, counted: Any) -> list[Matrix]:
         """By stage and interval, seconds that no partition of a solved relaxation with that stage is faster than; inf
         where there is none."""
         begin_s, costs = self.stage_costs(counted)
-        found, behind = [], np.full(self.p.num_blocks + 1, math.inf)
-        behind[-1] = 0.0
-        for cost, before in zip(reversed(costs), self.before(begin_s, costs)[-2::-1]):
-            onward = cost + behind
+        found, after = [], np.full(self.p.num_blocks + 1, math.inf)
+        after[-1] = 0.0
+        for cost, before in zip(reversed(costs), self.least_before(begin_s, costs)[-2::-1]):
+            onward = cost + after
             found.append(before[:, None] + onward)
-            behind = onward.min(axis=1)
+            after = onward.min(axis=1)
         return found[::-1]
 
 
-def _between(sums: Any) -> Matrix:
+def _amounts(sums: Any) -> Matrix:
     """An amount of all intervals, from its running sums."""
     values = np.asarray(sums, float)
     found: Matrix = values[None, :] - values[:, None]

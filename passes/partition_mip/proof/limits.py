@@ -1,4 +1,4 @@
-"""What one stage can be at most and must be at least, whatever the other cuts are.
+"""Bounds of one stage, whatever the other cuts are.
 
 In: a `MipProblem`. Out: bounds of memory and time, by stage and number of blocks, from which the linear model takes its
 constants: which blocks a stage may hold, how many, which saved tensors it can keep, what enters it. A `cutoff_s` bounds
@@ -24,7 +24,7 @@ BlockIntervals = Sequence[NDArray[np.bool_]]  # by stage, [first block, end]
 
 @dataclass(frozen=True)
 class Largest:
-    """What is known of the stages with the most common blocks: they have `least` to `most`. `reruns`: whether a stage
+    """Facts about the stages with the most common blocks: they have `least` to `most`. `reruns`: whether a stage
     with at least `least` runs its forward again. None: any."""
 
     least: int = 0
@@ -47,7 +47,7 @@ class BlockLimits:
                 if b <= self.ends[a]:
                     work[b - a, a] = p.work_bytes[b][a]
         self._most_work = np.maximum.accumulate(work.max(axis=1))
-        self.added = self._added()
+        self.added = self._added_bytes()
         self.floor = math.fsum(min(0.0, added) for added in self.added)
         alone = [p.work_bytes[i + 1][i] - (p.grad_bytes[i + 1] - p.grad_bytes[i]) for i in range(length)]
         self.scratches = [once - added for once, added in zip(alone, self.added)]
@@ -65,7 +65,7 @@ class BlockLimits:
         fit = ([b for b in range(a + 1, length + 1) if p.need_bytes(a, b, 1) <= budget] for a in range(length))
         return list(itertools.accumulate((max(ends, default=a + 1) for a, ends in enumerate(fit)), max))
 
-    def _added(self) -> list[float]:
+    def _added_bytes(self) -> list[float]:
         """Per block the least bytes that it adds to a stage before or after it, besides weights and gradients, for one
         micro-batch, by kind. Blocks of one stage that share a saved tensor, such as a mask, or the gradient of a
         parameter count it once. So a stage takes at least the sum over its blocks, and the `scratches` of any one."""
@@ -85,7 +85,7 @@ class BlockLimits:
         return [least[kind] for kind in p.kinds]
 
     def most_work(self, blocks: int) -> float:
-        """The most bytes that up to so many blocks need besides their weights."""
+        """The most bytes that up to `blocks` blocks need besides their weights."""
         return float(self._most_work[min(blocks, self.p.num_blocks)])
 
     def common_s(self, largest: Largest) -> tuple[float, float]:
@@ -151,7 +151,7 @@ class StageLimits:
             self.cap(cutoff_s)
 
     def narrow(self, left: BlockIntervals) -> None:
-        """Where the intervals that are left begin and end, and how many blocks they have."""
+        """Narrow the windows and numbers of blocks of stages to the intervals that are left."""
         for j, some in enumerate(left):
             first, end = np.nonzero(some)
             self.windows[j] = range(int(first.min()), int(end.max()))
@@ -169,7 +169,7 @@ class StageLimits:
 
     def cap(self, cutoff_s: float) -> None:
         """Device d works for all micro-batches of its stages, after one passed those before its first one and before
-        one passed those behind its last one; the other stages have at least one block each."""
+        one passed those after its last one; the other stages have at least one block each."""
         p, n = self.p, self.n
         both = self.limits.seconds
         more = self.limits.again_too

@@ -94,7 +94,7 @@ class CountModel:
         self.backward()
         self.update()
         if within.largest.least:
-            self.through_the_largest()
+            self.pass_the_largest()
 
     def real(self) -> Any:
         return self.model.add_var(lb=0.0)
@@ -181,21 +181,21 @@ class CountModel:
         self.crossing: list[Any] = []  # GB of a message into the stage
         self.links: list[dict[str, tuple[Any, Any]]] = []  # by amount: its variable and the row that defines it
 
-        def of(sums: Sequence[float], mine: dict[int, Any], unit: float = 1.0) -> Any:
+        def sum_of(sums: Sequence[float], mine: dict[int, Any], unit: float = 1.0) -> Any:
             each = [(sums[firsts[r] + 1] - sums[firsts[r]]) / unit for r in mine]
             return mip.LinExpr([*mine.values()], each)  # far faster than a sum of products
 
         for j, mine in enumerate(self.counts):
             d = j % self.n
             own_s = p.units[d].own_s if j >= self.idle else 0.0
-            kept = of(p.kept_bytes, mine, GB) - of(p.kept_bytes, self.again[j], GB)
+            kept = sum_of(p.kept_bytes, mine, GB) - sum_of(p.kept_bytes, self.again[j], GB)
             sums = (
-                ("forward", self.tf, of(p.forward_s[d], mine) + own_s),
-                ("backward", self.tb, of(p.backward_s[d], mine) + of(p.again_s[d], self.again[j]) + own_s),
-                ("weights", self.w, of(p.weight_bytes, mine, GB)),
-                ("grads", self.g, of(p.grad_bytes, mine, GB)),
-                ("params", self.q, of(p.params, mine, GB)),
-                ("calls", self.calls, of(p.tensors, mine)),
+                ("forward", self.tf, sum_of(p.forward_s[d], mine) + own_s),
+                ("backward", self.tb, sum_of(p.backward_s[d], mine) + sum_of(p.again_s[d], self.again[j]) + own_s),
+                ("weights", self.w, sum_of(p.weight_bytes, mine, GB)),
+                ("grads", self.g, sum_of(p.grad_bytes, mine, GB)),
+                ("params", self.q, sum_of(p.params, mine, GB)),
+                ("calls", self.calls, sum_of(p.tensors, mine)),
                 ("kept", self.kept, kept),
             )
             self.links.append({})
@@ -204,13 +204,13 @@ class CountModel:
                 self.links[j][name] = (total, self.model.add_constr(total == amount))
                 rows.append(total)
             once = mip.LinExpr([*mine.values()], [self.limits.added[firsts[r]] / GB for r in mine])
-            self.work.append(self.at_least("work", j, once + self.scratch(j)))
+            self.work.append(self.bounded_amount("work", j, once + self.scratch(j)))
             self.crossing.append(0.0)
             if j > self.idle:
                 at, end = self.stages.cuts(j)
                 first = p.message_bytes[at : end + 1]
-                least = [self.passed.at(j, [x / GB for x in p.message_bytes])] if self.passed else []
-                self.crossing[j] = self.at_least("message", j, self.largest([min(first) / GB, *least]))
+                least = [self.passed.lower_mean(j, [x / GB for x in p.message_bytes])] if self.passed else []
+                self.crossing[j] = self.bounded_amount("message", j, self.largest([min(first) / GB, *least]))
 
     def largest(self, amounts: Sequence[Any]) -> Any:
         if len(amounts) == 1:
@@ -220,7 +220,7 @@ class CountModel:
             self.row(found, amount)
         return found
 
-    def at_least(self, name: str, j: int, least: Any) -> Any:
+    def bounded_amount(self, name: str, j: int, least: Any) -> Any:
         """An amount of stage j, known from below; where blocks are unlike, `IntervalTables` may know it better."""
         if not self.limits.unlike:
             return least
@@ -263,16 +263,17 @@ class CountModel:
         if self.passed:
             values = [x * giga for x in (*self.limits.entering, self.limits.entering[-1])]
             for j in range(self.idle, self.count):
-                self.row(found[j], self.passed.at(j, values))
+                self.row(found[j], self.passed.lower_mean(j, values))
         self.row(mip.xsum(found), math.fsum(sorted(self.limits.entering)[: self.count - self.idle]) * giga)
-        return [self.at_least("inputs", j, amount) for j, amount in enumerate(found)]
+        return [self.bounded_amount("inputs", j, amount) for j, amount in enumerate(found)]
 
     def scratch(self, j: int) -> Any:
         """The least workspace of stage j in GB; that of its first and its last block."""
         least = [self.least_scratch(j)]
         if self.passed and j >= self.idle:
             values = [x / GB for x in self.limits.scratches]
-            least += [self.passed.at(j, [*values, values[-1]]), self.passed.at(j + 1, [values[0], *values])]
+            least.append(self.passed.lower_mean(j, [*values, values[-1]]))
+            least.append(self.passed.lower_mean(j + 1, [values[0], *values]))
         return self.largest(least)
 
     def least_scratch(self, j: int) -> float:
@@ -327,15 +328,15 @@ class CountModel:
                 if k != j and p.units[k].complex == unit.complex and not self.resident[k]
             ]
 
-            def served(w: float, others: list[float] = others) -> float:
+            def service_s(w: float, others: list[float] = others) -> float:
                 return w + math.fsum(min(w, other) for other in others)
 
-            slope = (served(high) - served(least[j])) / (high - least[j])
-            took = served(least[j]) + slope * (self.w[j] - least[j])
+            slope = (service_s(high) - service_s(least[j])) / (high - least[j])
+            took = service_s(least[j]) + slope * (self.w[j] - least[j])
             self.row(self.there[j], GB * unit.shared_fetch_s * took + unit.latency_s)
 
     def late(self, j: int, begin: Any, free: Any, before: Any) -> None:
-        """What did not fit ahead is uploaded when the phase before is over (eq. 9)."""
+        """Upload the weights that did not fit ahead when the phase before is over (eq. 9)."""
         fetch_s = GB * self.p.units[j % self.n].fetch_s
         self.row(begin, free + fetch_s * (self.w[j] + before - self.room[j % self.n]))
 
@@ -479,9 +480,9 @@ class CountModel:
                 begin = barrier if barrier is not None else 0.0 if self.idle else self.h_ends[d]
                 self.row(self.end, begin + mip.xsum(self.step_s(j) for j in range(d, self.count, n)))
 
-    def through_the_largest(self) -> None:
-        """Some stage has at least so many common blocks: the first micro-batch passes all stages up to it, all
-        micro-batches pass it, and the last one passes the stages behind it."""
+    def pass_the_largest(self) -> None:
+        """Bound the step by its largest stage, which has at least `of_largest` common blocks: the first micro-batch
+        passes all stages up to it, all micro-batches pass it, and the last one passes the stages after it."""
         forward_s, backward_s = self.limits.common_s(self.of_largest)
         there = sum(self.message(j, j - 1, j)[0] for j in range(1, self.count))
         back = sum(self.message(j, j, j - 1)[0] for j in range(1, self.count))
@@ -489,7 +490,6 @@ class CountModel:
         self.row(self.h_ends[0], self.ends[-1] + mip.xsum(self.tb) + back + (self.m - 1) * backward_s)
 
     def cuts(self) -> tuple[int, ...]:
-        """The cuts of the model's solution."""
         at, found = 0, [0]
         for mine in self.counts:
             at += sum(round(x.x) for x in mine.values())

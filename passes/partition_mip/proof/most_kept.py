@@ -1,10 +1,10 @@
-"""How many of the common blocks keep their saved tensors at most, where devices and stages have whole ones.
+"""The most common blocks that keep their saved tensors, where devices and stages have whole blocks.
 
 In: a problem's limits, a number of stages, what is known of the largest stage, and a step to be faster than. Out: a
 number that no such partition exceeds whose devices all stay resident. A relaxation lets a device keep 5.1 blocks beside
-the 12.5 that it has; whole ones are 5 beside 12, or 4 beside 13. By device, for each number of common blocks that it
-may have: so many keep their tensors at most that these fit beside the rest; these and the others make as many stages as
-it has, none larger than known; and it works for all micro-batches of all of them within the step. Then the most of all
+the 12.5 that it has; whole blocks are 5 beside 12, or 4 beside 13. By device, for each number of common blocks that it
+may have: the kept tensors must fit beside the rest; these blocks and the others must make its number of stages, none
+larger than known; and the device works for all micro-batches of all of them within the step. Then the most of all
 devices together, over all ways to divide the common blocks among them.
 """
 
@@ -35,9 +35,9 @@ class MostKept:
         self.again_s = [row[at + 1] - row[at] for row in p.again_s]
         self.passing_s = fastest(p.forward_s), fastest(p.backward_s)
         self.computed = 0
-        self.of = functools.lru_cache(maxsize=None)(self._of)
+        self.of = functools.lru_cache(maxsize=None)(self._compute)
 
-    def _of(self, count: int, largest: Largest, cutoff_s: float) -> float:
+    def _compute(self, count: int, largest: Largest, cutoff_s: float) -> float:
         """In any partition into `count` stages, one a device at least, that is faster than the cutoff; `NONE`: there is
         none."""
         self.computed += 1
@@ -58,7 +58,7 @@ class _Device:
         self.of, self.p, self.d, self.largest = of, of.p, d, largest
         self.stages, self.spare = range(d, count, of.n), of.p.num_blocks - count
         self.last = self.stages[-1] == count - 1
-        self.behind = (count - 1 - d) % of.n  # stages behind its last one
+        self.num_after = (count - 1 - d) % of.n  # stages after its last one
         kinds, ends = of.p.kinds, ((0, d == 0), (of.p.num_blocks - 1, self.last))
         self.ends = [block for block, here in ends if here and kinds[block] != of.limits.common]
 
@@ -69,7 +69,7 @@ class _Device:
     def choices(self, cutoff_s: float) -> list[tuple[int, int]]:
         """(number of common blocks, how many of them keep their tensors at most), each that is possible."""
         numbers = np.arange(self.of.limits.num_common + 1)
-        most = np.minimum(numbers, self.by_memory(numbers))
+        most = np.minimum(numbers, self.most_in_memory(numbers))
         found = []
         for blocks in np.flatnonzero((most >= 0) & (self.busy_s(numbers, most) < cutoff_s)).tolist():
             if not self.large_runs_again(blocks, int(most[blocks])):
@@ -78,8 +78,9 @@ class _Device:
                     found.append((blocks, kept))
         return found
 
-    def by_memory(self, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-        """When the device's last stage begins its backward; negative where not even none fit."""
+    def most_in_memory(self, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The most common blocks that may keep their tensors, by memory at the begin of the backward of the device's
+        last stage, for each of these numbers of common blocks; negative where not even the blocks themselves fit."""
         p, limits, m, j = self.p, self.of.limits, self.of.m, self.stages[-1]
         room = p.units[self.d].budget_bytes - limits.floor
         room -= limits.scratches[-1] if self.last else self.least(limits.scratches, j)
@@ -91,7 +92,7 @@ class _Device:
         return np.where(left < 0, NONE, np.floor(left / one + ROUNDING) if one > 0 else numbers)
 
     def makes_stages(self, kept: int, again: int) -> bool:
-        """Whether so many blocks that keep their tensors, and others that do not, make so many stages, some of which
+        """Whether `kept` blocks that keep their tensors and `again` that do not make the device's stages, some of which
         may have other blocks alone."""
         most = self.largest.most or self.of.limits.num_common
         smaller = self.largest.least - 1 if self.largest.reruns is False else most
@@ -107,7 +108,7 @@ class _Device:
         least, number = self.largest.least, len(self.stages)
         if self.largest.reruns is not False or blocks <= number * (least - 1):
             return False
-        enough = next((few for few in range(number) if self.at_most(few, kept) >= blocks - kept), number)
+        enough = next((few for few in range(number) if self.most_common_blocks(few, kept) >= blocks - kept), number)
         if surely_again(number, enough) == 0:
             return False
         others = {i for j in self.stages for i in range(j, j + self.spare + 1)}
@@ -115,16 +116,16 @@ class _Device:
         more = math.fsum(sizes[i] for i in others if self.p.kinds[i] != self.of.limits.common)
         return (self.of.m - 1) * least * self.of.kept > self.of.m * ((least - 1) * self.of.kept + more)
 
-    def at_most(self, few: int, kept: int) -> int:
-        """The most common blocks in so few stages, if those with `least` of them or more keep all, at most `kept`."""
+    def most_common_blocks(self, few: int, kept: int) -> int:
+        """The most common blocks in `few` stages, if those with `least` of them or more keep all, at most `kept`."""
         least, most = self.largest.least, self.largest.most or kept
         large = range(min(few, kept // least) + 1)
         return max(min(kept, number * most) + (few - number) * (least - 1) for number in large)
 
     def busy_s(self, blocks: Any, kept: Any) -> Any:
-        """The least seconds of a step in which the device has so many common blocks: it works for all micro-batches,
-        but not while the first one passes the stages before it, and the last one those behind it, and back."""
+        """The least seconds of a step in which the device has `blocks` common blocks: it works for all micro-batches,
+        but not while the first one passes the stages before it, and the last one those after it, and back."""
         seconds, own_s = self.of.limits.seconds[self.d], 2 * self.p.units[self.d].own_s * len(self.stages)
         each_s = blocks * seconds[self.of.at] + (blocks - kept) * self.of.again_s[self.d]
-        alone_s = math.fsum(math.fsum(s[: self.d]) + math.fsum(s[len(s) - self.behind :]) for s in self.of.passing_s)
+        alone_s = math.fsum(math.fsum(s[: self.d]) + math.fsum(s[len(s) - self.num_after :]) for s in self.of.passing_s)
         return alone_s + self.of.m * (each_s + own_s + math.fsum(seconds[i] for i in self.ends))

@@ -1,14 +1,14 @@
-"""The order of unlike blocks in a relaxation: which part of each run of blocks lies before each cut.
+"""The order of unlike blocks in a relaxation: the part of each run of blocks before each cut.
 
 In: a `CountModel` with its counts. Out: rows, and amounts that follow from where a cut is. A relaxation is a mean of
 partitions, and so is each of its cuts. What a partition has before cut j, by run, is
 
-    z_jr = how much of run r lies before cut j, from 0 to 1
+    z_jr = the share of run r before cut j, from 0 to 1
 
 with all of a run before any of the next one, so z_jr >= z_jr+1 in each partition, and in the mean. The next cut is at
-least one block further: where run r and the one behind it are single blocks, z_j+1,r+1 >= z_jr; a longer one has one of
+least one block further: where run r and the next one are single blocks, z_j+1,r+1 >= z_jr; a longer one has one of
 its blocks more, or one less before its end. An amount that is known by the cut's position (the message that crosses it,
-the inputs and the workspace of the block behind it) is at least its own least interpolation between the borders of
+the inputs and the workspace of the block after it) is at least its own least interpolation between the borders of
 runs, which is linear in z.
 """
 
@@ -43,7 +43,7 @@ class PassedRuns:
                 self.goes_on(counted, before, here)
 
     def goes_on(self, counted: Any, before: Sequence[Any], here: Sequence[Any]) -> None:
-        """The cut `here` is behind `before`: at least one block."""
+        """The cut `here` is after `before`, by at least one block."""
         for r, (_, size) in enumerate(self.runs[:-1]):
             following = self.runs[r + 1][1]
             if isinstance(before[r], float) or isinstance(here[r + 1], float):
@@ -53,7 +53,7 @@ class PassedRuns:
             elif following == 1:
                 counted.row(here[r + 1], 1 - size * (1 - before[r]))
 
-    def at(self, j: int, values: Sequence[float]) -> Any:
+    def lower_mean(self, j: int, values: Sequence[float]) -> Any:
         """The mean of an amount over the partitions' cuts before stage j, from below. `values`: by cut position."""
         borders = [0, *(at + size for at, size in self.runs)]
         inside = [min(values[a + 1 : b], default=math.inf) for a, b in itertools.pairwise(borders)]

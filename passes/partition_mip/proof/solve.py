@@ -1,4 +1,4 @@
-"""How far the best known partition can be from the optimum, and better partitions where the solver finds them.
+"""Bounds the distance of the best known partition from the optimum, and finds better partitions where it can.
 
 In: a `MipProblem` and the local search's results. Out: a `Proof`. A node is a range of numbers of stages; it says how
 many devices are resident, of some whether they are, and how many of the common blocks the largest stage has. The node
@@ -40,7 +40,7 @@ CLOSE = 5e-3  # a gap not worth closing
 GAPS = (0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, CLOSE)  # what is proven of a node, one after the other
 TOTALS_NODES, COUNT_NODES = 1, 10  # the most nodes of the solver's own tree, at first, for one program of each sort
 WHOLE_NODES = 30  # for one with a whole number of blocks on each device
-MORE_NODES = 4  # times as many nodes where these were too few
+MORE_NODES = 4  # the factor of nodes where these were too few
 TOTALS_ROW_S, ITERATION_S = 4e-5, 3.5e-8  # of work, for a row by simplex: once, and in each iteration
 ROW_S, ENTRY_S = 1.6e-5, 4.1e-7  # by barrier, for a row once, and for an entry in each iteration
 BARRIER_ROWS = 1500  # from which on the barrier method is faster, where blocks are alike
@@ -56,7 +56,7 @@ IN_ORDER, MORE_RUNS = 9, 1.5  # the most numbers of stages that are bounded at o
 ONE_BY_ONE = 5  # so few numbers of stages are bounded each, where blocks are unlike
 COMMON = 0.5  # the largest stage is told apart where one kind has this share of all blocks
 HELPS = 2e-3  # a share of a step: what telling the largest stage apart has to raise a bound by
-FEW = 3000  # so many partitions are tried rather than bounded
+FEW = 3000  # up to this number of partitions are tried rather than bounded
 KEPT_S = 2e-4  # of work, for a device in `MostKept`
 FIRST_GAP = 0.05  # what is proven first of one number of stages with the order of its blocks
 FEWER = 0.5  # the most of the intervals that may be left where a relaxation is solved again
@@ -80,7 +80,7 @@ class _Node:
     alike: bool = field(compare=False, default=False)  # whatever the largest stage, to programs over totals
     nodes: int = field(compare=False, default=COUNT_NODES)  # of the solver's tree, for one number of stages
     node_s: float = field(compare=False, default=0.0)  # of work, for each of these
-    tried: int = field(compare=False, default=0)  # so many of these did not reach the cutoff
+    tried: int = field(compare=False, default=0)  # the number of these that did not reach the cutoff
     whole: bool = field(compare=False, default=False)  # whole numbers of blocks on each device bound it no better
     left: BlockIntervals | None = field(compare=False, default=None)  # of blocks, in partitions faster than `left_s`
     left_s: float = field(compare=False, default=0.0)
@@ -113,7 +113,7 @@ def prove(search: Search, counts: Sequence[int], most_s: float, literal: bool = 
         closed.trouble = f"the solver failed ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
     lower_s = min(max(lower_s, closed_s), tree.best_s())
-    return Proof(lower_s, tree.how(), "the proof ended where its work did" if tree.over() else "")
+    return Proof(lower_s, tree.how(), "the proof ended where its work did" if tree.is_over() else "")
 
 
 @contextmanager
@@ -173,13 +173,13 @@ class _Tree:
         """The least bound over all nodes."""
         heap = list(roots)
         heapq.heapify(heap)
-        while heap and heap[0].bound_s < self.best_s() * (1 - CLOSE) and not heap[0].solved and not self.over():
+        while heap and heap[0].bound_s < self.best_s() * (1 - CLOSE) and not heap[0].solved and not self.is_over():
             node = heapq.heappop(heap)
             for finer in self.refine(node):
                 heapq.heappush(heap, finer)
         return min(heap[0].bound_s if heap else math.inf, self.best_s())
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.work.seconds > self.most_s
 
     def refine(self, node: _Node) -> list[_Node]:
@@ -198,7 +198,7 @@ class _Tree:
         if not node.step:
             step = 1 if self.rotates and node.fewest >= n else n
             tops = range(node.count, max(node.count - step, node.fewest - 1), -1)
-            each = [self.within(node, top - (top - node.fewest) // step * step, top, step) for top in tops]
+            each = [self.restrict(node, top - (top - node.fewest) // step * step, top, step) for top in tops]
             return [self.narrow(part) if self.begins_in_order(part) else self.relax(part) for part in each]
         if self.limits.unlike and node.fewest == node.count and node.left_s < self.cutoff_s(node):
             return [self.narrow(node)]
@@ -211,7 +211,7 @@ class _Tree:
         parts = [(node.fewest, middle), (middle + node.step, node.count)]
         if self.limits.unlike and len(numbers) <= ONE_BY_ONE:
             parts = [(number, number) for number in numbers]
-        finer = [self.within(node, low, high, node.step) for low, high in parts]
+        finer = [self.restrict(node, low, high, node.step) for low, high in parts]
         if self.limits.unlike:  # what is one number of stages is bounded with the order of its blocks next
             return [part if part.fewest == part.count else self.relax(part) for part in finer]
         return [self.relax(part) for part in finer]
@@ -225,7 +225,7 @@ class _Tree:
     def widest(self) -> float:
         return WIDEST if self.rotates else WIDE if self.limits.unlike else NARROW
 
-    def within(self, node: _Node, fewest: int, count: int, step: int) -> _Node:
+    def restrict(self, node: _Node, fewest: int, count: int, step: int) -> _Node:
         """The node's partitions into these numbers of stages. Where devices can take each other's places in turn, and
         the node speaks of all numbers of stages, the device of the last stage stays the same."""
         turned = (node.count - count) % len(node.residents) if step == 1 else 0
@@ -242,7 +242,7 @@ class _Tree:
         if self.rotates and node.fewest >= len(node.residents) and 0 < missing < len(either):
             chosen = itertools.combinations(either, missing)
             stays = [tuple(d in which or s is True for d, s in enumerate(node.residents)) for which in chosen]
-            return self.in_turns([self.total(replace(node, residents=each)) for each in stays])
+            return self.bound_by_turns([self.total(replace(node, residents=each)) for each in stays])
         if missing in (0, len(either)):
             known_all = tuple(missing > 0 if stays is None else stays for stays in node.residents)
             return [self.total(replace(node, residents=known_all), TOTALS_NODES)]
@@ -251,9 +251,10 @@ class _Tree:
         return [self.total(replace(node, residents=choice)) for choice in choices]
 
     @staticmethod
-    def in_turns(nodes: list[_Node]) -> list[_Node]:
-        """Nodes of all choices of resident devices, each bounded by the least of those that are it in turn: by which
-        number of stages a device has the last one (`within`), a choice stands for another one of these."""
+    def bound_by_turns(nodes: list[_Node]) -> list[_Node]:
+        """Bound the nodes of all choices of resident devices, each by the least of those that are it in turn: by the
+        number of stages after which a device has the last one (`restrict`), a choice is the same as another one of
+        these."""
         bounds = {node.residents: node.bound_s for node in nodes}
         for node in nodes:
             stays = node.residents
@@ -262,19 +263,19 @@ class _Tree:
 
     def refine_largest(self, node: _Node) -> list[_Node]:
         """Parts of the node, where programs over totals bound them better: its largest stage has fewer common blocks
-        than that of the best partition, as many, or more; and one of these runs its forward again, or none does."""
-        parts = [self.total(part) for part in self.by_largest(node)]
+        than that of the best partition, equally many, or more; and one of these runs its forward again, or none."""
+        parts = [self.total(part) for part in self.split_by_largest(node)]
         if min((part.bound_s for part in parts), default=0.0) < node.bound_s + HELPS * self.best_s():
             return [replace(node, alike=True)]
         return [self.few(part) for part in parts]
 
     def relax_largest(self, node: _Node) -> list[_Node]:
         """The same parts, bounded by the linear model."""
-        parts = [self.few(part) for part in self.by_largest(node)]
+        parts = [self.few(part) for part in self.split_by_largest(node)]
         parts = [part if part.bound_s == math.inf else self.relax(part) for part in parts]
         return parts or [replace(node, largest=ANY_LARGEST)]
 
-    def by_largest(self, node: _Node) -> Iterator[_Node]:
+    def split_by_largest(self, node: _Node) -> Iterator[_Node]:
         at, num_common = self.largest(), self.limits.num_common
         if num_common < COMMON * self.search.problem.num_blocks or not at:
             return
@@ -300,7 +301,7 @@ class _Tree:
                     self.search.seconds(cuts)
                     self.work.add(self.search.work_s(cuts))
             self.counted["partitions tried"] += len(all_cuts)
-            self.raised(node, math.inf)
+            self.raise_bound(node, math.inf)
         return node
 
     def total(self, node: _Node, nodes: int = 0) -> _Node:
@@ -308,7 +309,7 @@ class _Tree:
         nodes of its own."""
         import mip
 
-        if self.over():
+        if self.is_over():
             return node
         gc.collect(0)  # the model before
         numbers = (node.fewest, node.count, node.residents, node.number)
@@ -316,7 +317,7 @@ class _Tree:
         cutoff_s = self.best_s() * (1 - CLOSE)
         if self.is_empty(node, cutoff_s):
             return node
-        kept = self.kept(node, cutoff_s)
+        kept = self.num_kept(node, cutoff_s)
         model = self.totals(self.limits, *numbers, anywhere, node.largest or ANY_LARGEST, kept).model
         model.max_mip_gap = CLOSE / 4
         status = self.optimize(model, nodes)
@@ -324,13 +325,13 @@ class _Tree:
         bound_s = model.objective_bound if nodes else model.objective_value
         most_s = math.inf if kept == math.inf else cutoff_s  # with `kept` it speaks of faster ones than the cutoff
         if status == mip.OptimizationStatus.INFEASIBLE:
-            self.raised(node, most_s)
+            self.raise_bound(node, most_s)
         elif bound_s is not None and math.isfinite(bound_s):
-            self.raised(node, min(bound_s, most_s))
+            self.raise_bound(node, min(bound_s, most_s))
         return node
 
-    def kept(self, node: _Node, cutoff_s: float) -> float:
-        """How many common blocks keep their saved tensors at most in partitions of the node that are faster than the
+    def num_kept(self, node: _Node, cutoff_s: float) -> float:
+        """The most common blocks that keep their saved tensors in partitions of the node that are faster than the
         cutoff. Infinite, so not known, where blocks are unlike or a device swaps: then other things take longer."""
         n, stays = len(node.residents), node.residents
         if self.limits.unlike or False in stays or (None in stays and node.number != n):
@@ -343,9 +344,9 @@ class _Tree:
 
     def is_empty(self, node: _Node, cutoff_s: float) -> bool:
         """Whether no partition of the node is faster than the cutoff, by how many blocks keep their saved tensors."""
-        if self.kept(node, cutoff_s) > NONE:
+        if self.num_kept(node, cutoff_s) > NONE:
             return False
-        self.raised(node, cutoff_s)
+        self.raise_bound(node, cutoff_s)
         return True
 
     def guard_s(self) -> float:
@@ -353,10 +354,10 @@ class _Tree:
         return max(GUARD_S, SLOWER * (self.most_s - self.work.seconds))
 
     def optimize(self, model: Any, nodes: int, trials: bool = True) -> Any:
-        """Solve an integer program with at most so many nodes, or its relaxation with none."""
+        """Solve an integer program with at most `nodes` nodes, or its relaxation with none."""
         more: dict[str, Any] = {"max_nodes": nodes} if nodes else {"relax": True}
         if not trials:
-            without_trials(model)
+            forbid_trials(model)
         status = model.optimize(max_seconds=self.guard_s(), **more)
         iterations = model.solver._get_int_info_value("simplex_iteration_count")
         self.work.add(model.num_rows * TOTALS_ROW_S)
@@ -378,7 +379,7 @@ class _Tree:
         return status
 
     def cutoff_s(self, node: _Node) -> float:
-        """What is looked for next in one number of stages: a step faster than this. There is none, or the node's bound
+        """The next cutoff in one number of stages: find a step faster than this. There is none, or the node's bound
         rises to the fastest one."""
         bounds = (self.best_s() * (1 - gap) for gap in GAPS)
         return next((bound_s for bound_s in bounds if bound_s > node.bound_s * (1 + 1e-6)), self.best_s())
@@ -387,7 +388,7 @@ class _Tree:
         """Bound by the linear model."""
         import mip
 
-        if self.over():
+        if self.is_over():
             return node
         gc.collect(0)  # the model before
         cutoff_s = self.best_s() * (1 - CLOSE)
@@ -397,12 +398,12 @@ class _Tree:
         status = self.linear(counted.model)
         self.counted["linear relaxations"] += 1
         if status == mip.OptimizationStatus.OPTIMAL:
-            self.raised(node, min(counted.model.objective_value, cutoff_s))
+            self.raise_bound(node, min(counted.model.objective_value, cutoff_s))
             if self.limits.unlike:
-                self.raised(node, min(self.intervals.bound_s(counted), cutoff_s))
+                self.raise_bound(node, min(self.intervals.bound_s(counted), cutoff_s))
                 self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
         elif status == mip.OptimizationStatus.INFEASIBLE:
-            self.raised(node, cutoff_s)
+            self.raise_bound(node, cutoff_s)
         return node
 
     def narrow(self, node: _Node) -> _Node:
@@ -414,7 +415,7 @@ class _Tree:
         faster_s = max(cutoff_s, self.best_s() * (1 - CLOSE))  # the first one may prove more
         node.ordered, node.left, node.left_s = True, None, cutoff_s
         before = math.inf
-        while node.bound_s < cutoff_s and not self.over():
+        while node.bound_s < cutoff_s and not self.is_over():
             gc.collect(0)  # the model before
             if self.is_empty(node, faster_s):
                 break
@@ -422,13 +423,13 @@ class _Tree:
             status = self.linear(counted.model)
             self.counted["linear relaxations"] += 1
             if status == mip.OptimizationStatus.INFEASIBLE:
-                self.raised(node, faster_s)
+                self.raise_bound(node, faster_s)
             if status != mip.OptimizationStatus.OPTIMAL:
                 break
-            through = self.intervals.through(counted)
+            through = self.intervals.least_through(counted)
             self.work.add(INTERVALS_S * node.count * self.search.problem.num_blocks**2)
             through_s = max(float(seconds.min()) for seconds in through)  # equal but for rounding
-            self.raised(node, min(through_s, faster_s))
+            self.raise_bound(node, min(through_s, faster_s))
             node.left, faster_s = [seconds < cutoff_s for seconds in through], cutoff_s
             before = min(before, sum(int(np.isfinite(seconds).sum()) for seconds in through))
             now = sum(int(some.sum()) for some in node.left)
@@ -450,9 +451,9 @@ class _Tree:
         status = self.optimize(counted.model, WHOLE_NODES)
         self.counted["programs over devices' totals"] += 1
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
-            self.raised(node, cutoff_s)
+            self.raise_bound(node, cutoff_s)
         elif (bound_s := counted.model.objective_bound) is not None and math.isfinite(bound_s):
-            self.raised(node, min(bound_s, cutoff_s))
+            self.raise_bound(node, min(bound_s, cutoff_s))
         node.whole = node.bound_s < cutoff_s
         return node
 
@@ -477,13 +478,13 @@ class _Tree:
         self.counted["integer programs"] += 1
         node.node_s, node.tried = (self.work.seconds - begin_s) / nodes, 0
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
-            self.raised(node, cutoff_s)
+            self.raise_bound(node, cutoff_s)
             return node
         node.solved = status == mip.OptimizationStatus.OPTIMAL
         node.nodes *= MORE_NODES
         bound_s = counted.model.objective_bound
         if bound_s is not None and math.isfinite(bound_s):
-            self.raised(node, min(bound_s, cutoff_s))
+            self.raise_bound(node, min(bound_s, cutoff_s))
         node.tried = nodes if node.bound_s < cutoff_s else 0
         if counted.model.num_solutions and counted.ordered:
             cuts = counted.cuts()
@@ -492,7 +493,7 @@ class _Tree:
         return node
 
     def counts(self, node: _Node, cutoff_s: float, integer: bool = False, whole: bool = False) -> Any:
-        kept = self.kept(node, cutoff_s)
+        kept = self.num_kept(node, cutoff_s)
         more = {"largest": node.largest or ANY_LARGEST, "ordered": node.ordered, "whole": whole, "kept": kept}
         if cutoff_s <= node.left_s:
             more["left"] = node.left
@@ -501,11 +502,11 @@ class _Tree:
         )
 
     @staticmethod
-    def raised(node: _Node, bound_s: float) -> None:
+    def raise_bound(node: _Node, bound_s: float) -> None:
         node.bound_s = max(node.bound_s, bound_s)
 
 
-def without_trials(model: Any) -> None:
+def forbid_trials(model: Any) -> None:
     """Keep the solver from searching smaller programs for solutions, which the local search has, and from trying where
     to branch: in one node they may take a hundred times as long as its relaxation."""
     solver = model.solver

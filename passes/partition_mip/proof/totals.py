@@ -8,7 +8,7 @@ all micro-batches of all its blocks; whatever the stages,
     G >= fill_d + M F_d + after_d              H >= G + before_d + M B_d + drain_d
 
 where G is the end of forward, H that of stage 1's last backward, F_d and B_d the seconds of device d's blocks for one
-micro-batch. The first micro-batch passes the stages before d's first one (fill), the last one those behind its last
+micro-batch. The first micro-batch passes the stages before d's first one (fill), the last one those after its last
 one (after), and backward the same in reverse: these hold at least one block each, so at least the first, or last,
 blocks of the model. Memory bounds how many saved tensors may stay (all others run their forward again), root complexes
 what swapped devices fetch, and the update follows H: on the device for resident ones, on the host for all others. The
@@ -46,7 +46,7 @@ TANGENTS = 7  # of 1 / S, and of what grows with S
 class TotalsModel:
     """`model` minimises `end`, for every number of stages from `fewest` to `count`. `residents`: by device; with
     `anywhere`, `number` of the devices, which can take each other's places, are resident. `largest`: of the stages.
-    `kept`: so many common blocks keep their saved tensors at most."""
+    `kept`: the most common blocks that keep their saved tensors."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class TotalsModel:
             self.row(self.number(0, kinds[0]), 1)
 
     def number(self, d: int, kind: int) -> Any:
-        """How many blocks of a kind device d has."""
+        """The number of blocks of a kind that device d has."""
         return mip.xsum(self.held[d][part][kind] for part in ("stay", "swap") if part in self.held[d])
 
-    def of(self, d: int, parts: Sequence[str], sums: Sequence[float], unit: float = GB) -> Any:
+    def amount(self, d: int, parts: Sequence[str], sums: Sequence[float], unit: float = GB) -> Any:
         """The sum of an amount over some blocks of device d."""
         return mip.xsum(
             (sums[self.first[k] + 1] - sums[self.first[k]]) / unit * x
@@ -143,9 +143,9 @@ class TotalsModel:
             for k, x in self.held[d][part].items()
         )
 
-    def in_windows(self, stages: Any) -> None:
-        """All stages but the first x have only blocks behind the first x, and all but the last x those before the last
-        x: so many blocks of these kinds each device has at least."""
+    def add_windows(self, stages: Any) -> None:
+        """All stages but the first x have only blocks after the first x, and all but the last x those before the last
+        x: bound the number of blocks of these kinds on each device from below."""
         kinds, length, known = self.p.kinds, self.p.num_blocks, set[frozenset[int]]()
         for x in range(1, length):
             for some in (frozenset(kinds[x:]), frozenset(kinds[: length - x])):
@@ -174,15 +174,17 @@ class TotalsModel:
             self.row(inputs[d], math.fsum(least[: self.rounds(d)]) * m / GB)
             free = budget - scratch - inputs[d] - (ending - scratch) * self.last[d]
             if "stay" in self.held[d]:
-                lasting = self.of(d, ["stay"], p.weight_bytes) + p.update.state_bytes * self.of(d, ["stay"], p.params)
-                held = lasting + self.of(d, ["kept"], once) + self.of(d, ["kept"], again)
+                lasting = self.amount(d, ["stay"], p.weight_bytes)
+                lasting = lasting + p.update.state_bytes * self.amount(d, ["stay"], p.params)
+                held = lasting + self.amount(d, ["kept"], once) + self.amount(d, ["kept"], again)
                 self.row(free + budget * (1 - self.resident[d]), held)
                 self.row((budget - scratch) * self.resident[d], held)  # weaker where it is resident, else stronger
-                self.row(budget * self.resident[d], lasting + self.of(d, ["stay"], p.grad_bytes))
+                self.row(budget * self.resident[d], lasting + self.amount(d, ["stay"], p.grad_bytes))
             if "swap" in self.held[d]:
                 for part in ("tail", "saved"):
-                    held = self.of(d, [part], p.weight_bytes) + self.of(d, [part], p.grad_bytes)
-                    held = held + self.of(d, [part], once) + (self.of(d, [part], again) if part == "saved" else 0.0)
+                    held = self.amount(d, [part], p.weight_bytes) + self.amount(d, [part], p.grad_bytes)
+                    held = held + self.amount(d, [part], once)
+                    held = held + (self.amount(d, [part], again) if part == "saved" else 0.0)
                     self.row(free + budget * self.resident[d], held)
                     self.row((budget - scratch) * (1 - self.resident[d]), held)
 
@@ -202,9 +204,9 @@ class TotalsModel:
     def seconds(self) -> tuple[list[Any], list[Any]]:
         """By device, forward and backward of its blocks for one micro-batch."""
         p, devices, held = self.p, range(self.used), ("stay", "swap")
-        forward = [self.of(d, held, p.forward_s[d], 1.0) for d in devices]
-        backward = [self.of(d, held, np.add(p.backward_s[d], p.again_s[d]).tolist(), 1.0) for d in devices]
-        return forward, [b - self.of(d, ("kept", "saved"), p.again_s[d], 1.0) for d, b in enumerate(backward)]
+        forward = [self.amount(d, held, p.forward_s[d], 1.0) for d in devices]
+        backward = [self.amount(d, held, np.add(p.backward_s[d], p.again_s[d]).tolist(), 1.0) for d in devices]
+        return forward, [b - self.amount(d, ("kept", "saved"), p.again_s[d], 1.0) for d, b in enumerate(backward)]
 
     def works(self, forward_end: Any, backward_end: Any, forward: Sequence[Any], backward: Sequence[Any]) -> None:
         """Each device for all of its blocks, but while the first and the last micro-batch are elsewhere."""
@@ -220,15 +222,15 @@ class TotalsModel:
                 drain = math.fsum(last[:d]) + d * back
             if self.fewest >= self.n:
                 for e in range(self.used):
-                    behind = (e - d) % self.n  # the number of stages behind d's last one if the last one is e's
-                    after = after + (math.fsum(first[len(first) - behind :]) + behind * there) * self.last[e]
-                    before = before + (math.fsum(last[len(last) - behind :]) + behind * back) * self.last[e]
+                    num = (e - d) % self.n  # the number of stages after d's last one if the last one is e's
+                    after = after + (math.fsum(first[len(first) - num :]) + num * there) * self.last[e]
+                    before = before + (math.fsum(last[len(last) - num :]) + num * back) * self.last[e]
             self.row(forward_end, fill + m * (f + own_s) + after)
             self.row(backward_end, forward_end + before + m * (b + own_s) + drain)
 
     def works_anywhere(self, forward_end: Any, backward_end: Any, forward: list[Any], backward: list[Any]) -> None:
-        """The same where devices may be in any place: so many of them wait together as long as those in the places
-        where that is shortest."""
+        """The same where devices may be in any place: together they wait as long as the same number of devices in the
+        places where that is shortest."""
         p, m, n = self.p, self.m, self.n
         own_s = self.fewest // n * p.units[0].own_s
         stays = [d for d in range(n) if "stay" in self.held[d]]
@@ -253,9 +255,9 @@ class TotalsModel:
             least = fastest(sums)
             whole_s, longest = math.fsum(least), self.model.add_var(lb=max(common_s, *least))
             for d in (d for d in range(self.used) if "tail" in self.held[d]):  # one stage
-                tail_s = self.of(d, ["tail"], sums[d], 1.0)
+                tail_s = self.amount(d, ["tail"], sums[d], 1.0)
                 if step == -1:
-                    tail_s += self.of(d, ["tail"], p.again_s[d], 1.0) - self.of(d, ["saved"], p.again_s[d], 1.0)
+                    tail_s += self.amount(d, ["tail"], p.again_s[d], 1.0) - self.amount(d, ["saved"], p.again_s[d], 1.0)
                 self.row(longest, tail_s)
             for point in points:
                 share = whole_s / point - whole_s / point**2 * (stages - point)
@@ -263,7 +265,7 @@ class TotalsModel:
             self.row(end, begin + took + m * own_s + self.hops_s(step) + (m - 1) * longest)
 
     def hops_s(self, step: int) -> Any:
-        """The least seconds of all stages' own but one, and of the messages over as many cuts as there are."""
+        """The least seconds of all stages' own but one, and of the messages over all cuts."""
         p, own_s = self.p, min(unit.own_s for unit in self.p.units)
         ways = [(d, (d + step) % self.n) for d in range(self.n)]
         latency_s, byte_s = min(p.message_latency_s[d][e] for d, e in ways), min(p.message_s[d][e] for d, e in ways)
@@ -278,9 +280,9 @@ class TotalsModel:
         stages, kind, number = self.model.add_var(lb=self.fewest, ub=self.count), self.limits.common, self.blocks
         least, most = self.of_largest.least, self.of_largest.most
         for d in range(self.used):
-            behind = self.n - 1 if self.anywhere else d  # where it has fewest of them
-            self.row(mip.xsum(self.number(d, k) for k in number), (1 / self.n) * (stages - behind))
-        self.in_windows(stages)
+            num = self.n - 1 if self.anywhere else d  # where it has fewest of them
+            self.row(mip.xsum(self.number(d, k) for k in number), (1 / self.n) * (stages - num))
+        self.add_windows(stages)
         if most is not None:
             self.row(most * stages, number[kind])
         if self.of_largest.reruns is False:
@@ -307,7 +309,7 @@ class TotalsModel:
         complexes = len({unit.complex for unit in p.units}) if self.anywhere else 1  # through all of them together
         for d in range(self.used):
             unit = p.units[d]
-            fetched = 2 * GB * self.of(d, ["swap"], p.weight_bytes) - GB * self.of(d, ["tail"], p.weight_bytes)
+            fetched = 2 * GB * self.amount(d, ["swap"], p.weight_bytes) - GB * self.amount(d, ["tail"], p.weight_bytes)
             self.row(backward_end, unit.fetch_s * fetched)
             key = 0 if self.anywhere else unit.complex
             passed[key] = passed.get(key, 0.0) + unit.shared_fetch_s * fetched
@@ -321,11 +323,11 @@ class TotalsModel:
         self.row(self.end, backward_end)
         for d in range(self.used):
             unit = p.units[d]
-            took = p.update.params_s[unit.host] * GB * self.of(d, ["swap"], p.params)
+            took = p.update.params_s[unit.host] * GB * self.amount(d, ["swap"], p.params)
             if p.update.barrier:
-                took = took + p.update.clip_s(unit.host, self.swapped) * GB * self.of(d, ["swap"], p.grad_bytes)
-                clip_s = 2 * unit.byte_s * self.of(d, ["stay"], p.grad_bytes)
-                self.row(self.end, backward_end + GB * (clip_s + unit.step_s * self.of(d, ["stay"], p.params)))
+                took = took + p.update.clip_s(unit.host, self.swapped) * GB * self.amount(d, ["swap"], p.grad_bytes)
+                clip_s = 2 * unit.byte_s * self.amount(d, ["stay"], p.grad_bytes)
+                self.row(self.end, backward_end + GB * (clip_s + unit.step_s * self.amount(d, ["stay"], p.params)))
             work[unit.host] = work.get(unit.host, 0.0) + took
         for took in work.values():
             self.row(self.end, (backward_end if p.update.barrier else forward_end) + took)

@@ -50,7 +50,7 @@ def main(backend: str) -> None:
     parity.exact_arithmetic()
     state.BACKEND = backend
     apart, losses, eager_blocks = train()
-    row = {"within": apart.within("fp32"), "found": str(apart), "losses": losses, "eager_blocks": eager_blocks}
+    row = {"within": apart.fits("fp32"), "found": str(apart), "losses": losses, "eager_blocks": eager_blocks}
     row |= {name: dict(counters[name]) for name in ("stats", "aot_autograd")}
     sys.stdout.write(json.dumps({"rank": int(os.environ["RANK"]), **row}) + "\n")  # at once: two ranks share the pipe
     sys.stdout.flush()

@@ -39,7 +39,7 @@ def test_ranks_of_torchrun_find_what_ranks_have_compiled() -> None:
 
 def test_workers_find_what_workers_have_compiled(cache: Path) -> None:
     apart, losses, eager_blocks = train()
-    assert apart.within("fp32") and eager_blocks == {}, (apart, eager_blocks)
+    assert apart.fits("fp32") and eager_blocks == {}, (apart, eager_blocks)
     before = entries(cache)
     assert any(name.startswith("aotautograd/") for name in before), before
     _, again, eager_blocks = train()

@@ -152,7 +152,7 @@ def test_inductor_trains_like_eager_where_forward_runs_again(precision: str) -> 
     wanted = parity.train_eager(model, [batch] * parity.STEPS, "cpu", precision, SGD, MICRO_BATCHES)
     for each in found:
         apart = parity.compare(each, wanted, parity.start_of(model))
-        assert apart.within(precision), apart
+        assert apart.fits(precision), apart
 
 
 def test_what_is_no_wish_is_refused() -> None:

@@ -220,7 +220,7 @@ def no_direct_files(path: Path) -> int:
     [
         ("missing", "does not exist"),
         ("file", "is a file"),
-        ("/dev/shm", r"lies in memory \(tmpfs\)"),
+        ("/dev/shm", r"is in memory \(tmpfs\)"),
         ("buffered", "O_DIRECT"),
         ("closed", "cannot be written"),
     ],

@@ -113,5 +113,5 @@ def test_of_candidates_that_need_little_memory_none_is_made_after_the_first_that
 
 def test_memories_grow_by_what_is_missing_then_by_shares_that_double() -> None:
     growth = Growth()
-    assert [growth.of("dram", 160, 16), growth.of("dram", 176, 1), growth.of("dram", 187, 1)] == [176, 187, 209]
-    assert growth.of("dram", 209, 500) == 709 and growth.of("memory", 160, 3) == 163
+    assert [growth.next_size_bytes("dram", *row) for row in ((160, 16), (176, 1), (187, 1))] == [176, 187, 209]
+    assert growth.next_size_bytes("dram", 209, 500) == 709 and growth.next_size_bytes("memory", 160, 3) == 163

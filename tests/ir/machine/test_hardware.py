@@ -319,7 +319,7 @@ def test_every_problem_is_listed_at_once() -> None:
     ("text", "said"),
     [
         ("name: a\nhosts: [\ndevices: }\n", "malformed YAML, line 3, column 10"),
-        ("name: a\nhosts: []\nname: b\n", "malformed YAML, line 3, column 1: the key 'name' stands here again"),
+        ("name: a\nhosts: []\nname: b\n", "malformed YAML, line 3, column 1: the key 'name' is given twice"),
         ("- a\n- b\n", "found a list, allowed: a mapping with the keys name, source, hosts"),
         ("", "found a NoneType"),
         ("name: 3\n", "name: found 3, allowed: a valid string"),

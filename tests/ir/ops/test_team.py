@@ -104,8 +104,8 @@ def routes(shape: tuple[int, ...], dtype: str = "int32") -> Value:
     ("shape", "given", "experts", "said"),
     [
         ((8, 6), routes((32, 2), "int64"), 8, r"int32 \[tokens of all members, .*; found int64 \[32, 2\]"),
-        ((8, 6), routes((30, 2)), 8, r"as many tokens of each member; found int32 \[30, 2\]"),
-        ((8, 6), routes((32, 2)), 6, r"4 members have as many experts each; found experts=6"),
+        ((8, 6), routes((30, 2)), 8, r"equally many tokens of each member; found int32 \[30, 2\]"),
+        ((8, 6), routes((32, 2)), 6, r"4 members have equally many experts; found experts=6"),
         ((9, 6), routes((32, 2)), 8, r"\[9, 6\] (is of no 32 // 4 tokens|has no room for 2 rows of each of 32 tokens)"),
         ((), routes((32, 2)), 8, "without dimensions has no tokens or rows"),
     ],

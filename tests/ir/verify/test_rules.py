@@ -306,7 +306,7 @@ TRAINING = {
             ("    rt.free(g0_m1)\n", ""),
             ("rt.free(g0_dram)", "rt.free(g0_dram, g0_m1)"),
         ),
-        "stage0 is fetched, so it is stepped in dram, but its gradients lie in device",
+        "stage0 is fetched, so it is stepped in dram, but its gradients are in device",
     ),
     "resident and fetched": (
         (("    x_m0 =", '    w9 = rt.resident("stage0.weights")\n    x_m0 ='),),
@@ -345,7 +345,7 @@ def test_resident_stages_are_not_updated_in_dram() -> None:
     programs = pipeline(1, 1, 1, fetched=False)
     changes = (('rt.step("stage0", g0_m0)', 'd = rt.offload(g0_m0)\n    rt.step("stage0", d)\n    rt.free(d)'),)
     refusal(
-        edit(programs, 0, *changes), "stage0 is resident, so it is stepped in device, but its gradients lie in dram"
+        edit(programs, 0, *changes), "stage0 is resident, so it is stepped in device, but its gradients are in dram"
     )
 
 

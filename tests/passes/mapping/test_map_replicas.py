@@ -183,7 +183,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
     passes = parse_pipeline("coarsen, partition-balanced{stages=1}, map-replicas", 3)
     with pytest.raises(PassError, match=r"they differ; use mesh\{by_speed=true\}"):
         apply(draft, *passes)
-    with pytest.raises(PassError, match="cuts stages for several devices each; put map-replicas behind it"):
+    with pytest.raises(PassError, match="cuts stages for several devices each; put map-replicas after it"):
         parse_pipeline("coarsen, partition-pipedream{replicas=true}, map-round-robin", 3)
 
 

@@ -20,9 +20,9 @@ from penstock.passes.memory.activation_plan import (
     LinkRates,
     Room,
     best,
-    by_benefit,
     place,
     point_of,
+    sort_by_benefit,
     sweep,
     table,
 )
@@ -85,7 +85,7 @@ def test_a_point_by_hand() -> None:
 def test_the_better_per_byte_come_first_and_equal_ones_are_spread() -> None:
     good = [Item(stage, "down", 10, 4.0) for stage in STAGES]
     plain = [Item(stage, "up", 40, 4.0) for stage in STAGES]
-    order = by_benefit([*plain, *good], STAGES)
+    order = sort_by_benefit([*plain, *good], STAGES)
     assert order[:4] != good and sorted(order[:4], key=lambda item: item.stage) == good
     numbers = [STAGES.index(item.stage) for item in order[:4]]
     assert abs(numbers[0] - numbers[1]) > 1

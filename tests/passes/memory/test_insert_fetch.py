@@ -13,8 +13,8 @@ from penstock.ir.program import Program, plan_arena, profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
-from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepened, live_bytes
-from penstock.passes.memory.insert_fetch import InsertFetch, fetch_weights, fetches_of, look_ahead, profile_swapped
+from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepen, live_bytes
+from penstock.passes.memory.insert_fetch import InsertFetch, fetch_weights, fetches_of, look_ahead, profile_swap
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.partition_min_stage import PartitionMinStage
@@ -131,7 +131,7 @@ def test_memory_is_used_up_to_the_budget() -> None:
     program, budget = draft.programs[0], 21_000
     stages = [phase.stage for phase in phases(program)]
     early = look_ahead(program, stages, budget)
-    assert profile_swapped(program, early).peak_bytes[ops.DEVICE] <= budget
+    assert profile_swap(program, early).peak_bytes[ops.DEVICE] <= budget
     order = phases(program)
     able = {(order[i].stage, order[i].kind) for i in fetched_phases(order, stages) if i > 0}
     counts = {(stage, kind): early[stage].get(kind, 0) for stage, kind in able}
@@ -139,7 +139,7 @@ def test_memory_is_used_up_to_the_budget() -> None:
     assert left
     for stage, kind in left:
         more = {**early, stage: {**early[stage], kind: counts[stage, kind] + 1}}
-        assert profile_swapped(program, more).peak_bytes[ops.DEVICE] > budget
+        assert profile_swap(program, more).peak_bytes[ops.DEVICE] > budget
     assert look_ahead(program, stages, budget, reserved_bytes=6_000) == {name: {} for name in early}
 
 
@@ -216,7 +216,7 @@ def test_fetches_keep_the_order_in_which_stages_run(room: float, classes: int) -
     least = arena_bytes(order, specs, stages, Fetches(counts))
     most = sum(specs[order[i].stage].weight_bytes for i in fetched_phases(order, stages))
     limit = least + int(room * (most - least))
-    found = deepened(order, specs, stages, counts, limit)
+    found = deepen(order, specs, stages, counts, limit)
     assert arena_bytes(order, specs, stages, found) <= limit
     places = [found.place(i) for i in counts]
     assert places == sorted(places) and all(place < i for i, place in zip(counts, places))

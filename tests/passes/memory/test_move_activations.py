@@ -22,7 +22,7 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.move_activations import (
     Ahead,
     input_bytes,
-    keep_chosen,
+    keep_classes,
     move_activations,
     turn_bytes,
 )
@@ -55,7 +55,7 @@ def schedule(stages: int = 4, micro_batches: int = 2, devices: int = 1, schedule
 
 def move_line(draft: Draft, choices: dict[str, Activations], ahead: Ahead = NEXT) -> Draft:
     for program in draft.programs:
-        keep_chosen(program, choices)
+        keep_classes(program, choices)
         move_activations(program, choices, ahead)
     verify(draft.programs)
     assert_prints_and_parses(draft.programs)
@@ -195,7 +195,7 @@ def test_bytes_that_can_move_and_come_back_for_one_turn() -> None:
     draft = schedule(micro_batches=2)
     choices = everywhere(draft, "dram")
     (program,) = draft.programs
-    keep_chosen(program, choices)
+    keep_classes(program, choices)
     one = ROWS * 16 * 4
     # The inputs of stage3 come back right behind its last forward.
     assert input_bytes(program, choices) == {"stage1": 2 * one, "stage2": 2 * one, "stage3": 2 * one}

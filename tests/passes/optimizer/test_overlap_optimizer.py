@@ -27,9 +27,9 @@ from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.optimizer.overlap_optimizer import (
     WORTH,
     OverlapOptimizer,
-    as_decided,
     clipping_of,
     predicted_s,
+    with_clipping,
     written_bytes,
 )
 from penstock.passes.optimizer.timing import UNCLIPPED, Timing, updates_of
@@ -426,9 +426,9 @@ def test_a_part_of_the_stages_is_stepped_early_where_the_copies_of_all_take_too_
     updates = updates_of(draft, dict.fromkeys(names, ops.DRAM))
     took_s = {}
     for clipping in ("exact", "speculative"):
-        took_s[clipping] = predicted_s(draft, as_decided(updates, clipping))
+        took_s[clipping] = predicted_s(draft, with_clipping(updates, clipping))
     decision = OverlapOptimizer().plan(draft)
-    chosen_s = predicted_s(draft, as_decided(updates, decision["clipping"]))
+    chosen_s = predicted_s(draft, with_clipping(updates, decision["clipping"]))
     assert chosen_s is not None and all(s is not None and chosen_s <= s * WORTH for s in took_s.values())
     OverlapOptimizer().rewrite(draft, {**decision, "clipping": half})
     early = [n.args[0] for p in draft.programs for n in p.ops() if n.kwargs.get("speculative")]

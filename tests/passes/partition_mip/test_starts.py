@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from penstock.passes.partition_mip.starts import equal_rounds, in_proportion, like, starts, two_sizes
+from penstock.passes.partition_mip.starts import divide_in_proportion, equal_rounds, like, starts, two_sizes
 from penstock.tests.passes.partition_mip.mip_instances import problem
 
 
@@ -43,7 +43,7 @@ def test_the_larger_of_two_sizes_are_in_a_row_anywhere() -> None:
 
 @pytest.mark.parametrize(("whole", "shares", "found"), [(8, [1.0, 3.0], [2, 6]), (5, [1.0, 100.0, 1.0], [1, 3, 1])])
 def test_whole_numbers_in_proportion(whole: int, shares: list[float], found: list[int]) -> None:
-    assert in_proportion(whole, shares) == found
+    assert divide_in_proportion(whole, shares) == found
 
 
 def test_a_partition_like_another_has_its_devices_and_rounds() -> None:

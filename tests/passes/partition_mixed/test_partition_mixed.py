@@ -196,7 +196,7 @@ def test_clusters_hide_their_messages_behind_their_computation() -> None:
     draft = coarsen_graph(graph, Hardware.cpu(num_devices=2), "operator")
     blocks = block_graph(draft.blocks, draft.lane_hardware, "fp32")
     clusters = Clusters(blocks.succ, blocks.load_ns[0], [0] * blocks.num_blocks)
-    limits = Limits(1, Wires.of(draft.lane_hardware).slowest_ns_per_byte)
+    limits = Limits(1, Wires.from_hardware(draft.lane_hardware).slowest_ns_per_byte)
     place = {block.name: i for i, block in enumerate(draft.blocks)}
     assert max(ends_bytes(clusters, blocks, place["up"])) == 64 * 4096 * 4
     assert not is_hidden(clusters, blocks, place["up"], limits)
@@ -224,7 +224,7 @@ def test_contractions_never_close_a_cycle_and_refuse_only_where_they_would(
         merged = nx.DiGraph((names[c], names[d]) for c, row in clusters.succ.items() for d in row)
         merged.remove_edges_from([(a, a)])
         assert clusters.merge(a, b) == nx.is_directed_acyclic_graph(merged)
-        order = clusters.in_order()
+        order = clusters.list_in_order()
         assert sorted(order) == sorted(clusters.members) and [clusters.place[c] for c in order] == sorted(
             clusters.place.values()
         )
@@ -241,7 +241,7 @@ def test_longest_first_and_exchanges_keep_to_memory() -> None:
     memory = Footprints(draft, blocks)
     members = [[i] for i in range(blocks.num_blocks)]
     needs = [memory.stage(own) for own in members]
-    flow = PipelineEstimate(blocks, members, Wires.of(draft.lane_hardware), 4)
+    flow = PipelineEstimate(blocks, members, Wires.from_hardware(draft.lane_hardware), 4)
     assert longest_first(flow.load_ns, needs, memory, swapped=False, by_bytes=False) is None  # states do not fit
     devices = longest_first(flow.load_ns, needs, memory, swapped=True, by_bytes=False)
     assert devices is not None
@@ -277,7 +277,7 @@ def test_an_asynchronous_device_holds_what_is_under_way() -> None:
         graph = block_graph(draft.blocks, draft.lane_hardware, "fp32", draft.graph)
         memory, number = Footprints(draft, graph), {block.name: i for i, block in enumerate(draft.blocks)}
         members = [[number[name] for name in names] for names in draft.partition]
-        flow = PipelineEstimate(graph, members, Wires.of(draft.lane_hardware), 4, asynchronous=True)
+        flow = PipelineEstimate(graph, members, Wires.from_hardware(draft.lane_hardware), 4, asynchronous=True)
         memory.count_under_way(members, flow.distances())
         stages = [(memory.stage(own), device) for own, device in zip(members, draft.devices)]
         needs = [memory.resident_bytes([own for own, device in stages if device == d]) for d in range(2)]

@@ -134,12 +134,12 @@ def test_found_for_another_number_of_keys() -> None:
 
 
 def test_keys_that_become_queries_are_not_taken_for_keys() -> None:
-    """All queries see the first key, which says nothing of their own places, until it is transposed."""
+    """All queries see the first key, which says nothing of their own places, until it is transpose."""
 
-    def transposed(x: Tensor, keys: int) -> Tensor:
+    def transpose(x: Tensor, keys: int) -> Tensor:
         return causal(x, keys) | (places(x, keys)[1] < 1).expand(x.shape[1], keys).transpose(0, 1)
 
-    assert only_form(transposed) is None
+    assert only_form(transpose) is None
 
 
 def flip_mask(x: Tensor, keys: int) -> Tensor:

@@ -243,7 +243,7 @@ def test_rows_that_meet_are_refused_in_words_about_rows(call: Any) -> None:
         (lines("heads", 8, "mesh{team=8}"), r"has 4 heads, which 8 members cannot share; teams that can: \[2, 4\]"),
         (lines("heads", 2, "mesh{team=4}"), r"the work inside layers is divided among 2 members; use mesh\{team=2\}"),
         (f"coarsen, mesh{{team=2}}, {PLAIN}", "the work inside layers is not divided"),
-        (f"split-context{{team=2}}, coarsen, {PLAIN}", r"no lanes are a team; put mesh\{team=2\} behind coarsen"),
+        (f"split-context{{team=2}}, coarsen, {PLAIN}", r"no lanes are a team; put mesh\{team=2\} after coarsen"),
         (f"split-context{{team=2}}, coarsen{{level=operator}}, mesh, {PLAIN}", "knows no teams"),
         (lines("tokens", 2), "option by='tokens' is none of heads"),
         (lines("heads", 1), "a team has at least 2 members"),

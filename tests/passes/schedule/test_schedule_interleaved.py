@@ -16,7 +16,7 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.schedule.schedule_1f1b import Schedule1F1B
-from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved, interleaved, micro_batch_groups
+from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved, interleave, micro_batch_groups
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
@@ -65,7 +65,7 @@ def test_groups_are_as_equal_as_they_can_be(devices: int, count: int, sizes: lis
 @given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 30))
 def test_any_number_of_micro_batches_flows_and_no_more_is_held_than_promised(n: int, v: int, count: int) -> None:
     """A chain of stages: each device's next turn finds what it needs, whatever the numbers."""
-    todo = [interleaved(device, n, v, count) for device in range(n)]
+    todo = [interleave(device, n, v, count) for device in range(n)]
     largest = len(micro_batch_groups(n, count)[0])
     for device, order in enumerate(todo):
         assert sorted(order) == sorted(((i, m), b) for i in range(v) for m in range(count) for b in (False, True))

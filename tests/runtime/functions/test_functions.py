@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.runtime.functions import packed_attention, window_attention
-from penstock.runtime.functions.document_borders import document_borders, in_rows, side_by_side
+from penstock.runtime.functions.document_borders import document_borders, side_by_side, split_rows
 
 # Sums of at most 700 products in another order, of values of order one.
 TOLERANCE = 1e-12
@@ -122,7 +122,7 @@ def test_borders_cut_rows_into_documents(length: int, seed: int, mean: int, more
         for a, b in itertools.pairwise(borders)
         if b > a
     ]
-    found = in_rows(torch.cat(parts, dim=1).transpose(0, 1), 2)
+    found = split_rows(torch.cat(parts, dim=1).transpose(0, 1), 2)
     assert_same(found, F.scaled_dot_product_attention(q, k, v, documents_mask(documents)), [q, k, v])
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.runtime.functions.ring_attention import QUERIES, attend_block, attention_of, steps_seen, with_gradients
+from penstock.runtime.functions.ring_attention import QUERIES, attend_block, attention_of, visible_steps, with_gradients
 from penstock.runtime.functions.token_parts import among_zeros, own_tokens
 
 TOKENS = 24
@@ -38,7 +38,7 @@ def ring(operands: list[Tensor], team: int, zigzag: bool, again: bool, **options
     wholes = []
     members = [torch.tensor([number]) for number in range(team)]
     parts = [[own_tokens(t, m, team, 2, tokens, zigzag=zigzag) for t in operands] for m in members]
-    seen = steps_seen(tokens // team, team, zigzag, options["before"], options["after"])
+    seen = visible_steps(tokens // team, team, zigzag, options["before"], options["after"])
     for number, member in enumerate(members):
         query, partial = parts[number][0], None
         for step in seen:
@@ -121,7 +121,7 @@ def test_a_ring_is_attention(team: int, zigzag: bool, kind: str) -> None:
     ],
 )
 def test_blocks_outside_of_a_window_are_left_out(given: Any, steps: list[int]) -> None:
-    assert steps_seen(*given) == steps
+    assert visible_steps(*given) == steps
 
 
 @pytest.mark.parametrize("after", [0, None])

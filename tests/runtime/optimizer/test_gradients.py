@@ -64,7 +64,7 @@ class Trainer:
         elif self.scale is None or bool(squares.isfinite()):
             for part, grads in zip(self.parts, all_grads):
                 grads.scale(clip_factor(squares, self.max_norm, scale))
-                part.step(grads.in_full())
+                part.step(grads.to_full())
         if self.scale is not None:
             self.scale.update(bool(squares.isfinite()))
 
@@ -82,7 +82,7 @@ class Trainer:
                 part.restore(kept)
             if verdict is Verdict.REDO:
                 grads.scale(clip_factor(squares, self.max_norm, scale))
-                part.step(grads.in_full())
+                part.step(grads.to_full())
 
 
 def same(left: Tensor, right: Tensor) -> bool:

@@ -99,11 +99,11 @@ def test_flops_are_those_of_the_products(kind: str) -> None:
 
 def test_bytes_that_begin_between_elements() -> None:
     """As where a shard of many small tensors has them."""
-    from penstock.runtime.quantised.raw_bytes import as_bytes, of_bytes
+    from penstock.runtime.quantised.raw_bytes import as_bytes, tensor_from_bytes
 
     values = torch.randn(7)
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), as_bytes(values)])[3:]
-    assert torch.equal(of_bytes(moved, torch.float32), values)
+    assert torch.equal(tensor_from_bytes(moved, torch.float32), values)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from penstock.ir.ops import Work
 from penstock.ir.program import are_alike, bind, build_order, slice_of
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import CostModel, simulate
-from penstock.runtime.simulate.collectives import by_host, rounds_of
+from penstock.runtime.simulate.collectives import devices_by_host, rounds_of
 from penstock.runtime.simulate.costs import WholeMachine
 from penstock.runtime.simulate.sharing import Cost, TasksUnderWay
 from penstock.tests.passes.running import apply, chain, draft_of
@@ -122,7 +122,7 @@ def test_a_ring_inside_a_host_uses_nvlink_alone() -> None:
 def test_members_are_taken_host_by_host() -> None:
     """Whatever the order of a group, neighbours of the ring are on one host where they can be."""
     hardware = cluster(2)
-    assert by_host([7, 0, 4, 1], hardware) == [[0, 1], [4, 7]]
+    assert devices_by_host([7, 0, 4, 1], hardware) == [[0, 1], [4, 7]]
     (ring,) = rounds_of([0, 4, 1, 5], hardware, 4 * MB, 1)
     hosts = [{hardware.devices[device].host for device in hop} for hop in ring.hops]
     assert sum(len(pair) == 2 for pair in hosts) == 2 and len(ring.hops) == 4

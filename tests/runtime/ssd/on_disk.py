@@ -19,7 +19,7 @@ PAGE = 4096
 def directories(parent: Path, count: int = 1) -> list[Path]:
     """`count` new directories in `parent`. Skips the test where that is not on a disk with O_DIRECT."""
     if file_systems().get(parent.stat().st_dev) in ("tmpfs", "ramfs"):
-        pytest.skip("the folder of temporary files lies in memory; name another with --basetemp")
+        pytest.skip("the folder of temporary files is in memory; name another with --basetemp")
     found = [parent / f"disk{number}" for number in range(count)]
     for directory in found:
         directory.mkdir()

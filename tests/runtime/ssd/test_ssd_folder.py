@@ -162,7 +162,7 @@ def test_the_same_directory_twice_is_refused_under_any_name(disk: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_directories_in_memory_are_refused(disk: Path) -> None:
-    assert "lies in memory (tmpfs), not on a disk" in refusal(disk, "/dev/shm")
+    assert "is in memory (tmpfs), not on a disk" in refusal(disk, "/dev/shm")
     assert not folders_in(Path("/dev/shm")) and not folders_in(disk)
 
 

@@ -20,7 +20,7 @@ from penstock.passes.partition_mip.proof.intervals import IntervalTables
 from penstock.passes.partition_mip.proof.limits import BlockIntervals, BlockLimits, Largest
 from penstock.passes.partition_mip.proof.model import MOST_PLACES, CountModel
 from penstock.passes.partition_mip.proof.most_kept import MostKept
-from penstock.passes.partition_mip.proof.solve import CLOSE, _Node, _Tree, few_partitions, rotates, without_trials
+from penstock.passes.partition_mip.proof.solve import CLOSE, _Node, _Tree, few_partitions, forbid_trials, rotates
 from penstock.passes.partition_mip.proof.totals import TotalsModel
 from penstock.passes.partition_mip.recurrence import _on, contended_s, residents
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
@@ -98,7 +98,7 @@ def check_largest(p: MipProblem, most_checked: int = MOST_CHECKED) -> None:
 
 def narrow(tables: IntervalTables, solved: CountModel, cuts: Cuts, cutoff_s: float) -> BlockIntervals:
     """The intervals that are left below a cutoff, those of a faster partition among them."""
-    through = tables.through(solved)
+    through = tables.least_through(solved)
     assert float(through[0].min()) == pytest.approx(tables.bound_s(solved))
     left = [seconds < cutoff_s for seconds in through]
     assert all(left[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts)))
@@ -234,7 +234,7 @@ def test_devices_take_each_others_places() -> None:
 def test_a_choice_of_residents_stands_for_those_in_turn() -> None:
     choices = itertools.combinations(range(4), 2)
     nodes = [_Node(10.0 + i, tuple(d in which for d in range(4)), 4, 16) for i, which in enumerate(choices)]
-    found = {node.residents: node.bound_s for node in _Tree.in_turns(nodes)}
+    found = {node.residents: node.bound_s for node in _Tree.bound_by_turns(nodes)}
     neighbours, opposite = (True, True, False, False), (True, False, True, False)
     assert [found[neighbours[turn:] + neighbours[:turn]] for turn in range(4)] == [10.0] * 4
     assert [found[opposite[turn:] + opposite[:turn]] for turn in range(4)] == [11.0] * 4
@@ -288,7 +288,7 @@ def test_without_trials_a_node_takes_fewer_iterations() -> None:
     for trials in (True, False):
         model = CountModel(BlockLimits(p), 14, (True,) * 4, integer=True).model
         if not trials:
-            without_trials(model)
+            forbid_trials(model)
         model.optimize(max_nodes=1)
         iterations.append(model.solver._get_int_info_value("simplex_iteration_count"))
     assert iterations[1] < 0.5 * iterations[0], iterations
