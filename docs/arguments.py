@@ -13,16 +13,16 @@ class Arguments(griffe.Extension):
 
     def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
         if func.docstring is not None:
-            func.docstring.value = listed(func.docstring.value, [parameter.name for parameter in func.parameters])
+            func.docstring.value = list_points(func.docstring.value, [parameter.name for parameter in func.parameters])
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         if cls.docstring is not None:
             begin = cls.members.get("__init__")
             names = [each.name for each in begin.parameters] if isinstance(begin, griffe.Function) else []
-            cls.docstring.value = listed(cls.docstring.value, [*names, *cls.attributes])
+            cls.docstring.value = list_points(cls.docstring.value, [*names, *cls.attributes])
 
 
-def listed(text: str, names: list[str]) -> str:
+def list_points(text: str, names: list[str]) -> str:
     """The text with a point for each "name: " that begins a line or sentence."""
     if not names:
         return text
