@@ -1,7 +1,7 @@
-"""Which models take LoRA on one and on two cards of 24 GB with 64 GB of DRAM, on a base of bf16 and of NF4.
+"""Models that take LoRA on one and on two cards of 24 GB with 64 GB of DRAM, on a base of bf16 and of NF4.
 
-Simulated on descriptions of machines; nothing runs. Each row is a plan that is proven to fit, with its bounds: what no
-plan of as many micro-batches undercuts (computation, or bytes from SSDs), and the busiest link of this one.
+Simulated on descriptions of machines; nothing runs. Each row is a plan that is proven to fit, with its bounds: the
+least of any plan with the same micro-batches (computation, or bytes from SSDs), and the busiest link of this plan.
 
 Run: python bench/adapter_plans.py [--only llama-8b] [--search-s N]
 """

@@ -145,7 +145,7 @@ def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: floa
     each = len(order) // num_epochs  # mini-batches of an epoch
     model = task.model().train()
     tests = [task.batch(held_out[i : i + MINI_BATCH]) for i in range(0, len(held_out), MINI_BATCH)]
-    curve = [{"epoch": 0, **judged(model, task, tests, len(held_out))}]
+    curve = [{"epoch": 0, **judge(model, task, tests, len(held_out))}]
     count = 1 if way == "synchronous" else each
     calls = [[task.batch(part) for part in order[i : i + count]] for i in range(0, len(order), count)]
     took_s, losses = 0.0, []
@@ -157,7 +157,7 @@ def run(name: str, way: str, num_epochs: int, seed: int, lr: float, warmup: floa
                 job.sync()
                 took_s += time.perf_counter() - begin_s
                 mean = sum(losses) / len(losses)
-                found = judged(model, task, tests, len(held_out))
+                found = judge(model, task, tests, len(held_out))
                 curve.append({"epoch": len(curve), "loss": mean, "s": took_s, **found})
                 losses = []
                 print(way, curve[-1], flush=True)
@@ -203,7 +203,7 @@ def compile_job(model: nn.Module, way: str, call: Sequence[Batch], schedule: Any
     )
 
 
-def judged(model: nn.Module, task: Classifier, tests: Sequence[Batch], count: int) -> dict[str, float]:
+def judge(model: nn.Module, task: Classifier, tests: Sequence[Batch], count: int) -> dict[str, float]:
     """The held-out loss and accuracy."""
     model.eval()
     with torch.no_grad():

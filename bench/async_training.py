@@ -3,8 +3,8 @@
 GPT-2 and T5, small, are trained for a while on one part of English text (Python's own help pages, byte by byte), and
 then fine-tuned on another part, with a learning rate that falls to zero: by eager PyTorch with an update per
 mini-batch, and by jobs of four devices, one stage each and a process each, in which every micro-batch is such a
-mini-batch. Both see the same mini-batches in the same order and make as many updates. Compared are the mean losses of
-the last fifth of the mini-batches, and the losses of what was trained on a third part of the text.
+mini-batch. Both see the same mini-batches in the same order and make the same number of updates. Compared are the mean
+losses of the last fifth of the mini-batches, and the losses of what was trained on a third part of the text.
 
 Run: python bench/async_training.py [--calls N] [--before N] [--model gpt2|t5] [--weights WAY] [--out FILE]
 """
@@ -70,10 +70,10 @@ def compare(name: str, calls: int, before_updates: int, ways: Sequence[str]) -> 
     wanted = {"last_losses": tail(calls_losses), "held_out": loss_of(eager.model, held_out)}
     for weights in ways:
         known = {"model": name, "weights": weights, "updates": len(text), "samples": ROWS * len(text), "before": start}
-        yield known | fine_tuned(copy.deepcopy(model), weights, text, held_out, wanted)
+        yield known | fine_tune(copy.deepcopy(model), weights, text, held_out, wanted)
 
 
-def fine_tuned(
+def fine_tune(
     model: nn.Module, weights: str, text: list[Batch], held_out: list[Batch], wanted: dict[str, float]
 ) -> dict[str, Any]:
     job = penstock.compile(

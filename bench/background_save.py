@@ -1,9 +1,9 @@
-"""How long training stands still for a checkpoint: `job.save(wait=True)` against `job.save(wait=False)`, of one job.
+"""The pause of training for a checkpoint: `job.save(wait=True)` against `job.save(wait=False)`, of one job.
 
 Steps are made one after another, with a save every 12 steps, of both kinds in turns, or none. The longest time from
-step to step with a save in it, less the usual one without, is the stall. Of that, `save` itself stands still; the rest
-is what a step loses to the threads that write beside it, as they share its cores. The first save in the background
-takes the memory of its copy, too, so it stands apart. The checkpoints are flushed to the disk, as always.
+step to step with a save in it, less the usual one without, is the stall. Of that, `save` itself blocks; the rest is
+what a step loses to the threads that write beside it, as they share its cores. The first save in the background
+takes the memory of its copy, too, so it is listed apart. The checkpoints are flushed to the disk, as always.
 
 Run: python bench/background_save.py [--saves N] [--layers N] [--directory DIR]
 """
@@ -46,11 +46,11 @@ def main() -> None:
     with job, tempfile.TemporaryDirectory(dir=args.directory) as folder:
         for _ in range(STEPS):
             job.step(batch)
-        found = [behind(job, batch, Path(folder), False)]  # it takes the memory of the copy
+        found = [time_save(job, batch, Path(folder), False)]  # it takes the memory of the copy
         parts: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for _ in range(args.saves):
             for kind, wait in KINDS.items():
-                parts[kind].append(behind(job, batch, Path(folder), wait))
+                parts[kind].append(time_save(job, batch, Path(folder), wait))
         size_bytes = sum(path.stat().st_size for path in (Path(folder) / "c").iterdir())
     step_s = statistics.median(part["median_s"] for part in parts["plain"])
     heads = ("longest stall", "median stall", "in save itself", "step", "written after")
@@ -71,8 +71,8 @@ def main() -> None:
         rows.save("background_save", {**row, "checkpoint_bytes": size_bytes, "saves": len(all_parts), "steps": STEPS})
 
 
-def behind(job: Job, batch: Any, folder: Path, wait: bool | None) -> dict[str, float]:
-    """A save, or none, and the times from step to step. It ends when the checkpoint is there."""
+def time_save(job: Job, batch: Any, folder: Path, wait: bool | None) -> dict[str, float]:
+    """Time a save, or none: the times from step to step. It ends when the checkpoint is there."""
     _ = job.last
     times_s, began_s = list[float](), time.perf_counter()
     save = None

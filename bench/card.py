@@ -140,7 +140,7 @@ def ours(
     def facts() -> dict[str, Any]:
         predicted = job.plan.predicted
         return {
-            **taken(args.device), "accounted_bytes": job.last.peak_bytes[device.name],
+            **allocator_figures(args.device), "accounted_bytes": job.last.peak_bytes[device.name],
             "predicted_peak_bytes": predicted.peak_bytes[device.name], "predicted_step_s": predicted.step_s,
             "planned_s": planned_s, "micro_batches": job.plan.micro_batches, "passes": job.plan.passes,
             "bottleneck": predicted.bottleneck, "busy_share": next(iter(job.last.busy_share.values())),
@@ -181,7 +181,7 @@ def eager(
                 param.copy_(master)
         return float(torch.stack(losses).mean())
 
-    yield step, partial(taken, args.device)
+    yield step, partial(allocator_figures, args.device)
 
 
 def fill(model: nn.Module) -> None:
@@ -206,7 +206,7 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     return model.to(device).train()
 
 
-def taken(device: str) -> dict[str, Any]:
+def allocator_figures(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What plans that fill a card take of it: bytes accounted, and by torch's allocator allocated, reserved and retried.
+"""The memory that plans take of a card they fill: bytes accounted, and allocated, reserved and retried by torch.
 
 Each plan's rows are made as long as the budget of a card of 8, 12 or 24 GB has room for. Run it under the emulated
 device (tests/fakecuda), whose allocator is torch's own: nothing is computed and no memory is touched, so that cards may
@@ -60,7 +60,7 @@ def run(name: str, **settings: str) -> dict[str, Any]:
 def measured_blocks(name: str) -> dict[str, Any]:
     case = {**CASES, **SMALL_CASES}[name]
     with tempfile.TemporaryDirectory() as directory:
-        job, length = case.filled(case.hardware(directory))
+        job, length = case.fill(case.hardware(directory))
         batch = case.batch(length)
         with job:
             for _ in range(case.steps):
@@ -76,7 +76,7 @@ def measured_blocks(name: str) -> dict[str, Any]:
 
 
 def most_bytes(device: Any) -> int:
-    """What the allocator may hold: the budget, and the parts of the reserve that go through it. A part of a larger
+    """The most bytes of the allocator: the budget, and the parts of the reserve that go through it. A part of a larger
     GPU's memory has no reserve."""
     if device.reserve is None:
         return int(device.memory_bytes)

@@ -58,7 +58,7 @@ def main() -> None:
 
 def compile_job(model: str, batch: dict[str, torch.Tensor], compile_stages: bool) -> penstock.Job:
     return penstock.compile(
-        models.by_name(model),
+        models.build_model(model),
         penstock.Hardware.cpu(num_devices=1, memory="4GB", dram="4GB"),
         example_inputs=batch,
         optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.9),

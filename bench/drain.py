@@ -1,6 +1,6 @@
 """Steps one right after another against steps that each wait for the end of the one before ("drained").
 
-Simulated: one model for a GPU of 24 GB, by the same plan. Measured: GPT-2 on CPU devices whose weights lie in DRAM,
+Simulated: one model for a GPU of 24 GB, by the same plan. Measured: GPT-2 on CPU devices whose weights are in DRAM,
 with links held down; and linear layers of which the first ones are frozen, on two CPU devices: one computes those of
 the next step beside the other's backward. Both sides are the same plan in one run, in turns of a few steps each.
 `job.last` waits for the end of a step, `job.step` only for its loss.

@@ -137,7 +137,7 @@ def theories(jobs: Mapping[str, penstock.Job], settings: Mapping[str, Any]) -> d
     """For each side, the bytes that a host sends in a step by theory, and a text that explains them."""
     model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"])
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
-    found = {name: of_programs(job) for name, job in jobs.items()}
+    found = {name: bytes_of_programs(job) for name, job in jobs.items()}
     share = settings["micro_batches"] // RANKS
     for shape, kind in ((shape, kind) for shape in (fsdp_fleet.FULL, fsdp_fleet.HSDP) for kind in FSDP):
         shards = RANKS if shape == fsdp_fleet.FULL else FLEET["per_host"]
@@ -148,7 +148,7 @@ def theories(jobs: Mapping[str, penstock.Job], settings: Mapping[str, Any]) -> d
     return found
 
 
-def of_programs(job: penstock.Job) -> tuple[float, str]:
+def bytes_of_programs(job: penstock.Job) -> tuple[float, str]:
     """The bytes that a host's lanes send for a plan's collectives, by the formulas from each op's bytes."""
     parts: dict[str, list[float]] = {}
     for program in job.programs:
@@ -171,7 +171,7 @@ def sent_by(op: Any, work: ops.Work, shards: int) -> float:
         return fleet.gather(shards, HIERARCHICAL if work.hierarchical else RING)
     if op is ops.reduce_scatter:
         return fleet.scatter(shards, HIERARCHICAL if work.hierarchical else EXCHANGE)
-    return shards * fleet.sum_replicas(shards)  # the op sums one piece, and a stage has as many pieces as shards
+    return shards * fleet.sum_replicas(shards)  # the op sums one piece, and a stage has one piece for each shard
 
 
 def count(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, dict[str, Any]]:

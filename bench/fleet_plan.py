@@ -2,7 +2,7 @@
 
 Run: python bench/fleet_plan.py [--strategy auto] [--runs 1]
 
-Devices that do the same are planned once, so the number of hosts should hardly matter: a row for 8 hosts stands beside.
+Devices that do the same are planned once, so the number of hosts should hardly matter: a row for 8 hosts is beside it.
 Columns as in `plan_time.py`; `cpu_s` is what to look at on a machine that is shared. Limits: 60 s and 2 GB.
 """
 
@@ -26,7 +26,7 @@ def main() -> None:
     """Print one JSON row per model, strategy and number of hosts; exit with code 1 if a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="", help="one alone; default: the named strategy and auto")
-    parser.add_argument("--runs", type=int, default=1, help="the fastest of so many counts")
+    parser.add_argument("--runs", type=int, default=1, help="the fastest of N counts")
     args = parser.parse_args()
     met = True
     for model, sequence, batch, micro_batches in MODELS:

@@ -11,7 +11,7 @@
 A call does the parts of the first call that has open ones. Their limits and its start add up to less than its ten
 minutes, so each of them is tried (bench/gpu/calls.py); in what they leave over it tries parts that failed in earlier
 calls again, then those of later calls. What is done it reads from the rows in bench/results and in --out, which are all
-that a call leaves behind: one that is killed loses nothing but the part that it was at. Each part runs in a process of
+that a call leaves: one that is killed loses nothing but the part that it was at. Each part runs in a process of
 its own. The last row of a call says what is done, what failed and why, and what is left; a part is given up when it
 has failed in three calls. Exit status 0: everything is done; 1: something is left or failed; 2: refused.
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         make_importable(Path(folder))
         from penstock.bench.gpu import libaio, wheels
-        from penstock.bench.gpu.parts import PARTS
+        from penstock.bench.gpu.five_calls import PARTS
 
         if args.list:
             print("\n".join(f"call {part.call}  {part.limit_s:4.0f} s  {part.name}" for part in PARTS))
@@ -85,7 +85,7 @@ def parsed_texts(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", help="of the machine that they are for (default %(default)s)")
     parser.add_argument("--glibc", default="2.35", help="the least that this machine has (default %(default)s)")
     parser.add_argument("--machine", default="x86_64", help="its processor (default %(default)s)")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels", help="where they lie")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels", help="where they are")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder that gets the rows, in gpu_first.jsonl")
     parser.add_argument("--call", type=int, choices=range(1, 6), help="only parts of this call")
     parser.add_argument("--part", action="append", help="only this part, done or not; may be repeated")
@@ -125,8 +125,8 @@ def make_importable(folder: Path) -> None:
 def call(args: argparse.Namespace, found: dict[str, Any], folder: Path, begin_s: float) -> int:
     """Run parts until the time is over, which began at `begin_s`."""
     from penstock.bench.gpu import calls
+    from penstock.bench.gpu.five_calls import MACHINE, PARTS
     from penstock.bench.gpu.ledger import FILE, Ledger
-    from penstock.bench.gpu.parts import MACHINE, PARTS
 
     end_s = begin_s + (args.seconds or calls.TOTAL_S * args.scale)
     seen = identity(args)
@@ -170,7 +170,7 @@ def command_line() -> str:
 
 
 def identity(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What `bench/gpu/machine.py` says, from a process of its own: this one shall not hold a context on the GPU. None
+    """The line of `bench/gpu/machine.py`, from a process of its own: this one shall not hold a context on the GPU. None
     where there is no such device."""
     from penstock.bench.gpu.machine import NO_DEVICE
 
@@ -210,9 +210,9 @@ def run_child(args: argparse.Namespace, ledger: Any, part: Any, limit_s: float, 
 
 def run_part(args: argparse.Namespace) -> int:
     """In the child: write the rows of one part as they come. It failed if it raised, or if a row has an error."""
-    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # a call that is cut leaves no child behind
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # a call that is cut leaves no child
+    from penstock.bench.gpu.five_calls import PARTS, rows_of
     from penstock.bench.gpu.ledger import FILE, Ledger
-    from penstock.bench.gpu.parts import PARTS, rows_of
     from penstock.bench.peers.rows import round_weights
 
     origin = json.loads(args.origin)

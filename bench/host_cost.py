@@ -1,4 +1,4 @@
-"""What the host pays for each instruction of a step, beside the calls of torch that launch kernels and record events.
+"""The host's time for each instruction of a step, beside the calls of torch that launch kernels and record events.
 
 The op methods of a device runtime are timed by the processor time of the thread that issues them and of autograd's own
 threads, so that a busy machine shows little. What torch itself takes within them (the stage's module, the engine's
@@ -212,7 +212,7 @@ class Clock:
         return time.thread_time_ns() + sum(time.clock_gettime_ns(clock) for clock in self.others)
 
     def least_ns(self) -> int:
-        """What it finds between two readings."""
+        """The least nanoseconds between two readings."""
         return min(-self.now_ns() + self.now_ns() for _ in range(1000))
 
     def span_ns(self, run: Callable[[], Any]) -> int:
@@ -250,7 +250,7 @@ class TorchShare:
         return timed_call
 
     @contextmanager
-    def of(self, stores: Iterable[StageStore]) -> Iterator[None]:
+    def watch(self, stores: Iterable[StageStore]) -> Iterator[None]:
         """Time what the instructions of these stages call."""
         with ExitStack() as patches:
             for name in ("copy_", "to", "pin_memory"):
@@ -296,7 +296,7 @@ class Watch:
 
 
 class Timed:
-    """Stands between a file's function and its runtime. `taken`: per instruction its kind and time."""
+    """Goes between a file's function and its runtime. `taken`: per instruction its kind and time."""
 
     def __init__(self, runtime: Any, watch: Watch):
         self._runtime, self._watch = runtime, watch
@@ -337,7 +337,7 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     runs.clear()
     for _ in range(STEPS):  # in turns, as the machine is busy at times
         session.file.functions["step"] = step
-        with watch.share.of(session.state.stores.values()):
+        with watch.share.watch(session.state.stores.values()):
             _, whole = watch.call(session.step, fed)
         around_ns.append(whole.net_ns - functions[-1].net_ns)
         session.file.functions["step"] = function

@@ -64,9 +64,9 @@ class TwoHosts:
 
     def sent_bytes(self) -> tuple[int, int]:
         """The bytes that each host has sent over the link so far, including headers (0.2 % of a large message)."""
-        return self._sent(0), self._sent(1)
+        return self._sent_bytes(0), self._sent_bytes(1)
 
-    def _sent(self, host: int) -> int:
+    def _sent_bytes(self, host: int) -> int:
         shown = _run([_ip(), "-n", self.names[host], "-s", "-j", "link", "show", "dev", INTERFACE])
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 

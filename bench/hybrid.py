@@ -4,8 +4,8 @@ joined by 10 Gb/s (its cluster A, whose planner chose 15 devices for the convolu
 Run: python bench/hybrid.py [--rows 64] [--micro-batches 60]
 
 Every side is synchronous: a step is one update with the whole batch of `--micro-batches` times `--rows` images; of data
-parallelism, of as many micro-batches as divide among 16 devices. PipeDream trained asynchronously, with an update for
-each micro-batch, where data parallelism sums all gradients far more often: its gain is another one.
+parallelism, with a number of micro-batches that 16 devices can share. PipeDream trained asynchronously, with an update
+for each micro-batch, where data parallelism sums all gradients far more often: its gain is another one.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def workers() -> dict[int, psutil.Process]:
 
 
 def left_in(folder: Path) -> list[str]:
-    """What stays of a run: files on SSD, and temporary files. The next save removes what an earlier one left."""
+    """The remains of a run: files on SSD, and temporary files. The next save removes what an earlier one left."""
     parts = [*folder.glob("disk/*"), *folder.glob("tmp/penstock-*")]
     return [str(path.relative_to(folder)) for path in parts]
 
@@ -228,7 +228,7 @@ def strike_script(
         left = [path for path in before if path in left_in(folder)]
         child.kill()
         processes = [child]
-    while still := unfinished(folder, processes):
+    while still := remains_of(folder, processes):
         if time.monotonic() > begin_s + HANG_S:
             break
         time.sleep(0.02)
@@ -250,7 +250,7 @@ def begin_run(script: subprocess.Popen[str]) -> psutil.Process:
     return psutil.Process(int(said[0]))
 
 
-def unfinished(folder: Path, processes: list[psutil.Process]) -> list[str]:
+def remains_of(folder: Path, processes: list[psutil.Process]) -> list[str]:
     alive = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     return left_in(folder) + [str(process.pid) for process in alive]
 

@@ -1,4 +1,4 @@
-"""What pure bf16, attention without masks, the loss in chunks and pointwise results computed again are worth.
+"""The worth of pure bf16, attention without masks, the loss in chunks and pointwise results computed again.
 
 Simulated on the meta device: batches of 8 x 2048 tokens of two models of 8B on one RTX 4090 (24 GB) with 256 GB of
 DRAM, and Fuyou's GPT-3 13B (its figures 5 to 9) with 32 and 64 rows of 1024 tokens in one micro-batch on Fuyou's

@@ -1,4 +1,4 @@
-"""What the live view costs a step of about 50 ms: steps that are shown against steps that are not, of one job.
+"""The cost of the live view in a step of about 50 ms: steps that are shown against steps that are not, of one job.
 
 Blocks of both kinds take turns in one process, the first of each pair in turns, too. The terminal is of 100 by 30
 letters; the page is read by another process, as a browser would. The device is a CPU device in the script's own
@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock.bench.peers import rows
-from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, time_of
+from penstock.bench.peers.told_steps import ROWS, compare_in_turns, small_job, time_of
 from penstock.compiler.job.job import Job
 from penstock.training.broadcast import Broadcast, facts_of
 from penstock.training.listener import Listener
@@ -51,7 +51,7 @@ def measure(job: Job, batch: Any, names: list[str], pairs: int) -> dict[str, Any
         job.take_reports()
         return time_of(job, batch, STEPS, None, [])
 
-    found = in_turns(pairs, plain, lambda: with_views(job, batch, names, telling_s))
+    found = compare_in_turns(pairs, plain, lambda: with_views(job, batch, names, telling_s))
     waits = {"script_waits_us": statistics.median(telling_s) * 1e6, "refreshes_per_s": REFRESHES_PER_S}
     return {**found, **waits, "pairs": pairs, "steps_in_a_block": STEPS}
 

@@ -1,4 +1,4 @@
-"""What logging costs a step of about 50 ms: steps that are told to logs against steps that are not, of one job.
+"""The cost of logging in a step of about 50 ms: steps that are told to logs against steps that are not, of one job.
 
 Blocks of both kinds take turns in one process, the first of each pair in turns, too. A block of logged steps ends when
 the logs have written all of it, so that none of their work falls into the other's time. The device is a CPU device in
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.peers import rows
-from penstock.bench.peers.told_steps import ROWS, in_turns, small_job, time_of
+from penstock.bench.peers.told_steps import ROWS, compare_in_turns, small_job, time_of
 from penstock.compiler.job.job import Job
 from penstock.training.broadcast import Broadcast, facts_of
 from penstock.training.logs.find import find_logs
@@ -49,7 +49,7 @@ def measure(job: Job, batch: Any, names: list[str], folder: Path, pairs: int) ->
         job.take_reports()
         return found_s
 
-    found = in_turns(pairs, plain, lambda: time_of(job, batch, STEPS, broadcast, telling_s))
+    found = compare_in_turns(pairs, plain, lambda: time_of(job, batch, STEPS, broadcast, telling_s))
     broadcast.end()
     return {**found, "script_waits_us": statistics.median(telling_s) * 1e6, "pairs": pairs, "steps_in_a_block": STEPS}
 

@@ -1,8 +1,8 @@
-"""Which sequences of Llama-8B a machine takes by plan, in bf16 with AdamW: one row of full length, no padding.
+"""The sequences of Llama-8B that a machine takes by plan, in bf16 with AdamW: one row of full length, no padding.
 
 A row says whether the length fits, the predicted step, and the peaks of a device and of DRAM. Without --strategy the
 search chooses. Nothing runs: plans are simulated, with weights, states and what waits in DRAM counted. DeepSpeed's
-published lengths for the same model (Bekman et al. 2025, "Arctic Long Sequence Training", abstract) stand in the rows
+published lengths for the same model (Bekman et al. 2025, "Arctic Long Sequence Training", abstract) are in the rows
 of machines that these were measured on: 500,000 tokens on one H100, 3,700,000 on eight.
 
 Run: python bench/longest_sequence.py --machine rtx4090 --dram 256GB --sequence 131072 196608 [--strategy PASSES]
@@ -83,7 +83,7 @@ def _peak(peak_bytes: dict[str, int], kind: str) -> float:
 
 
 def longest(first: int, grain: float, fits: Callable[[int], bool]) -> int:
-    """The longest length that fits: from one that may, doubled or halved until the end lies between two lengths, then
+    """The longest length that fits: from one that may, doubled or halved until the end is between two lengths, then
     found within a share `grain` of it. Lengths are multiples of `STEP`; 0 where none fits."""
     low, high = (first, 2 * first) if fits(first) else (first // 2, first)
     while low == first and fits(high):

@@ -1,4 +1,4 @@
-"""How far `partition-mip`'s partitions may be from the optimum: 8 model shapes on 4 machines, 10 seconds of work each.
+"""The distance of `partition-mip`'s partitions from the optimum: 8 model shapes, 4 machines, 10 seconds of work each.
 
 Run: python bench/mip_gaps.py [SHAPE ...] [--machine NAME ...] [--deadline SECONDS]
 """
@@ -119,7 +119,7 @@ def main() -> None:
             row["deadline_s"] = options.deadline
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             try:
-                found = MipFound.of(draft, PartitionMip(deadline_s=options.deadline, prove=True))
+                found = MipFound.find(draft, PartitionMip(deadline_s=options.deadline, prove=True))
             except DoesNotFit as error:
                 rows.save("mip_gaps", {**row, "fits": False, "why": str(error)})
                 continue

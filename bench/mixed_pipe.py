@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def balance() -> Iterator[dict[str, Any]]:
-    """A batch of 20 rows in micro-batches of 4 (the paper's for BoolQ), and one with twice as many micro-batches."""
+    """A batch of 20 rows in micro-batches of 4 (the paper's for BoolQ), and one with twice the micro-batches."""
     hardware = Hardware.preset("ftpipe-2080ti")
     for micro_batches in (5, 10):
         layers = make_draft("t5-3b", hardware, "layer", 4, micro_batches)

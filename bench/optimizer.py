@@ -3,8 +3,8 @@
 The tensors are those of 33.5 million parameters of a transformer with hidden size 1024, a stage as planned. fp32: the
 weights are what is stepped, gradients in fp32. bf16: gradients and weights in bf16 beside fp32 masters, as
 precision="bf16-true" has them; the rivals then convert gradients and copy the new weights as a training loop does, in
-memory taken once. `placed` is a step whose states lie in given places, `undoable` one behind a snapshot. All sides take
-turns in one process. Beside the time on the clock stands that of all cores, which tells more where others compute, too.
+memory taken once. `placed` is a step whose states are in given places, `undoable` one after a snapshot. All sides take
+turns in one process. Beside the time on the clock is that of all cores, which tells more where others compute, too.
 
 DeepSpeed is measured where it can be imported and its extension is there or can be built (g++ and ninja).
 
@@ -126,7 +126,6 @@ def _count(step: Step, cpu_s: list[float]) -> Step:
 
 
 def figures(precision: str, threads: int, rounds: int) -> dict[str, Any]:
-    """The row of one precision with so many threads."""
     torch.set_num_threads(threads)
     sides: dict[str, Step] = {"penstock": stage_step(precision), "torch": torch_step(precision)}
     missing = ""

@@ -78,7 +78,7 @@ def model() -> nn.Module:
     return models.gpt2(layers=LAYERS, width=WIDTH, tied=False, vocabulary=256)
 
 
-def chosen(name: str, made: nn.Module) -> tuple[Make, list[Mapping[str, Any]] | None]:
+def choose_optimizer(name: str, made: nn.Module) -> tuple[Make, list[Mapping[str, Any]] | None]:
     """The optimizer and the groups that `compile` gets."""
     if name != MUON:
         return OPTIMIZERS[name], None
@@ -87,9 +87,9 @@ def chosen(name: str, made: nn.Module) -> tuple[Make, list[Mapping[str, Any]] | 
 
 
 def eager_losses(name: str, steps: int) -> tuple[list[float], nn.Module]:
-    """What a loop in plain PyTorch does, with the classes themselves."""
+    """The losses of a loop in plain PyTorch, with the classes themselves."""
     made = model()
-    optimizer, groups = chosen(name, made)
+    optimizer, groups = choose_optimizer(name, made)
     params = {n: p for n, p in made.named_parameters() if p.requires_grad}
     steppers = []
     for group in groups or []:
@@ -121,7 +121,7 @@ class _Together:
 def compare(name: str, place: str, folder: str, wanted: list[float], eager: nn.Module) -> dict[str, Any]:
     """Train the job; the row has its state bytes, and the largest differences of a loss, and of a weight at the end."""
     made, text = model(), batches(len(wanted))
-    optimizer, groups = chosen(name, made)
+    optimizer, groups = choose_optimizer(name, made)
     hardware = penstock.Hardware.cpu(num_devices=1, memory="1GB", dram="1GB", ssd="1GB")
     job = penstock.compile(
         made, hardware, ssd_dirs=[folder], example_inputs=text[0], optimizer=optimizer, param_groups=groups,

@@ -1,4 +1,4 @@
-"""What plans predict against what they take: step time after measuring this machine, peak memory of every tier.
+"""Predictions of plans against measurements: step time after measuring this machine, peak memory of every tier.
 
 Peaks are compared with those that the runtime accounts for, op by op, in the second step.
 

@@ -1,9 +1,9 @@
 """A model whose states are four times the DRAM given to it, trained from files on a disk: against what bounds it,
 against itself without overlap, and against what people use. For a machine without a GPU.
 
-Step: beside the job run, turn by turn and with as many threads: eager PyTorch with everything in RAM (its computation
+Step: beside the job run, turn by turn and with the same threads: eager PyTorch with everything in RAM (its computation
 and its optimizer are two parts of the bound, its losses the right ones), and the same bytes of disk traffic through the
-same files with nothing else going on, once reads behind writes and once both at once; the faster is the third part.
+same files with nothing else going on, once reads after writes and once both at once; the faster is the third part.
 The bound is the longest part, if the machine has a core that computation leaves to the optimizer; else both share cores
 and their sum counts. `ratio_recomputing` is against the same bound with every block computed twice.
 
@@ -80,7 +80,7 @@ class Case:
     def inputs(self) -> dict[str, torch.Tensor]:
         return models.batch(self.batch, vocabulary=self.vocabulary)
 
-    def described(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         return {
             "case": self.name, "model": f"gpt2 {self.layers} x {self.width}, vocabulary {self.vocabulary}, fp32",
             "batch": f"{self.batch} x 128", "micro_batches": self.micro_batches, "parameters": self.parameters,
@@ -98,7 +98,8 @@ SMALL = (Case("small", 24, 64, 64, batch=4, micro_batches=2, memory="16MB"),)
 
 @dataclass
 class Bench:
-    """What all sections share. `disk` is the directory for files, `machine` this machine with rates measured now."""
+    """The directory and machine of all sections. `disk` is the directory for files, `machine` this machine with rates
+    measured now."""
 
     cases: tuple[Case, ...]
     machine: penstock.Hardware
@@ -113,7 +114,7 @@ class Bench:
         dram_bytes = case.dram_bytes * (WITHOUT_OVERLAP if strategy == APART else 1)
         return self.machine.with_(memory=case.memory, dram=dram_bytes)
 
-    def compiled(self, case: Case, strategy: str) -> penstock.Job:
+    def compile(self, case: Case, strategy: str) -> penstock.Job:
         return penstock.compile(
             case.model(), self.hardware(case, strategy), ssd_dirs=[str(self.disk)], example_inputs=case.inputs(),
             optimizer=partial(torch.optim.AdamW, lr=LR), strategy=strategy, micro_batches=case.micro_batches,
@@ -144,8 +145,8 @@ def measure_steps(bench: Bench, case: Case) -> None:
 
 def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
     batch = case.inputs()
-    overlapped = stack.enter_context(bench.compiled(case, "fuyou"))
-    apart = stack.enter_context(bench.compiled(case, APART))
+    overlapped = stack.enter_context(bench.compile(case, "fuyou"))
+    apart = stack.enter_context(bench.compile(case, APART))
     ours = Runner(lambda: whole_step(overlapped, batch))
     ours()
     moved = disk_bytes(overlapped.last.moved_bytes)
@@ -156,7 +157,7 @@ def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
     sides: dict[str, Callable[[], object]] = {
         "penstock": ours, "penstock, no overlap": Runner(lambda: whole_step(apart, batch)),
         "eager": Runner(lambda: eager.step(batch)), "eager, recomputing": Runner(lambda: twice.step(batch)),
-        "disk in turn": disk.in_turn, "disk at once": disk.at_once,
+        "disk in turn": disk.read_then_write, "disk at once": disk.read_while_writing,
     }  # fmt: skip
     peers, skipped = start_peers(bench, case, stack)
     sides |= {name: Runner(peer.step) for name, peer in peers.items()}
@@ -166,7 +167,7 @@ def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
     bound_row(bench, case, overlapped, times_s, eager, twice, disk, moved, losses)
     peer_rows(bench, case, times_s, peers, losses)
     for name, reason in skipped.items():
-        bench.save("peer", {**case.described(), "peer": name, "skipped": reason})
+        bench.save("peer", {**case.facts(), "peer": name, "skipped": reason})
 
 
 def bound_row(
@@ -185,7 +186,7 @@ def bound_row(
     bench.save(
         "step",
         {
-            **case.described(), "threads": THREADS, "plan": summary(job), "step": rows.spread(step_s),
+            **case.facts(), "threads": THREADS, "plan": summary(job), "step": rows.spread(step_s),
             "no_overlap": rows.spread(times_s["penstock, no overlap"]),
             "no_overlap_dram_bytes": WITHOUT_OVERLAP * case.dram_bytes,
             "gain_of_overlap": median(times_s["penstock, no overlap"]) / median(step_s),
@@ -194,17 +195,18 @@ def bound_row(
             "disk_in_turn_s": median(times_s["disk in turn"]), "disk_at_once_s": median(times_s["disk at once"]),
             "disk_bytes": moved, "disk_read_s": median(disk.read_s), "disk_write_s": median(disk.write_s),
             "disk_engine": disk.folder.engine,
-            "bound_s": bound.seconds, "bound_by": bound.by, "cores_shared": shared,
+            "bound_s": bound.seconds, "bound_by": bound.longest_part, "cores_shared": shared,
             "ratio": median(step_s) / bound.seconds, "ratio_of_fastest": min(step_s) / bound.seconds,
             "ratio_of_pairs": median(pairs), "target": STEP_TARGET,
             "ratio_recomputing": median(step_s) / recomputing.seconds,
             "ratio_if_cores_were_shared": median(step_s) / added_up.seconds,
-            "predicted_s": job.plan.predicted.step_s, "losses_differ_by": max(apart_by(losses, name) for name in sides),
+            "predicted_s": job.plan.predicted.step_s,
+            "losses_differ_by": max(loss_difference(losses, name) for name in sides),
         },
     )  # fmt: skip
 
 
-def apart_by(losses: dict[str, list[float]], side: str) -> float:
+def loss_difference(losses: dict[str, list[float]], side: str) -> float:
     """The largest relative difference between a loss of this side and eager's loss of the same step."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses[side], losses["eager"], strict=False))
 
@@ -254,7 +256,7 @@ def start_peers(bench: Bench, case: Case, stack: ExitStack) -> tuple[dict[str, A
 def zero_infinity(python: Path, settings: dict[str, Any], threads: int) -> Child:
     environment = {
         "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",  # ninja lies beside its python
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",  # ninja is beside its python
         "TORCH_EXTENSIONS_DIR": str(python.parent.parent / "torch_extensions"),
     }  # fmt: skip
     return Child(PEERS / "zero_infinity.py", settings, threads, str(python), environment)
@@ -277,10 +279,10 @@ def peer_rows(
         bench.save(
             "peer",
             {
-                **case.described(), "peer": name, "facts": getattr(peer, "facts", {}), "peer_step": rows.spread(theirs),
+                **case.facts(), "peer": name, "facts": getattr(peer, "facts", {}), "peer_step": rows.spread(theirs),
                 "step": rows.spread(ours), "times_faster": statistics.median(theirs) / statistics.median(ours),
                 "times_faster_of_fastest": min(theirs) / min(ours), "peer_peak_rss_bytes": peer.peak_bytes,
-                "losses_differ_by": apart_by(losses, name),
+                "losses_differ_by": loss_difference(losses, name),
             },
         )  # fmt: skip
 
@@ -301,7 +303,7 @@ def measure_memory(bench: Bench, case: Case) -> None:
     if found.returncode:
         raise RuntimeError(found.stderr.strip().rpartition("\n")[2])
     row = json.loads(found.stdout.splitlines()[-1])
-    bench.save("memory", {**case.described(), **row, "error": row["ratio"] - 1, "target": MEMORY_TARGET})
+    bench.save("memory", {**case.facts(), **row, "error": row["ratio"] - 1, "target": MEMORY_TARGET})
 
 
 def measure_predictions(bench: Bench, case: Case) -> None:
@@ -309,9 +311,9 @@ def measure_predictions(bench: Bench, case: Case) -> None:
     for name, strategy in plans().items():
         say(f"{case.name}: {name}")
         try:
-            job = bench.compiled(case, strategy)
+            job = bench.compile(case, strategy)
         except DoesNotFit as error:
-            bench.save("prediction", {**case.described(), "plan": {"name": name}, "skipped": str(error)})
+            bench.save("prediction", {**case.facts(), "plan": {"name": name}, "skipped": str(error)})
             continue
         with job:
             times_s = alternate({"job": partial(job.step, case.inputs())}, max(bench.rounds, 3))["job"]
@@ -319,7 +321,7 @@ def measure_predictions(bench: Bench, case: Case) -> None:
         bench.save(
             "prediction",
             {
-                **case.described(), "plan": {"name": name, **summary(job)}, "predicted_s": predicted_s,
+                **case.facts(), "plan": {"name": name, **summary(job)}, "predicted_s": predicted_s,
                 "step": rows.spread(times_s), "error": predicted_s / statistics.median(times_s) - 1,
                 "error_of_fastest": predicted_s / min(times_s) - 1, "target": SIMULATOR_TARGET,
             },
@@ -337,7 +339,7 @@ def plans() -> dict[str, str]:
     }  # fmt: skip
 
 
-def measure_held(bench: Bench, case: Case) -> None:
+def measure_throttle(bench: Bench, case: Case) -> None:
     """Run on the same files with the disk throttled to rates so slow that its other users do not show; the bound is
     then arithmetic. `no_overlap` has as much DRAM as `step_with_its_dram`."""
     ssd = {"size_bytes": "20GB", "read_bandwidth": HELD_READ, "write_bandwidth": HELD_WRITE}
@@ -345,7 +347,7 @@ def measure_held(bench: Bench, case: Case) -> None:
     roomy = replace(held, machine=held.machine.with_(dram=WITHOUT_OVERLAP * case.dram_bytes))
     batch, eager = case.inputs(), EagerParts(case.model(), case.micro_batches, LR)
     times_s: dict[str, list[float]] = {}
-    with held.compiled(case, "fuyou") as job:
+    with held.compile(case, "fuyou") as job:
         times_s |= alternate({"step": partial(job.step, batch), "eager": partial(eager.step, batch)}, bench.rounds)
         moved, predicted_s = disk_bytes(job.last.moved_bytes), job.plan.predicted.step_s
     for name, strategy in (("step_with_its_dram", "fuyou"), ("no_overlap", APART)):
@@ -360,7 +362,7 @@ def measure_held(bench: Bench, case: Case) -> None:
     bench.save(
         "held",
         {
-            **case.described(), "read_bandwidth": HELD_READ, "write_bandwidth": HELD_WRITE, "disk_bytes": moved,
+            **case.facts(), "read_bandwidth": HELD_READ, "write_bandwidth": HELD_WRITE, "disk_bytes": moved,
             **{name: rows.spread(found) for name, found in times_s.items()}, "bound_s": bound_s, "disk_s": disk_s,
             "ratio": median(times_s["step"]) / bound_s, "target": STEP_TARGET,
             "gain_of_overlap": median(times_s["no_overlap"]) / median(times_s["step_with_its_dram"]),
@@ -369,7 +371,9 @@ def measure_held(bench: Bench, case: Case) -> None:
     )  # fmt: skip
 
 
-SECTIONS = {"steps": measure_steps, "held": measure_held, "memory": measure_memory, "predictions": measure_predictions}
+SECTIONS = {
+    "steps": measure_steps, "held": measure_throttle, "memory": measure_memory, "predictions": measure_predictions,
+}  # fmt: skip
 
 
 def run(bench: Bench, section: str, case: Case) -> bool:
@@ -378,7 +382,7 @@ def run(bench: Bench, section: str, case: Case) -> bool:
     try:
         SECTIONS[section](bench, case)
     except (PenstockError, RuntimeError) as error:
-        bench.save(section, {**case.described(), "failed": f"{type(error).__name__}: {error}"})
+        bench.save(section, {**case.facts(), "failed": f"{type(error).__name__}: {error}"})
         return False
     return True
 

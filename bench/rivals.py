@@ -1,4 +1,4 @@
-"""What `compile` chooses against every rival partitioner and mapping, in the simulator: models times machines.
+"""Compares `compile`'s choice with every rival partitioner and mapping, in the simulator: models times machines.
 
 A row per model and machine: the chosen plan, its step, the fastest rivals and how much slower they are; or which
 memory is too small. In every row `faster_rivals` must be empty; `not_judged` are the partitioners and mappings that

@@ -3,7 +3,7 @@
 Run: python bench/scale.py [NOTE] [--model llama-8b] [--strategy mics] [--gpus 64 1024 4096 10240] [--over 4]
 
 The GPUs are H100s in servers of 8 and racks of 32 servers, whose uplinks have a share of the servers' rates. Each GPU
-has the same number of rows, so that ideal scaling is as many times the tokens a second as GPUs (weak scaling). All
+has the same number of rows, so that with ideal scaling the tokens a second grow with the GPUs (weak scaling). All
 plans are made in one process, the smallest machine first: `cpu_s` has no imports in it, and `peak_rss_gb`, the peak of
 the process so far, has all of them. `machine_s` is the part of `cpu_s` that it takes to make the hardware document.
 `failures` is what one failure in 50,000 hours of each GPU would take, with storage of 100 GB/s.
@@ -46,7 +46,6 @@ def main() -> None:
 
 
 def plan_for(model: str, strategy: str, gpus: int, over: float) -> dict[str, object]:
-    """The figures of one plan."""
     named = find_model(model)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     hardware = penstock.Hardware.preset(f"h100x8:{gpus // 8}-rack{HOSTS_PER_RACK}-over{over:g}")

@@ -51,7 +51,7 @@ def compare(model: str, schedule: str, world: int, args: argparse.Namespace) -> 
     if model == "untied_gpt2":
         del batch["attention_mask"]  # all ones; torch's stages take none
     job = penstock.compile(
-        models.by_name(model),
+        models.build_model(model),
         penstock.Hardware.cpu(num_devices=world, memory="2GB", dram="8GB"),
         example_inputs=batch,
         optimizer=partial(torch.optim.AdamW, lr=LR),

@@ -80,7 +80,6 @@ def machine(presets: tuple[str, ...] | str) -> penstock.Hardware:
 
 
 def compile_job(case: str) -> Job:
-    """The job of a case."""
     if case in MIXTURES:
         return JobOptions(**{"batch": 8, "sequence": 1024, **MIXTURES[case]}).compile()
     if case in TOO_SMALL:

@@ -69,7 +69,7 @@ class Spin:
         while not self.stop:
             self.count += 1
 
-    def beside(self, run: Callable[[], object]) -> tuple[float, float]:
+    def run_beside(self, run: Callable[[], object]) -> tuple[float, float]:
         """Call `run`; returns its seconds and the counts per second meanwhile."""
         start, before = time.perf_counter(), self.count
         run()
@@ -98,8 +98,8 @@ def main() -> None:
                 job()
         times = measure(jobs, args.rounds)
         spin = Spin()
-        _, alone = spin.beside(lambda: time.sleep(0.5))
-        busy = {key: spin.beside(job) for key, job in jobs.items()}
+        _, alone = spin.run_beside(lambda: time.sleep(0.5))
+        busy = {key: spin.run_beside(job) for key, job in jobs.items()}
         spin.stop = True
     for (name, direction), (wall_s, cpu_s) in times.items():
         plain = {peer: times[peer, direction][0] for peer in ("loop", "loop of 4")}

@@ -2,7 +2,7 @@
 
 Computation alone is the same plan on links that are not held down. Transfers alone are the busiest direction's bytes at
 the link's rate, measured as the time for which its stream was occupied. Backward computes three times as much as
-forward (with rematerialisation) and moves as many weights; `phases_ratio` is what remains at best when neither phase
+forward (with rematerialisation) and moves the same weights; `phases_ratio` is what remains at best when neither phase
 can help the other: the larger of computation and transfers of each phase, added up, over the larger of the sums.
 
 Run: python bench/swap_overlap.py [--rounds N]
@@ -61,9 +61,9 @@ def measure(share: float, slow: penstock.Job, unbound: penstock.Job, batch: dict
     times_s = alternate(
         {"slow": lambda: whole_step(slow, batch), "unbound": lambda: whole_step(unbound, batch)}, rounds
     )
-    moving = {d: by_phase(slow.timeline(), d) for d in DIRECTIONS}
+    moving = {d: phase_seconds(slow.timeline(), d) for d in DIRECTIONS}
     moving_s = max(sum(phases) for phases in moving.values())
-    computing = by_phase(unbound.timeline(), ops.COMPUTE)
+    computing = phase_seconds(unbound.timeline(), ops.COMPUTE)
     at_best_s = sum(max(c, m) for c, m in zip(computing, moving[ops.H2D]))
     ratios = [step / max(compute, moving_s) for step, compute in zip(times_s["slow"], times_s["unbound"])]
     rows.save(
@@ -80,7 +80,7 @@ def measure(share: float, slow: penstock.Job, unbound: penstock.Job, batch: dict
     )  # fmt: skip
 
 
-def by_phase(timeline: Timeline, stream: str) -> tuple[float, float]:
+def phase_seconds(timeline: Timeline, stream: str) -> tuple[float, float]:
     """Seconds for which a stream was occupied in forward and in backward. A fetch belongs to what needs it."""
     spans = [span for span in timeline.spans if span.stream == stream]
     backward_s = min(span.start_s for span in timeline.spans if span.op == "backward")

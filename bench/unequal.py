@@ -69,7 +69,7 @@ def main() -> None:
     if args.only != "throttled":
         on_cards(rehearsed=args.only != "simulated")
     if args.only in (None, "throttled"):
-        throttled(args.rounds, args.steps, args.duty)
+        throttle(args.rounds, args.steps, args.duty)
 
 
 def on_cards(rehearsed: bool) -> None:
@@ -98,7 +98,7 @@ def save(figure: str, facts: dict[str, Any], steps: dict[str, float]) -> None:
     rows.save("unequal", {"figure": figure, **facts, "step_s": steps, "gain": gain})
 
 
-def throttled(rounds: int, steps: int, duty: float) -> None:
+def throttle(rounds: int, steps: int, duty: float) -> None:
     """Save a row of measured steps."""
     hardware = penstock.Hardware.cpu(num_devices=2)
     took: dict[str, list[float]] = {"equal": [], "by speed": []}

@@ -74,7 +74,7 @@ def row_of(name: str, dropout: float) -> dict[str, Any]:
     if dropout:
         return row
     plain = {
-        share: max(micro_batched(model, batch, m).distance(wanted(share, m)) for m in MICRO_BATCHES)
+        share: max(run_micro_batches(model, batch, m).distance(wanted(share, m)) for m in MICRO_BATCHES)
         for share, batch in batches.items()
     }
     return {**row, "each micro-batch counts 1/M": plain}
@@ -103,10 +103,10 @@ def machines(model: nn.Module, batch: dict[str, Tensor]) -> Iterator[tuple[Refer
             except PenstockError as error:
                 print(f"{type(model).__name__}, {strategy} on {devices}, {m} micro-batches: {error}", flush=True)
                 continue
-            yield *in_process(job, model), m
+            yield *reference_of(job, model), m
 
 
-def in_process(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCounts]:
+def reference_of(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCounts]:
     """The job's programs, with the model's weights, and what counts its batches."""
     source, interface, rules = LiveWeights(model), job.folder.interface, job.folder.settings.counts
     specs = list(interface.stages.values())
@@ -120,13 +120,13 @@ def in_process(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCou
 
 
 def step_of(machine: Reference, counter: BatchCounts, batch: dict[str, Tensor], m: int, model: nn.Module) -> Step:
-    given = batch | counter.inputs(counter.of(batch, batch, m))
+    given = batch | counter.inputs(counter.count(batch, batch, m))
     loss = float(machine.step(given)["loss"])
     ties = ties_of(model)
     return Step(loss, {ties.get(name, name): gradient for name, gradient in machine.grads.items()})
 
 
-def micro_batched(model: nn.Module, batch: dict[str, Tensor], m: int) -> Step:
+def run_micro_batches(model: nn.Module, batch: dict[str, Tensor], m: int) -> Step:
     """Plain accumulation: the mean of the micro-batches' own means, those without labels left out."""
     steps = [eager_step(model, part_of(batch, i, m)) for i in range(m)]
     steps = [step for step in steps if step.loss == step.loss]

@@ -1,7 +1,7 @@
-"""Which part of the first hour a call begins next, and how long it may take. Standard library only.
+"""Chooses the part of the first hour that a call begins next, and its time limit. Standard library only.
 
 The limits of one call's parts and its start add up to less than the call may take, and a part may take what the parts
-before it left over, so that each part of the call is tried. Parts that failed in earlier calls come behind them, where
+before it left over, so that each part of the call is tried. Parts that failed in earlier calls come after them, where
 time is left, then those of later calls."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _is_open(part: Part, states: States) -> bool:
 
 
 def report(parts: Iterable[Part], states: States) -> dict[str, object]:
-    """What is done, what failed and why, and what is left."""
+    """The parts that are done, those that failed and why, and those that are left."""
     named = {part.name: states[part.name] for part in parts}
     return {
         "done": [name for name, state in named.items() if state.done],

@@ -23,7 +23,7 @@ from penstock.bench.peers.gpu_setup import Row, Setup, holds, note_call
 ROOT = Path(__file__).resolve().parent.parent.parent
 BEGUN, OVER = "a test begins", "a test passes"
 MOST_S = 150  # of one test
-SHARE = 0.95  # of the part's time, behind which no test begins
+SHARE = 0.95  # of the part's time, after which no test begins
 TWICE = 2
 MOST_LETTERS = 1000  # of what a failed test found
 PROCESSES = 12
@@ -42,16 +42,16 @@ class Recorder:
         self.given_up = {test for test, times in begun.items() if times >= TWICE} - passed
         self.left_out = passed | self.given_up
 
-    @pytest.hookimpl(trylast=True)  # behind what leaves out tests
+    @pytest.hookimpl(trylast=True)  # after what leaves out tests
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        self.collected(item.nodeid for item in items)
+        self.note_tests(item.nodeid for item in items)
 
     @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, whose processes collect the same tests each
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         if not self.open:
-            self.collected(ids)
+            self.note_tests(ids)
 
-    def collected(self, tests: Iterable[str]) -> None:
+    def note_tests(self, tests: Iterable[str]) -> None:
         self.open = set(tests)
         self.write(note_call("tests to run, and left out as they ran before", [len(self.open), len(self.left_out)]))
 
@@ -76,7 +76,7 @@ class Recorder:
         if report.passed:
             self.open.discard(report.nodeid)
         if report.failed and _is_broken():
-            pytest.exit("the GPU is in error: another process goes on behind this test", returncode=3)
+            pytest.exit("the GPU is in error: another process goes on after this test", returncode=3)
 
 
 def run(earlier: Sequence[Row], write: Callable[[Row], object], setup: Setup) -> None:
@@ -101,7 +101,7 @@ def run(earlier: Sequence[Row], write: Callable[[Row], object], setup: Setup) ->
 
 
 def _reason(longrepr: Any) -> str:
-    """Where a test failed, and what was found there: a later reader has this row only."""
+    """The place where a test failed, and its finding there: a later reader has this row only."""
     place = str(longrepr).strip().splitlines()[-1]
     crash = getattr(longrepr, "reprcrash", None)
     return place[:300] if crash is None else f"{place[:300]}: {crash.message[:MOST_LETTERS]}"

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.bench.peers.gpu_setup import Row, Setup, note_call
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of spans of (start, end)."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -38,7 +38,7 @@ def look_inside(setup: Setup, job: Any, batch: Mapping[str, Tensor], what: Row) 
     kinds = {kind: [event for event in seen if event.name.startswith(name)] for kind, name in moves.items()}
     kinds["kernels"] = [event for event in seen if not event.name.startswith(("Memcpy", "Memset"))]
     busy = {
-        kind: covered((event.time_range.start, event.time_range.end) for event in events) / step_us
+        kind: union_length((event.time_range.start, event.time_range.end) for event in events) / step_us
         for kind, events in kinds.items()
     }
     why = {} if seen else {"why": "the profiler saw nothing on this GPU"}

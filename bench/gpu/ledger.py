@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True)
 class State:
-    """What rows say about one part: how often it began, whether it ended well, and else its last reason.
+    """The state of one part by its rows: how often it began, whether it ended well, and else its last reason.
 
     A part that was cut together with its call began more often than it ended; it is open as if it had not begun."""
 

@@ -1,4 +1,4 @@
-"""What a machine has, in one line of JSON: GPU, driver, versions, what is missing of packages and tools.
+"""A machine in one line of JSON: GPU, driver, versions, missing packages and tools.
 
 Run as `python -m penstock.bench.gpu.machine cuda`. A process of its own; needs torch and the standard library.
 """

@@ -28,7 +28,7 @@ PIECE_BYTES = 64 * MIB
 
 
 def context(setup: Setup) -> Iterator[Row]:
-    """What the card holds beside tensors, as each library comes: the context, products, convolution."""
+    """The memory of the card beside tensors, as each library comes: the context, products, convolution."""
 
     def hold_back() -> dict[str, float]:
         torch.cuda.synchronize()
@@ -65,13 +65,13 @@ def pinning(setup: Setup) -> Iterator[Row]:
     num_bytes = (4 if setup.small else 2048) * MIB
     target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     kinds: dict[str, Callable[[int], Mapping[str, Any]]] = {
-        "small pages, one range": lambda n: _locked(_plain(n, "MADV_NOHUGEPAGE")),
-        "large pages where the kernel likes, one range": lambda n: _locked(map_pages(n)),
-        "large pages, pieces by one thread": lambda n: _locked(map_pages(n), PIECE_BYTES, threads=1),
-        "large pages, pieces by four threads": lambda n: _locked(map_pages(n), PIECE_BYTES, threads=4),
-        "pages reserved by the system (hugetlb)": lambda n: _locked(_hugetlb(n)),
-        "torch's pinned allocator": _by_torch,
-        "as a plan's arenas": _by_arena,
+        "small pages, one range": lambda n: _lock(_plain(n, "MADV_NOHUGEPAGE")),
+        "large pages where the kernel likes, one range": lambda n: _lock(map_pages(n)),
+        "large pages, pieces by one thread": lambda n: _lock(map_pages(n), PIECE_BYTES, threads=1),
+        "large pages, pieces by four threads": lambda n: _lock(map_pages(n), PIECE_BYTES, threads=4),
+        "pages reserved by the system (hugetlb)": lambda n: _lock(_hugetlb(n)),
+        "torch's pinned allocator": _lock_by_torch,
+        "as a plan's arenas": _lock_by_arena,
     }
     for name, take in kinds.items():
         try:
@@ -109,7 +109,7 @@ def _hugetlb(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_hugetlb)
 
 
-def _locked(pages: mmap.mmap, piece_bytes: int = 0, threads: int = 1) -> dict[str, Any]:
+def _lock(pages: mmap.mmap, piece_bytes: int = 0, threads: int = 1) -> dict[str, Any]:
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     piece_bytes = piece_bytes or flat.numel()
     begin_s = time.perf_counter()
@@ -120,13 +120,13 @@ def _locked(pages: mmap.mmap, piece_bytes: int = 0, threads: int = 1) -> dict[st
         lengths = [min(piece_bytes, flat.numel() - start) for start in starts]
         ends = list(pool.map(lock_pages, [flat.data_ptr() + start for start in starts], lengths))
     locked_s = time.perf_counter()
-    return {  # a copy must lie in one registration, so that of pieces the first is copied from
+    return {  # a copy must be in one registration, so that of pieces the first is copied from
         "flat": flat[:piece_bytes], "unlock": lambda: [end() for end in ends], "touch_s": touched_s - begin_s,
         "lock_s": locked_s - touched_s,
     }  # fmt: skip
 
 
-def _by_torch(num_bytes: int) -> dict[str, Any]:
+def _lock_by_torch(num_bytes: int) -> dict[str, Any]:
     begin_s = time.perf_counter()
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     locked_s = time.perf_counter()
@@ -134,7 +134,7 @@ def _by_torch(num_bytes: int) -> dict[str, Any]:
     return {"flat": flat, "touch_s": time.perf_counter() - locked_s, "lock_s": locked_s - begin_s}
 
 
-def _by_arena(num_bytes: int) -> dict[str, Any]:
+def _lock_by_arena(num_bytes: int) -> dict[str, Any]:
     begin_s = time.perf_counter()
     flat = locked_memory(num_bytes)
     return {"flat": flat, "touch_s": 0.0, "lock_s": time.perf_counter() - begin_s}
@@ -163,7 +163,7 @@ def copies(setup: Setup) -> Iterator[Row]:
 
 
 def host(setup: Setup) -> Iterator[Row]:
-    """What the host pays for each instruction, as `bench/host_cost.py` measures it, with real launches."""
+    """The host's time for each instruction, as `bench/host_cost.py` measures it, with real launches."""
     little = host_cost.LittleDram(setup.device, small=True, scratch=setup.scratch)
     batch = batch_of(host_cost.SIZE, host_cost.MICRO_BATCHES)
     options: dict[str, Any] = {"micro_batches": host_cost.MICRO_BATCHES, "optimizer": host_cost.ADAMW}
@@ -194,7 +194,7 @@ def adam(setup: Setup) -> Iterator[Row]:
 
 
 def nccl(setup: Setup) -> Iterator[Row]:
-    """What NCCL takes and costs with one rank: its start, its memory, and a call of each collective."""
+    """The costs of NCCL with one rank: its start, its memory, and a call of each collective."""
     if not setup.on_gpu:
         yield note_call("NCCL", "a CPU device has none")
         return

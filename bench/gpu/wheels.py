@@ -35,7 +35,8 @@ def name_of(requirement: str) -> str:
 
 
 def requirements(setup_cfg: Path) -> list[str]:
-    """What the package, its tests for a GPU and the peers require, but for torch, which such a machine brings."""
+    """The requirements of the package, its tests for a GPU and the peers, but for torch, which such a machine
+    brings."""
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(setup_cfg)
     extras = parser["options.extras_require"]
@@ -118,7 +119,7 @@ def machine_tags(folder: Path) -> frozenset[Any]:
 
 @dataclass
 class Unpacked:
-    """What `unpack` did: names of packages."""
+    """The names of the packages that `unpack` put in place, and of the others."""
 
     installed: list[str] = field(default_factory=list)
     there_already: list[str] = field(default_factory=list)
@@ -127,7 +128,7 @@ class Unpacked:
 
 def unpack(folder: Path, site: Path) -> Unpacked:
     """Unpack into `site` those wheels whose package this Python lacks, and let this process and its children find
-    them, behind all others. What an earlier call has unpacked stays: what was built from it is newer."""
+    them, after all others. What an earlier call has unpacked stays: what was built from it is newer."""
     done = Unpacked()
     tags = machine_tags(folder) if any(folder.glob("*.whl")) else frozenset()
     for wheel in sorted(folder.glob("*.whl")):
@@ -156,7 +157,7 @@ def is_installed(name: str) -> bool:
 
 
 def _extract(wheel: Path, site: Path) -> None:
-    """What pip would do: the files of NAME.data/purelib and platlib lie beside the others, scripts in bin."""
+    """Install as pip would: the files of NAME.data/purelib and platlib go beside the others, scripts to bin."""
     site.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)

@@ -37,7 +37,7 @@ class EagerParts(Eager):
 
 
 class Disk:
-    """Moves as many bytes as a step does, through the runtime's own files in `directory`, and does nothing else.
+    """Moves the bytes of a step, through the runtime's own files in `directory`, and does nothing else.
 
     A step may move many times the bytes of a file; then the file is read or written again, past the page cache. Reads
     and writes use different memory, so that both may be under way at once.
@@ -64,7 +64,7 @@ class Disk:
         for offset, length in self._pieces(self.write_bytes):
             self.files[1].write(offset, self.memory[1][:length])
 
-    def in_turn(self) -> None:
+    def read_then_write(self) -> None:
         """Do all reads, then all writes, and append the seconds of each to `read_s` and `write_s`."""
         begin_s = time.perf_counter()
         self.read()
@@ -73,7 +73,7 @@ class Disk:
         self.read_s.append(between_s - begin_s)
         self.write_s.append(time.perf_counter() - between_s)
 
-    def at_once(self) -> None:
+    def read_while_writing(self) -> None:
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(self.read), pool.submit(self.write)]:
                 future.result()
@@ -119,5 +119,5 @@ class Bound:
         return max(self.parts.values())
 
     @property
-    def by(self) -> str:
+    def longest_part(self) -> str:
         return max(self.parts, key=lambda name: self.parts[name])

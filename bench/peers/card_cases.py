@@ -116,7 +116,7 @@ class Case:
         give_values(model)
         return job
 
-    def filled(self, hardware: penstock.Hardware) -> tuple[penstock.Job, int]:
+    def fill(self, hardware: penstock.Hardware) -> tuple[penstock.Job, int]:
         """The plan for the longest rows of this kind that was found, and their length: it fills 97 per cent of the
         budget, or rows that are longer by `STEP` or a fiftieth have none."""
         found: list[tuple[int, penstock.Job]] = []
@@ -162,12 +162,12 @@ SMALL = GptSize(layers=4, width=512, heads=8, vocabulary=4096, length=64)  # 15 
 BALANCED = STRATEGIES["balanced"]
 
 
-def staged(strategy: str, stages: int) -> str:
+def with_stages(strategy: str, stages: int) -> str:
     return strategy.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
 
 
 RECOMPUTED = BALANCED.replace("insert-remat", "insert-remat{always=true}")
-FETCHED = staged(BALANCED, 6).replace("insert-fetch", "insert-fetch{swap=true}")
+FETCHED = with_stages(BALANCED, 6).replace("insert-fetch", "insert-fetch{swap=true}")
 OFFLOADED = (
     "drop-masks, chunk-loss, coarsen, partition-min-stage, map-round-robin, schedule-pipeline, "
     "choose-activations{tier=none, to=dram, share=0.05}, insert-fetch, insert-optimizer"
@@ -176,24 +176,24 @@ SLOW = {"FAKECUDA_KERNEL_US": "1000", "FAKECUDA_DELAY_US": "2000"}
 MATH = {"FAKECUDA_ATTENTION": "math"}
 
 CASES: dict[str, Case] = {
-    "resident, states": Case("8GB", GptSize(18, 1280, 20, 32768, 64), 1, 1, staged(BALANCED, 1)),
-    "resident, activations": Case("8GB", LEAN, 8, 1, staged(BALANCED, 1), optimizer=SGD),
-    "resident, 4 micro-batches": Case("12GB", SIZE, 8, 4, staged(BALANCED, 2)),
-    "resident, bf16-mixed": Case("12GB", SIZE, 8, 2, staged(BALANCED, 1), precision="bf16-mixed"),
-    "resident, bf16-true": Case("24GB", WIDE, 8, 2, staged(BALANCED, 1), precision="bf16-true"),
+    "resident, states": Case("8GB", GptSize(18, 1280, 20, 32768, 64), 1, 1, with_stages(BALANCED, 1)),
+    "resident, activations": Case("8GB", LEAN, 8, 1, with_stages(BALANCED, 1), optimizer=SGD),
+    "resident, 4 micro-batches": Case("12GB", SIZE, 8, 4, with_stages(BALANCED, 2)),
+    "resident, bf16-mixed": Case("12GB", SIZE, 8, 2, with_stages(BALANCED, 1), precision="bf16-mixed"),
+    "resident, bf16-true": Case("24GB", WIDE, 8, 2, with_stages(BALANCED, 1), precision="bf16-true"),
     "resident, dropout, untied": Case(
-        "8GB", GptSize(12, 768, 12, 8192, 64, dropout=0.1, tied=False), 8, 2, staged(BALANCED, 3)
+        "8GB", GptSize(12, 768, 12, 8192, 64, dropout=0.1, tied=False), 8, 2, with_stages(BALANCED, 3)
     ),
-    "resident, math attention": Case("8GB", LEAN, 4, 2, staged(BALANCED, 1), environment=MATH),
+    "resident, math attention": Case("8GB", LEAN, 4, 2, with_stages(BALANCED, 1), environment=MATH),
     "large vocabulary": Case(
-        "12GB", GptSize(6, 768, 12, 131072, 64), 8, 2, staged(BALANCED, 1),
+        "12GB", GptSize(6, 768, 12, 131072, 64), 8, 2, with_stages(BALANCED, 1),
         precision="bf16-mixed",
     ),
     "whole logits": Case(
-        "12GB", GptSize(6, 768, 12, 131072, 64), 8, 2, staged(BALANCED, 1).replace("chunk-loss, ", ""),
+        "12GB", GptSize(6, 768, 12, 131072, 64), 8, 2, with_stages(BALANCED, 1).replace("chunk-loss, ", ""),
         precision="bf16-mixed",
     ),
-    "recomputed": Case("24GB", WIDE, 16, 2, staged(RECOMPUTED, 12), recomputing),
+    "recomputed": Case("24GB", WIDE, 16, 2, with_stages(RECOMPUTED, 12), recomputing),
     "fetched from DRAM": Case("8GB", LEAN, 8, 2, FETCHED, fetching, optimizer=SGD),
     "fetched from DRAM, bf16-true": Case(
         "24GB", SIZE, 16, 4, FETCHED, fetching, precision="bf16-true", optimizer=SGD
@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
 # For tests.
 SMALL_CASES: dict[str, Case] = {
     "small, whole logits": Case(
-        "4GB", GptSize(2, 256, 4, 65536, 64), 4, 2, staged(BALANCED, 1).replace("chunk-loss, ", ""),
+        "4GB", GptSize(2, 256, 4, 65536, 64), 4, 2, with_stages(BALANCED, 1).replace("chunk-loss, ", ""),
     ),
     "small, 1f1b": Case("4GB", SMALL, 8, 4, STRATEGIES["1f1b"], num_devices=2, start=8592),
     "small, zero-bubble": Case("4GB", SMALL, 8, 4, STRATEGIES["zero-bubble"], num_devices=2, start=4624),

@@ -1,5 +1,5 @@
-"""What DeepSpeed compiles on the machine that it runs on: its AdamW, and what reads and writes its files. Needs torch;
-the other Python has no Penstock."""
+"""The parts that DeepSpeed compiles on the machine that it runs on: its AdamW, and the reads and writes of its files.
+Needs torch; the other Python has no Penstock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUILDERS = ("CPUAdamBuilder", "AsyncIOBuilder")
 LINKED = ("libcuda", "libcudart")  # with these
 
 
-def built(builder: str) -> tuple[float, str]:
+def build(builder: str) -> tuple[float, str]:
     """Build and load one in a process of its own. Returns the seconds, and the end of its complaint if it failed."""
     begin_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {builder} as builder; builder().load(verbose=False)"

@@ -37,7 +37,7 @@ class Fleet:
 
     def gather(self, shards: int, how: str = RING) -> float:
         """Bytes to gather the weights of the whole model from `shards` parts."""
-        crossing = 0.0 if shards <= self.per_host else 1 - self._inside(how) / shards
+        crossing = 0.0 if shards <= self.per_host else 1 - self._ranks_inside(how) / shards
         return crossing * self.model_bytes
 
     def scatter(self, shards: int, how: str = RING) -> float:
@@ -67,6 +67,6 @@ class Fleet:
             + sums * self.sum_replicas(shards)
         )
 
-    def _inside(self, how: str) -> int:
+    def _ranks_inside(self, how: str) -> int:
         """The number of ranks of a host whose parts need not come from another host; 1 with one ring for all."""
         return self.per_host if how == HIERARCHICAL else 1

@@ -54,7 +54,7 @@ class Bench:
             key = (math.ceil(share * read_bytes), math.ceil(share * write_bytes))
             if key not in found:
                 with Disk(self.directory or "", *key, file_bytes=sample_bytes) as disk:
-                    found[key] = min(time_of(disk.in_turn), time_of(disk.at_once))
+                    found[key] = min(time_of(disk.read_then_write), time_of(disk.read_while_writing))
             return found[key] / share
 
         return measured_blocks

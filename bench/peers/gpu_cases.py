@@ -37,7 +37,7 @@ class Case:
         with torch.device("meta"):
             return sum(param.numel() for param in Gpt(self.size).parameters())
 
-    def described(self) -> Row:
+    def facts(self) -> Row:
         size = self.size
         return {
             "model": f"gpt {size.layers} x {size.width}, vocabulary {size.vocabulary}, sequence {size.length}",

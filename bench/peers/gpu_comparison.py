@@ -42,7 +42,7 @@ def run_peer(bench: Bench, case: Case, name: str, ours: Sequence[Row] = ()) -> I
     counts the bytes that it moves. Its step is compared with the longest of its own parts alone, and with ours."""
     memory_bytes = bench.hardware.devices[0].memory_bytes if bench.setup.on_gpu else None
     start = peers(bench.setup.device, memory_bytes, bench.directory)[name]
-    what = {**case.described(), "plan": name, "device_bytes": memory_bytes}
+    what = {**case.facts(), "plan": name, "device_bytes": memory_bytes}
     try:
         with start(case.size, case.rows, case.micro_batches, PEER_SHARE * bench.left_s) as peer:
             first = peer.step()
@@ -62,14 +62,14 @@ def run_peer(bench: Bench, case: Case, name: str, ours: Sequence[Row] = ()) -> I
     step_s = statistics.median(times_s)
     what |= {"step_s": step_s, "facts": peer.facts, "peak_rss_bytes": peer.peak_bytes, "losses": [first, last]}
     yield note_call("step of a peer, tokens a second", case.rows * case.size.length / step_s, **what)
-    yield from against_ours(step_s, ours, what)
+    yield from compare_with_ours(step_s, ours, what)
     alone = seconds_alone(bench, moved, computation_s(bench, case), case.parameters)
     bound_by = max(alone, key=lambda part: alone[part])
     more = {"parts_s": alone, "bound_by": bound_by, "moved_bytes": moved, **what}
     yield note_call("step of a peer over the longest of its parts alone", step_s / alone[bound_by], **more)
 
 
-def against_ours(step_s: float, ours: Sequence[Row], what: Row) -> Iterator[Row]:
+def compare_with_ours(step_s: float, ours: Sequence[Row], what: Row) -> Iterator[Row]:
     """A peer's step over the fastest of ours with the same model and batch, if there is one."""
     same = ("model", "batch", "micro_batches", "precision")
     found = [row for row in ours if row["figure"] == STEP and all(row[key] == what[key] for key in same)]

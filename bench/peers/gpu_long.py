@@ -20,8 +20,8 @@ import penstock
 from penstock.bench.gpu.inside import look_inside
 from penstock.bench.longest_sequence import ALONE
 from penstock.bench.peers.gpu_bounds import bench_of
-from penstock.bench.peers.gpu_reservoir import SEARCH_S, give_values, limited, predictions
-from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, holds, note_call
+from penstock.bench.peers.gpu_reservoir import SEARCH_S, give_values, limit_memory, predictions
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, holds, note_call, row_at_most
 from penstock.compiler.models.named import find_model
 
 NAME, LENGTH = "llama-8b:num_hidden_layers=8", 131_072
@@ -56,7 +56,7 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
     }  # fmt: skip
     yield note_call("seconds of planning", time.perf_counter() - begin_s, **what)
     begin_s = time.perf_counter()
-    with limited(bench), job:
+    with limit_memory(bench), job:
         losses, times_s = [float(job.step(batch))], list[float]()
         yield note_call("seconds to start and for the first step", time.perf_counter() - begin_s, **what)
         while not times_s or (time.perf_counter() - begin_s < SHARE * setup.seconds and len(times_s) < 3):
@@ -73,7 +73,8 @@ def long_sequence(setup: Setup) -> Iterator[Row]:
         yield from look_inside(setup, job, batch, what)
     setup.tidy()
     wanted = eager_loss(model, batch, setup.device)
-    yield at_most("difference of the first loss from eager's", abs(losses[0] / wanted - 1), LOSS_LIMIT, eager=wanted)
+    apart = abs(losses[0] / wanted - 1)
+    yield row_at_most("difference of the first loss from eager's", apart, LOSS_LIMIT, eager=wanted)
 
 
 @torch.no_grad()

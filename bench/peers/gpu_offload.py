@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.peers.children import Child
-from penstock.bench.peers.extensions import BUILDERS, built, ready_to_build
+from penstock.bench.peers.extensions import BUILDERS, build, ready_to_build
 from penstock.bench.peers.gpt import GptSize
 from penstock.bench.peers.gpu_setup import Row, Setup, holds, note_call
 
@@ -23,7 +23,7 @@ LR = 1e-4
 
 
 class Unavailable(RuntimeError):
-    """What a peer needs is not here, and will not be at another try."""
+    """A peer's needs are not here, and will not be at another try."""
 
 
 class NoTime(RuntimeError):
@@ -51,7 +51,7 @@ def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[
                     "micro_batches": micro_batches, "memory_bytes": memory_bytes, "directory": folder,
                     "port": 29600 + os.getpid() % 300,
                 }  # fmt: skip
-                with started(settings, limit_s) as child:
+                with start_child(settings, limit_s) as child:
                     yield child
 
         return start
@@ -60,7 +60,7 @@ def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[
 
 
 @contextmanager
-def started(settings: dict[str, Any], limit_s: float) -> Iterator[Child]:
+def start_child(settings: dict[str, Any], limit_s: float) -> Iterator[Child]:
     if limit_s < 5:
         raise NoTime("no time was left for it")
     threads = len(os.sched_getaffinity(0))
@@ -104,7 +104,7 @@ def extensions(setup: Setup) -> Iterator[Row]:
         return
     ready_to_build()
     with ThreadPoolExecutor(len(BUILDERS)) as pool:
-        for builder, (took_s, complaint) in zip(BUILDERS, pool.map(built, BUILDERS), strict=True):
+        for builder, (took_s, complaint) in zip(BUILDERS, pool.map(build, BUILDERS), strict=True):
             if complaint:
                 yield holds("the extension is built", False, builder=builder, error=complaint)
             else:

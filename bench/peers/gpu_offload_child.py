@@ -165,7 +165,7 @@ def moved_bytes(step: Callable[[], float]) -> dict[str, int]:
 
 
 def disk_bytes() -> dict[str, int]:
-    """What the kernel counts for this process; nothing where it does not."""
+    """The bytes that the kernel counts for this process; empty where it counts none."""
     counts = Path("/proc/self/io")
     lines = dict(line.split(": ") for line in counts.read_text().splitlines()) if counts.is_file() else {}
     return {"read": int(lines.get("read_bytes", 0)), "write": int(lines.get("write_bytes", 0))}

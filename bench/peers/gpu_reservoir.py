@@ -28,7 +28,7 @@ from penstock.bench.gpu.inside import look_inside
 from penstock.bench.peers.gpt import Gpt, batch_of
 from penstock.bench.peers.gpu_bounds import Bench, bench_of, computation_s, parts_alone
 from penstock.bench.peers.gpu_cases import AS_DRAM_LACKS, CASES, SMALL, Case
-from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, between, holds, note_call
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, holds, note_call, row_at_most, row_between
 from penstock.ir.errors import DoesNotFit, PassError, PenstockError
 
 STEP_TARGET = 1.15
@@ -62,7 +62,7 @@ def run_case(bench: Bench, case: Case) -> Iterator[Row]:
     steps_s: dict[str, float] = {}
     why = ""
     for name, line in case.plans.items():
-        what = {**case.described(), "plan": name, "files": bench.directory is not None}
+        what = {**case.facts(), "plan": name, "files": bench.directory is not None}
         try:
             job = compile_job(bench, case, line)
         except (DoesNotFit, PassError) as error:
@@ -71,9 +71,9 @@ def run_case(bench: Bench, case: Case) -> Iterator[Row]:
             continue
         yield from run_plan(bench, case, job, what, steps_s)
     if not steps_s:
-        yield holds("one of the plans runs", False, error=why or "no time was left, or each failed", **case.described())
+        yield holds("one of the plans runs", False, error=why or "no time was left, or each failed", **case.facts())
     if {"fuyou", "no overlap"} <= steps_s.keys():
-        yield note_call("step without overlap over step", steps_s["no overlap"] / steps_s["fuyou"], **case.described())
+        yield note_call("step without overlap over step", steps_s["no overlap"] / steps_s["fuyou"], **case.facts())
 
 
 def compile_job(bench: Bench, case: Case, line: str) -> penstock.Job:
@@ -135,7 +135,7 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
     batch, computed_s = batch_of(case.size, case.rows), computation_s(bench, case)
     bench.setup.tidy()
     begin_s = time.perf_counter()
-    with limited(bench), job:
+    with limit_memory(bench), job:
         losses = [float(job.step(batch))]
         yield note_call("seconds to start and for the first step", time.perf_counter() - begin_s, **what)
         times_s, busy = [], []
@@ -157,7 +157,7 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
             more = {"parts_s": parts, "bound_by": bound_by, **what}
             ratio = step_s / parts[bound_by]
             if bench.setup.on_gpu:
-                yield at_most(f"step over the longest of {figure}", ratio, STEP_TARGET, **more)
+                yield row_at_most(f"step over the longest of {figure}", ratio, STEP_TARGET, **more)
             else:
                 yield note_call(f"step over the longest of {figure}", ratio, **more)
         yield from predictions(bench, job, step_s, what)
@@ -165,7 +165,7 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
 
 
 @contextmanager
-def limited(bench: Bench) -> Iterator[None]:
+def limit_memory(bench: Bench) -> Iterator[None]:
     """Hold this process to the memory that is named, as the peers are held to it."""
     if not bench.setup.on_gpu:
         yield
@@ -182,14 +182,14 @@ def predictions(bench: Bench, job: penstock.Job, step_s: float, what: Row) -> It
     predicted = job.plan.predicted
     ratio, more = predicted.step_s / step_s, {"predicted_s": predicted.step_s, **what}
     if bench.setup.on_gpu:
-        yield between("predicted over measured step", ratio, 0.8, 1.2, **more)
+        yield row_between("predicted over measured step", ratio, 0.8, 1.2, **more)
         reserved = torch.cuda.max_memory_reserved() / job.hardware.devices[0].memory_bytes
-        yield at_most("reserved by the allocator over the memory named", reserved, 1.0, **what)
+        yield row_at_most("reserved by the allocator over the memory named", reserved, 1.0, **what)
     else:
         yield note_call("predicted over measured step", ratio, **more)
     for memory, peak in job.last.peak_bytes.items():
         share = (predicted.peak_bytes.get(memory, 0) + 1) / (peak + 1)
-        yield between(f"predicted over accounted peak of {memory}", share, 0.95, 1.05, peak_bytes=peak, **what)
+        yield row_between(f"predicted over accounted peak of {memory}", share, 0.95, 1.05, peak_bytes=peak, **what)
 
 
 def run_largest(bench: Bench, case: Case) -> Iterator[Row]:
@@ -214,7 +214,7 @@ def run_largest(bench: Bench, case: Case) -> Iterator[Row]:
         yield note_call("the largest model that fits, a plan is skipped", misses or "no time is left to look for one")
         return
     grown, job = best
-    what = {**grown.described(), "plan": "fuyou, on SSD what DRAM lacks"}
+    what = {**grown.facts(), "plan": "fuyou, on SSD what DRAM lacks"}
     bounds = {"layers_that_do_not_fit": high if misses else None, "why": misses}
     more = {"seconds_of_planning": time.perf_counter() - begin_s, **bounds, **what}
     yield note_call("the largest model that fits, billions of parameters", grown.parameters / 1e9, **more)

@@ -24,7 +24,7 @@ from penstock.bench.peers.gpt import BASE, MEDIUM, SMALL, XL, GptSize, batch_of,
 from penstock.bench.peers.gpu_bounds import bound_rows
 from penstock.bench.peers.gpu_long import long_sequence
 from penstock.bench.peers.gpu_reservoir import reservoir
-from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, note_call
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, holds, note_call, row_at_least, row_at_most, row_between
 from penstock.bench.peers.timing import alternate
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
@@ -92,7 +92,7 @@ def allocator_peak(setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor],
 
 
 def machine(setup: Setup) -> Iterator[Row]:
-    """What `Hardware.detect` finds, and whether it is plausible."""
+    """Check whether the machine that `Hardware.detect` finds is plausible."""
     found = penstock.Hardware.detect(measure=setup.on_gpu)
     if setup.on_gpu:
         found.save(setup.scratch / "hardware.yaml")
@@ -104,14 +104,14 @@ def machine(setup: Setup) -> Iterator[Row]:
         sheet = gpu(part, 0)
         for dtype, peak in device.peak_flops.items():
             share = peak * device.achieved_fraction[dtype] / sheet["peak_flops"][dtype]
-            yield between(f"{dtype} matrix products over the datasheet's peak", share, 0.15, 1.1)
+            yield row_between(f"{dtype} matrix products over the datasheet's peak", share, 0.15, 1.1)
         share = device.memory_bandwidth / sheet["memory_bandwidth"]
-        yield between("memory bandwidth over the datasheet's", share, 0.5, 1.1)
+        yield row_between("memory bandwidth over the datasheet's", share, 0.5, 1.1)
     for name in ("h2d_bandwidth", "d2h_bandwidth"):
-        yield between(f"{name}, GB/s", getattr(device, name) / 1e9, 1.0, 500.0)
-    yield between("memory, GiB", device.memory_bytes / GIB, 0.1, 512.0)
-    yield between("launch of one call, us", device.op_overhead_s * 1e6, 0.1, 100.0)
-    yield between("AdamW on the host, million parameters a second", host.optimizer_params_per_s / 1e6, 10, 50_000)
+        yield row_between(f"{name}, GB/s", getattr(device, name) / 1e9, 1.0, 500.0)
+    yield row_between("memory, GiB", device.memory_bytes / GIB, 0.1, 512.0)
+    yield row_between("launch of one call, us", device.op_overhead_s * 1e6, 0.1, 100.0)
+    yield row_between("AdamW on the host, million parameters a second", host.optimizer_params_per_s / 1e6, 10, 50_000)
 
 
 def same_numbers(setup: Setup) -> Iterator[Row]:
@@ -157,8 +157,8 @@ def _parity(
         loss, weights = parity.LIMITS[precision]
         stages = len(job.plan.decisions.stages)
         what = {"plan": name, "precision": precision, "stages": stages, "bitwise": apart.bitwise}
-        yield at_most("difference of the loss from eager", apart.loss, loss, **what)
-        yield at_most("difference of the weights over their way from the start", apart.weights, weights, **what)
+        yield row_at_most("difference of the loss from eager", apart.loss, loss, **what)
+        yield row_at_most("difference of the weights over their way from the start", apart.weights, weights, **what)
         if wanted.buffers:
             pairs = [(found.buffers[name].double(), value.double()) for name, value in wanted.buffers.items()]
             yield holds("buffers are eager's", all(torch.allclose(a, b, rtol=1e-5) for a, b in pairs), **what)
@@ -183,7 +183,7 @@ def step_time(setup: Setup) -> Iterator[Row]:
                 "precision": precision, "step_s": medians, "model": _words(size), "batch": rows,
                 "micro_batches": micro_batches, "resident": not job.plan.decisions.fetch,
             }  # fmt: skip
-            yield at_most("step over eager's", medians["penstock"] / medians["eager"], 1.05, **what)
+            yield row_at_most("step over eager's", medians["penstock"] / medians["eager"], 1.05, **what)
             yield from _prediction(job, medians["penstock"], setup)
             if precision == "bf16":
                 yield from bound_rows(setup, job, size, rows, micro_batches, medians["penstock"], what)
@@ -229,11 +229,11 @@ def accounting(setup: Setup) -> Iterator[Row]:
                 what = {"plan": name, "precision": precision, "accounted_bytes": job.last.peak_bytes}
                 for memory, peak in job.last.peak_bytes.items():
                     share = (predicted[memory] + 1) / (peak + 1)  # a resident plan takes no DRAM
-                    yield between(f"predicted over accounted peak of {memory}", share, 0.95, 1.05, **what)
+                    yield row_between(f"predicted over accounted peak of {memory}", share, 0.95, 1.05, **what)
                 if setup.on_gpu:
                     accounted = job.last.peak_bytes[job.hardware.devices[0].name]
-                    yield between("allocated over accounted peak", taken_bytes / accounted, 0.6, 1.05, **what)
-                    yield at_most("allocated for libraries, MiB", library_bytes / 2**20, MOST_LIBRARY_MIB, **what)
+                    yield row_between("allocated over accounted peak", taken_bytes / accounted, 0.6, 1.05, **what)
+                    yield row_at_most("allocated for libraries, MiB", library_bytes / 2**20, MOST_LIBRARY_MIB, **what)
                     yield note_call("reserved by the allocator, bytes", torch.cuda.max_memory_reserved(), **what)
 
 
@@ -246,8 +246,8 @@ def swapping(setup: Setup) -> Iterator[Row]:
     with make(setup, model, batch, **options) as job:
         yield holds("stages are fetched", bool(job.plan.decisions.fetch))
         yield from _busy_rows(setup, job, batch, size, rows, rounds=3 if setup.small else 6)
-        share = under(job.timeline(), ops.H2D, ops.COMPUTE)
-        yield at_least("share of fetching that lies under computation", share, 0.0 if setup.small else 0.5)
+        share = share_under(job.timeline(), ops.H2D, ops.COMPUTE)
+        yield row_at_least("share of fetching that lies under computation", share, 0.0 if setup.small else 0.5)
 
 
 def large_model(setup: Setup) -> Iterator[Row]:
@@ -263,7 +263,7 @@ def large_model(setup: Setup) -> Iterator[Row]:
             yield from _busy_rows(setup, job, batch, size, rows, rounds=3, memory=memory)
             if setup.on_gpu:
                 share = torch.cuda.max_memory_reserved() / job.hardware.devices[0].memory_bytes
-                yield at_most("reserved by the allocator over the memory named", share, 1.0, memory=memory)
+                yield row_at_most("reserved by the allocator over the memory named", share, 1.0, memory=memory)
 
 
 def _busy_rows(
@@ -284,7 +284,7 @@ def _busy_rows(
     yield note_call("tokens a second", rows * size.length / step_s, **more)
     links = max(streams.get(name, 0.0) for name in (ops.H2D, ops.D2H))
     bound_s = max(streams.get(ops.COMPUTE, 0.0), links)
-    yield at_most("step over the larger of computation and transfers", step_s / bound_s, 1.15, **what)
+    yield row_at_most("step over the larger of computation and transfers", step_s / bound_s, 1.15, **what)
     yield note_call(
         "step over the busiest stream, the optimizer's on the host too", step_s / max(streams.values()), **what
     )
@@ -296,12 +296,13 @@ def _busy_rows(
 def _prediction(job: penstock.Job, step_s: float, setup: Setup, **more: Any) -> Iterator[Row]:
     predicted_s = job.plan.predicted.step_s
     if setup.on_gpu:
-        yield between("predicted over measured step", predicted_s / step_s, 0.8, 1.2, predicted_s=predicted_s, **more)
+        ratio = predicted_s / step_s
+        yield row_between("predicted over measured step", ratio, 0.8, 1.2, predicted_s=predicted_s, **more)
     else:
         yield note_call("predicted over measured step", predicted_s / step_s, predicted_s=predicted_s, **more)
 
 
-def under(timeline: Timeline, inner: str, outer: str) -> float:
+def share_under(timeline: Timeline, inner: str, outer: str) -> float:
     """The share of one stream's busy time during which another stream was busy, too."""
     spans = {name: [s for s in timeline.spans if s.stream == name] for name in (inner, outer)}
     total = sum(s.end_s - s.start_s for s in spans[inner])

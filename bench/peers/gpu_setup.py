@@ -1,4 +1,4 @@
-"""What the sections of `bench/gpu_first.py` share: the device on which they run, and the rows that they yield."""
+"""Shared by the sections of `bench/gpu_first.py`: the device on which they run, and the rows that they yield."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """Where to run. `scratch` is a folder that the sections of one run share, `seconds` this section's time limit."""
+    """The place of a run. `scratch` is a folder that the sections of one run share, `seconds` this section's time
+    limit."""
 
     device: str  # "cuda" or "cpu"
     small: bool
@@ -50,15 +51,15 @@ class Setup:
             torch.cuda.reset_peak_memory_stats()
 
 
-def at_most(figure: str, measured: float, limit: float, **more: Any) -> Row:
+def row_at_most(figure: str, measured: float, limit: float, **more: Any) -> Row:
     return {"figure": figure, "measured": measured, "target": f"<= {limit:.4g}", "ok": measured <= limit, **more}
 
 
-def at_least(figure: str, measured: float, limit: float, **more: Any) -> Row:
+def row_at_least(figure: str, measured: float, limit: float, **more: Any) -> Row:
     return {"figure": figure, "measured": measured, "target": f">= {limit:.4g}", "ok": measured >= limit, **more}
 
 
-def between(figure: str, measured: float, low: float, high: float, **more: Any) -> Row:
+def row_between(figure: str, measured: float, low: float, high: float, **more: Any) -> Row:
     target = f"{low:.4g} to {high:.4g}"
     return {"figure": figure, "measured": measured, "target": target, "ok": low <= measured <= high, **more}
 

@@ -64,7 +64,7 @@ def untied_gpt2() -> nn.Module:
     return gpt2(tied=False)
 
 
-def by_name(name: str) -> nn.Module:
+def build_model(name: str) -> nn.Module:
     return {made.__name__: made for made in (gpt2, bert, llama, t5, untied_gpt2)}[name]()
 
 

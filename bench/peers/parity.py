@@ -34,7 +34,7 @@ class Parity:
     weights: float
     bitwise: bool
 
-    def within(self, precision: str) -> bool:
+    def fits(self, precision: str) -> bool:
         loss, weights = LIMITS[precision]
         return self.loss <= loss and self.weights <= weights
 

@@ -48,7 +48,7 @@ def time_of(job: Job, batch: Any, steps: int, broadcast: Broadcast | None, telli
     return (time.perf_counter() - start_s) / steps
 
 
-def in_turns(pairs: int, plain: Callable[[], float], told: Callable[[], float]) -> dict[str, float]:
+def compare_in_turns(pairs: int, plain: Callable[[], float], told: Callable[[], float]) -> dict[str, float]:
     """Figures of blocks of both kinds, the first of each pair in turns, too; each gives the seconds of a step."""
     without: list[float] = []
     with_: list[float] = []

@@ -30,8 +30,8 @@ CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is told. `splits` are the modules that begin the stages after the first; stages are dealt to the
-    `world` processes in turn. `model` names a function of `models`. With `by_hand` the stages are slices of a GPT-2
+    """The settings of a process. `splits` are the modules that begin the stages after the first; stages are dealt to
+    the `world` processes in turn. `model` names a function of `models`. With `by_hand` the stages are slices of a GPT-2
     that pass on only its hidden states; else torch traces the model."""
 
     schedule: str
@@ -135,7 +135,6 @@ def slices(model: nn.Module, splits: Sequence[str]) -> list[Slice]:
 
 
 def stages_of(setup: Setup, model: nn.Module, inputs: Sequence[torch.Tensor], rank: int) -> list[Any]:
-    """The stages of one process."""
     from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
     count, device = len(setup.splits) + 1, torch.device("cpu")
@@ -165,7 +164,7 @@ def main(rank: int, setup: Setup) -> None:
     """One process of the pipeline."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{setup.store}", rank=rank, world_size=setup.world)
-    model, batch = models.by_name(setup.model).train(), models.batch(setup.rows)
+    model, batch = models.build_model(setup.model).train(), models.batch(setup.rows)
     words, labels = batch["input_ids"], batch["labels"]
     shifts = setup.model == "t5"  # the labels, shifted by one place, are also the decoder's input
     inputs = (words, batch["attention_mask"], model._shift_right(labels)) if shifts else (words,)

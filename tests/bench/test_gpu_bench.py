@@ -23,7 +23,7 @@ from penstock.bench.peers import (
     gpu_reservoir,
 )
 from penstock.bench.peers.gpt import SMALL, Gpt
-from penstock.bench.peers.gpu_sections import SECTIONS, under
+from penstock.bench.peers.gpu_sections import SECTIONS, share_under
 from penstock.bench.peers.gpu_setup import Setup
 from penstock.ir.errors import WorkerError
 from penstock.runtime.simulate import Span, Timeline
@@ -137,5 +137,5 @@ def test_the_share_of_one_stream_under_another() -> None:
         return Span(0, stream, "fetch", "", start_s, end_s)
 
     timeline = Timeline.from_spans([span("h2d", 0, 2), span("h2d", 4, 6), span("compute", 1, 5)], ["gpu0"])
-    assert under(timeline, "h2d", "compute") == pytest.approx(0.5)
-    assert under(timeline, "d2h", "compute") == 0.0
+    assert share_under(timeline, "h2d", "compute") == pytest.approx(0.5)
+    assert share_under(timeline, "d2h", "compute") == 0.0

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from packaging.tags import Tag, sys_tags
 
 from penstock.bench import gpu_first
-from penstock.bench.gpu import calls, left_out, libaio, parts, wheels
+from penstock.bench.gpu import calls, five_calls, left_out, libaio, wheels
 from penstock.bench.gpu.device_tests import BEGUN, LEFT_OUT, OVER, Recorder
-from penstock.bench.gpu.inside import covered
+from penstock.bench.gpu.five_calls import PARTS
+from penstock.bench.gpu.inside import union_length
 from penstock.bench.gpu.ledger import BEGINS, ENDS, FILE, Ledger, Part, State
-from penstock.bench.gpu.parts import PARTS
 
 FIRST, SECOND, THIRD = FAST = [Part(1, "first", 5), Part(1, "second", 5), Part(2, "third", 5)]
 FIELDS = {"bench", "call", "part", "figure", "measured", "target", "ok"}
@@ -183,7 +183,7 @@ def test_a_part_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest
 def test_a_row_with_an_error_fails_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the part goes on behind it, as those of several plans do."""
     rows = [{"figure": "the plan runs", "ok": False, "error": "half a step"}, {"figure": "another plan"}]
-    monkeypatch.setattr(parts, "rows_of", lambda *_: iter(rows))
+    monkeypatch.setattr(five_calls, "rows_of", lambda *_: iter(rows))
     monkeypatch.setattr(gpu_first.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
     words = [
         "--device",
@@ -349,8 +349,8 @@ def test_a_row_of_a_failed_test_says_what_was_found(tmp_path: Path) -> None:
 
 
 def test_time_at_work_counts_what_overlaps_once() -> None:
-    assert covered([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (4.5, 5.0)]) == pytest.approx(5.0)
-    assert covered([]) == 0.0
+    assert union_length([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (4.5, 5.0)]) == pytest.approx(5.0)
+    assert union_length([]) == 0.0
 
 
 def test_a_clone_of_any_name_can_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def test_the_disk_moves_a_steps_bytes_in_whole_pages(tmp_path: Path, total_bytes
         pytest.skip("neither the temporary folder nor this one lies on a disk with O_DIRECT")
     with Disk(places[0], total_bytes, total_bytes // 2, file_bytes=2 * PIECE_BYTES) as disk:
         before = disk.folder.read_bytes, disk.folder.written_bytes
-        disk.in_turn()
+        disk.read_then_write()
         assert min(disk.read_s + disk.write_s) > 0
-        disk.at_once()
+        disk.read_while_writing()
         moved = [after - b for after, b in zip((disk.folder.read_bytes, disk.folder.written_bytes), before)]
     for found, wanted in zip(moved, (total_bytes, total_bytes // 2)):
         assert 2 * wanted <= found < 2 * (wanted + 4096)
@@ -45,10 +45,10 @@ def test_the_disk_moves_a_steps_bytes_in_whole_pages(tmp_path: Path, total_bytes
 
 def test_the_bound_is_the_longest_part_of_what_runs_side_by_side() -> None:
     apart = Bound(compute_s=3.0, optimizer_s=1.0, disk_s=3.5, cores_shared=False)
-    assert (apart.seconds, apart.by) == (3.5, "disk")
+    assert (apart.seconds, apart.longest_part) == (3.5, "disk")
     shared = Bound(compute_s=3.0, optimizer_s=1.0, disk_s=3.5, cores_shared=True)
-    assert (shared.seconds, shared.by) == (4.0, "compute and optimizer")
-    assert Bound(1.0, 2.0, 0.5, cores_shared=False).by == "optimizer"
+    assert (shared.seconds, shared.longest_part) == (4.0, "compute and optimizer")
+    assert Bound(1.0, 2.0, 0.5, cores_shared=False).longest_part == "optimizer"
 
 
 def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:

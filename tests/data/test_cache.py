@@ -18,7 +18,7 @@ from penstock.data.codec import Codec
 from penstock.data.spec import DataSpec
 from penstock.ir.errors import PlanError
 
-BYTES = Codec.of_directory(None)
+BYTES = Codec.read(None)
 
 
 @pytest.fixture

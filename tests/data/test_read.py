@@ -16,7 +16,7 @@ from penstock.data.read import DataRows, read_rows
 from penstock.data.spec import DataSpec
 from penstock.ir.errors import PlanError
 
-BYTES = Codec.of_directory(None)
+BYTES = Codec.read(None)
 MINILM = Path(get_model_path())
 MARKED = (
     "{% for m in messages %}{{ m['role'] + ' : ' }}{% if m['role'] == 'assistant' %}{% generation %}"
@@ -33,7 +33,7 @@ TALK = [
 
 
 def codec_with(template: str | None) -> Codec:
-    codec = Codec.of_directory(MINILM)
+    codec = Codec.read(MINILM)
     codec.tokenizer.chat_template = template
     return codec
 
@@ -71,7 +71,7 @@ def test_classes(tmp_path: Path) -> None:
 
 def test_a_cut_row_keeps_the_tokenizers_end_mark(tmp_path: Path) -> None:
     given = [{"text": "one two three four five", "label": 1}]
-    found = read(tmp_path, given, Codec.of_directory(MINILM), "classification", sequence=4)
+    found = read(tmp_path, given, Codec.read(MINILM), "classification", sequence=4)
     assert column(found, "input_ids")[0][-1] == 102
 
 
@@ -130,7 +130,7 @@ def test_pairs(tmp_path: Path) -> None:
 
 def test_sources_and_targets(tmp_path: Path) -> None:
     given = [{"source": "one two", "target": "three"}, {"source": "one", "target": "two three"}]
-    found = read(tmp_path, given, Codec.of_directory(MINILM), "seq2seq")
+    found = read(tmp_path, given, Codec.read(MINILM), "seq2seq")
     assert found.kind == "seq2seq"
     assert found.rows.columns["input_ids"].shape == (2, 8)
     assert column(found, "labels") == [[101, 2093, 102, -100], [101, 2048, 2093, 102]]

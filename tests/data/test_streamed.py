@@ -16,7 +16,7 @@ from penstock.data.spec import DataSpec
 from penstock.data.streamed import StreamedRows
 from penstock.ir.errors import PlanError
 
-BYTES = Codec.of_directory(None)
+BYTES = Codec.read(None)
 
 
 def spec_of(folder: Path, rows: list[dict[str, Any]], **wishes: Any) -> DataSpec:

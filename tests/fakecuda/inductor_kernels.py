@@ -101,7 +101,7 @@ def main() -> None:
             assert job.last.eager_blocks == {}, job.last.eager_blocks
         apart = parity.compare(found, wanted, parity.start_of(model))
         print(precision, apart, counts, flush=True)
-        assert counts["launches"] > before and apart.within(precision)
+        assert counts["launches"] > before and apart.fits(precision)
 
 
 if __name__ == "__main__":

@@ -34,4 +34,4 @@ def test_losses_and_weights_are_eagers_at_every_length(kind: str, precision: str
         found = parity.train_job(job, data)
         assert job.last is not None and not any(row["retries"] for row in job.last.allocator.values())
     apart = parity.compare(found, wanted, parity.start_of(model))
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart

@@ -64,7 +64,7 @@ def test_losses_and_weights_are_eagers(kind: str, precision: str, backend: str) 
         found = parity.train_job(job, data)
         assert job.last.eager_blocks == {}
     apart = parity.compare(found, wanted, parity.start_of(model))
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
@@ -99,7 +99,7 @@ def test_a_step_takes_no_more_memory_than_as_written_or_counted(again: bool, bac
                 job.sync()
                 peaks.append(torch.cuda.max_memory_allocated() - before_bytes)
                 counted = job.last.peak_bytes[job.hardware.devices[0].name] - lasting_bytes
-    assert parity.compare(trained[1], trained[0], parity.start_of(model)).within("fp32")
+    assert parity.compare(trained[1], trained[0], parity.start_of(model)).fits("fp32")
     assert REHEARSED or 0 < peaks[1] <= max(peaks[0], counted), (peaks, counted)
 
 

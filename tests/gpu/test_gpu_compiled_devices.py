@@ -24,7 +24,7 @@ def test_workers_on_two_gpus(strategy: str, backend: str, tmp_path: Path, monkey
     (tmp_path / "sitecustomize.py").write_text(chosen)
     monkeypatch.syspath_prepend(tmp_path)  # which workers inherit
     apart, _, eager_blocks = train(strategy)
-    assert apart.within("fp32") and eager_blocks == {}, (apart, eager_blocks)
+    assert apart.fits("fp32") and eager_blocks == {}, (apart, eager_blocks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

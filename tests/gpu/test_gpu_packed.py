@@ -52,7 +52,7 @@ def test_losses_and_weights_are_eagers(precision: str) -> None:
         assert set(job.plan.decisions.masks.values()) == ({form} if DEVICE == "cuda" else set())
         found = parity.train_job(job, data)
     apart = parity.compare(found, wanted, parity.start_of(model))
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart
 
 
 @only_on_gpu

@@ -48,7 +48,7 @@ def test_losses_and_weights_are_eagers(kind: str, precision: str) -> None:
         assert bool(job.plan.decisions.fetch) == (kind == "swapped")
         found = parity.train_job(job, data)
     apart = parity.compare(found, wanted, parity.start_of(model))
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart
     assert found.losses[-1] < found.losses[0]
 
 
@@ -59,7 +59,7 @@ def test_clipping(kind: str) -> None:
     with KINDS[kind](model, data[0], max_grad_norm=0.5) as job:
         found = parity.train_job(job, data)
         assert job.last.gradient_norm is not None and job.last.gradient_norm > 0.5
-    assert parity.compare(found, wanted, parity.start_of(model)).within("fp32")
+    assert parity.compare(found, wanted, parity.start_of(model)).fits("fp32")
 
 
 def test_adamw() -> None:
@@ -80,7 +80,7 @@ def test_dropout_draws_what_eager_draws(precision: str) -> None:
     without = parity.train_eager(model_of(SIZE), data, DEVICE, precision)
     with compile_job(model, data[0], precision=precision) as job:
         found = parity.train_job(job, data)
-    assert parity.compare(found, wanted, parity.start_of(model)).within(precision)
+    assert parity.compare(found, wanted, parity.start_of(model)).fits(precision)
     assert found.losses != without.losses
 
 
@@ -100,7 +100,7 @@ def test_rematerialisation_and_swapping_draw_the_same_dropout_again() -> None:
     assert bool(moved.decisions.fetch) and again.decisions.rematerialise == stages
     assert found[0].losses == found[1].losses
     for other in found[1:]:
-        assert parity.compare(other, found[0], parity.start_of(model)).within("fp32")
+        assert parity.compare(other, found[0], parity.start_of(model)).fits("fp32")
 
 
 def change(plan: penstock.Plan, **decisions: Any) -> penstock.Plan:
@@ -121,7 +121,7 @@ def test_batch_norm_sees_every_micro_batch_once(again: bool) -> None:
         job = compile_job(model, data[0], stages=0, plan=change(job.plan, rematerialise=["stage0"]))
     with job:
         found = parity.train_job(job, data)
-    assert parity.compare(found, wanted, parity.start_of(model)).within("fp32")
+    assert parity.compare(found, wanted, parity.start_of(model)).fits("fp32")
     assert set(found.buffers) == set(wanted.buffers) and found.buffers
     for name, value in wanted.buffers.items():
         torch.testing.assert_close(found.buffers[name], value, rtol=1e-5, atol=1e-6)

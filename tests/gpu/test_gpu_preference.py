@@ -35,4 +35,4 @@ def test_losses_and_weights_are_eagers(kind: str, how: str) -> None:
     trained = replace(found, weights={name: found.weights[name] for name in wanted.weights})
     assert all("lora_" in name for name in trained.weights)
     apart = parity.compare(trained, wanted, parity.start_of(model))
-    assert apart.within("fp32"), apart
+    assert apart.fits("fp32"), apart

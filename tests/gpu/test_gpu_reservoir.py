@@ -79,7 +79,7 @@ def test_losses_and_weights_are_eagers(line: str, precision: str, disk: str) -> 
             assert places == {ops.SSD if line.endswith("SSD") else ops.DRAM}
         found = parity.train_job(job, data)
     apart = parity.compare(found, wanted, parity.start_of(model))
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart
     assert found.losses[-1] < found.losses[0]
 
 
@@ -126,7 +126,7 @@ def test_a_norm_over_resident_and_swapped_stages_is_eagers(disk: str) -> None:
     assert set(job.plan.decisions.optimizer.values()) == {ops.DEVICE, ops.DRAM}
     with job:
         found = parity.train_job(job, data)
-    assert parity.compare(found, wanted, parity.start_of(model)).within("fp32")
+    assert parity.compare(found, wanted, parity.start_of(model)).fits("fp32")
 
 
 @pytest.mark.parametrize("line", LINES)

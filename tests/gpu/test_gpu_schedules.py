@@ -23,7 +23,7 @@ pytestmark = [*on_gpu, only_on_gpu, two_gpus, pytest.mark.multi]
 @pytest.mark.parametrize("strategy", SCHEDULES)
 def test_workers_on_two_gpus(strategy: str) -> None:
     apart = train(strategy)
-    assert apart.within("fp32"), apart
+    assert apart.fits("fp32"), apart
 
 
 @pytest.mark.parametrize("way", [*TEAMS, *TURNS])
@@ -35,7 +35,7 @@ def test_two_gpus_as_a_team_or_in_turns_on_their_link(way: str) -> None:
 @pytest.mark.parametrize(("strategy", "precision"), [("1f1b", "bf16"), ("mobius", "bf16"), ("gpipe", "fp16")])
 def test_workers_on_two_gpus_in_low_precision(strategy: str, precision: str) -> None:
     apart = train(strategy, precision)
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart
 
 
 @pytest.mark.parametrize("names", [pytest.param(SCHEDULES, marks=pytest.mark.emulated_core), TEAMS, TURNS])

@@ -48,4 +48,4 @@ def test_losses_and_weights_are_eagers(line: str, precision: str) -> None:
     trained = replace(found, weights={name: found.weights[name] for name in wanted.weights})
     assert trained.weights.keys() < found.weights.keys()
     apart = parity.compare(trained, wanted, parity.start_of(model))
-    assert apart.within(precision), apart
+    assert apart.fits(precision), apart

@@ -14,7 +14,7 @@ import torch
 import penstock
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import SMALL, GptSize
-from penstock.bench.peers.gpu_sections import machine, under
+from penstock.bench.peers.gpu_sections import machine, share_under
 from penstock.ir import ops
 from penstock.runtime.device.streams import CudaStream
 from penstock.tests.gpu.rehearsal import (
@@ -46,7 +46,7 @@ def test_fetches_run_under_computation() -> None:
         fetches = [span for span in timeline.spans if span.op == "fetch"]
         assert len(fetches) >= 2 and all(span.end_s >= span.start_s for span in timeline.spans)
         least = 0.3 if SETUP.on_gpu else 0.0  # a CPU's fetches of so small a model take no time
-        assert under(timeline, ops.H2D, ops.COMPUTE) >= least
+        assert share_under(timeline, ops.H2D, ops.COMPUTE) >= least
         assert max(span.end_s for span in timeline.spans) <= timeline.step_s * 1.05
 
 
@@ -152,4 +152,4 @@ def test_two_gpus_exchange_by_nccl(precision: str) -> None:
     options: Any = {"optimizer": parity.SGD, "micro_batches": 2, "precision": precision, "max_grad_norm": 1.0}
     with penstock.compile(model, hardware, example_inputs=data[0], strategy="gpipe", **options) as job:
         found = parity.train_job(job, data)
-    assert parity.compare(found, wanted, parity.start_of(model)).within(precision)
+    assert parity.compare(found, wanted, parity.start_of(model)).fits(precision)

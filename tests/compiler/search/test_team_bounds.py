@@ -69,7 +69,7 @@ def test_a_team_may_span_hosts(graph: Any, width: bool) -> None:
     def seconds(network: str, members: int) -> float:
         machine = Hardware.cpu(4, memory="64MB", dram="1GB", hosts=2, network=network)
         draft = CandidateCompiler(graph, machine, Options(micro_batches=2)).lane(PLAIN)
-        return TeamEstimator(draft).of_teams(width, members, Mesh(), 2)
+        return TeamEstimator(draft).step_seconds(width, members, Mesh(), 2)
 
     assert all(0 < seconds("1GB/s", members) < 1 for members in (1, 2, 4))
     assert seconds("1MB/s", 4) > 10 * seconds("1GB/s", 4)

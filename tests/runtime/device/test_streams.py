@@ -139,7 +139,8 @@ def test_the_board_follows_the_gpu_not_what_has_been_issued() -> None:
             seen.append(list(board))
 
     def stream(slot: int, *lines: int) -> Any:
-        return SimpleNamespace(board=board, slot=slot, timed=[(SimpleNamespace(line=line), End()) for line in lines])
+        tasks = [(SimpleNamespace(line=line), End()) for line in lines]
+        return SimpleNamespace(board=board, slot=slot, timed_tasks=tasks)
 
     follow([stream(0, 3, 7), stream(1, 5, 9)])
     assert seen == [[3, -9, 4], [-3, 5, 4], [7, -5, 4], [-7, 9, 4]] and board == [-7, -9, 4]

@@ -21,10 +21,10 @@ PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "
 TESTS = Part(2, "tests", 400, tries=6)  # each goes on where the last stopped
 PARITY = Part(2, "parity", 130)
 SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 120, "long-sequence": 150}
-# The limits of a call's parts add up to what is left of it behind its start (calls.py).
+# The limits of a call's parts add up to what is left of it after its start (calls.py).
 PARTS = (
     *(Part(1, name, limit_s) for name, limit_s in PROBED.items()),
-    HARDWARE,  # behind the context, which wants the first look at an untouched GPU
+    HARDWARE,  # after the context, which wants the first look at an untouched GPU
     TESTS,
     PARITY,
     *(Part(3, name, limit_s) for name, limit_s in SPEED.items()),
