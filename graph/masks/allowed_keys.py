@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...runtime.functions import packed_attention, window_attention
 from ..opgraph import OpGraph
-from .calls import form_of
+from .calls import window_of
 from .documents import documents_of, parts_of, shows_all
-from .intervals import Intervals
 from .visible import visible_keys
 
 
@@ -51,21 +49,16 @@ def sight_of(graph: OpGraph, node: fx.Node, given: Mapping[str, Any]) -> Sight:
 
 
 def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
-    length = mask.meta["val"].shape[-1]
-
-    def form(part: fx.Node) -> Any:
-        seen = visible_keys(graph, part)
-        return None if seen is None else form_of(seen, length, length)
-
-    documents = documents_of(graph, mask, form)
+    documents = documents_of(graph, mask)
     if documents is not None:
         return Sight(after=0, documents=documents)
+    length = mask.meta["val"].shape[-1]
     ends: tuple[list[int], list[int]] = [], []
     masks = []
     for part in parts_of(graph, mask):
         value = part.meta["val"]
         seen = visible_keys(graph, part) if value.dim() > 1 and value.shape[-2] == length else None
-        window = None if seen is None else _window(seen, length)
+        window = None if seen is None else window_of(seen, length, length)
         if window is not None:
             for found, end in zip(ends, window):
                 found += [] if end is None else [end]
@@ -73,21 +66,3 @@ def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
             masks.append(part)
     before, after = (min(found, default=None) for found in ends)
     return Sight(before, after, tuple(masks))
-
-
-def _window(seen: Intervals, length: int) -> tuple[int | None, int | None] | None:
-    """How many keys before and after its own place each query sees, None for all; None where that differs from query
-    to query, row to row or head to head, or a query does not see its own place."""
-    begin, end, place = seen.begin.reshape(-1, length), seen.end.reshape(-1, length), torch.arange(length)
-    if seen.num_keys != length or not bool((begin == begin[0]).all() and (end == end[0]).all()):
-        return None
-    begin, end = begin[0], end[0]
-    before = (place - begin)[begin > 0][:1].tolist()
-    after = (end - 1 - place)[end < length][:1].tolist()
-    if min(*before, *after, 0) < 0:
-        return None
-    first = (place - before[0]).clamp(min=0) if before else torch.zeros_like(place)
-    last = (place + after[0] + 1).clamp(max=length) if after else torch.full_like(place, length)
-    if not (torch.equal(begin, first) and torch.equal(end, last)):
-        return None
-    return before[0] if before else None, after[0] if after else None

@@ -22,8 +22,9 @@ def given_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
     return {**dict(zip(ARGUMENTS, args)), **kwargs}
 
 
-def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None:
-    """The form of a mask that is the same for all rows of the batch and all heads."""
+def window_of(seen: Intervals, num_queries: int, num_keys: int) -> tuple[int | None, int | None] | None:
+    """How many keys before and after its own place each query sees, None for all; None where that differs from query
+    to query, row to row or head to head, or a query does not see its own place."""
     rows = seen.begin.reshape(-1, seen.begin.shape[-1])
     begin, end = rows[0], seen.end.reshape(rows.shape)[0]
     if not bool((rows == begin).all() and (seen.end.reshape(rows.shape) == end).all()):
@@ -31,18 +32,26 @@ def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None
     if seen.num_keys == 1:  # it says the same of all keys
         end = end * num_keys
     begin, end, place = begin.expand(num_queries), end.expand(num_queries), torch.arange(num_queries)
-    starts_at_once = bool((begin == 0).all())
-    if starts_at_once and bool((end == num_keys).all()):
-        return "all"
-    if starts_at_once and torch.equal(end, (place + 1).clamp(max=num_keys)):
-        return "causal"
-    before, after = (place - begin)[begin > 0], (end - 1 - place)[end < num_keys]
-    if not len(before) or not len(after) or int(before[0]) < 0 or int(after[0]) < 0:
+    before = (place - begin)[begin > 0][:1].tolist()
+    after = (end - 1 - place)[end < num_keys][:1].tolist()
+    if min([*before, *after, 0]) < 0:
         return None
-    window = KeyWindow(before=int(before[0]), after=int(after[0]))
-    first, last = (place - window.before).clamp(min=0), (place + window.after + 1).clamp(max=num_keys)
-    is_window = torch.equal(begin, first) and torch.equal(end, last) and bool((first < last).all())
-    return window if is_window else None
+    first = (place - before[0]).clamp(min=0) if before else torch.zeros_like(place)
+    last = (place + after[0] + 1).clamp(max=num_keys) if after else torch.full_like(place, num_keys)
+    if not (torch.equal(begin, first) and torch.equal(end, last) and bool((first < last).all())):
+        return None
+    return before[0] if before else None, after[0] if after else None
+
+
+def form_of(seen: Intervals | None, num_queries: int, num_keys: int) -> MaskForm | None:
+    """The form of a mask that is the same for all rows of the batch and all heads."""
+    window = None if seen is None else window_of(seen, num_queries, num_keys)
+    if window is None:
+        return None
+    before, after = window
+    if before is None:
+        return "all" if after is None else "causal" if after == 0 else None
+    return None if after is None else KeyWindow(before=before, after=after)
 
 
 def batched_product(graph: OpGraph, node: fx.Node) -> str:

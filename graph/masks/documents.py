@@ -7,7 +7,7 @@ parts, and a tensor of one row of queries, or one column of keys, to the tokens'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from ...ir.calls import call_name
 from ..operators.calls import copied_operand, only_operator
 from ..operators.record import Elements
 from ..opgraph import OpGraph
-from .visible import constant_value
+from .calls import form_of
+from .visible import constant_value, visible_keys
 
 _LAYOUTS = tuple(way for way in Elements if way is not Elements.NONE)
 
 _Side = tuple[fx.Node, bool]  # the tokens' numbers, and whether they are those of the queries
-FormOf = Callable[[fx.Node], Any]  # the form of a mask that follows from places alone
 
 
-def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | None:
+def documents_of(graph: OpGraph, mask: fx.Node) -> fx.Node | None:
     """The tokens' documents, where a mask shows those of one document up to the query's place; else None."""
     shape = mask.meta["val"].shape
     if len(shape) != 4 or shape[1] != 1 or shape[2] != shape[3] or mask.meta["val"].dtype != torch.bool:
@@ -38,7 +38,7 @@ def documents_of(graph: OpGraph, mask: fx.Node, form_of: FormOf) -> fx.Node | No
         if told is not None:
             (documents if told[0] == "eq" else positions).add(told[1])
         elif not shows_all(graph, part):
-            if form_of(part) != "causal":
+            if form_of(visible_keys(graph, part), shape[-1], shape[-1]) != "causal":
                 return None
             is_causal = True
     if len(documents) != 1:

@@ -128,25 +128,15 @@ def _proven(graph: OpGraph) -> dict[str, MaskForm]:
             continue
         if mask not in known:
             known[mask] = visible_keys(graph, mask)
-            packed[mask] = known[mask] is None and _documents(graph, mask) is not None
+            packed[mask] = known[mask] is None and documents_of(graph, mask) is not None
         seen, query = known[mask], given["query"].meta["val"]
         queries, keys = query.shape[-2], given["key"].meta["val"].shape[-2]
-        form = None if seen is None else form_of(seen, queries, keys)
+        form = form_of(seen, queries, keys)
         if packed[mask] and queries == keys and query.dim() == 4:
             form = "documents"
         if form is not None:
             found[place] = form
     return found
-
-
-def _documents(graph: OpGraph, mask: fx.Node) -> fx.Node | None:
-    """The node with the documents that a mask keeps apart."""
-
-    def form_of_part(part: fx.Node) -> MaskForm | None:
-        seen, length = visible_keys(graph, part), mask.meta["val"].shape[-1]
-        return None if seen is None else form_of(seen, length, length)
-
-    return documents_of(graph, mask, form_of_part)
 
 
 def _borders(graph: OpGraph, node: fx.Node) -> DocumentBorders | None:
@@ -155,7 +145,7 @@ def _borders(graph: OpGraph, node: fx.Node) -> DocumentBorders | None:
     query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
     if graph.autocast is not None:
         query, key, value = (operand.to(graph.autocast) for operand in (query, key, value))
-    documents, (rows, length) = _documents(graph, given["attn_mask"]), (query.shape[0], query.shape[-2])
+    documents, (rows, length) = documents_of(graph, given["attn_mask"]), (query.shape[0], query.shape[-2])
     positions = "" if documents is None else counted_input(graph, documents, rows)
     if not positions or given.get("dropout_p") or not fits_kernel(query, key, value):
         return None
@@ -176,7 +166,7 @@ def _rewrite(graph: OpGraph, node: fx.Node, form: MaskForm, borders: dict[fx.Nod
     more: dict[str, Any] = {}
     documents = None
     if form == "documents" or isinstance(form, DocumentBorders):
-        documents = _documents(graph, given_arguments(node.args, node.kwargs)["attn_mask"])
+        documents = documents_of(graph, given_arguments(node.args, node.kwargs)["attn_mask"])
         assert documents is not None
         node.target = packed_attention
     if documents is not None and isinstance(form, DocumentBorders):

@@ -34,6 +34,7 @@ class Attentions(nn.Module):
             causal & (numbers[:, None, :, None] == numbers[:, None, None]),
             causal & ((ids[:, None, :, None] + place) % 3 != 0),
             torch.zeros(1).masked_fill(~(causal & padding), float("-inf")),
+            causal & place.new_ones((TOKENS, TOKENS), dtype=torch.bool),
         ]
         seen = [F.scaled_dot_product_attention(x, x, x, is_causal=is_causal) for is_causal in (False, True)]
         seen += [F.scaled_dot_product_attention(x, x, x, attn_mask=mask) for mask in masks]
@@ -60,5 +61,6 @@ def test_what_queries_see_is_proven_apart_from_padding() -> None:
         (None, 0, True),
         (None, 0, False, pairs),
         (None, None, False, pairs),
+        (None, 0, False),
     ]
     assert [sight.is_causal for sight in found] == [sight.before is None and sight.after == 0 for sight in found]
