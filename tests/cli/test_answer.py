@@ -126,6 +126,7 @@ def test_what_does_not_fit_is_answered_with_what_would() -> None:
     assert or_what_fits(miss.value, large, []).nearest == miss.value.nearest
 
 
+@pytest.mark.slow
 def test_images_are_not_counted_in_tokens() -> None:
     images = options(model="vit-base:num_hidden_layers=2", batch=8)
     job = images.compile()

@@ -142,6 +142,7 @@ def test_written_passes(written: Path) -> None:
     assert "rt.step(" in (written / "passes" / names[-1]).read_text()
 
 
+@pytest.mark.slow
 def test_dumped_passes_are_printed(run: Run) -> None:
     _, out, _ = run("plan", "--model", GPT, *CPU, "--dump-passes", "--no-alternatives")
     assert out.index("# after coarsen") < out.index("# after insert-optimizer") < out.index("tokens a second")

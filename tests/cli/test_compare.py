@@ -83,6 +83,7 @@ def test_none_fits(run: Run, tmp_path: Path) -> None:
     assert code == 2 and out.count("Tried, and fits") == 2
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_precision_is_a_row(run: Run) -> None:
     code, out, _ = run("--hardware", "mobius-v100", "--hardware", "mobius-topo4", "--precision", "bf16", "--json")
     rows = json.loads(out)

@@ -74,6 +74,7 @@ def test_it_resumes_bit_for_bit_from_the_adapter_alone(base: Path, text: Path, t
     assert not (tmp_path / "parts" / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_classifier_gets_its_head_trained_and_written(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
@@ -98,6 +99,7 @@ def test_a_plan_with_an_adapter_takes_less(tmp_path: Path) -> None:
     assert adapted.predicted.step_s < full.predicted.step_s
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it_and_check_recalls_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--model", GPT, "--hardware", "cpu", "--set", "num_devices=1", "--sequence", "16"]
     with pytest.raises(SystemExit) as ended:

@@ -258,6 +258,7 @@ def test_the_second_ctrl_c_does_not_wait() -> None:
     assert screen.file.getvalue() == "stopping after this step; once more stops at once\n"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_python_ends_changes_nothing() -> None:
     code = (
         "import atexit, os, signal, sys, types\n"

@@ -74,6 +74,7 @@ def test_the_best_model_is_kept(text: Path, tmp_path: Path, monkeypatch: pytest.
     assert read_config(tmp_path / "out" / FILE)["eval_every"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_ends_for_want_of_better_ones(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script_losses(monkeypatch, [4.0, 4.5, 4.6])
     chosen = options(text, tmp_path / "out", patience=2, max_steps=9, **held_out(tmp_path))

@@ -104,6 +104,7 @@ def test_streamed_rows_resume_where_they_were(tmp_path: Path) -> None:
     assert [*first.losses, *rest.losses] == whole.losses
 
 
+@pytest.mark.slow
 def test_what_was_cut_of_streamed_and_of_held_out_rows_is_said(tmp_path: Path) -> None:
     held = tmp_path / "held.jsonl"
     held.write_text("\n".join(json.dumps({**row, "id": 1}) for row in ANSWERS[:5]))

@@ -31,6 +31,7 @@ def compile_job(model: nn.Module, batch: Any, precision: str, micro_batches: int
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_true_bf16_of_a_model_that_upcasts_inside_is_that_of_cast_parameters() -> None:
     """One micro-batch: the same calls in the same order, so that every bit is the same."""
     model, batch = upcasting()
@@ -266,6 +267,7 @@ def test_pure_bf16_on_a_real_device_saved_and_resumed(tmp_path: Path, norm: floa
     assert_close({n: found[n] for n in plain.masters}, {n: p.data for n, p in plain.model.named_parameters()}, near)
 
 
+@pytest.mark.slow
 def test_pure_bf16_passes_the_check_against_eager() -> None:
     model, batch = upcasting()
     report = check(compile_job(model, batch, "bf16-pure"), model, [batch] * 2)

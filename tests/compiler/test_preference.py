@@ -246,6 +246,7 @@ def test_models_that_are_called_otherwise_are_refused() -> None:
         penstock.DPO(get_peft_model(translator, LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"])))
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_layer_may_be_trained() -> None:
     model = penstock.DPO(adapt(modules_to_save=["lm_head"]))
     assert_trains_like_eager(job_of(model, "balanced"), model)

@@ -238,6 +238,7 @@ def test_an_interface_says_the_layout_and_a_wrong_one_is_refused() -> None:
         Interface.from_json(json.dumps(document))
 
 
+@pytest.mark.slow
 def test_the_layout_of_weights_is_the_same_in_all_plans() -> None:
     torch.manual_seed(1)
     model = Images(as_weights=True).double().to(memory_format=torch.channels_last)

@@ -79,6 +79,7 @@ def test_every_use_between_a_step_and_sync_warns_once(use: str, stale: tuple[Job
         USES[use](model, batch)
 
 
+@pytest.mark.slow
 def test_what_reads_the_devices_does_not_warn(stale: tuple[Job, Any, Any], tmp_path: Path) -> None:
     job, model, batch = stale
     job.sync()

@@ -65,10 +65,12 @@ def test_activation_checkpointing_in_the_model_draws_no_other_numbers() -> None:
     assert report.passed and max(d.largest for d in report.differences) < 1e-6
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_states_is_probed_all_the_same() -> None:
     assert check_model("mlp", dropout=0.0, optimizer=partial(torch.optim.SGD, lr=0.1)).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", slow_but(("fp16",), ["bf16", "fp16"]))
 def test_low_precision(precision: str) -> None:
     report = check_model("mlp", dropout=0.0, precision=precision, max_grad_norm=1.0)

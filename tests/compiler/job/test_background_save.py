@@ -107,6 +107,7 @@ def test_states_on_ssd_are_read_before_a_step_replaces_them(choice: str, tmp_pat
         assert all((tensor == wanted[name]).all() for name, tensor in ssd_jobs.left_by(again, batch).items())
 
 
+@pytest.mark.slow
 def test_tensors_larger_than_a_piece_are_read_from_ssd_in_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_scaled_loss_does_not_show_in_a_hook() -> None:
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_written_plan_brings_its_hooks(tmp_path: Any) -> None:
     compile_job(make(), 1, None, micro_batches=2).write(tmp_path)
     assert_equals_eager(penstock.load(tmp_path, make(hooks=False)), None)

@@ -56,6 +56,7 @@ def test_sync_gives_the_model_what_was_trained(tmp_path: Path) -> None:
     assert not torch.equal(state["lm_head.weight"], before["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_parameters_outside_the_computation_stay_in_the_state_dict() -> None:
     model, batch = zoo_case("bert")
     model.spare = nn.Linear(2, 2)
@@ -167,6 +168,7 @@ def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert said.splitlines()[-1].split() == ["losses", *losses]
 
 
+@pytest.mark.slow
 def test_resume_starts_a_model_on_meta_without_other_weights(tmp_path: Path) -> None:
     import transformers
 
@@ -207,6 +209,7 @@ def test_resume_refuses_another_model(tmp_path: Path) -> None:
             job.resume(tmp_path / "chekpoint")
 
 
+@pytest.mark.slow
 def test_buffers_travel_too(tmp_path: Path) -> None:
     """BatchNorm's statistics, its counters, and a counter of the user's own."""
     for name in ("wide_resnet", "in_place"):

@@ -108,6 +108,7 @@ def bordered_jobs(most: int) -> tuple[Job, Job, list[dict[str, Tensor]]]:
     return jobs[0], jobs[1], packed
 
 
+@pytest.mark.slow
 def test_a_plan_with_borders_runs_in_blocks_on_a_cpu() -> None:
     """Borders are made once for both layers; where there is no kernel for them, blocks give the same bits as ever."""
     found, want, packed = bordered_jobs(16)
@@ -238,6 +239,7 @@ def test_a_mask_of_all_pairs_is_the_users_own() -> None:
         assert_close({"loss": job.step({**batch, "attention_mask": mask})}, {"loss": eager.step(documents(3, 5))}, 1e-6)
 
 
+@pytest.mark.slow
 def test_padding_on_the_left_is_no_border() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     batch = {

@@ -161,6 +161,7 @@ def test_resume_behind_further_steps_brings_back_also_what_was_never_trained(tmp
         assert_same(train_steps(job, batch, 2), first)
 
 
+@pytest.mark.slow
 def test_sync_and_save_pretrained_give_what_was_trained(tmp_path: Path) -> None:
     job, batch = job_of("gpt2", on_ssd(), directories(tmp_path))
     with job:

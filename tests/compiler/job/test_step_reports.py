@@ -90,6 +90,7 @@ def test_the_seconds_of_a_step_are_its_own(num_devices: int) -> None:
     assert sum(report.seconds for report in taken) < took_s - 0.5
 
 
+@pytest.mark.slow
 def test_the_report_is_the_same_whether_the_next_step_or_last_asks_for_it() -> None:
     asked, _, batch = compile_job()
     waiting, _, _ = compile_job()

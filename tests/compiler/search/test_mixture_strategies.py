@@ -52,6 +52,7 @@ def slower_than_named(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     return {name: seconds for name, seconds in found.items() if seconds < best_s * (1 - 1e-9)}
 
 
+@pytest.mark.slow
 def test_a_small_mixture_is_searched_no_slower_than_by_name() -> None:
     """Theory's favourites come first, and take no strategy's turn."""
     ids = torch.zeros(4, 8, dtype=torch.int64)

@@ -151,6 +151,7 @@ def test_too_small_disks_are_named_with_what_would_do() -> None:
     assert penstock.compile(model, machine.with_(**caught.value.nearest), example_inputs=batch, optimizer=ADAMW)
 
 
+@pytest.mark.slow
 def test_a_strategy_without_ssd_is_told_of_one_with() -> None:
     model, batch = zoo_case("gpt2")
     with pytest.raises(DoesNotFit, match=r'dram0 .*Tried, and fits: strategy="auto"') as caught:

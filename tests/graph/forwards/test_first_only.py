@@ -211,6 +211,7 @@ def test_what_a_later_node_needs_is_run_again() -> None:
     assert "recomputing" not in job.code(0)
 
 
+@pytest.mark.slow
 def test_a_file_with_another_condition_is_refused(tmp_path: Path) -> None:
     """What stands below `if` in a printed forward runs unless backward needs nothing of it; nothing else may."""
     job = job_of(penstock.DPO(adapt()))

@@ -87,6 +87,7 @@ class Cubic(nn.Module):
         return self.outer(h.unsqueeze(1) + h.unsqueeze(2)).sum()
 
 
+@pytest.mark.slow
 def test_what_is_no_such_polynomial_is_measured_at_the_sizes_that_are_asked_for() -> None:
     x = {"x": torch.zeros(2, 6, 4)}
     graph = trace(Cubic(), x, dynamic=usual_dims(x))

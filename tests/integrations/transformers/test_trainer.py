@@ -135,6 +135,7 @@ def test_refuses_to_resume_from_another_trainer(tmp_path):
         train_steps(PenstockTrainer, causal, tmp_path, str(tmp_path / "checkpoint-3"))
 
 
+@pytest.mark.slow
 def test_half_precision_is_that_of_autocast(tmp_path):
     """bf16 has 8 bits: activations differ by 2 ** -8 between two orders of the same sums."""
     ours, plain = both(causal, tmp_path, bf16=True)

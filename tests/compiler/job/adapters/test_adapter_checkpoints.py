@@ -79,6 +79,7 @@ def test_a_run_goes_on_on_two_devices(strategy: str, saved: Any) -> None:
     assert found == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_already_goes_back(saved: Any) -> None:
     directory, losses, _ = saved
     with compile_job(lora(llama(), modules_to_save=["lm_head"])) as job:
@@ -88,6 +89,7 @@ def test_a_job_that_runs_already_goes_back(saved: Any) -> None:
         assert [float(job.step(BATCH)) for _ in range(STEPS)] == losses
 
 
+@pytest.mark.slow
 def test_the_base_may_come_from_files(saved: Any, tmp_path: Path) -> None:
     directory, losses, _ = saved
     llama().save_pretrained(tmp_path / "base", max_shard_size="20kB")
@@ -115,6 +117,7 @@ def test_another_base_is_refused_and_both_are_named(saved: Any, tmp_path: Path) 
         assert "Compile with the base" in said
 
 
+@pytest.mark.slow
 def test_a_base_on_meta_without_files_is_refused(saved: Any) -> None:
     directory, _, _ = saved
     job = compile_job(lora(on_meta(llama), modules_to_save=["lm_head"]))
@@ -133,6 +136,7 @@ def test_a_job_whose_weights_are_all_trained_keeps_full_checkpoints(tmp_path: Pa
     assert "base" not in json.loads((tmp_path / "checkpoint" / "manifest.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_full_checkpoint_of_a_frozen_base_is_read_and_its_base_kept(tmp_path: Path) -> None:
     """As jobs wrote it before: what it holds counts, and later checkpoints hold it, too."""
 
@@ -155,6 +159,7 @@ def test_a_full_checkpoint_of_a_frozen_base_is_read_and_its_base_kept(tmp_path: 
     assert open_checkpoint(tmp_path / "new").base is None
 
 
+@pytest.mark.slow
 def test_a_truncated_adapter_file_is_refused(saved: Any) -> None:
     directory, _, _ = saved
     file = next(iter(directory.glob("*.safetensors")))

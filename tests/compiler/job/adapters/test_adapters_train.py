@@ -78,6 +78,7 @@ def test_gradient_checkpointing_is_ignored_and_this_is_said(name: str) -> None:
     assert job.code(0).partition("def step(")[2] == plain.code(0).partition("def step(")[2]
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_that_a_hook_asks_for_are_not_computed() -> None:
     model = MODELS["input gradients"]()
     with_hook, without = compile_job(model, num_devices=2), compile_job(MODELS["last layer"](), num_devices=2)
@@ -85,6 +86,7 @@ def test_gradients_of_inputs_that_a_hook_asks_for_are_not_computed() -> None:
     assert with_hook.code(1).count("rt.backward(") == without.code(1).count("rt.backward(") > 0
 
 
+@pytest.mark.slow
 def test_dropout_of_adapters_draws_the_numbers_of_eager() -> None:
     model = lora(llama(), lora_dropout=0.2)
     with compile_job(model) as job:

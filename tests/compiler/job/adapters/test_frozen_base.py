@@ -45,6 +45,7 @@ def swapping_job(model: Any, memory: str = "160kB") -> Job:
     return compile_job(model, strategy=f"{stages}, {tail}", optimizer=ADAMW, memory=memory)
 
 
+@pytest.mark.slow
 def test_optimizer_states_and_gradients_are_those_of_the_adapters() -> None:
     model = lora(llama(num_hidden_layers=LAYERS))
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -104,6 +105,7 @@ def test_stages_below_the_first_adapter_are_fetched_once_and_have_no_backward() 
     assert move(everywhere, ops.fetch) > 1.5 * move(job, ops.fetch)
 
 
+@pytest.mark.slow
 def test_frozen_stages_on_ssd_are_never_read_for_a_step_nor_written(tmp_path: Path) -> None:
     model = lora(llama(num_hidden_layers=LAYERS), r=16, layers_to_transform=[LAYERS - 1])
     machine = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="200MB", ssd="2GB")

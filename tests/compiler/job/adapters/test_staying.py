@@ -132,6 +132,7 @@ def test_a_checkpoint_goes_on_in_a_plan_with_all_on_the_device(tmp_path: Path) -
     assert loaded(**BATCH).loss.item() == pytest.approx(expected[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_that_puts_their_states_on_ssd_is_refused(tmp_path: Path) -> None:
     with compile_job(model(), SSD, ssd_dirs=[tmp_path]) as job:
         plan = job.plan.model_copy(deep=True)

@@ -162,6 +162,7 @@ def test_dynamic_shapes_that_say_nothing_usable_are_named(shapes: Any, words: st
         compile_job("gpt2", dynamic_shapes=shapes)
 
 
+@pytest.mark.slow
 def test_inputs_of_one_model_that_share_a_length_must_all_be_named() -> None:
     """The mask and the labels have the length of the ids."""
     with pytest.raises(CaptureError, match="leaves dimension 1 of 'attention_mask' at 48, the most of sequence"):

@@ -251,6 +251,7 @@ def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: P
         job.save_pretrained(tmp_path, merge=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["int8"], ["nf4-double", "int8"]))
 def test_evaluation_is_that_of_the_library(whole: Path, kind: str) -> None:
     """int8: what exceeds the threshold is found in the real inputs and multiplied in 16 bits, as in eager. 4 bits: as
@@ -297,6 +298,7 @@ def test_the_state_dict_is_the_librarys(whole: Path) -> None:
             assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_written_job_runs_again(whole: Path, tmp_path: Path) -> None:
     """Its files are verified as a stranger's would be."""
     theirs = adapt(load_model(whole, "nf4-double"))
@@ -326,6 +328,7 @@ def test_a_library_that_is_missing_is_named(whole: Path, monkeypatch: pytest.Mon
         libraries.bitsandbytes()
 
 
+@pytest.mark.slow
 def test_a_model_without_adapters_is_saved_by_its_library(whole: Path, tmp_path: Path) -> None:
     model = load_model(whole, "nf4").train()
     with compile_job(model) as job, pytest.raises(PlanError, match=r"is quantised, and its library alone writes"):
