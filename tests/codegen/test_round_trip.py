@@ -49,7 +49,7 @@ def test_one_stage_equals_eager(name: str, tmp_path: Path) -> None:
     assert_same(model, batch, 1, tmp_path)
 
 
-@pytest.mark.parametrize("name", slow_but(("gpt2", "t5"), STAGES))
+@pytest.mark.parametrize("name", slow_but(("gpt2",), STAGES))
 def test_several_stages_equal_eager(name: str, tmp_path: Path) -> None:
     model, batch = make(name)
     assert_same(model, batch, STAGES[name], tmp_path)

@@ -40,7 +40,7 @@ def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
     assert len(report.losses) == 2 and report.losses[1] < report.losses[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), "custom_function"])
+@pytest.mark.parametrize("name", slow_but(["custom_function"], ["gpt2", "bert", "custom_function"]))
 def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_itself(name: str) -> None:
     report = check_model(name, dropout=0.1)
     assert report.passed and report.skipped is None

@@ -14,6 +14,7 @@ import penstock
 from penstock.compiler.check.check import check
 from penstock.errors import PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
+from penstock.tests.shown_elsewhere import slow_but
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
 # fp32: sums of micro-batches and lanes in another order, three steps of size 0.5 on weights of size 1
@@ -77,7 +78,7 @@ def assert_equals_eager(job: penstock.Job, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("clip", slow_but([0.05], [None, 0.05]))
 def test_one_device_runs_hooks_as_eager_does(micro_batches: int, clip: float | None) -> None:
     job = compile_job(make(), 1, clip, micro_batches=micro_batches)
     assert job.code(0).count("rt.hook(") == 1

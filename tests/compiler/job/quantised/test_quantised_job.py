@@ -54,7 +54,7 @@ def require_equal(own: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(param, expected[name]), name
 
 
-SLOW = ("fp4", "nf4-bf16", "nf4-double")
+SLOW = ("fp4", "int8", "nf4-bf16", "nf4-double")
 
 
 @pytest.mark.parametrize(
