@@ -76,14 +76,13 @@ WAYS: dict[str, Way] = {
     "turns": Way(mesh={"depth": 2}, tier=DRAM, turns=True),
 }
 
-# By the names of two ways: what the refusal says. A pair that needs more devices than there are is refused, too
-# (`Pair.least_devices`).
+# By the names of two ways: what the refusal says.
 REFUSED: dict[tuple[str, str], str] = {
     ("Ulysses", "ring"): "'split-context' comes twice",  # members of one team meet in attention in one way
     # A part of a parameter is rows of the model's, or what a member has; no part is both.
     ("routing", "experts"): "has divided experts among 2 members; set its option experts=false",
 }
-TOO_FEW = r"deep are \d+ devices"
+TOO_FEW = r"deep are \d+ devices"  # what refuses a pair that needs more devices than there are
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Pair:
     @property
     def refused(self) -> str:
         """What the refusal says; "" where the pair trains."""
-        return REFUSED.get((self.first, self.second), TOO_FEW if self.least_devices > self.devices else "")
+        return REFUSED.get((self.first, self.second), "")
 
     @property
     def least_devices(self) -> int:
@@ -205,13 +204,14 @@ def slower(hardware: Hardware, first: int, times: float) -> Hardware:
     return with_slower(hardware, dict.fromkeys(range(first, hardware.num_devices), times))
 
 
-def pairs() -> Iterator[Pair]:
-    """Every two ways on 2 and 4 devices, and each alone. A stage is in one tier."""
+def pairs(on_too_few: bool = False) -> Iterator[Pair]:
+    """Every two ways on 2 and 4 devices, and each alone, if they need no more devices than these; or those that do
+    (`on_too_few`). A stage is in one tier."""
     for devices in (2, 4):
         for first, second in itertools.combinations_with_replacement(WAYS, 2):
             pair = Pair(first, second, devices)
             one_tier = first == second or not (WAYS[first].tier and WAYS[second].tier)
-            if one_tier and pair.is_one:
+            if one_tier and pair.is_one and (pair.least_devices > devices) == on_too_few:
                 yield pair
 
 

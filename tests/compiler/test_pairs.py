@@ -16,11 +16,11 @@ from penstock.ir.errors import PassError
 from penstock.ir.program import bind, team_of, work_of
 from penstock.runtime.simulate.collectives import rounds_of
 from penstock.tests.compiler.pair_ranks import train_on_ranks
-from penstock.tests.compiler.pairs import ROWS, TOLERANCE, WAYS, Difference, Pair, by_reference, pairs
+from penstock.tests.compiler.pairs import ROWS, TOLERANCE, TOO_FEW, WAYS, Difference, Pair, by_reference, pairs
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import SEQUENCE
 
-LEAST = 60  # pairs that must train
+LEAST, MOST_REFUSED = 120, 4  # pairs that must train, and those that may be refused
 TRAINED = [pair for pair in pairs() if not pair.refused]
 QUICK = (Pair("unequal shares", "pipeline"),)
 
@@ -29,8 +29,8 @@ def name_of(pair: Pair) -> str:
     return pair.name
 
 
-def test_there_are_enough_pairs() -> None:
-    assert len(TRAINED) >= LEAST
+def test_few_pairs_are_refused() -> None:
+    assert len(TRAINED) >= LEAST and sum(bool(pair.refused) for pair in pairs()) <= MOST_REFUSED
     assert {name for pair in TRAINED for name in (pair.first, pair.second)} == set(WAYS)
 
 
@@ -44,6 +44,13 @@ def test_a_pair_trains_as_eager(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", [pair for pair in pairs() if pair.refused], ids=name_of)
 def test_what_cannot_be_composed_is_refused(pair: Pair) -> None:
     with pytest.raises(PassError, match=pair.refused):
+        pair.compiled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", pairs(on_too_few=True), ids=name_of)
+def test_a_pair_on_too_few_devices_is_refused(pair: Pair) -> None:
+    with pytest.raises(PassError, match=TOO_FEW):
         pair.compiled()
 
 
