@@ -17,16 +17,14 @@ from ...runtime.torch_names import DisableAutocast, has_kernel_for_dispatch_key,
 
 CPU_KEY, CUDA_KEY = "AutocastCPU", "AutocastCUDA"
 
-# The amp page of torch's documentation lists both sets. Ops that CPUs keep in full precision as well are left out.
-INPUTS_IN_FP32 = """
+# The amp page of torch's documentation lists them: of those that take a type for their result that is fp32, of all
+# others all inputs are. Ops that CPUs keep in full precision as well are left out.
+IN_FP32 = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
 pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
 cosine_similarity dist pdist renorm logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
-upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-"""
-RESULT_IN_FP32 = """
-softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
-sum.dim_IntList
+upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d softmax.int log_softmax.int cumprod cumsum
+linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
 
 
@@ -43,12 +41,12 @@ def autocast_as(device_kind: str, dtype: torch.dtype | None) -> AbstractContextM
 @contextmanager
 def _as_cuda(dtype: torch.dtype) -> Iterator[None]:
     with scoped_library("aten", "IMPL") as library, torch.autocast("cpu", dtype=dtype):
-        for names, wrap in ((INPUTS_IN_FP32, _inputs_in_fp32), (RESULT_IN_FP32, _result_in_fp32)):
-            for name in names.split():
-                if _has_kernel(name, CUDA_KEY) and not _has_kernel(name, CPU_KEY):  # the lists change between versions
-                    packet, _, overload = name.partition(".")
-                    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                    library.impl(op, wrap(op), CPU_KEY)
+        for name in IN_FP32.split():
+            if _has_kernel(name, CUDA_KEY) and not _has_kernel(name, CPU_KEY):  # the list changes between versions
+                packet, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                takes_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
+                library.impl(op, (_result_in_fp32 if takes_dtype else _inputs_in_fp32)(op), CPU_KEY)
         yield
 
 

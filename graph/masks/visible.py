@@ -9,7 +9,6 @@ computed whole where it is not too large.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, fx
 
 from ...runtime.torch_names import FakeTensor, tree_map_only
 from ..dataflow import Dataflow
+from ..kernels.call_node import call_node
 from ..operators.calls import run_again, unread_operand
 from ..operators.record import Elements, OperatorCall
 from ..operators.table import operator_of
@@ -141,7 +141,7 @@ class _Values:
             if large or any(isinstance(value, Followed) for value in operands.values()):
                 return self.followed(node, operands)
             args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
-            return _call(node)(*args, **kwargs)
+            return call_node(self.graph, node, args, kwargs, lambda tensor: tensor)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # a call that needs what is not here
             raise Unfollowed from error
 
@@ -179,13 +179,6 @@ def _check(want: Any, value: Any) -> None:
     is_tensor = isinstance(value, Tensor | Followed)
     if is_tensor and not (isinstance(want, Tensor) and value.shape == want.shape and value.dtype == want.dtype):
         raise Unfollowed
-
-
-def _call(node: fx.Node) -> Callable[..., Any]:
-    if node.op == "call_method":
-        return lambda owner, *args, **kwargs: getattr(owner, str(node.target))(*args, **kwargs)
-    assert callable(node.target)
-    return node.target
 
 
 def _form(call: OperatorCall) -> Followed:
