@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ir.calls import call_name
+from ..kernels.call_node import call_node
 from ..operators.calls import copied_operand, only_operator
 from ..operators.record import Elements
 from ..opgraph import OpGraph
@@ -123,17 +124,12 @@ def _side(graph: OpGraph, node: fx.Node, shape: tuple[int, ...]) -> _Side | None
 
 def _laid_out(graph: OpGraph, node: fx.Node, value: Tensor) -> Any:
     """The call on other numbers; None where more than constants says how it lays them out."""
-    constants: dict[fx.Node, Tensor] = {}
-    for operand in node.all_input_nodes:
-        if operand is not node.args[0]:
-            known = constant_value(graph, operand)
-            if known is None:
-                return None
-            constants[operand] = known
-    args, kwargs = fx.map_arg((node.args[1:], node.kwargs), constants.__getitem__)
-    call: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+    operands = {n: value if n is node.args[0] else constant_value(graph, n) for n in node.all_input_nodes}
+    if any(operand is None for operand in operands.values()):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
     try:
-        return call(value, *args, **kwargs)
+        return call_node(graph, node, args, kwargs, lambda tensor: tensor)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
 
