@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def golden_path(test_file: Path, name: str) -> Path:
-    """Where the golden text `name` of a test file lives. ValueError for a name that is not plain lower case."""
+    """The path of the golden text `name` of a test file. ValueError for a name that is not plain lower case."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"golden name {name!r}: use lower-case letters, digits, '-', '_' and '.', e.g. 'two-stages'")
     return test_file.parent / "golden" / test_file.stem / f"{name}.txt"

@@ -209,7 +209,7 @@ class Copy:
         return self.green[test]
 
     def verdict(self, mutant: Mutant) -> tuple[str, str]:
-        """What became of the mutant, and the test that showed it."""
+        """The outcome of the mutant, and the test that showed it."""
         path = self.root / mutant.file
         source = path.read_text("utf-8")
         tests = likely_tests(self.root, mutant.file)

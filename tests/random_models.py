@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a test needs to know of a model."""
+    """The traits of a model that a test needs to know."""
 
     is_chain: bool  # each value has one reader and each weight one use: gradients are added up in one order only
     is_random: bool  # dropout

@@ -1,4 +1,4 @@
-"""Which models of the zoo the default tests leave to the slow ones, because another shows the same."""
+"""Models of the zoo that the default tests leave to the slow ones, because another shows the same."""
 
 from __future__ import annotations
 

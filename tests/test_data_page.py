@@ -1,4 +1,4 @@
-"""The blocks of docs/data.md run, one behind the other, and do what the text beside them says."""
+"""The blocks of docs/data.md run, one after the other, and do what the text beside them says."""
 
 from __future__ import annotations
 

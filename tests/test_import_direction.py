@@ -82,7 +82,7 @@ def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tuple[str
 
 
 def complaint(target: tuple[str, ...], path: Path) -> str:
-    """Why the file at `path` (relative to the root) may not import `target`; empty when it may."""
+    """The reason why the file at `path` (relative to the root) may not import `target`; empty when it may."""
     room = path.parts[0] if len(path.parts) > 1 else ""
     if target[0] == "":
         if room == "" and target[1] not in PACKAGE_MAY_IMPORT:

@@ -1,4 +1,4 @@
-"""What is on disk is what gets installed: setup.cfg lists every package and every data file, one by one."""
+"""Everything on disk gets installed: setup.cfg lists every package and every data file, one by one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ M = 1.0
 
 
 def ring_bytes(members: list[int], per_host: int, part: float, rounds: int) -> dict[int, float]:
-    """What each host sends to others while every member passes `part` on to the next, so many rounds long."""
+    """The bytes that each host sends to others while every member passes `part` on to the next, for this number of
+    rounds."""
     sent: dict[int, float] = {}
     for member, after in zip(members, [*members[1:], members[0]]):
         crosses = member // per_host != after // per_host

@@ -181,7 +181,7 @@ def test_a_part_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_row_with_an_error_fails_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the part goes on behind it, as those of several plans do."""
+    """Also where the part goes on after it, as those of several plans do."""
     rows = [{"figure": "the plan runs", "ok": False, "error": "half a step"}, {"figure": "another plan"}]
     monkeypatch.setattr(five_calls, "rows_of", lambda *_: iter(rows))
     monkeypatch.setattr(gpu_first.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))

@@ -24,7 +24,7 @@ def show(page: Any) -> float:
 
 
 def place_of(page: Any, index: int) -> tuple[float, float]:
-    """Where a span lies on the page."""
+    """The place of a span on the page."""
     page.locator("#timeline-chart").scroll_into_view_if_needed()
     x, y = page.evaluate(
         "i => { const s = spans[i], c = drawn['timeline-chart'];"

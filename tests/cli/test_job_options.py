@@ -1,4 +1,4 @@
-"""What the words of a command line become as arguments of `penstock.compile`."""
+"""The arguments of `penstock.compile` that the words of a command line become."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def start(ranks: int, text: Path, out: Path, *more: str) -> subprocess.Popen[str
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What was said. Nothing is left running, whatever happens."""
+    """End the process and return its output. Nothing is left running, whatever happens."""
     try:
         said, errors = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""How far planning is stands on a terminal, and nowhere else."""
+"""The progress of planning is shown on a terminal, and nowhere else."""
 
 from __future__ import annotations
 

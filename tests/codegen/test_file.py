@@ -148,7 +148,7 @@ def test_alternating_layers_are_one_loop(tmp_path: Path) -> None:
 
 
 class Residual(nn.Module):
-    """The input of the loop is read again behind it."""
+    """The input of the loop is read again after it."""
 
     def __init__(self, num_layers: int = 3):
         super().__init__()

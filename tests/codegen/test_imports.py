@@ -1,4 +1,4 @@
-"""What a generated file imports, and user code that nothing can import: its source goes along."""
+"""The imports of a generated file, and user code that nothing can import: its source goes along."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def train_on_ranks(
     chosen: Iterable[Pair], devices: int, told: Callable[[dict[str, Any]], Any] = lambda row: None
 ) -> list[dict[str, Any]]:
     """Train pairs on so many processes; a row for each, of which `told` hears as soon as it is there. Where one ends or
-    holds up the processes, new ones go on behind it."""
+    holds up the processes, new ones go on after it."""
     left = {pair.name: pair for pair in chosen if pair.devices == devices}
     rows: list[dict[str, Any]] = []
     while left:

@@ -116,7 +116,7 @@ class Pair:
 
     @property
     def refused(self) -> str:
-        """What the refusal says; "" where the pair trains."""
+        """The text of the refusal; "" where the pair trains."""
         return REFUSED.get((self.first, self.second), "")
 
     @property
@@ -217,7 +217,8 @@ def pairs(on_too_few: bool = False) -> Iterator[Pair]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from eager's, each by the measure of `TOLERANCE`; `worst` is the parameter with `gradients`."""
+    """The difference of a run from eager's, each by the measure of `TOLERANCE`; `worst` is the parameter with
+    `gradients`."""
 
     loss: float
     gradients: float
@@ -230,7 +231,7 @@ class Difference:
 
 
 def by_reference(pair: Pair) -> Difference:
-    """How far the reference runtime's run is from eager's, in this process."""
+    """The difference of the reference runtime's run from eager's, in this process."""
     model, batch = pair.make_case()
     job = pair.compiled()
     assert bool(job.folder.smaller) == pair.unequal
@@ -244,7 +245,7 @@ def by_reference(pair: Pair) -> Difference:
 
 
 def by_own_names(job: penstock.Job, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What each stage has, by the model's own names: parts of parameters are put together."""
+    """The tensors of each stage by the model's own names: parts of parameters are put together."""
     joiner, stages, whole = PartJoiner(), job.folder.interface.stages, dict[str, Tensor]()
     for stage, own in found.items():
         whole |= joiner.add(stages[stage].params, own)
@@ -308,7 +309,7 @@ def make_case(name: str, dropout: float, is_padded: bool = False) -> tuple[nn.Mo
 
 @functools.cache
 def by_eager(name: str, dropout: float, micro_batches: int, is_padded: bool) -> EagerRun:
-    """What plain PyTorch has on whole batches; dropout draws what as many micro-batches draw."""
+    """The run of plain PyTorch on whole batches; dropout draws as the same micro-batches draw."""
     model, batch = make_case(name, dropout, is_padded)
     mine = copy.deepcopy(model)
     eager = Eager(mine, module_runner(mine, "fp32", draws=micro_batches), OptimizerSpec.from_callable(SGD),

@@ -62,7 +62,7 @@ def test_all_that_are_admitted_train_as_eager(model: str) -> None:
 
 
 def summary(found: dict[Combination, Outcome]) -> str:
-    """How many trained, the furthest from eager of each precision, and who refused what."""
+    """The number that trained, the furthest from eager of each precision, and who refused what."""
     trained = {case: outcome for case, outcome in found.items() if not outcome.refused}
     lines = ["", f"{len(trained)} of {len(found)} combinations trained {STEPS} steps"]
     for precision, limit in TOLERANCE.items():

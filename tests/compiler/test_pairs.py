@@ -98,7 +98,7 @@ def test_members_exchange_what_theory_says(pair: Pair) -> None:
 
 
 def on_links_bytes(job: Job, op: ops.Op) -> float:
-    """What all devices send each other in a step by the calls of an op that a team makes together."""
+    """The bytes that all devices send each other in a step by the calls of an op that a team makes together."""
     sent = 0.0
     for program in bind([program for program in job.programs if program.function == "step"]):
         team = team_of(program.interface, program.device)

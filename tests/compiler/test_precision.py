@@ -214,7 +214,7 @@ def pure(model: nn.Module, micro_batches: int = 4, optimizer: Any = SGD, **optio
     plain = PlainPure(model, optimizer, micro_batches, **options)
 
     def noise(name: str, step: int, count: int) -> Tensor:
-        """What `round_into` adds: 1 + k 2^-23 goes up for the noises from 2^16 - k on."""
+        """The addend of `round_into`: 1 + k 2^-23 goes up for the noises from 2^16 - k on."""
         low, high = torch.zeros(count, dtype=torch.int64), torch.full((count,), 65536)
         while bool((high - low > 1).any()):
             middle = (low + high) // 2

@@ -30,7 +30,7 @@ counts = {"kernels": 0, "launches": 0}
 
 
 class Card:
-    """What Inductor asks Triton about the GPU."""
+    """The answers to Inductor's questions to Triton about the GPU."""
 
     def get_current_target(self) -> GPUTarget:
         major, minor = torch.cuda.get_device_capability()

@@ -1,7 +1,7 @@
 """Pytest plugin: every test with streams that are late at random and with poisoned memory, on a real GPU too.
 
 A missing wait then gives wrong numbers. Of the tasks that a device runtime issues, a share waits up to DELAY_US on its
-CUDA stream, behind the events that it must wait for and before its kernels; what follows without waiting for it runs
+CUDA stream, after the events that it must wait for and before its kernels; what follows without waiting for it runs
 too early. Memory that torch hands out uninitialised holds NaN, in the order of the stream that takes it: a block that
 is taken again while another stream still reads it is overwritten under the reader. Devices in processes of their own
 are not disturbed.

@@ -1,4 +1,4 @@
-"""What a GPU machine is measured with: copies that keep links busy while the host computes."""
+"""The measures of a GPU machine: copies that keep links busy while the host computes."""
 
 from __future__ import annotations
 

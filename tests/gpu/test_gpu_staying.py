@@ -1,4 +1,5 @@
-"""What is trained of a frozen base stays on a GPU beside stages that come from DRAM: training equals eager PyTorch."""
+"""Trained parameters of a frozen base stay on a GPU beside stages that come from DRAM: training equals eager
+PyTorch."""
 
 from __future__ import annotations
 

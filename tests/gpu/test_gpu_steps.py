@@ -1,4 +1,5 @@
-"""What an optimizer's step takes on a GPU beside parameters, gradients and states: as counted, by torch's allocator."""
+"""The memory of an optimizer's step on a GPU beside parameters, gradients and states: as counted, by torch's
+allocator."""
 
 from __future__ import annotations
 

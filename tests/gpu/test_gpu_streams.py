@@ -51,7 +51,7 @@ def test_fetches_run_under_computation() -> None:
 
 
 def test_spans_of_threads_and_of_the_gpu_share_one_clock() -> None:
-    """Every op starts behind what it waits for, by the clocks that measured them."""
+    """Every op starts after what it waits for, by the clocks that measured them."""
     data = batches(count=1)
     with swapping_job(model_of(), data[0]) as job:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What is to be timed, and what becomes of the times: samples, seconds of blocks, stages and ops."""
+"""The blocks to time, and the use of the times: samples, seconds of blocks, stages and ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every pass: contracts, plans that change nothing, decisions that survive JSON, texts."""
+"""The contracts of every pass, plans that change nothing, decisions that survive JSON, texts."""
 
 from __future__ import annotations
 

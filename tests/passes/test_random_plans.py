@@ -43,7 +43,7 @@ MANY_MODELS, MANY_PLANS = 250, 20  # 5000 cases
 # In a chain each gradient is one product of the same numbers, and micro-batches are added up in the same order: equal
 # bit for bit, in fp32. Elsewhere a value with several readers, or a weight with several uses, has its gradients added
 # per stage and device first. Of at most 11 terms of size 1 to 10, in fp64, any two orders differ by less than
-# 11 * 10 * 2^-53 = 1.2e-14, and the few layers behind them make it some times as much.
+# 11 * 10 * 2^-53 = 1.2e-14, and the few layers after them make it some times as much.
 CHAIN, REORDERED = 0.0, 1e-12
 
 BY_HAND = "by hand"

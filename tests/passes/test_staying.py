@@ -1,4 +1,4 @@
-"""Which stages' trained parameters stay on the device, and that every count of memory knows."""
+"""Stages' trained parameters that stay on the device, and that every count of memory knows."""
 
 from __future__ import annotations
 

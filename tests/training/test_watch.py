@@ -20,7 +20,7 @@ TIERS = "partition-balanced, map-round-robin, schedule-pipeline, insert-remat, i
 
 
 class Asked:
-    """What a `StragglerWatch` asks of a job: steps of half a second, and from the 41st on an offer."""
+    """The answers to a `StragglerWatch`'s questions: steps of half a second, and from the 41st on an offer."""
 
     def __init__(self, offer: Any, devices: int = 2):
         self.folder = SimpleNamespace(interface=SimpleNamespace(world_size=devices))

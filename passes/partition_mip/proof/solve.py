@@ -252,9 +252,8 @@ class _Tree:
 
     @staticmethod
     def bound_by_turns(nodes: list[_Node]) -> list[_Node]:
-        """Bound the nodes of all choices of resident devices, each by the least of those that are it in turn: by the
-        number of stages after which a device has the last one (`restrict`), a choice is the same as another one of
-        these."""
+        """Bound the nodes of all choices of resident devices, each by the least bound of its rotations: with another
+        number of stages another device has the last one (`restrict`), so a choice equals a rotated one."""
         bounds = {node.residents: node.bound_s for node in nodes}
         for node in nodes:
             stays = node.residents

@@ -1,4 +1,4 @@
-"""What calls of a model become in the graph: those that take memory as it is take zeros."""
+"""The nodes that calls of a model become: those that take memory as it is take zeros."""
 
 from __future__ import annotations
 

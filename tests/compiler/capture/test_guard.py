@@ -1,4 +1,4 @@
-"""What is replaced for a trace is replaced in its own thread: on others a device may be at work on a step."""
+"""Functions are replaced for a trace in its own thread: on others a device may be at work on a step."""
 
 from __future__ import annotations
 

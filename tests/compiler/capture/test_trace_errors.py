@@ -1,4 +1,5 @@
-"""What cannot be captured says where and what to do; whatever happens, the user's model is given back as it was."""
+"""Models that cannot be captured are refused with the place and a way out; the user's model is always given back as it
+was."""
 
 from __future__ import annotations
 

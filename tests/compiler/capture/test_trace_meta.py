@@ -1,4 +1,4 @@
-"""What node meta promises: where an op ran, what it writes, aliases, draws, and how inputs and outputs are named."""
+"""The promises of node meta: where an op ran, what it writes, aliases, draws, and how inputs and outputs are named."""
 
 from __future__ import annotations
 

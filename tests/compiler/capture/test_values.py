@@ -1,4 +1,5 @@
-"""What a line of the model may read while it is captured: values that follow from constants, the same at every step."""
+"""Values that a line of the model may read while it is captured: those that follow from constants, the same at every
+step."""
 
 from __future__ import annotations
 

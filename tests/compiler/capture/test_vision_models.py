@@ -208,7 +208,7 @@ def test_images_that_are_not_those_of_their_rows_fail_the_models_own_check() -> 
 
 
 class Packed(nn.Module):
-    """Attention inside sequences that are packed one behind the other; `lengths` has one entry for each."""
+    """Attention inside sequences that are packed one after the other; `lengths` has one entry for each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Agents:
         return [process.wait(max(0.1, deadline_s - time.monotonic())) for process in self.processes]
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """What each rank wrote, if it did."""
+        """The results that each rank wrote, if it did."""
         return {int(p.stem[4:]): json.loads(p.read_text()) for p in self.folder.glob("rank*.json")}
 
     def pid(self, rank: int) -> int:
@@ -56,7 +56,7 @@ class Agents:
             time.sleep(0.02)
 
     def output(self) -> str:
-        """What all agents and ranks have printed."""
+        """The output of all agents and ranks."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("agent*.log")))
 
 

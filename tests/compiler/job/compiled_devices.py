@@ -38,7 +38,7 @@ def train(strategy: str = "1f1b") -> tuple[parity.Parity, list[float], dict[str,
 
 
 def ranks(backend: str) -> list[dict[str, Any]]:
-    """What two ranks of torchrun print: whether they are within the tolerance, and what torch counted."""
+    """The output of two ranks of torchrun: whether they are within the tolerance, and what torch counted."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", __name__, backend]
     done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, timeout=280, check=False)

@@ -36,7 +36,7 @@ class Case:
         return rows or None
 
     def eager(self, params: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-        """What a user without Penstock writes."""
+        """The loop that a user without Penstock writes."""
         rest, made = dict(params), []
         for patterns, own in self.groups.items():
             names = [name for name in rest if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

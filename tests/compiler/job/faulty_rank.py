@@ -132,7 +132,7 @@ def train(job: penstock.Job, options: argparse.Namespace, fault: str, losses: li
 
 
 def after_training(job: penstock.Job, folder: Path) -> dict[str, object]:
-    """What every rank sees of a trained job, whichever device has it."""
+    """The figures that every rank sees of a trained job, whichever device has it."""
     evaluated = job.evaluate((batch_of(0),))
     job.sync()
     job.save_pretrained(folder / "model")

@@ -167,6 +167,6 @@ def test_what_jobs_refuse() -> None:
 
 @pytest.mark.parametrize("after", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])
 def test_no_pass_decides_behind_it(after: str) -> None:
-    with pytest.raises(PassError, match=r'updates stand between its turns.* such as "ftpipe" or "mobius"'):
+    with pytest.raises(PassError, match=r'updates come between its turns.* such as "ftpipe" or "mobius"'):
         parse_pipeline(f"{STRATEGIES['async']}, {after}", 2)
     require_complete(parse_pipeline("ftpipe-async", 2))

@@ -1,4 +1,4 @@
-"""What a plan has taken from the model must not change behind its back."""
+"""A model must not change in a property that a plan has taken from it."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ USES: dict[str, Callable[[Place, Path], None]] = {
 
 
 def try_changes(place: Place, name: str, numbers: range) -> Counter[str]:
-    """What became of each change: "accepted", or the type of the error, all of them ours."""
+    """The outcome of each change: "accepted", or the type of the error, all of them ours."""
     found: Counter[str] = Counter()
     for number in numbers:
         target = place.altered(name, number)

@@ -21,7 +21,7 @@ from penstock.tests.compiler.job.fed_by_rank import BATCH, Net, Samples, compile
 
 
 def torchrun(ranks: int, folder: Path, steps: int, *words: str) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """The findings of each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(Path(fed_by_parts.__file__)), str(folder), str(steps), *words]
     done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""What a job has trained can be taken out and put back: sync, state dicts, transformers' files, checkpoints."""
+"""Trained state can be taken out of a job and put back: sync, state dicts, transformers' files, checkpoints."""
 
 from __future__ import annotations
 

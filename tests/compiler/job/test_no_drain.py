@@ -1,4 +1,4 @@
-"""Steps one after another: `step` returns with the loss, the end of a step goes on behind it, and nothing changes."""
+"""Steps one after another: `step` returns with the loss, the end of a step goes on after it, and nothing changes."""
 
 from __future__ import annotations
 

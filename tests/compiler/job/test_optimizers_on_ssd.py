@@ -1,4 +1,4 @@
-"""Optimizer states on SSD, stepped under the backward pass, before the norm is known or behind it: the same bits."""
+"""Optimizer states on SSD, stepped under the backward pass, before the norm is known or after it: the same bits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(
     resume: bool,
     large: bool = False,
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Weights, and what was reported of gradients, behind STEPS steps, in one run or in two."""
+    """Weights, and what was reported of gradients, after STEPS steps, in one run or in two."""
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=1, memory="1GB", dram="2GB", ssd="20GB", ssd_dir=disk)
 

@@ -1,4 +1,4 @@
-"""What a run asks of the machine it starts on, and planning does not."""
+"""The needs of a run that planning does not have, of the machine it starts on."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ def whole_run(folder: Path, ranks: int = 2) -> list[float]:
 
 
 def resume(folder: Path, ranks: int) -> list[float]:
-    """The losses behind the checkpoint, on plain links again."""
+    """The losses after the checkpoint, on plain links again."""
     with agents(folder, "--resume", per_node=ranks) as running:
         assert running.wait(200) == [0], running.output()
         return list(running.results()[0]["losses"])
 
 
 def errors_of(found: dict[int, dict[str, Any]], ranks: Iterable[int]) -> set[str]:
-    """What the ranks say, each once; all of them must have said something."""
+    """The errors of the ranks, each once; all of them must have one."""
     return {str(found[rank]["error"]) for rank in ranks}
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path: Path) -> None:
         assert time.time() - reached_s > SILENT_S
         (error,) = errors_of(running.results(), [0, 2])
         assert "is stopped (SIGSTOP)" in error and "rank 1 (on " in error and "line " in error
-        running.wait(90)  # torchrun kills what does not answer behind half a minute
+        running.wait(90)  # torchrun kills what does not answer after half a minute
         assert all(is_gone(running.pid(rank)) for rank in range(3))
     assert resume(tmp_path, 2) == whole_run(tmp_path / "whole")[2:]
 

@@ -1,4 +1,4 @@
-"""Samplers: together the ranks read what one process alone would, in its order, also behind a resume on other ranks."""
+"""Samplers: together the ranks read what one process alone would, in its order, also after a resume on other ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_stateful_loader_goes_on_with_other_ranks(num_workers: int) -> None:
         return [int(v) for parts in islice(zip(*ranks, strict=True), count) for part in parts for v in part["x"]]
 
     order = SampleOrder(23, True, 0)
-    for done in (3, 6):  # inside an epoch, and behind its last batch
+    for done in (3, 6):  # inside an epoch, and after its last batch
         before = loaders(4)
         assert global_batches(before, done) == order.take(0, 4 * done)
         state = json.loads(json.dumps(before[0].state_dict()))

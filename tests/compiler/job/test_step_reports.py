@@ -1,4 +1,4 @@
-"""What a step reports: learning rates and the gradients' norm, and reports of ended steps without waiting."""
+"""The report of a step: learning rates and the gradients' norm, and reports of ended steps without waiting."""
 
 from __future__ import annotations
 

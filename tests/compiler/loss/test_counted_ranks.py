@@ -21,7 +21,7 @@ from penstock.tests.compiler.loss.whole_batch import Step, eager_step
 
 
 def torchrun(ranks: int, folder: Path, *words: str) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """The findings of each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(Path(counted_rank.__file__)), str(folder), *words]
     done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, timeout=300)

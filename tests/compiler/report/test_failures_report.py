@@ -1,4 +1,4 @@
-"""What a plan's answer says of failures."""
+"""The lines on failures in a plan's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How updates go over memory, in words: what is said is what steps."""
+"""Updates in words: what is said is what steps."""
 
 from __future__ import annotations
 

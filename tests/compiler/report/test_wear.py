@@ -1,4 +1,4 @@
-"""What a plan wears of SSDs, from bytes to days."""
+"""The wear of SSDs by a plan, from bytes to days."""
 
 from __future__ import annotations
 

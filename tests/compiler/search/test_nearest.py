@@ -1,4 +1,4 @@
-"""What does not fit is refused at once, and only that; the nearest that fits is found in few tries."""
+"""Models that do not fit are refused at once, and only these; the nearest that fits is found in few tries."""
 
 from __future__ import annotations
 

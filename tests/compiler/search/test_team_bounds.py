@@ -1,4 +1,4 @@
-"""What members of teams exchange counts in lower bounds and in the estimates that give the order of tries."""
+"""Exchanges of a team's members count in lower bounds and in the estimates that give the order of tries."""
 
 from __future__ import annotations
 

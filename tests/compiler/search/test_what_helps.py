@@ -1,4 +1,4 @@
-"""What more of anything would give is not mixed up with what another plan gives without it."""
+"""Gains of more of anything are not mixed up with those of another plan without it."""
 
 from __future__ import annotations
 

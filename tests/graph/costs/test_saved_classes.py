@@ -322,7 +322,7 @@ def test_measured_seconds_fall_with_what_is_kept() -> None:
 
 
 class InPlace(nn.Module):
-    """Rectified in place: behind a convolution, behind a view of a product, and not at all."""
+    """Rectified in place: after a convolution, after a view of a product, and not at all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ class Experts(nn.Module):
         return rows[place].view(*chosen.shape, WIDTH).sum(1)
 
     def result(self, rows: Tensor) -> Tensor:
-        """What an expert gives, of its last product."""
+        """The result of an expert, of its last product."""
         return rows
 
 

@@ -31,7 +31,7 @@ def compile_job(model: nn.Module, batch: dict[str, Any], num_devices: int = 2, *
 
 
 def facts_said(job: Job) -> str:
-    """What `explain` says of rows."""
+    """The lines of `explain` on rows."""
     interface = job.folder.interface
     return " ".join(fact_lines(job.folder.settings.rows, interface.micro_batches_of_update, interface.asynchronous))
 

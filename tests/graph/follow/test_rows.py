@@ -1,4 +1,4 @@
-"""Where rows meet and whether a loss is a mean or a sum: against names, and against numbers."""
+"""Rows that meet, and losses that are a mean or a sum: against names, and against numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tokens lie, and which nodes are token-wise: against names, and against numbers."""
+"""The places of tokens, and the token-wise nodes: against names, and against numbers."""
 
 from __future__ import annotations
 

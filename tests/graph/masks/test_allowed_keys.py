@@ -1,4 +1,4 @@
-"""What calls of attention let their queries see, of masks that say it by places, documents and keys."""
+"""The keys that calls of attention let their queries see, of masks that say it by places, documents and keys."""
 
 from __future__ import annotations
 

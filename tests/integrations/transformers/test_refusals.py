@@ -1,4 +1,4 @@
-"""What a Job cannot honour is refused by its name, before a step is made."""
+"""Options that a Job cannot honour are refused by name, before a step is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a GPU's memory is not a plan's: stated part by part, and outside of a part of the memory."""
+"""The part of a GPU's memory that is not a plan's: stated part by part, and outside of a part of the memory."""
 
 from __future__ import annotations
 

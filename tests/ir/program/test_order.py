@@ -1,4 +1,4 @@
-"""Who waits for whom: each kind of wait, with its reason."""
+"""Each kind of wait, with its reason."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _gather(program: Program, stage: str) -> fx.Node:
 
 
 def with_team_ops(interface: Interface, team: int = 2) -> Program:
-    """What a lane does with one input, where `team` lanes of a device are a team: every op of `ir/ops/team.py`."""
+    """The ops of a lane on one input, where `team` lanes of a device are a team: every op of `ir/ops/team.py`."""
     lanes = tuple((device,) for device in range(team))
     rows = interface.batch["ids"].shape[0]
     batch = {**interface.batch, "routes": TensorSpec("routes", (team * rows, 2), "int32")}  # two experts of each row

@@ -1,4 +1,4 @@
-"""What the verifier says of programs that use SSDs: right ones pass, each way to break one is refused."""
+"""The verifier on programs that use SSDs: right ones pass, each way to break one is refused."""
 
 from __future__ import annotations
 

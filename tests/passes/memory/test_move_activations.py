@@ -197,7 +197,7 @@ def test_bytes_that_can_move_and_come_back_for_one_turn() -> None:
     (program,) = draft.programs
     keep_classes(program, choices)
     one = ROWS * 16 * 4
-    # The inputs of stage3 come back right behind its last forward.
+    # The inputs of stage3 come back right after its last forward.
     assert input_bytes(program, choices) == {"stage1": 2 * one, "stage2": 2 * one, "stage3": 2 * one}
     kept = max(n.meta["type"].bytes for n in program.graph.nodes if getattr(n.meta.get("type"), "kind", "") == "kept")
     assert one < turn_bytes(program, choices, ("dram",)) <= one + kept

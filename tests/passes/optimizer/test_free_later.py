@@ -1,4 +1,4 @@
-"""Gradients that leave are freed behind backwards that would wait for them, where the device's memory holds both."""
+"""Gradients that leave are freed after backwards that would wait for them, where the device's memory holds both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def machine(budget_bytes: int, kind: str = "cpu") -> Hardware:
 
 
 def both_bytes(program: Program, kind: str) -> int:
-    """What the gradients of both stages take beside one backward."""
+    """The bytes of the gradients of both stages beside one backward."""
     moved = program.copy()
     calls(moved, ops.offload)[1].prepend(left(moved))
     return pooled_bytes(moved) if kind == "cuda" else profile_memory(moved).peak_bytes[ops.DEVICE]

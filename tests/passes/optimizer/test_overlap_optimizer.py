@@ -186,7 +186,7 @@ def test_the_same_weights_as_insert_optimizer(name: str, clip: str, model: str) 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resident_stages_beside_swapped_ones(precision: str) -> None:
-    """Those are clipped and stepped on their device behind the norm, these judged behind it."""
+    """Those are clipped and stepped on their device after the norm, these judged after it."""
     graph, batches = trace_case("mlp", dropout=0.0)
     options = {"precision": precision, "max_grad_norm": 0.05, "micro_batches": 2}
     drafts = [draft_of(graph, machine(2), **options) for _ in range(2)]

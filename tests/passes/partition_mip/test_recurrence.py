@@ -127,5 +127,5 @@ def test_backward_fetches_of_one_device_slow_the_last_forward_of_another() -> No
     cuts = (0, 1, 2, 3, 4, 5)
     assert residents(p, cuts) == (False, False)
     # Stages 0 and 1 are there after 16 s, 2 and 3 after 32 s; then 4, and 1 again, come until 48 s. Gradients follow,
-    # of stages 1 to 4 behind their messages of 4 x 10 MB, and the update of the last 4 G parameters.
+    # of stages 1 to 4 after their messages of 4 x 10 MB, and the update of the last 4 G parameters.
     assert contended_s(p, cuts) == pytest.approx(48.0 + 5 * 8.0 + 4 * 0.08 + 4 * 0.2, abs=0.2)

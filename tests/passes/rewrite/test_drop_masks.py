@@ -58,7 +58,7 @@ def forms(graph: OpGraph) -> dict[str, MaskForm]:
 
 
 def only_form(mask: MakeMask, keys: int = LENGTH) -> MaskForm | None:
-    """What is found of a mask: once computed as it is, once followed without a tensor of its size."""
+    """The form of a mask: once computed as it is, once followed without a tensor of its size."""
     graph = capture_mask(mask, keys)
     found = [set(forms(graph).values())]
     with pytest.MonkeyPatch.context() as patch:

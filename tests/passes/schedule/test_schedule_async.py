@@ -208,7 +208,7 @@ def test_tiers_that_cannot_be_are_refused(schedule: ScheduleAsync, words: str) -
 
 
 def assert_same_versions(draft: Draft, loop: Sequential, schedule: ScheduleAsync) -> None:
-    """Which versions the programs read, and the staleness that the plan states."""
+    """Check the versions that the programs read, and the staleness that the plan states."""
     found = {key: row for program in draft.programs for key, row in readings(program).items()}
     stale: dict[str, int] = {}
     for stage in loop.stages:

@@ -107,7 +107,7 @@ def without(text: str) -> str:
 
 
 def after(op: str, added: str) -> Edit:
-    """Another line behind the first of an op, whose result takes the place of that one's."""
+    """Another line after the first of an op, whose result takes the place of that one's."""
 
     def edit(text: str) -> str:
         found = re.search(rf"    (\w+)(,?) = rt\.{op}\(.*\n", text)

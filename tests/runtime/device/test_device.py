@@ -175,7 +175,7 @@ def test_fetch_and_compute_overlap_on_a_slow_link(tmp_path: Path) -> None:
     assert any(f.start_s < c.end_s and c.start_s < f.end_s for f in fetches for c in computed)
     starts = {s.text.split(" = ")[0]: s.start_s for s in session.spans if s.op == "fetch"}
     first_use = next(s for s in computed if '"stage0"' in s.text)
-    assert starts["w1"] < first_use.end_s  # prefetched while stage 0 runs, not behind it
+    assert starts["w1"] < first_use.end_s  # prefetched while stage 0 runs, not after it
     session.close()
 
 

@@ -31,7 +31,7 @@ SLOW = 0.15  # what a loaded machine may take longer, in seconds
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[LinkServer]:
-    """Per device: 20 bytes over the shared link, the same behind 0.1 s, urgent and not, 20 bytes over another."""
+    """Per device: 20 bytes over the shared link, the same after 0.1 s, urgent and not, 20 bytes over another."""
     rows = [
         Cost(0.0, ((("shared",), 20.0),)),
         Cost(0.1, ((("shared",), 20.0),)),

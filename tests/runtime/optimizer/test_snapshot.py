@@ -117,7 +117,7 @@ def test_every_schedule_returns(scheduler: Any) -> None:
 
 @pytest.mark.parametrize("case", ["AdamW-fused", "Adagrad-loop", "Replacing", "SGD-momentum-fused"])
 def test_tensors_may_be_brought_back_by_others(case: str) -> None:
-    """As from the other copy on SSD: into other places, behind which only numbers are left to restore."""
+    """As from the other copy on SSD: into other places, after which only numbers are left to restore."""
     spec = OptimizerSpec.from_callable(CASES[case], SCHEDULERS[0])
     mine, plain = weights(), weights()
     part, reference = StageOptimizer(spec, mine, places_for(spec)), StageOptimizer(spec, plain)

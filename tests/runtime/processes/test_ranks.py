@@ -203,11 +203,11 @@ def test_what_others_write_into_the_store_ends_nothing(server: dist.TCPStore) ->
     time.sleep(0.3)
     assert ranks[0].reported_failure() is None and ranks[1].last_place(0) == ""
     assert on_all(2, lambda rank: ranks[rank].exchange(rank)) == [[0, 1]] * 2
-    ranks[1].report(Failure(1, error_to_data(WorkerError("a report behind the others' rows"))))
+    ranks[1].report(Failure(1, error_to_data(WorkerError("a report after the others' rows"))))
     deadline_s = time.monotonic() + 5
     while ranks[0].reported_failure() is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert "behind the others' rows" in ranks[0].reported_failure().error["message"]
+    assert "after the others' rows" in ranks[0].reported_failure().error["message"]
     assert all(each._watch._thread.is_alive() and not each._watch.lost for each in ranks)
     on_all(2, lambda rank: ranks[rank].leave())
 

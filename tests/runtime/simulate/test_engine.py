@@ -140,7 +140,7 @@ def test_activations_go_before_weights_that_are_asked_for_ahead() -> None:
     timeline = simulate(programs, machine(2))
     x_bytes = x.meta["type"].bytes
     recv, fetch = spans_of(timeline, "recv")[0], spans_of(timeline, "fetch")[0]
-    # The input and the activation take all of rc0.0.down, one after the other; the weights move behind them.
+    # The input and the activation take all of rc0.0.down, one after the other; the weights move after them.
     assert recv.end_s == pytest.approx(2 * x_bytes / 1e9)
     assert fetch.end_s == pytest.approx((2 * x_bytes + WEIGHT_BYTES) / 1e9)
 
@@ -188,7 +188,7 @@ def test_a_fetch_waits_for_its_place_in_the_arena() -> None:
     timeline = simulate(pipeline(1, 2, 2, width=WIDTH, flops=1e9, prefetch=False), machine(1))
     fetches = spans_of(timeline, "fetch")
     forwards = spans_of(timeline, "forward")
-    assert fetches[1].start_s >= forwards[1].end_s  # behind the last reader of the first stage's weights
+    assert fetches[1].start_s >= forwards[1].end_s  # after the last reader of the first stage's weights
     early = simulate(pipeline(1, 2, 2, width=WIDTH, flops=1e9), machine(1))
     assert spans_of(early, "fetch")[1].start_s < forwards[1].end_s
     assert early.step_s < timeline.step_s

@@ -102,7 +102,7 @@ def test_chunks_go_round_robin_and_files_begin_on_different_disks(make: Make) ->
 
 
 def test_a_file_written_whole_is_read_in_parts_and_counted(make: Make) -> None:
-    """Weights, masters and states lie behind each other; masters and states are read without the weights."""
+    """Weights, masters and states are stored one after the other; masters and states are read without the weights."""
     folder = make(2, verify=True)
     file, contents = fill(folder, 15 * PAGE)
     for begin, end in ((3, 15), (0, 3), (4, 5)):

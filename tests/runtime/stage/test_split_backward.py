@@ -24,7 +24,7 @@ SPLIT = {"fetched": False, "kept": True, "split": True}
 
 
 class Knotted(nn.Module):
-    """A layer that is used twice with others between, a vector that enters before and behind it, and an output that
+    """A layer that is used twice with others between, a vector that enters before and after it, and an output that
     no input reaches."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is put together from steps: rates, the slowest device, a curve of any length."""
+"""Figures that are put together from steps: rates, the slowest device, a curve of any length."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def terminal(width: int = 100, height: int = 30) -> Console:
 
 
 def show(listener: Listener, screen: Console) -> str:
-    """What the view looks like now, without the blanks at the ends of lines."""
+    """The view as it looks now, without the blanks at the ends of lines."""
     screen.print(listener)
     return "".join(f"{line.rstrip()}\n" for line in screen.export_text().splitlines())
 

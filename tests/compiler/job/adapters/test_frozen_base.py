@@ -1,4 +1,4 @@
-"""What a frozen base costs, counted in the printed programs: its own bytes and no more, as seldom as can be."""
+"""The costs of a frozen base, counted in the printed programs: its own bytes and no more, as seldom as can be."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def common_blocks(p: MipProblem, cuts: Sequence[int]) -> list[int]:
 
 
 def which_of(p: MipProblem, cuts: Sequence[int], least: int) -> Largest:
-    """What there is to know of the stages with at least so many common blocks."""
+    """The facts of the stages with at least this number of common blocks."""
     blocks = common_blocks(p, cuts)
     runs_again = {j for d in range(len(p.units)) for j in p.placed.get(_on(cuts, d, len(p.units)), (0.0, []))[1]}
     return Largest(least, max(blocks), any(blocks[j] >= least for j in runs_again))

@@ -1,4 +1,4 @@
-"""How many common blocks keep their saved tensors at most: never fewer than in a partition, and no fractions."""
+"""The most common blocks that keep their saved tensors: never fewer than in a partition, and no fractions."""
 
 from __future__ import annotations
 
