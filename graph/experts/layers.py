@@ -16,7 +16,7 @@ from torch import fx, nn
 from ...runtime.torch_names import grouped_mm
 from ..dataflow import closure
 from ..follow.engine import keeps_rows
-from ..operators.calls import copied_operand
+from ..operators.calls import copied_operand, unknown_call
 from ..operators.record import Elements
 from ..opgraph import OpGraph, value_tensors
 
@@ -187,7 +187,10 @@ def _refusal(
         return "it gives more than tensors"
     given = {node for node in entering if is_of_rows(node, rows)}
     unclear = keeps_rows(graph, inside, given, rows)
-    return f"{unclear.meta.get('source') or unclear.name} may mix the rows of different experts" if unclear else ""
+    if unclear is None:
+        return ""
+    place = unclear.meta.get("source") or unclear.name
+    return unknown_call(graph, unclear) or f"{place} may mix the rows of different experts"
 
 
 def is_of_rows(node: fx.Node, rows: int) -> bool:

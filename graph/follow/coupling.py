@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ...ir.errors import CaptureError, DoesNotFit
 from ..edit import GraphEdit, set_outputs
+from ..operators.record import no_record
 from ..operators.states import Kind
 from ..opgraph import OpGraph
 from .rows import Coupling, GraphOf, RowFacts, row_facts
@@ -107,5 +108,7 @@ WORDS = {
 
 def coupling_text(coupling: Coupling) -> str:
     """Where rows meet, in words."""
+    if coupling.kind is Kind.NO_RECORD:
+        return no_record(coupling.operator, coupling.source)
     text = WORDS[coupling.kind].format(module=coupling.module, operator=coupling.operator)
     return f"{text} at {coupling.source}" if coupling.source else text

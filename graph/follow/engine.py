@@ -25,7 +25,7 @@ from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.calls import call_key
 from ..operators.pointwise import elementwise
-from ..operators.record import RowCall, nonlinear, operator_name, plain
+from ..operators.record import UNKNOWN, RowCall, nonlinear, operator_name, plain, record_name
 from ..operators.states import ByRow, Free, Kind, Mixed, RowState, Scale, whole
 from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
@@ -293,14 +293,17 @@ class Follower(TorchDispatchMode):
         return out
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:
-        rule = operator_of(call.func).rows
-        if rule is not None:
-            return rule(call)
+        known = operator_of(call.func)
+        if known.rows is not None:
+            return known.rows(call)
         states = [self.state(tensor) for tensor in call.tensors()]
         if torch.Tag.pointwise in call.func.tags:
             return elementwise(call)
         if all(isinstance(state, Free) for state in states):
             return [Free(varies=whole(range(t.dim()))) for t in call.results()]
+        if known is UNKNOWN and not any(isinstance(state, Mixed) for state in states):
+            self.operator = record_name(call.func)
+            return call.mix(Kind.NO_RECORD)
         return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
 
     def trail(self, loss: fx.Node) -> Trail:

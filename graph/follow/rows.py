@@ -102,7 +102,7 @@ def _facts(graph: OpGraph, trail: Trail) -> RowFacts:
 
 def _coupling(node: fx.Node, kind: Kind, operator: str) -> Coupling:
     path, cls = node.meta["module_path"], node.meta["module_type"]
-    if kind is not Kind.UNKNOWN:  # as the user calls it
+    if kind not in (Kind.UNKNOWN, Kind.NO_RECORD):  # as the user calls it
         operator = cls if node.op == "call_module" else function_name(node.target, str(node.target))
     return Coupling(
         kind=kind, operator=operator, module=f"{path} ({cls})" if path else cls, source=str(node.meta["source"])

@@ -22,7 +22,7 @@ from ...ir.edges import storage_root, written_roots
 from ..dataflow import Dataflow
 from ..follow.linear import effect_of, is_linear
 from ..kernels.call_node import call_node
-from ..operators.calls import copied_operand, operators
+from ..operators.calls import copied_operand, operators, unknown_call
 from ..operators.record import Elements
 from ..operators.states import ByRow
 from ..opgraph import OpGraph
@@ -170,7 +170,7 @@ class _Finder:
         elif _moves_rows(self.graph, node, before):
             self.moves.append(node)
         else:
-            raise _Whole(f"{name or node.name} stands between the head and the loss")
+            raise _Whole(unknown_call(self.graph, node) or f"{name or node.name} stands between the head and the loss")
         self.between.append(node)
         return before
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ...runtime.torch_names import FakeTensor, TorchDispatchMode, tree_map_only
 from ..opgraph import OpGraph, value_tensors
-from .record import Elements, OperatorCall, operator_name
+from .record import UNKNOWN, Elements, OperatorCall, no_record, operator_name, record_name
 from .table import operator_of
 
 Known = TypeVar("Known")
@@ -82,6 +82,14 @@ def only_operator(graph: OpGraph, node: fx.Node) -> str:
     """The name of the operator that is all that a node calls; "" where there are others, or it is not known."""
     called = operators(graph, node) or ()
     return operator_name(called[0]) if len(called) == 1 else ""
+
+
+def unknown_call(graph: OpGraph, node: fx.Node) -> str:
+    """The refusal of a node that calls an operator without a record; empty for any other node."""
+    unknown = (func for func in operators(graph, node) or () if operator_of(func) is UNKNOWN)
+    names = (record_name(func) for func in unknown if not func.is_view and torch.Tag.pointwise not in func.tags)
+    name = next(names, "")
+    return no_record(name, str(node.meta.get("source", ""))) if name else ""
 
 
 def call_key(

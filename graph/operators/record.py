@@ -147,14 +147,20 @@ def nothing(call: OperatorCall) -> int:
 
 
 def operator_of(func: Any) -> Operator:
-    """The record of an operator: `aten::add_` is "add", since it gives the same, wherever that is written."""
-    return OPERATORS.get(_record_name(func), UNKNOWN)
+    return OPERATORS.get(record_name(func), UNKNOWN)
 
 
 @functools.cache
-def _record_name(func: Any) -> str:
-    namespace, _, name = str(func._schema.name).rpartition("::")
-    return operator_name(func) if namespace == "aten" else f"{namespace}::{name}"
+def record_name(func: Any) -> str:
+    """The name of an operator's record: `aten::add_` is "add", since it gives the same, wherever that is written."""
+    namespace = str(func._schema.name).rpartition("::")[0]
+    return operator_name(func) if namespace == "aten" else str(func._schema.name)
+
+
+def no_record(operator: str, source: str) -> str:
+    """The refusal of an operator of which nothing is known. `source`: the user's line."""
+    at = f" at {source}" if source else ""
+    return f"nothing is known of {operator}{at}: give it a record, the entry point {operator!r} of penstock.operators"
 
 
 @functools.cache

@@ -99,6 +99,7 @@ class Kind(enum.Enum):
     UNEVEN = "uneven"  # a sum over rows added to what is none
     ROW_NUMBER = "row-number"
     ROW_COUNT = "row-count"
+    NO_RECORD = "no-record"  # an operator of which nothing is known
     UNKNOWN = "unknown"  # an operator without a rule
 
 

@@ -23,6 +23,7 @@ from ...graph.blocks import Block, node_outputs
 from ...graph.costs.measured import measure_blocks
 from ...graph.costs.stage import storages
 from ...graph.layers import find_blocks
+from ...graph.operators.calls import unknown_call
 from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError, PlanError
 from ..base import Pass
@@ -64,7 +65,7 @@ class Coarsen(Pass):
         draft.blocks = measure_blocks(draft.graph, blocks, first.kind, min(gaps, default=None))
         if draft.options.compile_stages:
             draft.blocks = _add_compiled_peaks(draft.graph, draft.blocks)
-        told = _remarks(draft.blocks)
+        told = _remarks(draft.graph, draft.blocks)
         if draft.options.profiler is not None:
             draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.machine)
             told.append(f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}")
@@ -100,6 +101,8 @@ def _add_compiled_peaks(graph: OpGraph, blocks: list[Block]) -> list[Block]:
     return [add_held_bytes(block) if times[block.hash] > 1 else block for block in blocks]
 
 
-def _remarks(blocks: list[Block]) -> list[str]:
-    names = sorted({name.removeprefix("aten::") for block in blocks for name in block.cost.uncounted})
-    return [f"peaks leave out what {', '.join(names)} may hold on a GPU while they run"] if names else []
+def _remarks(graph: OpGraph, blocks: list[Block]) -> list[str]:
+    uncounted = [block for block in blocks if block.cost.uncounted]
+    names = sorted({name.removeprefix("aten::") for block in uncounted for name in block.cost.uncounted})
+    found = [f"peaks leave out what {', '.join(names)} may hold on a GPU while they run"] if names else []
+    return found + sorted({unknown_call(graph, node) for block in uncounted for node in block.nodes} - {""})

@@ -60,6 +60,7 @@ from ...graph.follow.linear import is_linear
 from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from ...graph.loss.class_loss import class_loss
 from ...graph.masks.grouped_heads import unrepeated
+from ...graph.operators.calls import unknown_call
 from ...graph.operators.states import Kind
 from ...graph.opgraph import OpGraph, is_check, is_mode_switch, value_tensors
 from ...ir.calls import call_name
@@ -246,6 +247,8 @@ class _Splitter:
 
     def _refuse(self, node: fx.Node, what: str) -> None:
         name, source = call_name(node) or node.target, node.meta.get("source", "")
+        if unknown := unknown_call(self.graph, node):
+            raise PassError(f"split-context: {unknown}")
         if self.divided == "rows":
             may = "Rows may meet in sums such as the loss alone; train without a team, in one micro-batch"
         else:

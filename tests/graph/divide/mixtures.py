@@ -25,10 +25,14 @@ class Experts(nn.Module):
         ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
         rows, up, down = (t if self.dtype is None else t.to(self.dtype) for t in (h[order // TOP], self.up, self.down))
         rows = torch._grouped_mm(rows, up, offs=ends)
-        rows = self.result(torch._grouped_mm(F.silu(rows), down, offs=ends)) * share.reshape(-1)[order, None]
+        rows = self.result(torch._grouped_mm(self.middle(rows), down, offs=ends)) * share.reshape(-1)[order, None]
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return rows[place].view(*chosen.shape, WIDTH).sum(1)
+
+    def middle(self, rows: Tensor) -> Tensor:
+        """The function between the products of an expert."""
+        return F.silu(rows)
 
     def result(self, rows: Tensor) -> Tensor:
         """The result of an expert, of its last product."""
