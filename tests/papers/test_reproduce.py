@@ -164,6 +164,7 @@ def _rows() -> dict[str, Any]:
     return {DIFFERS: row(2.0, claim=1.0), AGREES: row(1.0, claim=1.0)}
 
 
+@pytest.mark.slow
 def test_swapped_weights_are_fetched_for_forward_and_backward() -> None:
     """Equation 1 of Mobius, counted on a model that swapping needs not: two copies down, but for the stages that are
     still there when backward begins; one gradient up; everything else is messages."""

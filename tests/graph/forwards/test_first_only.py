@@ -224,6 +224,7 @@ def test_a_file_with_another_condition_is_refused(tmp_path: Path) -> None:
         open_directory(tmp_path)
 
 
+@pytest.mark.slow
 def test_simulated_time_is_that_of_what_runs() -> None:
     """The same plan with the reference in its rematerialisations, as specs without `again` have it, takes longer."""
     job = job_of(penstock.DPO(adapt()))

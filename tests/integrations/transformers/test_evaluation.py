@@ -76,6 +76,7 @@ def test_same_run_of_labels_that_are_one_number_per_class(tmp_path):
     torch.testing.assert_close(tell_of(ours, "eval_loss"), tell_of(plain, "eval_loss"), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_predictions_after_training(tmp_path):
     ours, plain = both(classifier, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)

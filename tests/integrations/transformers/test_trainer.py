@@ -62,6 +62,7 @@ def test_same_run_where_every_batch_has_its_own_length(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_same_run_of_an_encoder_decoder(tmp_path):
     whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     require_equal(*both(seq2seq, tmp_path, {"data_collator": padding}, **whole))
@@ -204,6 +205,7 @@ def test_listeners_hear_of_steps_and_evaluations(tmp_path):
     assert (events[0], events[-1]) == ("begin", "end")
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_saving_leaves_a_whole_checkpoint(tmp_path):
     class Interrupted(PenstockTrainer):
         def _save_rng_state(self, output_dir):

@@ -150,6 +150,7 @@ def test_rows_that_did_not_fit_are_not_tried_again(toy: Toy) -> None:
     assert max(work.micro_batch for work, _, _ in set(toy.lab.trials) - tried) <= found.workload.micro_batch
 
 
+@pytest.mark.slow
 def test_the_largest_model_grows_with_dram(toy: Toy) -> None:
     assert largest_models(toy, "4090", FUYOU) == [NONE, "toy"]
 

@@ -106,6 +106,7 @@ def test_forms_are_made_of_the_ops_that_the_paper_means(toy: Toy) -> None:
     assert count(MICS, model="BERT 15B")["ring"] == 0 < count(FLAT, model="BERT 15B")["ring"] == zero["ring"]
 
 
+@pytest.mark.slow
 def test_a_lane_stands_for_any_number_of_hosts(toy: Toy) -> None:
     """A text made for one fleet, spread over another, takes what one made for that takes."""
     machine = hardware(V100, 4)

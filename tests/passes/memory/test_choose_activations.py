@@ -118,6 +118,7 @@ def test_inputs_leave_where_they_do_not_fit() -> None:
     assert profile_memory(draft.programs[0]).peak_bytes[ops.DEVICE] <= memory
 
 
+@pytest.mark.slow
 def test_what_dram_cannot_hold_goes_to_ssd() -> None:
     small = Hardware.cpu(num_devices=1, memory=720_000, ssd="1GB", dram="600kB")
     draft = schedule(720_000, stages=12)

@@ -72,6 +72,7 @@ def test_looking_ahead_is_faster_on_a_slow_link(h2d: str) -> None:
     assert steps[1] < 0.97 * steps[0]  # copies and computation share the cores of these devices
 
 
+@pytest.mark.slow
 def test_budgets_hold_and_more_memory_looks_ahead_more() -> None:
     """`memory=True` proves every budget, and that nobody waits for ever."""
     counts = []

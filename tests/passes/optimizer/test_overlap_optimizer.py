@@ -378,6 +378,7 @@ def test_decisions_that_cannot_be_carried_out() -> None:
 # --- any chain, any budget ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     depth=st.integers(1, 6),

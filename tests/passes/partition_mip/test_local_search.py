@@ -97,6 +97,7 @@ def check_from_a_poor_partition(p: MipProblem) -> None:
 FIRST_FETCH = problem([1, 3, 0], [1.0, 1.0], [0, 0], [25.0, 25.0], micro_batches=1, rate=0.5)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(small_problems(most_blocks=6), st.booleans())
 @example(FIRST_FETCH, False)
@@ -111,6 +112,7 @@ def test_proofs_that_begin_with_poor_partitions(p: MipProblem, same: bool) -> No
     check_from_a_poor_partition(alike(p) if same else p)
 
 
+@pytest.mark.slow
 def test_many_runs_of_unlike_blocks_are_bounded_by_programs() -> None:
     p = problem([0, 1] * 10, [1.0, 1.7], [0, 1], [60.0, 150.0], micro_batches=4, rate=4.0)
     assert len(p.runs()) > MOST_RUNS

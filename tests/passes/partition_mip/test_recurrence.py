@@ -53,6 +53,7 @@ def all_micro_batches_s(p: MipProblem, cuts: Sequence[int]) -> float:
     return ends["b", 0, m - 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(small_problems(), st.data())
 def test_first_and_last_micro_batch_are_enough(p: MipProblem, data: st.DataObject) -> None:

@@ -145,6 +145,7 @@ def test_a_resident_plan_keeps_what_it_promises() -> None:
         assert peak <= 1.02 * need <= 1.35 * peak
 
 
+@pytest.mark.slow
 def test_unequal_devices_get_what_they_can_do_and_hold() -> None:
     fast, slow = (Hardware.preset("ftpipe-2080ti").devices[i] for i in (0, 1))
     slow = slow.model_copy(update={"peak_flops": {"fp32": fast.peak_flops["fp32"] / 3}, "memory_bytes": 4 * 2**30})

@@ -148,6 +148,7 @@ def test_memory_is_as_planned(classes: int, tokens: int, low: bool) -> None:
     assert spec.backward_workspace_bytes < old.backward_workspace_bytes and spec.kept_bytes < old.kept_bytes / 2
 
 
+@pytest.mark.slow
 def test_a_small_device_gets_chunks_of_large_logits() -> None:
     batch = tokens_of()
     with job_of(Reader(), batch, "auto", micro_batches=1) as job:

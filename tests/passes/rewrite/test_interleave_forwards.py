@@ -128,6 +128,7 @@ def test_writes_and_modes_keep_their_order() -> None:
     assert order.index("layers.1.norm") > max(i for i, path in enumerate(order) if path == "layers.0.norm")
 
 
+@pytest.mark.slow
 def test_draws_keep_their_numbers() -> None:
     graph = trace(penstock.DPO(adapt("gpt2", dropout=0.2)), pairs())
 

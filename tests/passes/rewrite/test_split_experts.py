@@ -165,6 +165,7 @@ def test_what_is_saved_is_whole_and_resumes_with_other_parts_or_none(tmp_path: P
             assert job.step(batch) == wanted
 
 
+@pytest.mark.slow
 def test_parts_cost_together_what_the_layer_does() -> None:
     """FLOPs are those of the layer; each part is a block of its own, as is what comes after the layer."""
     model, batch = case()
@@ -185,6 +186,7 @@ def test_parts_cost_together_what_the_layer_does() -> None:
     assert products and not any(call.can_be_kept for call in products)  # rows of other parts become zeros after it
 
 
+@pytest.mark.slow
 def test_what_parts_gave_lies_nowhere_until_backward() -> None:
     """The second part of a layer takes what the first one gave, and what reads both parts takes what the second one
     gave. Backward needs values of the latter alone, and the gradient of each is that of the whole layer to the bit."""

@@ -252,6 +252,7 @@ def test_a_rematerialisation_runs_one_token_of_its_last_part() -> None:
     assert want.keys() == found.keys() and all(torch.equal(found[name], grad) for name, grad in want.items())
 
 
+@pytest.mark.slow
 def test_costs_of_some_tiles_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = draft_of(trace(Attending(), full_batch(1, 29)))
     tiles = TileSequence(4)

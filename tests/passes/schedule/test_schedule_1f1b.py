@@ -58,6 +58,7 @@ def test_stage_s_of_equal_stages_holds_as_many_micro_batches_as_stages_follow() 
     ]
 
 
+@pytest.mark.slow
 def test_it_takes_as_long_as_fill_and_drain_and_less_memory() -> None:
     graph, hardware = chain(depth=8, width=256, rows=64), Hardware.cpu(num_devices=4)
     figures = []

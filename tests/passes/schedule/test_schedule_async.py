@@ -35,6 +35,7 @@ from penstock.tests.passes.running import (
     traced_model,
 )
 from penstock.tests.passes.sequential import Sequential
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
@@ -130,7 +131,7 @@ class LargeLoss(torch.nn.Module):
         return {"x": torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))}
 
 
-@pytest.mark.parametrize("tier", ["dram", pytest.param("states", marks=pytest.mark.slow), "all"])
+@pytest.mark.parametrize("tier", slow_but(["all"], ["dram", "states", "all"]))
 @pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_stages_off_the_device_train_as_the_sequential_loop_does(tier: str, max_norm: float | None) -> None:
     """Weights are fetched again after each update, in DRAM or on states that come from SSD and go back there."""
@@ -268,6 +269,7 @@ def test_stashing_holds_a_copy_of_the_weights_for_each_version_under_way() -> No
     assert copies == {"current": [0, 0, 0, 0], "stash": [9, 10, 11, 0]}
 
 
+@pytest.mark.slow
 def test_a_frozen_stage_has_no_updates_and_no_staleness() -> None:
     model, batch = zoo()["llama"](dropout=0.0)
     for part in (model.model.embed_tokens, model.model.layers[0]):  # type: ignore[union-attr, index]

@@ -303,6 +303,7 @@ def test_one_program_speaks_of_all_choices_of_resident_devices() -> None:
     assert 1.05 * some_s < all_s <= one_s * (1 + 1e-9), (some_s, all_s, one_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(small_problems(most_blocks=6), st.booleans())
 def test_models_bound_by_the_largest_stage(p: MipProblem, same: bool) -> None:
