@@ -205,6 +205,7 @@ def test_amounts_of_another_form(changes: dict[str, str], said: str) -> None:
         options(**changes).machine()
 
 
+@pytest.mark.slow
 def test_it_says_where_weights_and_activations_wait(job: Job) -> None:
     small = options(strategy="fuyou", batch=64, set=["memory=40MB"])
     plan = small.compile()

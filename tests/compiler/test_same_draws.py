@@ -171,7 +171,7 @@ PLANS = {
 }
 
 
-MOST_TELLING = ("activations on SSD", "shards")
+MOST_TELLING = ("shards",)
 
 
 @pytest.mark.parametrize("plan", slow_but(MOST_TELLING, PLANS))
@@ -303,6 +303,7 @@ def test_a_written_file_that_does_not_say_where_it_draws_is_refused(tmp_path: Pa
         job.step(batch)
 
 
+@pytest.mark.slow
 def test_blocks_in_a_loop_say_where_they_draw_once() -> None:
     model, batch = model_and_batch()
     text = job_of(model, batch, 1, PLANS["one stage"][1]).folder.files[0]

@@ -197,6 +197,7 @@ def test_equal_trials_are_made_once() -> None:
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_profiling_costs_the_distinct_blocks() -> None:
     hardware = Hardware.preset("mobius-topo2+2")
     few, more = (

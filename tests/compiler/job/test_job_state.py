@@ -20,6 +20,7 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import CheckpointError, PlanError
 from penstock.runtime.state.checkpoint import open_checkpoint
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, assert_close, zoo_case
+from penstock.tests.shown_elsewhere import slow_but
 
 OPTIONS: dict[str, Any] = {
     "optimizer": partial(torch.optim.AdamW, lr=1e-2),
@@ -66,6 +67,7 @@ def test_parameters_outside_the_computation_stay_in_the_state_dict() -> None:
         model.load_state_dict(job.state_dict())
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_trained_from_a_directory_and_made_real(tmp_path: Path) -> None:
     import transformers
 
@@ -88,7 +90,7 @@ def test_a_model_on_meta_is_trained_from_a_directory_and_made_real(tmp_path: Pat
         job.step(batch)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert"])
+@pytest.mark.parametrize("name", slow_but(["gpt2"], ["gpt2", "t5", "bert"]))
 def test_save_pretrained_is_loaded_by_transformers(name: str, tmp_path: Path) -> None:
     model, batch = zoo_case(name)
     with job_of(model, batch, memory="250kB") as job:

@@ -92,7 +92,8 @@ def test_what_breaks_the_end_of_a_step_is_raised_by_the_next_call(
     job.close()
 
 
-@pytest.mark.parametrize("strategy", [on_ssd(), pytest.param(on_ssd("states"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [on_ssd(), on_ssd("states")])
 def test_files_on_ssd_are_read_after_they_are_written(tmp_path: Any, strategy: str) -> None:
     """Bit for bit as a job in DRAM whose every step ends before the next."""
     (tmp_path / "disk").mkdir()

@@ -176,7 +176,8 @@ def flattened(lengths: Sequence[int], seed: int = 0, **options: Any) -> dict[str
 FLASH = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
-@pytest.mark.parametrize("options", [FLASH, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FLASH, {}])
 def test_the_batches_of_transformers_collator(options: dict[str, bool]) -> None:
     """Flash attention's numbers are others in each batch, and no part of the program."""
     model = make("llama", "sdpa")

@@ -119,6 +119,7 @@ def test_what_would_help_is_planned_anew_once() -> None:
         assert help.step_s <= again.simulate().step_s * 1.0001
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_says_why() -> None:
     lonely = penstock.Hardware.cpu(num_devices=1)
     assert machines_of(lonely)["one more root complex"] is None

@@ -109,7 +109,8 @@ def test_what_is_called_the_same_plan_is(memory: str, options: dict[str, Any]) -
         assert text_of(compiler, candidate.leaving().with_(balanced_partition(4, PLAIN, compiler.hardware))) == expected
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_bounds_are_no_higher_than_the_simulation(num_devices: int) -> None:
     """Whatever moves, and whenever stages are stepped."""
     compiler = compiler_for("250kB", num_devices, max_grad_norm=1.0)

@@ -154,6 +154,7 @@ def test_precision_of_accelerate_launch(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_adapter_of_peft(tmp_path):
     from peft import LoraConfig, get_peft_model
 

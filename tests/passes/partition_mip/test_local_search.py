@@ -57,6 +57,7 @@ def test_the_best_partition_is_found_behind_worse_ones() -> None:
     assert len(search.known) < 2 ** (p.num_blocks - 1) / 4
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(small_problems(most_blocks=7))
 def test_no_partition_is_faster_than_a_lower_bound(p: MipProblem) -> None:

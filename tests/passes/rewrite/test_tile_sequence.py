@@ -197,6 +197,7 @@ def test_what_is_drawn_or_written_in_place_ends_a_part() -> None:
     assert [call_name(node) or str(node.target) for node in second.nodes] == ["add", "tanh", "layers.0.down"]
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_planned_one_and_tiles_lower_it() -> None:
     batch, found = full_batch(1, 512), []
     model = Attending(64)

@@ -117,6 +117,7 @@ def test_adapters_switched_on_after_compile_are_refused_by_name() -> None:
             job.step(BATCH)
 
 
+@pytest.mark.slow
 def test_prompt_tuning_trains_as_in_eager() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     torch.manual_seed(0)

@@ -175,6 +175,7 @@ def test_what_needs_fixed_sizes_is_refused(name: str) -> None:
         compile_job("gpt2", **{name: True})
 
 
+@pytest.mark.slow
 def test_a_list_of_micro_batches_of_one_length_needs_no_dynamic_shapes() -> None:
     job, twin = compile_job("gpt2", dynamic_shapes=None)
     with job:

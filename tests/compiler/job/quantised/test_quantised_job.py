@@ -245,6 +245,7 @@ def test_the_adapter_is_saved_and_read_back(whole: Path, tmp_path: Path) -> None
         assert torch.equal(param, dict(read.named_parameters())[name]), name
 
 
+@pytest.mark.slow
 def test_adapters_are_not_merged_into_quantised_weights(whole: Path, tmp_path: Path) -> None:
     refused = pytest.raises(PlanError, match=r"merge=True\): .* is quantised, and PEFT rounds")
     with compile_job(adapt(load_model(whole, "nf4"))) as job, refused:
