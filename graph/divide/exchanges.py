@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from ...ir.program import Exchange, TensorSpec
 from ...runtime.functions import attend_block, attention_of, with_gradients
 from ...runtime.torch_names import FakeTensor
-from ..edit import GraphEdit, describe
+from ..dataflow import Dataflow
+from ..edit import GraphEdit, describe, replace_uses
 from ..opgraph import OpGraph, value_tensors
 from .placements import Placement, ops_between
 
@@ -138,6 +139,15 @@ def insert_exchange(
     parts, before and after. The result of another exchange is copied first, in a stage between the two."""
     value = edit.call(torch.clone, value) if is_exchange(value) else value
     return edit.call(_BETWEEN[now, needed], value, team, *dims)
+
+
+def copy_written_results(graph: OpGraph) -> None:
+    """Let nodes that write the result of an exchange write a copy of it: the result enters a stage, which cannot write
+    what it is given."""
+    flow = Dataflow(graph.nodes)
+    for result in [node for node in graph.nodes if is_exchange(node) and flow.writers(node)]:
+        copy = GraphEdit(graph, result, after=True).call(torch.clone, result)
+        replace_uses(graph, {result: copy})
 
 
 def member_input(graph: OpGraph) -> fx.Node:

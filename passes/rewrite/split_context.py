@@ -40,7 +40,7 @@ from torch import fx
 
 from ...graph.dataflow import Dataflow, shared_nodes
 from ...graph.divide.attention import TOKENS, SharedAttention, attention_call
-from ...graph.divide.exchanges import insert_exchange, member_input
+from ...graph.divide.exchanges import copy_written_results, insert_exchange, member_input
 from ...graph.divide.local import LocalValues
 from ...graph.divide.placements import Has, Placement
 from ...graph.divide.ring import AttentionRings
@@ -119,6 +119,7 @@ class SplitContext(GraphPass):
             if refused:
                 raise PassError(f"{self.name}: the experts of {name} cannot be shared out: {refused}")
             route_experts(graph, layers[name], splitter.member, decision.team, splitter.values, splitter.facts)
+        copy_written_results(graph)
         draft.graph = copy_graph(graph)  # over what its nodes read now
         each = f"the {splitter.length} rows" if decision.by == "rows" else f"each sequence of {splitter.length} tokens"
         how = f"; {calls} attention calls by {decision.by}" if calls else ""
@@ -436,8 +437,6 @@ class _Splitter:
         self.parts[node] = Has.PART
         after = GraphEdit(self.graph, node, after=True)
         back = insert_exchange(after, node, Placement.PART, Placement.PART, self.team, TOKENS, HEADS)
-        if self.flow.writers(node):  # what is exchanged enters a stage, which cannot write it
-            back = GraphEdit(self.graph, back, after=True).call(torch.clone, back)
         replace_uses(self.graph, {node: back})
         self.parts[back], self.facts.places[back] = Has.PART, (TokenPlace(TOKENS),)
 

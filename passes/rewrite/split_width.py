@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...graph.divide.exchanges import insert_exchange, is_exchange, member_input, share_weight, source_of
+from ...graph.divide.exchanges import (
+    copy_written_results,
+    insert_exchange,
+    is_exchange,
+    member_input,
+    share_weight,
+    source_of,
+)
 from ...graph.divide.local import sizes_told
 from ...graph.divide.member_experts import add_team_part, divide_experts
 from ...graph.divide.member_tables import dividable_tables, divide_table
@@ -152,6 +159,7 @@ def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, di
         exchanged[name] = set(filter(is_exchange, graph.nodes)) - before
     erase(graph, [node for node in graph.nodes if node.op == "get_attr" and not node.users])
     graph.team = team
+    copy_written_results(graph)
     graph.rebuild()  # over what its nodes read now
     return graph, exchanged
 
