@@ -33,7 +33,7 @@ class CostlyCall:
 
 @dataclass(frozen=True)
 class AgainCost:
-    """What it costs to run forward again without what only the first one needs (`first_only`), or without results of
+    """The cost of running forward again without what only the first one needs (`first_only`), or without results of
     parts in tiles, which backward computes itself."""
 
     flops: float
@@ -45,13 +45,13 @@ class AgainCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one forward and one backward of a block on one micro-batch cost, as `costs.measure` finds it."""
+    """The cost of one forward and one backward of a block on one micro-batch, as `costs.measure` finds it."""
 
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     forward_traffic_bytes: float = 0.0
     backward_traffic_bytes: float = 0.0
-    forward_mix: CallMix = NO_CALLS  # the calls behind these sums
+    forward_mix: CallMix = NO_CALLS  # the calls that make up these sums
     backward_mix: CallMix = NO_CALLS
     kept_bytes: int = 0  # saved for backward, without parameters and without inputs
     saved_inputs: tuple[bool, ...] = ()  # per input of the block: does backward need it?

@@ -1,4 +1,4 @@
-"""What type values have between stages: on links, in DRAM, on SSD, and while they wait for a backward.
+"""The types of values between stages: on links, in DRAM, on SSD, and while they wait for a backward.
 
 Autocast leaves some activations in fp32 only because of the call that made them: a layer norm on CUDA, a sum with an
 fp32 buffer. Between stages these are cast to the low type, and back where they arrive, and so are their gradients. What

@@ -63,7 +63,7 @@ def make_blocks(graph: OpGraph, runs: list[NamedNodes], layers: Sequence[str] = 
 
 
 def layer_runs(graph: OpGraph) -> list[NamedNodes]:
-    """The layers of the model and what lies between them, by name, each with its nodes in recorded order."""
+    """The layers of the model and what is between them, by name, each with its nodes in recorded order."""
     runs = [piece for run in split_runs(graph) for piece in _calls(graph, run)]
     return _unique(_join_leading(graph, _join_inseparable(graph, runs)))
 
@@ -92,7 +92,7 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
 
 def _reads_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes, where what is exchanged is read between a parameter's read and its first reader, with the read right
-    before the reader: no border lies between them."""
+    before the reader: no border is between them."""
     place = {node: i for i, node in enumerate(nodes)}
     met = list(itertools.accumulate((bool(borders(node)) for node in nodes), initial=0))
     late: dict[fx.Node, list[fx.Node]] = {}
@@ -188,7 +188,7 @@ def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node
         if not isinstance(node.meta.get("val"), torch.Tensor):
             pairs += [(node, user) for user in node.users]
         if node.target is operator.getitem:
-            indexed = node.all_input_nodes if graph.team == 1 else node.all_input_nodes[:1]  # a team may lie between
+            indexed = node.all_input_nodes if graph.team == 1 else node.all_input_nodes[:1]  # a team may be between
             pairs += [(arg, node) for arg in indexed]
         for name in buffers_of(graph, node):
             if ties.get(name, name) in written:

@@ -1,4 +1,4 @@
-"""What is known of a loss: its terms, and what is counted over the whole batch.
+"""The terms of a loss, and the counts over the whole batch that it divides by.
 
 In: nothing. Out: the values that capture finds, `explain` prints and a job's folder keeps.
 """
@@ -44,7 +44,7 @@ class Divisor(BaseModel):
 
 
 class CountRules(BaseModel):
-    """How the divisors of one step are computed, in the forms that a folder keeps.
+    """The rules that compute the divisors of one step, in the forms that a folder keeps.
 
     `Counts` of the folder takes `inputs`, the rows of one micro-batch, and gives one number per entry of `means`; those
     numbers are added up over micro-batches, or averaged where `means` says True. `Divisors` makes the `divisors` of

@@ -59,8 +59,8 @@ def is_mode_switch(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class ParamChange:
-    """What forward does to a parameter in place: element-wise `calls`; none stands for an embedding's `max_norm`, which
-    changes the rows that it looks up."""
+    """The changes that forward makes to a parameter in place: element-wise `calls`; none stands for an embedding's
+    `max_norm`, which changes the rows that it looks up."""
 
     source: str
     calls: tuple[HookCall, ...] = ()
@@ -186,7 +186,7 @@ class OpGraph:
         return ParamSpec(name, tuple(parameter.shape), kind, parameter.requires_grad, part=part, sum_dtype=sums)
 
     def once(self, find: Callable[[OpGraph], Looked]) -> Looked:
-        """What `find` finds in the graph, which is looked for once: of a graph that nothing edits any more."""
+        """The result of `find` on the graph, which is looked for once: of a graph that nothing edits any more."""
         key = (find, self.module)
         if key not in self.looked:
             self.looked[key] = find(self)

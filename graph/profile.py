@@ -1,4 +1,4 @@
-"""What `profile` runs: one block of each distinct hash (layer similarity), as a stage of its own.
+"""The stages that `profile` runs: one block of each distinct hash (layer similarity), as a stage of its own.
 
 In: op graph, blocks, and the hashes that have no seconds yet. Out: the stages to be timed, with what their inputs must
 look like; and, once they have been timed, the blocks with their seconds. This file runs nothing:

@@ -15,12 +15,12 @@ from .opgraph import OpGraph, PartParam
 
 
 def even_boundaries(rows: int, count: int) -> list[int]:
-    """Where parts of as equal size as may be begin, and the number of rows."""
+    """The places where parts of nearly equal size begin, and the number of rows."""
     return [rows * i // count for i in range(count + 1)]
 
 
 def wrong_boundaries(begins: Sequence[int], rows: int) -> str:
-    """What is wrong with where parts begin; empty where nothing is."""
+    """The fault of the places where parts begin; empty where there is none."""
     if len(begins) >= 3 and [begins[0], begins[-1]] == [0, rows] and all(a < b for a, b in pairwise(begins)):
         return ""
     return (

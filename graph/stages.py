@@ -2,7 +2,7 @@
 
 In: op graph, blocks, and which blocks make a stage. Out: `PlannedStage`s, each with the interface that programs refer
 to (`StageSpec`) and a graph that code is printed from. Shared nodes (masks, position ids) are cloned into every stage
-that reads them. A value that a later stage reads is an output here and an input there, whatever lies between the two.
+that reads them. A value that a later stage reads is an output here and an input there, whatever is between the two.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class _Builder:
         return cast(graph, copy, node, dtype) if is_sent and dtype is not None and node in self.cut.narrow else copy
 
     def _printed_as(self, block: Block) -> str:
-        """The layer that a node is printed in; operators of a layer that is cut stand in the stage's own text."""
+        """The layer that a node is printed in; operators of a layer that is cut are printed in the stage's own text."""
         if not block.layer:
             return block.name
         return block.layer if block.layer in self.cut.whole else ""
@@ -437,7 +437,7 @@ class _Builder:
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions of a dense copy of the value as they lie in memory; empty where they lie as they are numbered."""
+    """The dimensions of a dense copy of the value in the order of memory; empty where their numbers have that order."""
     copy = torch.empty_like(value)
     if copy.is_contiguous():
         return ()

@@ -21,8 +21,8 @@ HABITS = ("participle", "preposition", "relative clause", "behind", "as many", "
 CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit, in the order above
     "ir": (4, 1, 0, 0, 0, 0, 0, 0),
     "runtime": (2, 2, 0, 0, 0, 0, 0, 0),
-    "graph": (104, 25, 77, 5, 11, 1, 53, 0),
-    "passes": (7, 5, 7, 0, 1, 0, 5, 0),
+    "graph": (104, 25, 0, 0, 0, 0, 13, 0),
+    "passes": (7, 5, 0, 0, 0, 0, 0, 0),
     "codegen": (0, 0, 0, 0, 0, 0, 0, 0),
     "compiler": (0, 1, 0, 0, 0, 0, 1, 0),
     "data": (0, 0, 0, 0, 0, 0, 0, 0),
@@ -33,7 +33,7 @@ CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit
     "bench": (1, 0, 0, 1, 0, 0, 1, 0),
     "docs": (0, 0, 0, 4, 5, 0, 14, 0),
     "examples": (0, 0, 0, 0, 0, 0, 1, 0),
-    "tests": (56, 53, 45, 76, 35, 0, 110, 0),
+    "tests": (56, 53, 45, 76, 35, 0, 109, 0),
     ".": (0, 0, 0, 0, 0, 0, 0, 0),
 }
 UNCOUNTED = {"CHANGELOG.md", "style.md", Path(__file__).name}  # the past, and the habits themselves

@@ -1,4 +1,4 @@
-"""What one block costs: it is run, forward and backward, on fake tensors.
+"""Measure the costs of one block: it is run, forward and backward, on fake tensors.
 
 In: a block of the op graph. Out: its `BlockCost`, which `measured.py` keeps for equal blocks. No weight is
 materialised. FLOPs come from the operators' records or torch's own registry; saved bytes from `saved_tensors_hooks`,
@@ -293,7 +293,7 @@ class FakeBlockRun:
         return meter, ends, kept, saved_inputs, saved_outputs
 
     def saving(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[Any]:
-        """What decides which tensors autograd saves; each goes through `pack`."""
+        """A context that decides which tensors autograd saves; each goes through `pack`."""
         if not self.graph.pointwise_again:
             return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         params = (p for node in self.block.nodes for p in self.graph.node_parameters(node).values())

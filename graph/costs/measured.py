@@ -54,7 +54,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _tensors(graph: OpGraph, block: Block) -> Hashable:
-    """What the hash leaves out of the tensors that a block is given: how they lie in memory, and which are the same."""
+    """The facts of a block's input tensors that the hash leaves out: their layout in memory, and which are the same."""
     held = [t for node in block.inputs for t in value_tensors(node.meta.get("val"))]
     for node in block.nodes:
         held += graph.node_parameters(node).values()

@@ -1,8 +1,8 @@
-"""What splitting a stage's backward costs: the share of the backward that only the gradients of parameters need, and
+"""The costs of splitting a stage's backward: the share of the backward that only the gradients of parameters need, and
 the bytes of gradients that wait for that second half.
 
 In: a stage's blocks with costs. Out: two fields of its `StageSpec`. The gradient of a parameter in a matrix product or
-a convolution takes as many FLOPs as the call in forward; it needs the gradient of the call's output.
+a convolution takes the FLOPs of the call in forward; it needs the gradient of the call's output.
 """
 
 from __future__ import annotations

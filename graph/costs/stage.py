@@ -1,4 +1,4 @@
-"""Costs of a stage: those of its blocks, one after the other, and what lies in memory between them.
+"""Costs of a stage: those of its blocks, one after the other, and the values that are in memory between them.
 
 In: blocks with costs. Out: the cost fields of a `StageSpec`. A storage counts once, however many values share it, and
 not at all where a value that enters the stage, a parameter or a buffer owns it.
@@ -134,12 +134,12 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _read_by(nodes: Set[fx.Node]) -> set[fx.Node]:
-    """What these nodes read of others."""
+    """The other nodes that these nodes read."""
     return {arg for node in nodes for arg in node.all_input_nodes if arg not in nodes}
 
 
 def _again(block: Block, without: Set[fx.Node], unread: Set[fx.Node]) -> AgainCost:
-    """What it costs to run the block's forward again."""
+    """The cost of running the block's forward again."""
     cost = block.cost
     if cost.unread is not None and not unread.isdisjoint(block.nodes):
         return cost.unread
@@ -182,7 +182,8 @@ def _taking(
 
 
 class _Lives:
-    """When the values between a stage's blocks are made and read last. Shared nodes are made before the first block."""
+    """The blocks that make and that last read each value between a stage's blocks. Shared nodes are made before the
+    first block."""
 
     def __init__(self, blocks: Sequence[Block], given: Storages, out: Storages, parameters: Sequence[Storages]):
         self.made: dict[int, int] = {}  # storage -> block

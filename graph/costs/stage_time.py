@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _AgainCosts(Protocol):
-    """What the roofline reads of a forward that runs again."""
+    """The costs of a forward that runs again, as the roofline reads them."""
 
     @property
     def flops(self) -> float: ...
@@ -32,7 +32,7 @@ class _AgainCosts(Protocol):
 
 
 class _Costs(Protocol):
-    """What the roofline reads of a block's costs or a stage."""
+    """The costs of a block or a stage that the roofline reads."""
 
     @property
     def forward_flops(self) -> float: ...
@@ -53,7 +53,7 @@ class _Costs(Protocol):
 
 
 def roofline(costs: _Costs, device: Device, precision: str) -> TurnSeconds:
-    """Seconds by arithmetic, traffic to memory and calls, each by its size; backward makes twice as many as forward."""
+    """Seconds of arithmetic, memory traffic and calls, each by its size; backward has twice the calls of forward."""
     forward_s = device.compute_s(
         costs.forward_flops, costs.forward_traffic_bytes, precision, costs.launches, costs.forward_mix
     )

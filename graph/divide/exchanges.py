@@ -60,7 +60,7 @@ def add_up(value: Tensor, team: int) -> Tensor:
 
 
 def share(value: Tensor, team: int) -> Tensor:
-    """What all members have alike and each uses in its own way: the gradients of all of them are added up."""
+    """Share a value that all members have alike and use differently: the gradients of all of them are added up."""
     return value * 1
 
 
@@ -194,7 +194,7 @@ def routes_of(node: fx.Node) -> fx.Node | None:
 
 
 def exchanges_of(value: fx.Node) -> list[fx.Node]:
-    """What is made of a value by exchange."""
+    """The exchanges that are made of a value."""
     return [user for user in value.users if is_exchange(user) and source_of(user) is value]
 
 

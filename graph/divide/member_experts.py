@@ -1,4 +1,4 @@
-"""Experts shared out among the members of a team: each has as many experts of a layer, and the rows that go to them.
+"""Experts shared out among the members of a team: each has the same number of a layer's experts, and their rows.
 
 In: a layer of experts in an op graph in which all members have the same tokens. Out: what one member computes. It takes
 the rows of its own experts out of all, so that no token travels; what it gives has zeros for the rows of others. All

@@ -1,4 +1,4 @@
-"""The vocabulary shared out among the members of a team: each has as many rows of a table, and of its heads' biases.
+"""The vocabulary shared out among the members of a team: each has an equal number of a table's rows, and their biases.
 
 In: a table of an op graph (`tables/tables.py`), and a graph in which all members have the same tokens. Out: what one
 member computes. A lookup gives the member's own rows and zeros, which the team adds up; a cross entropy with its head
@@ -38,14 +38,14 @@ from .placements import Placement
 
 
 def dividable_tables(graph: OpGraph, team: int) -> dict[str, TokenTable]:
-    """The tables by name whose rows so many members can have apart: all that reads them is lookups, and heads whose
+    """The tables by name whose rows `team` members can have apart: all that reads them is lookups, and heads whose
     logits are for a cross entropy alone, without weights of its classes."""
     tables = find_tables(graph)
     return {name: table for name, table in tables.items() if not refusal(table, team, graph.apart)}
 
 
 def refusal(table: TokenTable, team: int, apart: bool = False) -> str:
-    """Why a table stays whole; empty where it can be divided."""
+    """The reason why a table stays whole; empty where it can be divided."""
     if table.refusal:
         return table.refusal
     if table.rows % team:

@@ -114,7 +114,7 @@ def _products(graph: OpGraph) -> Iterable[WideProduct]:
 
 
 def _readers(graph: OpGraph) -> dict[str, set[fx.Node]]:
-    """What reads each parameter, by its first name."""
+    """The readers of each parameter, by its first name."""
     ties, found = graph.ties(), dict[str, set[fx.Node]]()
     for node in graph.nodes:
         for name in graph.node_parameters(node):
@@ -156,7 +156,7 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
 
 def _can_share(graph: OpGraph, inside: list[fx.Node], own: set[fx.Node], columns: Collection[WideProduct]) -> bool:
     """Whether what is trained and read whole, of which members each have a part of the gradient, are weights alone,
-    such as that of a norm over each head: these are shared before the region begins (`share_weight`)."""
+    such as the weight of a norm over each head: these are shared before the region begins (`share_weight`)."""
     read = {value for node in inside for value in node.all_input_nodes if value not in own}
     trained = [value for value in read if any(tensor.requires_grad for tensor in value_tensors(value.meta["val"]))]
     modules = [node for node in inside if any(p.requires_grad for p in graph.node_parameters(node).values())]
@@ -180,7 +180,7 @@ def as_function(graph: OpGraph, node: fx.Node) -> tuple[Any, tuple[Any, ...], fl
 
 
 def _above(products: dict[fx.Node, WideProduct], rows: set[WideProduct]) -> tuple[set[fx.Node], set[WideProduct]]:
-    """What the operands of products are made of, up to the products before; and these."""
+    """The nodes that compute the operands of products, back to the products before; and these products."""
     found, columns = set[fx.Node](), set[WideProduct]()
     waiting = [row.hidden for row in rows]
     while waiting:

@@ -24,8 +24,8 @@ from .exchanges import pass_on
 
 
 class AttentionRings:
-    """The calls of attention of a graph, each to be a ring. `keep`: whether what came round lies there until
-    backward."""
+    """The calls of attention of a graph, each to be a ring. `keep`: whether the keys and values that came round are
+    kept until backward."""
 
     def __init__(self, graph: OpGraph, team: int, keep: bool):
         self.graph, self.team, self.keep = graph, team, keep
@@ -41,7 +41,7 @@ class AttentionRings:
         return any(sight.is_causal for sight in self.sights.values())
 
     def refusal(self, node: fx.Node) -> str:
-        """Why a call cannot be a ring; empty where it can."""
+        """The reason why a call cannot be a ring; empty where it can."""
         if any(mask.meta["val"].requires_grad for mask in self.sights[node].masks):
             return "adds a bias that is trained to what queries see of keys; by=heads takes it"
         return ""
@@ -49,8 +49,9 @@ class AttentionRings:
     def write(
         self, node: fx.Node, call: SharedAttention, member: fx.Node, known: Collection[fx.Node]
     ) -> tuple[fx.Node, list[fx.Node]]:
-        """What is computed in the place of a call, and the masks that are made for it of the batch alone. `member`: the
-        input with the device's number; `known`: the nodes that members have computed by now."""
+        """Write a ring in the place of a call: its result, and the masks that are made for it of the batch alone.
+
+        `member`: the input with the device's number; `known`: the nodes that members have computed by now."""
         sight = self.sights[node]
         edit, (key, value) = GraphEdit(self.graph, node), (unrepeated(n)[0] for n in (call.key, call.value))
         if key.meta["val"].shape != value.meta["val"].shape or key not in known or value not in known:

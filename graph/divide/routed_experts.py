@@ -50,7 +50,7 @@ from .placements import Placement
 
 
 def refusal(layer: ExpertLayer, team: int) -> str:
-    """Why a layer's experts stay with every member; empty where they can be divided."""
+    """The reason why a layer's experts stay with every member; empty where they can be divided."""
     if layer.refusal:
         return layer.refusal
     if layer.experts % team:
@@ -66,7 +66,7 @@ def route_experts(
     graph: OpGraph, layer: ExpertLayer, member: fx.Node, team: int, values: LocalValues, facts: TokenFacts
 ) -> None:
     """Let a member compute its own experts' share of a layer, for the tokens of all. `member`: the input with its
-    number; `facts`: where tokens lie."""
+    number; `facts`: the places of tokens."""
     sums, before = token_sums(graph, layer, facts), GraphEdit(graph, layer.products[0])
     combines = sums is not None and not sums.widens and _brought_before(graph, [*sums.shares.values()], layer)
     if sums is None:
@@ -98,7 +98,7 @@ def route_experts(
 
 
 def _as_tokens_take_them(graph: OpGraph, sums: TokenSums, rows: fx.Node, results: fx.Node) -> fx.Node:
-    """What the chain of a layer makes of results, which are in the order of tokens already. `rows`: those of each."""
+    """Copy the chain of a layer onto results that are in the order of tokens already. `rows`: those of each."""
     edit = GraphEdit(graph, sums.in_order)
     for node in sums.chain[: sums.chain.index(sums.in_order)]:
         if node in sums.shares:

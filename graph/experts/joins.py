@@ -2,7 +2,7 @@
 
 A part takes what the parts before it gave, and puts its own rows into it (`join_part`). The gradient of what it took is
 that of what it gives, without its own rows: no value says so. Where each part is a stage, nothing of what the parts
-before gave need lie anywhere until backward.
+before gave need be kept until backward.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def find_expert_layers(graph: OpGraph) -> dict[str, ExpertLayer]:
 
 
 class _Look:
-    """What is looked up in a graph for every layer."""
+    """The facts of a graph that are looked up for every layer."""
 
     def __init__(self, graph: OpGraph):
         self.graph, self.nodes = graph, graph.nodes
@@ -143,7 +143,7 @@ def _held_bytes(graph: OpGraph, weights: Iterable[nn.Parameter]) -> int:
 def _between(look: _Look, products: list[fx.Node]) -> set[fx.Node]:
     """The products, what is computed of one for another, and what writes into any of these."""
     places = [look.order[product] for product in products]
-    window = set(look.nodes[min(places) : max(places) + 1])  # what lies between two of them lies in here
+    window = set(look.nodes[min(places) : max(places) + 1])  # has every node between two of them
     after = closure(products, lambda node: filter(window.__contains__, node.users))
     before = closure(products, lambda node: filter(window.__contains__, node.all_input_nodes))
     return closure(after & before, lambda node: (user for user in node.users if node in user.meta["mutates"]))
@@ -159,7 +159,7 @@ def _refusal(
     leaving: tuple[fx.Node, ...],
     offsets: fx.Node,
 ) -> str:
-    """Why the experts of a layer cannot be parts; empty where they can."""
+    """The reason why the experts of a layer cannot be parts; empty where they can."""
     graph, order = look.graph, look.order
     own, rows = set(inside), products[0].meta["val"].shape[0]
     readers = {node: name for name in weights for node in look.readers[name]}

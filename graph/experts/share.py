@@ -1,7 +1,7 @@
 """A share of a layer's experts: the nodes that compute with some of its matrices, in place of those of the layer.
 
-What has which experts, and where their rows lie, subclasses say: parts in stages of their own (`split_experts.py`), or
-members of a team (`divide/member_experts.py`).
+Subclasses say which experts a share has, and where their rows are: parts in stages of their own (`split_experts.py`),
+or members of a team (`divide/member_experts.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ExpertShare:
         raise NotImplementedError
 
     def own_offsets(self) -> fx.Node:
-        """Where the rows of each of its experts end."""
+        """The ends of the rows of each of its experts."""
         raise NotImplementedError
 
     def own_rows(self, rows: fx.Node) -> fx.Node:
@@ -42,12 +42,12 @@ class ExpertShare:
         raise NotImplementedError
 
     def multiplied(self, product: fx.Node, rows: Any) -> Any:
-        """What a product takes in place of its rows."""
+        """The operand of a product in place of its rows."""
         return rows
 
     def compute(self) -> dict[fx.Node, fx.Node]:
-        """What it gives for each value that leaves the layer. A weight is read first, so that the share's block begins
-        there."""
+        """Compute the share of each value that leaves the layer. A weight is read first, so that the share's block
+        begins there."""
         weights = [self._weight(product) for product in self.layer.products]
         offsets = self.own_offsets()
         for node in self.layer.entering:

@@ -1,10 +1,11 @@
-"""Where a layer of experts makes rows of tokens, and of a token's rows one value again.
+"""Find where a layer of experts makes rows of tokens, and of a token's rows one value again.
 
-In: a layer of experts, and where tokens lie (`follow/tokens.py`). Out: `TokenSums`, if the layer takes each of its rows
-from a token by number, and if what is made of its results is, for each token, the sum over as many rows, each times a
-number of its own: as modelling code of mixtures writes it, sorting tokens by expert and undoing that. The facts prove
-that the numbers are those of a permutation, divided by the number of experts of a token, and that it is undone. Rows
-that are rounded after they were taken are left alone: sums of their gradients have the tokens' larger type.
+In: a layer of experts, and the places of tokens (`follow/tokens.py`). Out: `TokenSums`, if the layer takes each of its
+rows from a token by number, and if what is made of its results is, for each token, the sum over the same number of
+rows, each times a number of its own: as modelling code of mixtures writes it, sorting tokens by expert and undoing
+that. The facts prove that the numbers are those of a permutation, divided by the number of experts of a token, and that
+it is undone. Rows that are rounded after they were taken are left alone: sums of their gradients have the tokens'
+larger type.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TokenSums:
     """`tokens`: the value [tokens, ...] of which rows are taken, `taken`: the layer's rows, `results`: what it gives of
     them, `numbers`: the token of each row; `each`: the number of rows of a token. `chain`: the nodes that make sums of
     results, in order; the last one has the sums, [tokens, ...]. `shares`: what those of them that multiply results
-    multiply by, [rows, 1] each; `in_order`: the one after which the rows of a token stand together."""
+    multiply by, [rows, 1] each; `in_order`: the node after which the rows of a token follow each other."""
 
     tokens: fx.Node
     taken: fx.Node
@@ -48,7 +49,7 @@ class TokenSums:
 
 
 def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSums | None:
-    """How a layer's rows are made of tokens; None where it is not known to be as above."""
+    """The way a layer's rows are made of tokens; None where it is not known to be as above."""
     taken = _taken(graph, layer)
     if taken is None or layer.leaving != layer.products[-1:]:
         return None

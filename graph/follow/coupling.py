@@ -1,4 +1,4 @@
-"""What is done about rows that meet, and about a loss that is a sum over rows.
+"""Scale losses that are sums over rows, and describe rows that meet.
 
 In: the facts of a model's loss (`graph/follow/rows.py`). Out: graphs whose losses average to that of the whole
 batch, the number of micro-batches that is left to "auto", and the words for errors and `explain`.
@@ -30,8 +30,8 @@ def find_facts(trace: GraphOf, counts: Sequence[int], batch_size: int, device_ki
 
 
 def scaled_loss(graph: OpGraph, facts: RowFacts, num_micro_batches: int) -> OpGraph:
-    """The graph with its loss multiplied by the facts' factor, in place: then the losses of so many micro-batches
-    average to that of the whole batch."""
+    """The graph with its loss multiplied by the facts' factor, in place: then the losses of `num_micro_batches`
+    micro-batches average to that of the whole batch."""
     factor, loss = facts.factor(num_micro_batches), graph.outputs["loss"]
     if factor == 1:
         return graph
@@ -54,8 +54,8 @@ def coupled_miss(miss: DoesNotFit, couplings: Sequence[Coupling]) -> DoesNotFit:
 
 
 def fact_lines(facts: RowFacts, total_micro_batches: int, asynchronous: bool) -> Iterator[str]:
-    """What `explain` says of the rows of a batch, or, where it is `asynchronous`, of a mini-batch of so many
-    micro-batches."""
+    """The lines of `explain` about the rows of a batch, or, where it is `asynchronous`, of a mini-batch of
+    `total_micro_batches` micro-batches."""
     if asynchronous and total_micro_batches == 1:
         return
     if facts.power:
@@ -107,7 +107,7 @@ WORDS = {
 
 
 def coupling_text(coupling: Coupling) -> str:
-    """Where rows meet, in words."""
+    """Say in words where rows meet."""
     if coupling.kind is Kind.NO_RECORD:
         return no_record(coupling.operator, coupling.source)
     text = WORDS[coupling.kind].format(module=coupling.module, operator=coupling.operator)

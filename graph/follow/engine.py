@@ -35,8 +35,8 @@ Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
 
 @dataclass
 class Trail:
-    """What following found. `met` has the ways in which rows met at each node, `reaching` the nodes of these that the
-    loss depends on, `numbers` the plain numbers that each node multiplied by.
+    """The results of following. `met` has the ways in which rows met at each node, `reaching` the nodes of these that
+    the loss depends on, `numbers` the plain numbers that each node multiplied by.
     `is_clear`: False where one row was too few to tell what happens."""
 
     loss: RowState = field(default_factory=Free)
@@ -95,7 +95,7 @@ def _is_in_place(state: RowState) -> bool:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a node does: the states of its tensors, how rows met in it, and the numbers that it multiplied by."""
+    """The effect of a node: the states of its tensors, how rows met in it, and the numbers that it multiplied by."""
 
     states: tuple[RowState, ...]
     met: tuple[Met, ...]
@@ -103,7 +103,7 @@ class Effect:
 
 
 class Follower(TorchDispatchMode):
-    """Follows what lies along one dimension of the inputs, here their rows, node by node (`node`)."""
+    """Follows the elements along one dimension of the inputs, here their rows, node by node (`node`)."""
 
     def __init__(self, graph: OpGraph, rows: int, powers: Powers | None):
         super().__init__()
@@ -332,8 +332,8 @@ class _ConstantsByRow(Follower):
 
 
 def powers_of(first: Trail, rows: int, second: Trail, other_rows: int) -> list[list[float | None]] | None:
-    """How each number that nodes multiplied by grows with the number of rows, from two graphs of the same model; None
-    if these are of different calls."""
+    """The powers by which each number that nodes multiplied by grows with the number of rows, from two graphs of the
+    same model; None if these are of different calls."""
     if [len(row) for row in first.numbers] != [len(row) for row in second.numbers]:
         return None
     ratio = math.log(other_rows / rows)

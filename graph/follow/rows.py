@@ -1,4 +1,4 @@
-"""What the rows of a batch have to do with each other in a model's loss, found from its op graphs.
+"""Find from op graphs where the rows of a batch depend on each other in a model's loss.
 
 In: a function that traces the model at a number of micro-batches. Out: `RowFacts`: where rows meet, and whether the
 loss is a mean or a sum over rows.
@@ -39,7 +39,7 @@ class RowFacts(BaseModel):
     power: int = 0
 
     def factor(self, num_micro_batches: int) -> float:
-        """What the loss of each micro-batch is multiplied by before the mean over them is taken."""
+        """The factor of the loss of each micro-batch before the mean over them is taken."""
         return float(num_micro_batches) ** self.power
 
 

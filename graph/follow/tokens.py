@@ -1,10 +1,10 @@
-"""Where the tokens of a sequence lie in every value of an op graph, and which nodes work token by token.
+"""Find the places of a sequence's tokens in every value of an op graph, and the nodes that work token by token.
 
 In: an op graph, and the length of its sequences. Out: `TokenFacts`. The rules are those of rows (`operators/`):
-tokens lie along a dimension as rows do, only along another one of the inputs. A node is token-wise if each element of
+tokens are along a dimension as rows are, only along another one of the inputs. A node is token-wise if each element of
 its results depends on elements of one token alone, beside values without tokens, so that it may run on any part of the
 tokens: a tile of them in turn, or those that one device has. Where tokens meet, as in attention, following begins anew
-with the node's results: their tokens lie where those of an operand do, or along their only dimension of that length.
+with the node's results: their tokens are where those of an operand are, or along their only dimension of that length.
 
 A place by length alone is a label, not a proof of whose token an element is. Nodes that are proven token-wise keep
 whatever labels their operands have, so that what runs on parts of these gives the same parts of the results.
@@ -12,7 +12,7 @@ whatever labels their operands have, so that what runs on parts of these gives t
 What is sorted by something else, as a router sorts tokens by expert, is followed through the permutation until it is
 undone. Such nodes are token-wise together, not one by one: on some tokens alone they give what belongs to these.
 
-Rows of the batch are followed in the same way, as what lies along dimension 0 of the inputs.
+Rows of the batch are followed in the same way, along dimension 0 of the inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROW_DIM, TOKEN_DIM = 0, 1  # of inputs
 
 
 class TokenWork(enum.Enum):
-    """What a node does with tokens."""
+    """The ways in which nodes work on tokens."""
 
     WISE = "token-wise"  # each element of its results depends on one token
     SORTED = "sorted"  # its operands or its results have tokens in the order of a permutation that is undone later
@@ -45,13 +45,13 @@ class TokenWork(enum.Enum):
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """Where tokens lie in a tensor: element i along `dim` is of token `i // inner % length`."""
+    """The place of tokens in a tensor: element i along `dim` is of token `i // inner % length`."""
 
     dim: int
     inner: int = 1
 
     def is_plain(self, shape: Sequence[int], length: int) -> bool:
-        """Whether tokens lie one after the other along `dim`, so that a slice of it holds a run of them: not where rows
+        """Whether tokens are one after the other along `dim`, so that a slice of it holds a run of them: not where rows
         and tokens share the dimension."""
         return shape[self.dim] == self.inner * length
 
@@ -89,7 +89,7 @@ def sequence_lengths(graph: OpGraph) -> list[int]:
 
 
 def token_facts(graph: OpGraph, length: int, device_kind: str = "cpu", along: int = TOKEN_DIM) -> TokenFacts:
-    """Follow the tokens of sequences of this length through the graph, or what else lies `along` a dimension of its
+    """Follow the tokens of sequences of this length through the graph, or what else is `along` a dimension of its
     inputs. Nothing is computed: values are fake tensors, and equal calls are run once."""
     facts = TokenFacts(length)
     follower = _TokenFollower(graph, facts, along)

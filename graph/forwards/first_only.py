@@ -35,7 +35,7 @@ def needed_operands(node: fx.Node) -> list[fx.Node]:
 def left_out(
     blocks: Sequence[Block], own: Collection[fx.Node], shared: Collection[fx.Node] = ()
 ) -> frozenset[fx.Node]:
-    """What a rematerialisation of the stage of these blocks leaves out; nothing where that spares no arithmetic.
+    """The nodes that a rematerialisation of the stage of these blocks leaves out; none where that saves no FLOPs.
 
     `own`: all nodes of the stage; `shared`: those of them, in order, that belong to no block."""
     found: set[fx.Node] = set()

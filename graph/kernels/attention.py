@@ -1,4 +1,4 @@
-"""Which of CUDA's attention kernels torch takes for a call, what that kernel saves, and what it needs meanwhile.
+"""Choose the CUDA kernel that torch takes for a call of attention, with the bytes that it saves and needs meanwhile.
 
 In: the arguments of a call, as fake tensors. Out: a result of the right shape and layout, whose backward holds what the
 real one holds, and calls for the active `KernelCalls` modes. The rules are those of torch's `sdp_utils.cpp`
@@ -143,7 +143,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _flash_workspace(query: Tensor, key: Tensor, value: Tensor, results: Iterable[Tensor]) -> None:
-    """What flash attention's backward holds: `mha_bwd` in flash_api.cpp. Results whose heads lie before their rows are
+    """Hold the buffers of flash attention's backward: `mha_bwd` in flash_api.cpp. Results with heads before rows are
     copied, and so is their gradient (`_flash_attention_backward` in attention_backward.cu)."""
     batch, heads, rows, width = query.shape
     padded = _rounded(rows, ROWS)
@@ -172,7 +172,7 @@ class _Bordered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """What `mha_varlen_bwd` in flash_api.cpp holds: each document's sums and gradients have room of their own."""
+        """Hold the buffers of `mha_varlen_bwd` in flash_api.cpp: sums and gradients are separate for each document."""
         count_call(replace(ctx.call, backward=True))
         query, key, value, borders, out = ctx.saved_tensors[:5]
         gradients = [torch.empty_like(t) for t in (query, key, value)]

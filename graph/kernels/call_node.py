@@ -13,7 +13,7 @@ from .stand_ins import SHAPE_RULES
 
 
 def call_node(graph: OpGraph, node: fx.Node, args: Any, kwargs: Any, fake: Callable[[Tensor], Tensor]) -> Any:
-    """What the node's call gives on these arguments. `fake`: what stands for a parameter or buffer of a leaf module."""
+    """Run the node's call on these arguments. `fake`: what stands for a parameter or buffer of a leaf module."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "call_module":

@@ -21,7 +21,7 @@ class KernelCalls:
         raise NotImplementedError
 
     def made(self, call: Product | AttentionCall, results: tuple[Tensor, ...]) -> None:
-        """What the kernel gave, if it is a costly call in forward, as a class of saved tensors."""
+        """Results of the kernel, if it is a costly call in forward, as a class of saved tensors."""
 
     def held(self, num_bytes: int) -> None:
         """Bytes that a call holds while it runs, beside what is alive after it."""
@@ -66,7 +66,7 @@ class MixRows:
             self.pointwise[moved_bytes] += times
 
     def mix(self, flops: float, traffic_bytes: float) -> CallMix:
-        """The mix behind these sums. FLOPs of no row are those of calls of other kinds."""
+        """The mix of calls that these sums add up. FLOPs of no row are those of calls of other kinds."""
         products = merge_rows((row, 1) for row in self.products)
         attention = merge_rows((row, 1) for row in self.attention)
         known = flops_of(products) + flops_of(attention)

@@ -1,4 +1,4 @@
-"""What CUDA's autocast does, on the CPU tensors that plans are made with.
+"""The dtypes of CUDA's autocast, on the CPU tensors that plans are made with.
 
 In: the kind of device a plan is for and a low precision. Out: a context under which CPU (and fake) tensors get the
 dtypes that the same calls give on that device. The two kinds of device differ in which ops autocast keeps in full

@@ -1,4 +1,4 @@
-"""What bitsandbytes' product of int8 weights holds on CUDA while it runs, which fake tensors do not show.
+"""The memory that bitsandbytes' product of int8 weights holds on CUDA while it runs; fake tensors do not show it.
 
 There the input is quantised too, but for columns with a value above a threshold (LLM.int8(), section 3.2): these are
 multiplied in 16 bits. The number of such columns is known when the product runs only; it counts here as `OUTLIERS`.

@@ -73,8 +73,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _group_product(a: Tensor, b: Tensor, groups: int) -> Product:
-    """The product of the groups of `b`, with the FLOPs that their rows have where all `groups` have as many; each
-    group's rows meet a matrix of their own."""
+    """The product of the groups of `b`, with the FLOPs that their rows have where all `groups` have the same number;
+    each group's rows meet a matrix of their own."""
     own, rows = b.shape[0], a.shape[0]
     if rows % groups:
         return Product(DTYPES.get(a.dtype, ""), -(-rows * own // groups), b.shape[-1], a.shape[1])

@@ -17,8 +17,8 @@ from .head_loss import HeadLoss, NodeOrName, WholeLogits
 
 
 class LossChunk(BaseModel):
-    """How a cross entropy goes without whole logits. `tokens`: the number of tokens whose logits stand at once;
-    `logits`: whether evaluation gives those that the model returns, which then stand whole there."""
+    """A cross entropy in chunks, without whole logits. `tokens`: the number of tokens whose logits are kept at once;
+    `logits`: whether evaluation gives the logits that the model returns, which are then whole there."""
 
     model_config = ConfigDict(extra="forbid")
     tokens: Annotated[int, Field(ge=1)]
@@ -51,7 +51,7 @@ def tokens_of_chunk(head: HeadLoss, room_bytes: int) -> int:
 
 
 def refusal(head: HeadLoss | WholeLogits) -> str:
-    """Why a head with its loss cannot be made in chunks; empty where it can."""
+    """The reason why a head with its loss cannot be made in chunks; empty where it can."""
     if isinstance(head, WholeLogits):
         return head.reason
     if head.loss_dtype.itemsize > torch.promote_types(head.logits_dtype, torch.float32).itemsize:
@@ -130,7 +130,7 @@ def _tensor(edit: GraphEdit, held: NodeOrName | None) -> fx.Node | None:
 
 
 def _moved(edit: GraphEdit, move: fx.Node, hidden: fx.Node) -> fx.Node:
-    """What a reshape or an index makes of the hidden values, as it did of the logits."""
+    """Apply a reshape or an index of the logits to the hidden values."""
     if call_name(move) == "getitem":
         return edit.call(move.target, hidden, *move.args[1:], view_of=hidden, **move.kwargs)
     width = hidden.meta["val"].shape[-1]

@@ -194,7 +194,7 @@ class _Rewrite:
     # --- the count that the model itself takes
 
     def _item_total(self) -> int:
-        """The total behind `num_items_in_batch`: the targets of the cross entropy, or else the labels."""
+        """The total that `num_items_in_batch` is: the targets of the cross entropy, or else the labels."""
         given = (self._targets_of(term) for term in self.path.terms)
         targets = next((found for found in given if found is not None), None)
         if targets is None:

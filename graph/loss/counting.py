@@ -29,7 +29,7 @@ _KEEP = (torch.int64, torch.float32, torch.float64)  # dtypes that hold a count 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the mean of a cross entropy divides by: the targets other than `ignored`, or their class weights."""
+    """The divisor of the mean of a cross entropy: the targets other than `ignored`, or their class weights."""
 
     node: fx.Node
     ignored: int
@@ -46,7 +46,7 @@ class Total:
 
 @dataclass
 class BatchView:
-    """What of a graph depends on the batch, and on nothing that training changes."""
+    """The nodes of a graph that depend on the batch, and on nothing that training changes."""
 
     graph: OpGraph
     rows: int  # of a micro-batch

@@ -1,7 +1,7 @@
 """Heads followed by a cross entropy: where a step makes logits only to compare them with labels.
 
 In: an op graph. Out: for each cross entropy of the graph a `HeadLoss` with all that computes it, from the head's
-operands to the call, or `WholeLogits` with the reason why its logits must stand whole. Passes that compute the same
+operands to the call, or `WholeLogits` with the reason why its logits must be whole. Passes that compute the same
 without whole logits replace `HeadLoss.loss`.
 """
 
@@ -82,14 +82,14 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class WholeLogits:
-    """A cross entropy whose logits stand whole, and why."""
+    """A cross entropy whose logits are whole, and why."""
 
     loss: fx.Node
     reason: str
 
 
 class _Whole(Exception):
-    """The reason why logits stand whole."""
+    """The reason why logits are whole."""
 
 
 def head_losses(graph: OpGraph) -> list[HeadLoss | WholeLogits]:
@@ -114,7 +114,7 @@ class _Finder:
     call: ClassLoss
     between: list[fx.Node] = field(default_factory=list)  # from the loss back to the product
     moves: list[fx.Node] = field(default_factory=list)
-    factors: list[float] = field(default_factory=lambda: [1.0])  # behind each tanh, from the loss back
+    factors: list[float] = field(default_factory=lambda: [1.0])  # after each tanh, from the loss back
 
     def find(self) -> HeadLoss:
         given = self.call.arguments
@@ -126,7 +126,7 @@ class _Finder:
         hidden, weight, bias = operands
         between, moves = tuple(reversed(self.between)), tuple(reversed(self.moves))
         if len(self.factors) > 2:
-            raise _Whole("several tanh stand between the head and the loss")
+            raise _Whole("several tanh are between the head and the loss")
         scale, cap = self.factors[-1], self.factors[0] if len(self.factors) == 2 else None
         outputs = self._outputs((value, *between))
         self._check_writes(value, (hidden, weight, bias, labels))
@@ -170,7 +170,7 @@ class _Finder:
         elif _moves_rows(self.graph, node, before):
             self.moves.append(node)
         else:
-            raise _Whole(unknown_call(self.graph, node) or f"{name or node.name} stands between the head and the loss")
+            raise _Whole(unknown_call(self.graph, node) or f"{name or node.name} is between the head and the loss")
         self.between.append(node)
         return before
 

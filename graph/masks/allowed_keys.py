@@ -1,4 +1,4 @@
-"""What the queries of a call of attention see: by their places, by documents, and by the keys themselves.
+"""The keys that the queries of a call of attention see: by their places, by documents, and by the keys themselves.
 
 In: a call, and its mask if it has one. Out: a window of places, and what of the mask these do not say. A mask that
 transformers makes of a padded batch is a conjunction: of what follows from places (causal, a window), and of what shows
@@ -37,7 +37,7 @@ class Sight:
 
 
 def sight_of(graph: OpGraph, node: fx.Node, given: Mapping[str, Any]) -> Sight:
-    """What a call of attention with these arguments lets its queries see."""
+    """The keys that a call of attention with these arguments lets its queries see."""
     if node.target is window_attention:
         return Sight(given["before"], given["after"])
     if node.target is packed_attention:

@@ -23,8 +23,8 @@ def given_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
 
 
 def window_of(seen: Intervals, num_queries: int, num_keys: int) -> tuple[int | None, int | None] | None:
-    """How many keys before and after its own place each query sees, None for all; None where that differs from query
-    to query, row to row or head to head, or a query does not see its own place."""
+    """The numbers of keys before and after its own place that each query sees, None for all; None where they differ
+    from query to query, row to row or head to head, or a query does not see its own place."""
     rows = seen.begin.reshape(-1, seen.begin.shape[-1])
     begin, end = rows[0], seen.end.reshape(rows.shape)[0]
     if not bool((rows == begin).all() and (seen.end.reshape(rows.shape) == end).all()):

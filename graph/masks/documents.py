@@ -60,7 +60,7 @@ def counted_input(graph: OpGraph, documents: fx.Node, rows: int) -> str:
 
 
 def parts_of(graph: OpGraph, mask: fx.Node) -> Iterator[fx.Node]:
-    """What a mask is the conjunction of."""
+    """The masks that a mask is the conjunction of."""
     operands = mask.all_input_nodes
     if len(operands) != 2 or only_operator(graph, mask) not in ("bitwise_and", "logical_and"):
         copied = copied_operand(graph, mask, Elements.SAME, Elements.SPREAD)

@@ -1,4 +1,4 @@
-"""Which attention calls have a mask that follows from inputs of the batch, such as the positions of tokens.
+"""Find the attention calls whose mask follows from inputs of the batch, such as the positions of tokens.
 
 In: the op graph and names of inputs. Out: the places of the calls that see the same keys whatever these inputs say.
 """
@@ -36,7 +36,7 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
 
 
 def _added(graph: OpGraph, node: fx.Node) -> Iterator[fx.Node]:
-    """What meets the scores of a written-out attention on their way from the product to the softmax."""
+    """The values that meet the scores of a written-out attention on their way from the product to the softmax."""
     shape = node.meta["val"].shape
     for operand in node.all_input_nodes:
         product = batched_product(graph, operand)

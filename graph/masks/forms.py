@@ -1,4 +1,4 @@
-"""What a kernel of attention may know of a mask by itself, in place of the mask."""
+"""The forms of masks that a kernel of attention computes itself, in place of the mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class KeyWindow(BaseModel):
-    """What the query at place i sees: the keys from place i - `before` to place i + `after`."""
+    """The keys that the query at place i sees: from place i - `before` to place i + `after`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     before: Annotated[int, Field(ge=0)]

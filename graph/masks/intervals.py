@@ -150,7 +150,7 @@ def as_intervals(value: Any, shape: Sequence[int]) -> Intervals:
 
 
 def first_and_last(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the only run of True in each row begins and ends."""
+    """The begin and the end of the only run of True in each row."""
     size, count = visible.shape[-1], visible.sum(-1)
     begin = visible.to(torch.uint8).argmax(-1)
     last = size - visible.flip(-1).to(torch.uint8).argmax(-1)

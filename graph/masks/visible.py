@@ -1,4 +1,4 @@
-"""What an attention mask lets each query see, proven from the graph that makes the mask.
+"""The keys that an attention mask lets each query see, proven from the graph that makes the mask.
 
 In: the node of a mask. Out: for each row of queries the interval of keys that it sees, if the mask follows from
 constants alone: from no input's values, no parameter, no buffer and nothing random. Small tensors are computed as they
@@ -110,7 +110,7 @@ def _seen(value: Any) -> Intervals:
 
 
 def _sight(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a mask shows a key, and where it hides one so that its probability is zero."""
+    """The places where a mask shows a key, and where it hides a key so that its probability is zero."""
     if mask.dtype == torch.bool:
         return mask, ~mask
     if not mask.is_floating_point():

@@ -99,7 +99,7 @@ def _with_offset(call: RowCall, found: RowState, offset: RowState, shape: Sequen
 
 
 def attention(call: RowCall) -> RowState:
-    """Queries meet keys of the same row and head, or of the head that serves theirs; rows lie along the dimensions
+    """Queries meet keys of the same row and head, or of the head that serves theirs; rows are along the dimensions
     before the last two."""
     parts = [(call.state(name), call[name]) for name in ("query", "key", "value")]
     for name in ("attn_mask", "attn_bias"):

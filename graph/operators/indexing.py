@@ -263,7 +263,7 @@ def _full(found: RowState, parts: Sequence[Operand]) -> RowState:
 
 
 def compacted(call: RowCall) -> RowState:
-    """What is picked depends on how many elements earlier rows have."""
+    """The elements that are picked depend on the numbers of elements of earlier rows."""
     states = [call.tensor_state(tensor) for tensor in call.tensors()]
     return nonlinear(call, *states) or (
         Free(varies=whole(range(8))) if all(isinstance(s, Free) for s in states) else call.mix(Kind.REORDERED)

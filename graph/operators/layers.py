@@ -100,7 +100,7 @@ def _loss_dim(state: ByRow, has_classes: bool) -> tuple[int, int, int | None]:
 
 
 def aligned_loss(call: RowCall) -> RowState:
-    """One loss a row. Targets lie row by row, or one after another with their lengths beside them."""
+    """One loss a row. Targets are row by row, or one after another with their lengths beside them."""
     state = call.state("log_probs")
     if isinstance(state, ByRow) and state.dim == 1:
         return ByRow(dim=0, inner=state.inner)
@@ -151,7 +151,7 @@ def numbered(call: RowCall) -> RowState:
 
 
 def recurrent(call: RowCall) -> list[RowState]:
-    """A layer of a recurrent network on (sequence, rows, features): rows lie along the last dimension but one."""
+    """A layer of a recurrent network on (sequence, rows, features): rows are along the last dimension but one."""
     states = [(call.tensor_state(tensor), tensor) for tensor in call.tensors()]
     mixed = nonlinear(call, *(state for state, _ in states))
     if mixed is not None:

@@ -19,7 +19,7 @@ from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, S
 
 
 class Watcher(Protocol):
-    """Who follows the rows: knows states so far, and is told what rules find."""
+    """The follower of rows: knows states so far, and is told what rules find."""
 
     rows: int
     is_clear: bool

@@ -44,7 +44,7 @@ def added_up(call: RowCall) -> RowState:
     if isinstance(state, ByRow) and state.dim in dims:
         return OverRows(scale=state.scale if call.name == "mean" else state.scale.times(PER_ROW))
     found = reduced(state, value, dims, keep)
-    if isinstance(found, Free) and call.name != "mean":  # constants beside rows are as many as these
+    if isinstance(found, Free) and call.name != "mean":  # constants beside rows are equal to them in number
         count = math.prod(value.shape[dim] for dim in dims if dim < value.dim())
         return replace(found, scale=state.scale.times(call.watcher.scale(count)))
     return replace(found, step=0) if isinstance(found, ByRow) else found
@@ -133,7 +133,7 @@ def ordered(call: RowCall) -> RowState | list[RowState]:
 
 
 def counted(call: RowCall) -> RowState:
-    """How many elements have each value: a sum over rows of what each row contributes."""
+    """The number of elements that have each value: a sum over rows of what each row contributes."""
     state = call.state("self")
     mixed = nonlinear(call, state)
     if mixed is not None:

@@ -19,8 +19,9 @@ ENDLESS = 1 << 62
 
 @dataclass(frozen=True)
 class Scale:
-    """How a value grows with the number of rows by which it was multiplied: `power` 1 for a factor of R, -1 for 1 / R.
-    `unsure`: it was multiplied by a plain number, of which one trace does not tell whether it is the number of rows."""
+    """The growth of a value with the number of rows by which it was multiplied: `power` 1 for a factor of R, -1 for
+    1 / R. `unsure`: it was multiplied by a plain number, and one trace does not tell whether that is the number of
+    rows."""
 
     power: int = 0
     unsure: bool = False
@@ -109,13 +110,13 @@ def whole(dims: Iterable[int]) -> frozenset[Stretch]:
 
 
 def differs(free: Free, dim: int, inner: int, rows: int) -> bool:
-    """Whether a constant differs from row to row, beside a value whose rows lie along this dimension."""
+    """Whether a constant differs from row to row, beside a value whose rows are along this dimension."""
     return any(d == dim and low < inner * rows and high > inner for d, low, high in free.varies)
 
 
 def place(shape: Sequence[int], flat_inner: int, rows: int) -> tuple[int, int] | None:
     """The dimension that carries the rows, and its inner size, in a contiguous value of this shape in which a row's
-    next element group lies `flat_inner` elements further; None if no single dimension does."""
+    next element group begins `flat_inner` elements further; None if no single dimension does."""
     below, found = 1, []
     for dim in reversed(range(len(shape))):
         inner, left = divmod(flat_inner, below)

@@ -71,7 +71,7 @@ def _reshaped_free(state: Free, old: Sequence[int], new: Sequence[int]) -> Free:
 
 
 def _flat(shape: Sequence[int], span: Stretch) -> tuple[int, int]:
-    """Where a span of a contiguous value begins and ends, counted in elements."""
+    """The begin and the end of a span of a contiguous value, counted in elements."""
     dim, low, high = span
     each = math.prod(shape[dim + 1 :])
     return each * low, each * min(high, shape[dim])

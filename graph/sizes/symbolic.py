@@ -21,7 +21,7 @@ from ...ir.program import SizeRange, Sizes, StageSpec
 from .named import symbol
 
 SUMS = ("forward_flops", "backward_flops", "forward_traffic_bytes", "backward_traffic_bytes", "kept_bytes")
-CALLS = ("forward_mix", "backward_mix", "saved", "again")  # the calls behind these sums, for a device's rates
+CALLS = ("forward_mix", "backward_mix", "saved", "again")  # the calls that make up these sums, for a device's rates
 TOLERANCE = 0.01  # how far a polynomial may be from what was measured
 StagesAt = Callable[[Sizes], Mapping[str, StageSpec]]
 

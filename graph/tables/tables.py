@@ -95,7 +95,7 @@ class _Finder:
         self.losses = {row.product: row for row in rows}
 
     def table(self, name: str, value: nn.Parameter) -> TokenTable | None:
-        """What reads a parameter, if that is how tables are read."""
+        """The readers of a parameter, if tables are read so."""
         if value.dim() != 2:
             return None
         nodes = self.readers[name]

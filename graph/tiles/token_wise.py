@@ -135,7 +135,7 @@ class _Finder:
         return False
 
     def _made(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """What a call gives on tiles; None where it needs all tokens."""
+        """The result of a call on tiles; None where it needs all tokens."""
         key = call_key(self.graph, node, args, kwargs, lambda t: (tuple(t.shape), t.stride(), t.dtype))
         if key is None or key not in self.made:
             try:

@@ -77,7 +77,7 @@ HEADS = 1  # dimension of the operands of attention
 @dataclass(frozen=True)
 class SplitContext(GraphPass):
     """`by`: how members meet in attention; `team`: their number; `experts`: whether they share out experts, where a
-    layer has any; `keep`: whether keys and values that came round a ring lie there until backward.
+    layer has any; `keep`: whether keys and values that came round a ring are kept until backward.
 
     Raises `PassError` where tokens meet otherwise, where they or heads cannot be shared out equally, where random
     numbers are drawn for single tokens, and for batches whose sizes are not fixed."""
@@ -127,13 +127,13 @@ class SplitContext(GraphPass):
 
 
 def _refused(draft: Draft, layer: ExpertLayer, team: int) -> str:
-    """Why members cannot share out a layer's experts; empty where they can."""
+    """The reason why members cannot share out a layer's experts; empty where they can."""
     why = (refused_by_optimizer(draft, name, weight) for name, weight in layer.weights.items())
     return refusal(layer, team) or next(filter(None, why), "")
 
 
 def _told(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit) -> str:
-    """Where experts are, for people."""
+    """Say for people which members have which experts."""
     if not layers:
         return ""
     routed = [layers[name] for name in decision.experts]
@@ -304,7 +304,7 @@ class _Splitter:
         self._set_local(node, places)
 
     def _places_of(self, node: fx.Node) -> tuple[TokenPlace | None, ...]:
-        """Where tokens lie in each tensor of a value, in order or permuted."""
+        """The place of tokens in each tensor of a value, in order or permuted."""
         own = self.facts.places.get(node, ())
         return tuple(a or b for a, b in zip(own, self.facts.sorted_places.get(node, own), strict=True))
 
@@ -338,7 +338,7 @@ class _Splitter:
         self.parts[node], self.facts.places[node] = Has.PART, self.facts.places[hidden]
 
     def _reduction_of_loss(self, node: fx.Node) -> str | None:
-        """How a loss of classes puts its tokens together; None for another call."""
+        """The reduction by which a loss of classes puts its tokens together; None for another call."""
         if node.target is chunked_cross_entropy:
             bound = inspect.signature(chunked_cross_entropy).bind(*node.args, **node.kwargs)
             bound.apply_defaults()

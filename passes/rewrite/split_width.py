@@ -63,7 +63,7 @@ class SplitWidth(GraphPass):
             raise PassError(f"pass {self.name!r}: option team={self.team}; it is at least 1")
 
     def plan(self, draft: Draft) -> Width:
-        """Raises `PassError` where nothing of the model can be divided among so many."""
+        """Raises `PassError` where nothing of the model can be divided among the members."""
         if self.team == 1:
             return Width()
         _refuse(draft, self.team)
@@ -102,13 +102,13 @@ class SplitWidth(GraphPass):
         whole = _uncut(graph, exchanged)
         if whole:
             raise PassError(
-                f"split-width: {min(whole)} cannot be divided: what its members exchange stands in the middle of a "
+                f"split-width: {min(whole)} cannot be divided: what its members exchange is in the middle of a "
                 "block; take it out of the plan's decision `width`"
             )
         lost = draft.graph.outputs.keys() - graph.outputs.keys()
         draft.graph = graph
         told = f"{len(decision.regions)} parts of the model are divided among {decision.team} members"
-        told += f"; evaluation gives no {', '.join(sorted(lost))}, which would stand whole" if lost else ""
+        told += f"; evaluation gives no {', '.join(sorted(lost))}, which would be whole" if lost else ""
         draft.notes[self.name] = told
 
 
@@ -126,7 +126,7 @@ def _refuse(draft: Draft, team: int) -> None:
 
 
 def _in_parts_before(graph: OpGraph) -> str:
-    """What a pass before this one has made parts of, so that members cannot; empty where that is nothing."""
+    """The refusal to divide parameters that an earlier pass has divided; empty where there are none."""
     rows = [part.part.parameter for part in graph.parts.values() if isinstance(part.part, RowPart)]
     if not rows:
         return ""
@@ -142,7 +142,7 @@ def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, di
     graph = copy_graph(draft.graph)
     regions = _parts_of_model(graph, team)
     member: fx.Node | None = None
-    now: dict[fx.Node, fx.Node] = {}  # what stands in the place of products that are divided
+    now: dict[fx.Node, fx.Node] = {}  # the new values in the place of divided products
     exchanged: dict[str, set[fx.Node]] = {}
     for name in sorted(names, key=lambda name: isinstance(regions[name], TokenTable)):  # tables are found anew
         region, before = regions[name], set(filter(is_exchange, graph.nodes))
@@ -176,8 +176,8 @@ def _uncut(graph: OpGraph, exchanged: dict[str, set[fx.Node]]) -> set[str]:
 
 
 def _parts_of_model(graph: OpGraph, team: int) -> dict[str, PartOfModel]:
-    """What members can divide: regions by the name of a weight, layers of experts by that of their module, and tables
-    that no region divides."""
+    """The parts of a model that members can divide: regions by the name of a weight, layers of experts by the
+    name of their module, and tables that no region divides."""
     found: dict[str, PartOfModel] = {region.name: region for region in find_regions(graph, team)}
     used = {p.weight for r in found.values() if isinstance(r, WidthRegion) for p in (*r.columns, *r.rows)}
     layers = () if graph.apart else find_expert_layers(graph).items()  # split-context shares these out
@@ -349,7 +349,7 @@ class _Divided:
 
 
 def _made(edit: GraphEdit, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What a node gives on other arguments; None where it fails."""
+    """The result of a node on other arguments; None where it fails."""
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     try:
         with edit.fake_mode, torch.set_grad_enabled(not node.meta["no_grad"]), edit.autocast():

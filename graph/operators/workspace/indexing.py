@@ -10,7 +10,7 @@ from ..record import OperatorCall
 
 INDEX_BYTES = 8
 SORT_BYTES = 64 * 1024  # histograms of a sort, whatever its size
-FEW_INDICES = 3072  # so many are added up without a sort
+FEW_INDICES = 3072  # up to this number are added up without a sort
 ROWS_OF_A_PART = 10
 
 

@@ -49,7 +49,7 @@ def softmax_backward(call: OperatorCall) -> int:
 
 def product(call: OperatorCall) -> int:
     """`prepare_matrix_for_cublas` and `prepare_batch_matrix_for_cublas` (Blas.cpp): a copy of an operand in which
-    neither rows nor columns lie together."""
+    neither rows nor columns are contiguous."""
     names = [name for name in ("mat1", "mat2", "batch1", "batch2") if name in call.given]
     operands = [call.tensor(name) for name in names or ("self", "mat2")]
     if len(operands) == 1:

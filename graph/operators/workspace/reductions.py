@@ -63,7 +63,7 @@ def reduction_bytes(value: Tensor, given: int | Sequence[int] | None, part_bytes
 
 
 def merged(rows: Iterable[tuple[int, int]]) -> Dims:
-    """Dimensions by rising stride, where those that lie one after the other in memory are one."""
+    """Dimensions by rising stride, where dimensions that follow each other in memory are merged."""
     found: Dims = []
     for size, stride in sorted(((size, stride) for size, stride in rows if size > 1), key=lambda row: row[1]):
         if found and found[-1][0] * found[-1][1] == stride:

@@ -128,7 +128,7 @@ def test_class_weights_are_found() -> None:
     [
         (lambda m, h, y: F.nll_loss(m.head(h).log_softmax(-1).view(-1, CLASSES), y.view(-1)), "negative log-likel"),
         (lambda m, h, y: F.cross_entropy(m.head(h)[..., 1:].reshape(-1, CLASSES - 1), y.view(-1)), "getitem"),
-        (lambda m, h, y: F.cross_entropy(F.relu(m.head(h)).view(-1, CLASSES), y.view(-1)), "relu stands between"),
+        (lambda m, h, y: F.cross_entropy(F.relu(m.head(h)).view(-1, CLASSES), y.view(-1)), "relu is between"),
         (lambda m, h, y: F.cross_entropy((m.head(h) + 1).view(-1, CLASSES), y.view(-1)), "add "),
         (lambda m, h, y: F.cross_entropy((m.head(h) * h.sum()).view(-1, CLASSES), y.view(-1)), "mul "),
         (lambda m, h, y: F.cross_entropy(m.head(h).narrow(1, 0, 2).mT, y[:, :2]), "narrow"),
