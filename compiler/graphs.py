@@ -10,7 +10,7 @@ from typing import Any
 from ..graph.follow.coupling import find_facts, scaled_loss
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ..graph.opgraph import OpGraph
-from ..graph.sizes.named import at_sizes
+from ..graph.sizes.named import substitute_sizes
 from ..ir.errors import CaptureError
 from ..ir.program import Sizes
 from .batches.dynamic_shapes import ROWS, dynamic_dims, fixed_dimension
@@ -128,7 +128,7 @@ class Graphs:
             )
         most = {name: of.most for name, of in sizes.ranges.items()} | {sizes.rows or ROWS: shape.size // count}
         most |= self.sizes or {}
-        return at_sizes(
+        return substitute_sizes(
             graph,
             {name: size for name, size in most.items() if name in graph.symbols},
             {name: of for name, of in sizes.micro_batch(count).items() if name in graph.symbols},

@@ -21,7 +21,7 @@ from .opgraph import OpGraph
 WIDE = (part_statistics, with_gradients)  # calls whose results are in fp32 because they add up
 
 
-def narrowed(graph: OpGraph) -> frozenset[fx.Node]:
+def narrow_nodes(graph: OpGraph) -> frozenset[fx.Node]:
     """The nodes whose values have the type `graph.boundary_dtype` between stages, instead of their own."""
     if graph.boundary_dtype is None:
         return frozenset()

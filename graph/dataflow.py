@@ -53,7 +53,7 @@ class Dataflow:
         """The place of each node."""
         return {node: i for i, node in enumerate(self.nodes)}
 
-    def in_order(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    def sort_nodes(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         """Some of the nodes, in order."""
         return [node for node in self.nodes if node in nodes]
 
@@ -117,10 +117,10 @@ def shared_nodes(graph: OpGraph) -> set[fx.Node]:
             node.meta.get("random") or node.meta.get("updates_buffers") or graph.node_parameters(node)
         ):
             shared.add(node)
-    return _without_written(graph, shared)
+    return _drop_overwritten_nodes(graph, shared)
 
 
-def _without_written(graph: OpGraph, shared: set[fx.Node]) -> set[fx.Node]:
+def _drop_overwritten_nodes(graph: OpGraph, shared: set[fx.Node]) -> set[fx.Node]:
     """Drop shared nodes whose storage an unshared node writes, and what depends on them, until no such node is left."""
     while True:
         dirty = Dataflow(node for node in graph.nodes if node not in shared).written_by.keys()

@@ -232,7 +232,7 @@ def copy_graph(graph: OpGraph) -> OpGraph:
         copy_edges(node, copy, copies.__getitem__)
     return dataclasses.replace(
         graph,
-        module=build_module(graph.model, made, graph.unregistered),
+        module=build_module(graph.model, made, graph.unregistered_tensors),
         outputs={name: copies[node] for name, node in graph.outputs.items()},
         parts=dict(graph.parts),
         hooks=dict(graph.hooks),

@@ -83,7 +83,7 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
         read_for = list(node.users)[:1] if node.op == "get_attr" else []  # a weight is read where it is used
         met = set[fx.Node]().union(*map(borders, (node, *read_for))) - seen
         seen |= met
-        if runs and not met and (key == runs[-1][0] or not (in_list(key) or graph.node_parameters(node))):
+        if runs and not met and (key == runs[-1][0] or not (is_in_list(key) or graph.node_parameters(node))):
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))
@@ -115,7 +115,7 @@ def list_element(path: str) -> str:
     return path
 
 
-def in_list(key: str) -> bool:
+def is_in_list(key: str) -> bool:
     return key.rpartition(".")[2].isdigit()
 
 
@@ -123,7 +123,7 @@ def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
     """Cut a run with several calls of one element of a module list where its first node with parameters comes again,
     unless the calls do not depend on each other: then its weights serve all of them in one place."""
     name, nodes = run
-    first = next((n for n in nodes if in_list(name) and graph.node_parameters(n)), None)
+    first = next((n for n in nodes if is_in_list(name) and graph.node_parameters(n)), None)
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:
         if first is not None and node is not first and (node.op, node.target) == (first.op, first.target):

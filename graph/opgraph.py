@@ -152,7 +152,7 @@ class OpGraph:
         return {name: row.part.parameter for name, row in self.parts.items()}
 
     @property
-    def unregistered(self) -> dict[str, torch.Tensor]:
+    def unregistered_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of get_attr nodes that the model does not register under that name."""
         return {**self.constants, **{name: row.tensor for name, row in self.parts.items()}}
 
@@ -195,7 +195,7 @@ class OpGraph:
 
     def rebuild(self) -> None:
         """Make `module` anew after its graph was edited."""
-        self.module = build_module(self.model, self.graph, self.unregistered)
+        self.module = build_module(self.model, self.graph, self.unregistered_tensors)
 
     def evaluation(self) -> fx.GraphModule:
         """The same graph with the evaluation-mode arguments put in; call `.eval()` on the user's model to run it.
@@ -210,7 +210,7 @@ class OpGraph:
             arguments = (node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))
             args, kwargs = fx.map_arg(arguments, copies.__getitem__)
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-        return build_module(self.model, graph, self.unregistered)
+        return build_module(self.model, graph, self.unregistered_tensors)
 
 
 def build_module(model: nn.Module, graph: fx.Graph, unregistered: dict[str, torch.Tensor]) -> fx.GraphModule:

@@ -56,12 +56,12 @@ def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:
         for device, entries in measured.items():
             if block.hash not in entries:
                 raise PlanError(f"profile: there is no entry for block {block.name!r} ({block.hash}) on {device}")
-            seconds[device] = checked(entries[block.hash], f"block {block.name!r} ({block.hash}) on {device}")
+            seconds[device] = check_seconds(entries[block.hash], f"block {block.name!r} ({block.hash}) on {device}")
         found.append(replace(block, seconds=seconds))
     return found
 
 
-def checked(seconds: TurnSeconds, what: str) -> TurnSeconds:
+def check_seconds(seconds: TurnSeconds, what: str) -> TurnSeconds:
     """Return `seconds`. Raises `PlanError` for a time that is NaN, infinite, zero, negative or no number."""
     for field in fields(seconds):
         value = getattr(seconds, field.name)

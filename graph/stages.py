@@ -21,15 +21,15 @@ from ..ir.program import Exchange, ParamSpec, StageSpec, TensorSpec
 from ..runtime.functions.document_borders import document_borders
 from ..runtime.torch_names import NormBase
 from .blocks import Block
-from .boundaries import cast, narrowed
+from .boundaries import cast, narrow_nodes
 from .costs.saved_classes import saved_classes
 from .costs.split_backward import split_costs
 from .costs.stage import cast_bytes, stage_costs
 from .dataflow import Dataflow, shared_nodes
-from .divide.exchanges import exchange, exchanges_of, handed, hands_back, is_exchange, routes_of, source_of
+from .divide.exchanges import exchange, exchanges_of, hands_back, is_exchange, partial_before, routes_of, source_of
 from .edit import copy_edges, describe
 from .experts.joins import passes_through
-from .forwards.first_only import left_out, unread_in
+from .forwards.first_only import skipped_nodes, unread_in
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
 
@@ -91,11 +91,11 @@ class _Cut:
                 self.uses.setdefault(self.ties.get(name, name), set()).add(index)
         self.leaves_out = True
         self.live = live_nodes(graph)
-        self.narrow = narrowed(graph)
-        self.exchanged = self._exchanged()
+        self.narrow = narrow_nodes(graph)
+        self.exchanged = self._exchange_stages()
         self.checks = self._shared_checks()
 
-    def _exchanged(self) -> dict[fx.Node, int]:
+    def _exchange_stages(self) -> dict[fx.Node, int]:
         """For each exchange the stage after whose forward it is made; of what is exchanged already, before whose."""
         found: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
@@ -150,7 +150,7 @@ def live_nodes(graph: OpGraph) -> set[fx.Node]:
 
     def operands(node: fx.Node) -> Iterator[fx.Node]:
         yield from (arg for arg in node.all_input_nodes if flow.writers(arg) or _requires_grad(arg))
-        before = handed(node)
+        before = partial_before(node)
         if before is not None:
             yield before
 
@@ -213,12 +213,12 @@ class _Builder:
         sources = {source_of(n) for n in exchanges}
         elsewhere |= {n for n in sources if is_exchange(n) and n not in exchanges}
         routes = {routes_of(n) for n in exchanges} - {None, *exchanges}
-        boundary = self._in_order(elsewhere | {n for n in routes if n is not None})
+        boundary = self._sort(elsewhere | {n for n in routes if n is not None})
         loaded = [n for n in outside if n.op == "placeholder"]
-        body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
+        body = self._sort({*own, *(n for n in outside if n.op != "placeholder")})
         if self.cut.leaves_out:
             shared = [n for n in body if n in self.cut.shared]
-            self.without = left_out(self.cut.blocks[self.index], set(body), shared)
+            self.without = skipped_nodes(self.cut.blocks[self.index], set(body), shared)
             self.unread = unread_in(self.cut.blocks[self.index], set(body))
         unneeded = [n for n in boundary if all(self.home.get(u) != self.index or u in self.without for u in n.users)]
         able = [n for n in boundary if n not in unneeded and n not in sources and not self.graph.sizes]
@@ -230,7 +230,7 @@ class _Builder:
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
         module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()], set(sent), unneeded)
         spec = self._spec(boundary, batch, outputs, results, loss, body)
-        pairs = [(before, n) for n in outputs if (before := handed(n)) in boundary]
+        pairs = [(before, n) for n in outputs if (before := partial_before(n)) in boundary]
         spec = replace(
             spec,
             exchanges=tuple(self._exchange(n, given) for n in exchanges),
@@ -252,9 +252,9 @@ class _Builder:
         more = []
         for name in sorted(needed - sized_inputs([*boundary, *batch])):
             more.append(next(n for n in self.graph.nodes if n.op == "placeholder" and name in sized_inputs([n])))
-        return self._in_order({*batch, *more})
+        return self._sort({*batch, *more})
 
-    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    def _sort(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.cut.order.__getitem__)
 
     def _exchange(self, node: fx.Node, given: dict[str, fx.Node]) -> Exchange:
@@ -289,12 +289,12 @@ class _Builder:
             copy.meta["block_hash"] = block.hash if block else ""
             copy.meta["first_only"], copy.meta["unread"] = node in self.without, node in self.unread
             copy_edges(node, copy, copies.get)
-        graph.output(tuple(self._sent(graph, copies[n], n, n in sent) for n in outputs))
+        graph.output(tuple(self._output(graph, copies[n], n, n in sent) for n in outputs))
         compute_sizes(graph)
         show_sizes(graph)
-        return build_module(self.graph.model, graph, self.graph.unregistered)
+        return build_module(self.graph.model, graph, self.graph.unregistered_tensors)
 
-    def _sent(self, graph: fx.Graph, copy: fx.Node, node: fx.Node, is_sent: bool) -> fx.Node:
+    def _output(self, graph: fx.Graph, copy: fx.Node, node: fx.Node, is_sent: bool) -> fx.Node:
         dtype = self.graph.boundary_dtype
         return cast(graph, copy, node, dtype) if is_sent and dtype is not None and node in self.cut.narrow else copy
 
@@ -315,14 +315,14 @@ class _Builder:
     ) -> StageSpec:
         trains = (None if self._is_live(n, inside=True) else False for n in boundary)
         inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
-        trained, buffers = self._owned(body)
+        trained, buffers = self._own_tensors(body)
         held = [n for n in body if n.op == "get_attr"]
         saved, absent = saved_classes(self.graph, self.cut.blocks[self.index], body, self.without, self.unread)
         costs = stage_costs(
             self.cut.blocks[self.index],
             [*(n for n in boundary if n not in self.cut.narrow), *batch, *held],
             outputs,
-            [self._trained(block) for block in self.cut.blocks[self.index]],
+            [self._gradient_bytes(block) for block in self.cut.blocks[self.index]],
             sum(i.bytes for i in inputs if i.requires_grad),
             sum(i.bytes for i in inputs if i.order),
             cast_bytes([n for n in boundary if n in self.cut.narrow], self.graph.boundary_dtype),
@@ -381,7 +381,7 @@ class _Builder:
         here = {user for user in node.users if self.home.get(user, self.index) == self.index and not is_exchange(user)}
         return any(user in self.cut.live for user in node.users if (user in here) == inside)
 
-    def _owned(self, body: list[fx.Node]) -> tuple[list[ParamSpec], list[ParamSpec]]:
+    def _own_tensors(self, body: list[fx.Node]) -> tuple[list[ParamSpec], list[ParamSpec]]:
         """Parameters and buffers that the stage's nodes use, each object once, under its first name here."""
         found: dict[str, ParamSpec] = {}
         held: dict[str, ParamSpec] = {}
@@ -408,7 +408,7 @@ class _Builder:
                     )  # fmt: skip
         return list(found.values()), list(held.values())
 
-    def _trained(self, block: Block) -> dict[int, int]:
+    def _gradient_bytes(self, block: Block) -> dict[int, int]:
         """Parameters of a block that get gradients: identity to bytes."""
         found = [p for n in block.nodes for p in self.graph.node_parameters(n).values() if p.requires_grad]
         return {id(p): p.numel() * self.graph.compute_dtype(p).itemsize for p in found}

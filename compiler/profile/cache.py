@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...graph.profile import checked
+from ...graph.profile import check_seconds
 from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import PlanError
 
@@ -64,7 +64,7 @@ class ProfileCache:
 
     def save(self, key: EntryKey, seconds: TurnSeconds) -> None:
         """Write an entry atomically. Raises `PlanError` for seconds that cannot be, `OSError` where writing fails."""
-        checked(seconds, f"block {key.block} on {key.device}")
+        check_seconds(seconds, f"block {key.block} on {key.device}")
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(key)
         draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -101,6 +101,6 @@ def _seconds_of(found: Any, path: Path) -> TurnSeconds:
     if missing:
         raise PlanError(f"profile: {path} lacks {', '.join(missing)}; delete the file to have it measured anew")
     try:
-        return checked(TurnSeconds(**{name: entries[name] for name in names}), str(path))
+        return check_seconds(TurnSeconds(**{name: entries[name] for name in names}), str(path))
     except PlanError as error:
         raise PlanError(f"{error}; delete the file to have it measured anew") from None

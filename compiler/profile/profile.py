@@ -20,7 +20,7 @@ from ...codegen.file import Header, write_directory, write_file
 from ...graph.blocks import Block
 from ...graph.costs.stage_time import roofline
 from ...graph.opgraph import OpGraph
-from ...graph.profile import BlockSample, checked, distinct, samples, with_seconds
+from ...graph.profile import BlockSample, check_seconds, distinct, samples, with_seconds
 from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import HardwareError, PlanError
 from ...ir.machine.hardware import Device, Hardware
@@ -89,7 +89,7 @@ class Profiler:
             for found in missing:
                 if found not in fresh:
                     raise PlanError(f"profile: block {first[found].name!r} ({found}) was not measured on {part.title}")
-                known[found] = checked(fresh[found], f"block {first[found].name!r} ({found}) on {part.title}")
+                known[found] = check_seconds(fresh[found], f"block {first[found].name!r} ({found}) on {part.title}")
             for found in missing:
                 self.cache.save(keys[found], known[found])
         return known

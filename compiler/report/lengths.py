@@ -73,7 +73,7 @@ class StepsOfAnySize:
         key = tuple(whole.items())
         if key not in self._simulated:
             is_largest = all(size == self.ranges[name].most for name, size in key)
-            programs = self.programs if is_largest else resize(self.programs, self.expressions.at(whole), whole)
+            programs = self.programs if is_largest else resize(self.programs, self.expressions.evaluate(whole), whole)
             self._simulated[key] = simulate_here(programs, self.hardware, self.precision)
         return self._simulated[key]
 

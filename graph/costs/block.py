@@ -86,7 +86,7 @@ def measure(
         launches=forward.launches,
         again=None if again is None else _again_cost(again),
         unread=None if unread is None else _again_cost(unread),
-        calls=None if recurrent else _costly_calls(forward.costly, light.costly, _tiled(block)),
+        calls=None if recurrent else _costly_calls(forward.costly, light.costly, _tile_nodes(block)),
         uncounted=tuple(sorted(forward.uncounted | backward.uncounted | light.uncounted)),
     )
 
@@ -109,7 +109,7 @@ def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
     return node.target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-def _tiled(block: Block) -> set[int]:
+def _tile_nodes(block: Block) -> set[int]:
     """The numbers of the nodes whose calls are of one tile of tokens each."""
     return {i for i, node in enumerate(block.nodes) if mark_of(node) is not None}
 
@@ -408,16 +408,16 @@ class _Meter(TorchDispatchMode, KernelCalls):
             self.traffic_bytes += moved_bytes * times
             self.rows.note(rows, flops, moved_bytes, times)
         for tensor in new:
-            self.born(tensor.untyped_storage())
+            self.note_birth(tensor.untyped_storage())
         if self.run.cuda:
             held_bytes = workspace_bytes(func, args, kwargs, out)
             if held_bytes is None:
                 self.uncounted.add(str(func._schema.name))
             else:
-                self.held(held_bytes)
+                self.note_workspace(held_bytes)
         return out
 
-    def held(self, num_bytes: int) -> None:
+    def note_workspace(self, num_bytes: int) -> None:
         self.largest_bytes = max(self.largest_bytes, num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
 
@@ -426,7 +426,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
             self.flops += call.flops
             self.rows.add(call)
 
-    def made(self, call: Product | AttentionCall, results: tuple[torch.Tensor, ...]) -> None:
+    def note_results(self, call: Product | AttentionCall, results: tuple[torch.Tensor, ...]) -> None:
         num_bytes = attention_bytes(results[0]) if isinstance(call, AttentionCall) else result_bytes(results)
         self.note((call, *((t.dtype, tuple(t.shape), t.stride()) for t in results)), results, num_bytes, call.flops)
 
@@ -444,10 +444,10 @@ class _Meter(TorchDispatchMode, KernelCalls):
         """Subtract the bytes of storages that exist already once they are freed. Empties the list."""
         for storage in storages:
             self.known.add(storage._cdata)
-            weakref.finalize(storage, self.died, storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self.note_death, storage._cdata, storage.nbytes())
         storages.clear()
 
-    def born(self, storage: torch.UntypedStorage) -> None:
+    def note_birth(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self.known:
             return
@@ -455,9 +455,9 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.live_bytes += size
         self.largest_bytes = max(self.largest_bytes, size)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self.died, key, size)
+        weakref.finalize(storage, self.note_death, key, size)
 
-    def died(self, key: int, size: int) -> None:
+    def note_death(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.outputs.pop(key, None)
         self.live_bytes -= size

@@ -76,7 +76,7 @@ def stage_costs(
     absent = storages(without).keys() | (storages(unread).keys() - storages(_read_by(unread)).keys())
     again = [_again(block, without, unread) for block in blocks]
     for i, block in enumerate(blocks):
-        cost, alive = block.cost, lives.before(i)
+        cost, alive = block.cost, lives.alive_before(i)
         unsaved = sum(size for key, size in alive.items() if key not in saved)
         forward_peak = max(forward_peak, sum(kept) + unsaved + cost.forward_peak_bytes)
         unsaved -= sum(size for key, size in alive.items() if key in absent)
@@ -92,7 +92,7 @@ def stage_costs(
         default=0,
     )
     if cast_out.wide:
-        alive = lives.before(len(blocks))
+        alive = lives.alive_before(len(blocks))
         at_end = sum(alive.values()) + cast_out.narrow
         forward_peak = max(forward_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved))
         again_peak = max(again_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved or k in absent))
@@ -200,7 +200,7 @@ class _Lives:
         self.end = {**self.read, **dict.fromkeys(out, len(blocks))}
         self.parameters = _spans(parameters)
 
-    def before(self, block: int) -> Storages:
+    def alive_before(self, block: int) -> Storages:
         """The storages that are alive when a block begins, its own inputs included."""
         return {k: size for k, size in self.size.items() if self.made.get(k, -1) < block <= self.end.get(k, -1)}
 

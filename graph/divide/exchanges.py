@@ -168,7 +168,7 @@ def is_exchange(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in EXCHANGES
 
 
-def handed(node: fx.Node) -> fx.Node | None:
+def partial_before(node: fx.Node) -> fx.Node | None:
     """The partial attention before a ring's block, whose gradient is that of this node as it is."""
     block = node.args[0] if node.target is with_gradients else None
     before = block.args[0] if isinstance(block, fx.Node) else None
@@ -178,7 +178,7 @@ def handed(node: fx.Node) -> fx.Node | None:
 def hands_back(node: fx.Node) -> list[fx.Node]:
     """The partial attentions with one more block, whose gradients are that of this node as they are."""
     blocks = (user for user in node.users if user.target is attend_block and user.args[0] is node)
-    return [user for block in blocks for user in block.users if handed(user) is node]
+    return [user for block in blocks for user in block.users if partial_before(user) is node]
 
 
 def source_of(node: fx.Node) -> fx.Node:

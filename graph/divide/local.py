@@ -15,7 +15,7 @@ from ..operators.calls import names_sizes
 from ..opgraph import OpGraph, value_tensors
 
 
-def sizes_told(
+def arguments_for_shape(
     args: tuple[Any, ...], kwargs: dict[str, Any], old: Sequence[int], new: Sequence[int], is_open: bool = True
 ) -> list[Arguments]:
     """Arguments of a call that is told sizes of its result, for a result of shape `new` in place of `old`; the call's
@@ -48,12 +48,12 @@ class LocalValues:
         """Give a node the value of what it now reads, in the types that it had. `shape`: that of its only tensor, which
         is told to a call that names sizes. Raises `PassError` where it cannot run on these."""
         if shape is not None and node in self.sized:
-            change_arguments(node, lambda args, kwargs: self._told(node, args, kwargs, shape))
+            change_arguments(node, lambda args, kwargs: self._fit(node, args, kwargs, shape))
         node.meta["val"] = self._run(node, (node.args, node.kwargs))
 
-    def _told(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int]) -> Arguments:
+    def _fit(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int]) -> Arguments:
         """The arguments with which a call makes a tensor of this shape; its own where it does so with no others."""
-        *ways, own = sizes_told(args, kwargs, node.meta["val"].shape, shape)
+        *ways, own = arguments_for_shape(args, kwargs, node.meta["val"].shape, shape)
         for way in ways:
             try:
                 if list(self._run(node, way).shape) == list(shape):

@@ -51,7 +51,7 @@ def refusal(table: TokenTable, team: int, apart: bool = False) -> str:
     if table.rows % team:
         return f"it has {table.rows} rows, which {team} members cannot share evenly"
     for head in table.heads:
-        weight = head.loss.class_weight if head.loss is not None else _given(head).get("class_weight")
+        weight = head.loss.class_weight if head.loss is not None else _loss_arguments(head).get("class_weight")
         if weight is not None:
             return "the loss has weights of its classes"
         if head.loss is None and head.node.target not in (chunked_cross_entropy, evaluation_logits):
@@ -64,7 +64,7 @@ def refusal(table: TokenTable, team: int, apart: bool = False) -> str:
 
 def _labels(head: Head) -> fx.Node | None:
     """The labels of a head's loss; None in evaluation alone."""
-    labels = head.loss.labels if head.loss is not None else _given(head).get("labels")
+    labels = head.loss.labels if head.loss is not None else _loss_arguments(head).get("labels")
     assert labels is None or isinstance(labels, fx.Node)
     return labels
 
@@ -96,7 +96,7 @@ def divide_table(graph: OpGraph, name: str, member: fx.Node, team: int, room_byt
             _lose(graph, head, table, parts, member, team)
 
 
-def _given(head: Head) -> dict[str, Any]:
+def _loss_arguments(head: Head) -> dict[str, Any]:
     return loss_arguments(head.node) if head.node.target is chunked_cross_entropy else {}
 
 
@@ -117,7 +117,7 @@ def _look_up(graph: OpGraph, lookup: Lookup, part: str, member: fx.Node, team: i
 
 
 def _lose(graph: OpGraph, head: Head, table: TokenTable, parts: dict[str, str], member: fx.Node, team: int) -> None:
-    edit, given = GraphEdit(graph, head.node), _given(head)
+    edit, given = GraphEdit(graph, head.node), _loss_arguments(head)
     hidden, labels = head.hidden, given["labels"]
     if graph.apart:
         hidden = insert_exchange(edit, hidden, Placement.PART, Placement.SHARED, team, 0)

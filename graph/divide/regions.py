@@ -127,7 +127,7 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
     """The region that ends with a product, and with others that read the same values; None where there is none."""
     rows = {last}
     while True:
-        above, columns = _above(products, rows)
+        above, columns = _operands(products, rows)
         inside = [node for node in graph.nodes if node in above and _depends(node, above, {c.node for c in columns})]
         own = {*inside, *(column.node for column in columns)}
         outside = {user for node in own for user in node.users if user not in own} - {row.node for row in rows}
@@ -179,7 +179,7 @@ def as_function(graph: OpGraph, node: fx.Node) -> tuple[Any, tuple[Any, ...], fl
     return (F.rms_norm, leaf.normalized_shape, leaf.eps) if type(leaf) is nn.RMSNorm else None
 
 
-def _above(products: dict[fx.Node, WideProduct], rows: set[WideProduct]) -> tuple[set[fx.Node], set[WideProduct]]:
+def _operands(products: dict[fx.Node, WideProduct], rows: set[WideProduct]) -> tuple[set[fx.Node], set[WideProduct]]:
     """The nodes that compute the operands of products, back to the products before; and these products."""
     found, columns = set[fx.Node](), set[WideProduct]()
     waiting = [row.hidden for row in rows]

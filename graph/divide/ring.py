@@ -17,7 +17,7 @@ from ...runtime.functions import attend_block, attention_of, with_gradients
 from ...runtime.functions.ring_attention import visible_steps
 from ..edit import GraphEdit
 from ..masks.allowed_keys import Sight, sight_of
-from ..masks.grouped_heads import unrepeated
+from ..masks.grouped_heads import heads_before_repeat
 from ..opgraph import OpGraph
 from .attention import TOKENS, SharedAttention, attention_call
 from .exchanges import pass_on
@@ -53,14 +53,14 @@ class AttentionRings:
 
         `member`: the input with the device's number; `known`: the nodes that members have computed by now."""
         sight = self.sights[node]
-        edit, (key, value) = GraphEdit(self.graph, node), (unrepeated(n)[0] for n in (call.key, call.value))
+        edit, (key, value) = GraphEdit(self.graph, node), (heads_before_repeat(n)[0] for n in (call.key, call.value))
         if key.meta["val"].shape != value.meta["val"].shape or key not in known or value not in known:
             key, value = call.key, call.value
         wanted = {"before": sight.before, "after": sight.after, "scale": call.arguments.get("scale")}
         options: dict[str, Any] = {name: given for name, given in wanted.items() if given is not None}
         options |= {"zigzag": True} if self.is_zigzag else {}
         options |= {} if sight.documents is None else {"documents": sight.documents}
-        masks = _joined(edit, sight.masks)
+        masks = _join_masks(edit, sight.masks)
         options |= {"mask": masks[-1]} if masks else {}
         tokens = call.query.meta["val"].shape[TOKENS]
         steps = visible_steps(tokens, self.team, self.is_zigzag, sight.before, sight.after)
@@ -81,7 +81,7 @@ def _block(edit: GraphEdit, partial: fx.Node | None, operands: tuple[Any, ...], 
     return edit.call(with_gradients, block, *operands, **options)
 
 
-def _joined(edit: GraphEdit, masks: Sequence[fx.Node]) -> list[fx.Node]:
+def _join_masks(edit: GraphEdit, masks: Sequence[fx.Node]) -> list[fx.Node]:
     """The first mask, and after each further one what all of them up to it show."""
     found = list(masks[:1])
     for mask in masks[1:]:

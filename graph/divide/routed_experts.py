@@ -68,7 +68,7 @@ def route_experts(
     """Let a member compute its own experts' share of a layer, for the tokens of all. `member`: the input with its
     number; `facts`: the places of tokens."""
     sums, before = token_sums(graph, layer, facts), GraphEdit(graph, layer.products[0])
-    combines = sums is not None and not sums.widens and _brought_before(graph, [*sums.shares.values()], layer)
+    combines = sums is not None and not sums.widens and _move_before(graph, [*sums.shares.values()], layer)
     if sums is None:
         taken, each = {node: node for node in layer.entering if is_of_rows(node, layer.rows)}, 1
         rows = before.call(row_numbers, next(iter(taken)))
@@ -94,10 +94,10 @@ def route_experts(
     elif combines:
         _replace_chain(graph, layer, sums, sums.chain[-1], found[sums.results])
     else:
-        _replace_chain(graph, layer, sums, sums.in_order, _as_tokens_take_them(graph, sums, rows, found[sums.results]))
+        _replace_chain(graph, layer, sums, sums.in_order, _apply_chain(graph, sums, rows, found[sums.results]))
 
 
-def _as_tokens_take_them(graph: OpGraph, sums: TokenSums, rows: fx.Node, results: fx.Node) -> fx.Node:
+def _apply_chain(graph: OpGraph, sums: TokenSums, rows: fx.Node, results: fx.Node) -> fx.Node:
     """Copy the chain of a layer onto results that are in the order of tokens already. `rows`: those of each."""
     edit = GraphEdit(graph, sums.in_order)
     for node in sums.chain[: sums.chain.index(sums.in_order)]:
@@ -109,7 +109,7 @@ def _as_tokens_take_them(graph: OpGraph, sums: TokenSums, rows: fx.Node, results
     return results
 
 
-def _brought_before(graph: OpGraph, wanted: Sequence[fx.Node], layer: ExpertLayer) -> bool:
+def _move_before(graph: OpGraph, wanted: Sequence[fx.Node], layer: ExpertLayer) -> bool:
     """Move what some values are made of before a layer, where none of it depends on the layer; whether it is so."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     first, moved = layer.products[0], set[fx.Node]()
@@ -157,11 +157,11 @@ class _Routed(ExpertShare):
     def own_rows(self, rows: fx.Node) -> fx.Node:
         return self.sent[rows]
 
-    def multiplied(self, product: fx.Node, rows: Any) -> Any:
+    def product_rows(self, product: fx.Node, rows: Any) -> Any:
         is_last = product is self.layer.products[-1] and self.shares is not None
         return self.call(weighted, rows, self.shares) if is_last else rows
 
-    def _copied(self, node: fx.Node) -> fx.Node:
-        copy = super()._copied(node)
+    def _copy_node(self, node: fx.Node) -> fx.Node:
+        copy = super()._copy_node(node)
         self.values.set(copy)
         return copy

@@ -106,7 +106,7 @@ def weight_of(
 def _layer(look: _Look, offsets: fx.Node, products: list[fx.Node]) -> ExpertLayer:
     chains = [weight_of(look.graph, product, look.ties) for product in products]
     reads = {node for chain in chains if chain is not None for node in chain[1]}
-    inside = sorted(_between(look, products), key=look.order.__getitem__)
+    inside = sorted(_inner_nodes(look, products), key=look.order.__getitem__)
     own = set(inside)
     entering = dict.fromkeys(arg for node in inside for arg in node.all_input_nodes if arg not in own | reads)
     entering.pop(offsets, None)
@@ -140,7 +140,7 @@ def _held_bytes(graph: OpGraph, weights: Iterable[nn.Parameter]) -> int:
     return sum(own + sums for own, sums in rows) + max(added, default=0)
 
 
-def _between(look: _Look, products: list[fx.Node]) -> set[fx.Node]:
+def _inner_nodes(look: _Look, products: list[fx.Node]) -> set[fx.Node]:
     """The products, what is computed of one for another, and what writes into any of these."""
     places = [look.order[product] for product in products]
     window = set(look.nodes[min(places) : max(places) + 1])  # has every node between two of them

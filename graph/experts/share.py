@@ -41,7 +41,7 @@ class ExpertShare:
         """The rows of a value, its own first."""
         raise NotImplementedError
 
-    def multiplied(self, product: fx.Node, rows: Any) -> Any:
+    def product_rows(self, product: fx.Node, rows: Any) -> Any:
         """The operand of a product in place of its rows."""
         return rows
 
@@ -55,17 +55,17 @@ class ExpertShare:
                 self.copies[node] = self.own_rows(node)
         for node in self.layer.inside:
             if node in self.layer.products:
-                rows = self.multiplied(node, fx.map_arg(node.args[0], self._copy_of))
+                rows = self.product_rows(node, fx.map_arg(node.args[0], self._copy_of))
                 weight = weights[self.layer.products.index(node)]
                 self.copies[node] = self.call(part_product, rows, weight, offsets, self.layer.experts)
             else:
-                self.copies[node] = self._copied(node)
+                self.copies[node] = self._copy_node(node)
         return {node: self.copies[node] for node in self.layer.leaving}
 
     def _copy_of(self, node: fx.Node) -> fx.Node:
         return self.copies.get(node, node)
 
-    def _copied(self, node: fx.Node) -> fx.Node:
+    def _copy_node(self, node: fx.Node) -> fx.Node:
         with self.graph.graph.inserting_before(self.layer.inside[-1]):
             copy = self.graph.graph.node_copy(node, self._copy_of)
         copy.meta["module_path"] = self.edit.path

@@ -50,7 +50,7 @@ class TokenSums:
 
 def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSums | None:
     """The way a layer's rows are made of tokens; None where it is not known to be as above."""
-    taken = _taken(graph, layer)
+    taken = _token_source(graph, layer)
     if taken is None or layer.leaving != layer.products[-1:]:
         return None
     (rows, tokens, numbers), each = taken, rows_of_each(graph, layer)
@@ -66,19 +66,19 @@ def token_sums(graph: OpGraph, layer: ExpertLayer, facts: TokenFacts) -> TokenSu
 def rows_of_each(graph: OpGraph, layer: ExpertLayer) -> int:
     """The number of rows of each token, by the size of the value of which a layer takes its rows; 1 where it takes them
     otherwise."""
-    taken = _taken(graph, layer)
+    taken = _token_source(graph, layer)
     each, rest = divmod(layer.rows, int(taken[1].meta["val"].shape[0])) if taken else (1, 0)
     return 1 if rest else each
 
 
-def _taken(graph: OpGraph, layer: ExpertLayer) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def _token_source(graph: OpGraph, layer: ExpertLayer) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """The value of rows that enters a layer, if it is one, and the value and the numbers of which it is taken, without
     another rounding."""
     entering = [node for node in layer.entering if is_of_rows(node, layer.rows)]
     node = entering[0]
     while (before := copied_operand(graph, node, Elements.SAME)) is not None:
         node = before
-    picked = _picked(node) if len(entering) == 1 else None
+    picked = _row_lookup(node) if len(entering) == 1 else None
     if picked is None or picked[0].meta["val"].dtype != entering[0].meta["val"].dtype:
         return None
     return entering[0], *picked
@@ -121,13 +121,13 @@ class _Chain:
         if is_reshaped and self.in_order is not None and not self.is_apart:
             self.is_apart = tuple(value.shape) == (self.rows // self.each, self.each, *rest)
             return self.is_apart
-        if _picked(user) is not None and self.in_order is None and self.facts.places.get(user) == (self.place,):
+        if _row_lookup(user) is not None and self.in_order is None and self.facts.places.get(user) == (self.place,):
             self.in_order = user
             return True
         return is_same
 
 
-def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _row_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The value and the numbers of a call that takes rows of a value by number."""
     args = node.args
     if node.target is operator.getitem and isinstance(args[1], fx.Node):

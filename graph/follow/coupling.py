@@ -72,10 +72,10 @@ def fact_lines(facts: RowFacts, total_micro_batches: int, asynchronous: bool) ->
             f"rows of {what} are coupled, and each of {total_micro_batches} micro-batches has only its own: the loss "
             f"is not that of the whole {what[2:]}, which {one} on one lane would give:"
         )
-    yield from _listed(facts.couplings)
+    yield from _coupling_lines(facts.couplings)
 
 
-def _listed(couplings: Sequence[Coupling]) -> Iterator[str]:
+def _coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
     norms = [coupling for coupling in couplings if coupling.kind is Kind.BATCH_NORM]
     others = [coupling for coupling in couplings if coupling.kind is not Kind.BATCH_NORM]
     if norms:

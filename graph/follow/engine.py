@@ -153,7 +153,7 @@ class Follower(TorchDispatchMode):
         elif node.op == "get_attr" or is_mode_switch(node):
             effect = Effect(tuple(self.state(t) for t in tensors), (), ())
         else:
-            effect = self._called(node, tensors)
+            effect = self._call_effect(node, tensors)
         self.numbers.append(list(effect.numbers))
         if effect.met:
             self.found[node] = list(effect.met)
@@ -169,7 +169,7 @@ class Follower(TorchDispatchMode):
             return Free(scale=Scale(int(self.counted[name])))  # a share of the whole batch's count grows with the rows
         return ByRow(dim=0) if tensor.dim() else Free()
 
-    def _called(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
+    def _call_effect(self, node: fx.Node, tensors: list[torch.Tensor]) -> Effect:
         if node.target in (torch.tensor, torch.as_tensor) and isinstance(node.args[0], (int, float)):
             state = Free(scale=self.scale(node.args[0]))  # no operator of torch shows the number
             return Effect((state,) * len(tensors), (), tuple(self.now[1]))
@@ -185,10 +185,10 @@ class Follower(TorchDispatchMode):
 
     def _key(self, node: fx.Node) -> Hashable | None:
         """Equal for nodes with the same effect; None for a node that has a value which cannot be compared."""
-        key = call_key(self.graph, node, node.args, node.kwargs, self._seen)
+        key = call_key(self.graph, node, node.args, node.kwargs, self._tensor_key)
         return None if key is None else (key, node.meta["no_grad"])
 
-    def _seen(self, tensor: torch.Tensor) -> Hashable:
+    def _tensor_key(self, tensor: torch.Tensor) -> Hashable:
         return tuple(tensor.shape), tensor.stride(), tensor.dtype, self.state(tensor)
 
     def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> tuple[RowState, ...]:
@@ -240,7 +240,7 @@ class Follower(TorchDispatchMode):
         if all(tensor is not other for other in group):
             group.append(tensor)
 
-    def _written(self, tensor: torch.Tensor) -> None:
+    def _spread_state(self, tensor: torch.Tensor) -> None:
         """Bring the state of a tensor that was written in place to the nodes' values that share its storage."""
         for other in self.sharing.get(tensor.untyped_storage()._cdata, ()):
             self.states[id(other)] = self._seen_through(self.state(tensor), tensor, other)
@@ -289,7 +289,7 @@ class Follower(TorchDispatchMode):
         for tensor in written_tensors(func, args, kwargs):
             if all(tensor is not other for other in made):  # a written result beside those returned
                 self.states[id(tensor)] = plain(states[0]) if states else Mixed()
-            self._written(tensor)
+            self._spread_state(tensor)
         return out
 
     def _effect_of(self, call: RowCall) -> RowState | list[RowState]:

@@ -122,7 +122,7 @@ class _TokenFollower(Follower):
             self.weights.add(node)
         states = tuple(effect.states)
         if not effect.met and self._is_sorted(node, tensors, states):
-            self._note_sorted(node, states)
+            self._note_sorted_places(node, states)
             return replace(effect, states=states, met=())
         kept = not effect.met and all(isinstance(state, ByRow) and state.order is None for state in states)
         if not kept:
@@ -161,7 +161,7 @@ class _TokenFollower(Follower):
             return False
         return any(map(_is_permuted, given)) or any(isinstance(s, Permutation) for s in states)
 
-    def _note_sorted(self, node: fx.Node, states: Sequence[RowState]) -> None:
+    def _note_sorted_places(self, node: fx.Node, states: Sequence[RowState]) -> None:
         places = [TokenPlace(s.dim, s.inner) if isinstance(s, ByRow | Permutation) else None for s in states]
         if self._is_constant(node, states):  # it has the place of its operand
             like = self.state(node.all_input_nodes[0].meta["val"])

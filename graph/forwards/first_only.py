@@ -32,7 +32,7 @@ def needed_operands(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if node.target is not with_gradients or n is not node.args[0]]
 
 
-def left_out(
+def skipped_nodes(
     blocks: Sequence[Block], own: Collection[fx.Node], shared: Collection[fx.Node] = ()
 ) -> frozenset[fx.Node]:
     """The nodes that a rematerialisation of the stage of these blocks leaves out; none where that saves no FLOPs.

@@ -20,10 +20,10 @@ class KernelCalls:
     def kernel(self, call: Product | AttentionCall) -> None:
         raise NotImplementedError
 
-    def made(self, call: Product | AttentionCall, results: tuple[Tensor, ...]) -> None:
+    def note_results(self, call: Product | AttentionCall, results: tuple[Tensor, ...]) -> None:
         """Results of the kernel, if it is a costly call in forward, as a class of saved tensors."""
 
-    def held(self, num_bytes: int) -> None:
+    def note_workspace(self, num_bytes: int) -> None:
         """Bytes that a call holds while it runs, beside what is alive after it."""
 
 
@@ -33,14 +33,14 @@ def count_call(call: Product | AttentionCall, *results: Tensor) -> None:
         if isinstance(mode, KernelCalls):
             mode.kernel(call)
             if results:
-                mode.made(call, results)
+                mode.note_results(call, results)
 
 
 def count_workspace(num_bytes: int) -> None:
     """Tell the active modes what a kernel holds while it runs."""
     for mode in current_dispatch_modes():
         if isinstance(mode, KernelCalls):
-            mode.held(num_bytes)
+            mode.note_workspace(num_bytes)
 
 
 class MixRows:

@@ -57,7 +57,7 @@ def _has_kernel(name: str, key: str) -> bool:
 def _inputs_in_fp32(op: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with DisableAutocast():
-            args, kwargs = tree_map(_in_fp32, (args, kwargs))
+            args, kwargs = tree_map(_to_fp32, (args, kwargs))
             return op(*args, **kwargs)
 
     return run
@@ -81,5 +81,5 @@ def _is_eligible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _in_fp32(value: Any) -> Any:
+def _to_fp32(value: Any) -> Any:
     return value.float() if _is_eligible(value) else value

@@ -82,7 +82,7 @@ def chunk_head(graph: OpGraph, head: HeadLoss, chunk: LossChunk) -> None:
         replace_uses(graph, {head.product: logits}, readers=_made_for_outputs(head))
     else:
         set_outputs(graph, {name: node for name, node in graph.outputs.items() if name not in head.outputs})
-    made = _chunked(edit, head, chunk.tokens, weight, bias)
+    made = _chunk_loss(edit, head, chunk.tokens, weight, bias)
     name = head.loss.name
     edit.replace(head.loss, made)
     made.name = name  # the loss keeps its name in programs
@@ -96,12 +96,12 @@ def _edit(graph: OpGraph, at: fx.Node, like: fx.Node) -> GraphEdit:
     return edit
 
 
-def _chunked(edit: GraphEdit, head: HeadLoss, tokens: int, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
+def _chunk_loss(edit: GraphEdit, head: HeadLoss, tokens: int, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
     """The call that makes the loss."""
     hidden, class_weight = head.hidden, _tensor(edit, head.class_weight)
     chosen = [i for i, move in enumerate(head.moves) if call_name(move) == "getitem"]
     for move in head.moves[: max(chosen, default=-1) + 1]:  # what comes later only reshapes rows, in their order
-        hidden = _moved(edit, move, hidden)
+        hidden = _apply_move(edit, move, hidden)
     options = dict(_options(head, class_weight))
     made = edit.call(chunked_cross_entropy, hidden, weight, bias, head.labels, tokens=tokens, **options)
     return made if made.meta["val"].dtype == head.loss_dtype else edit.call(torch.Tensor.to, made, head.loss_dtype)
@@ -129,7 +129,7 @@ def _tensor(edit: GraphEdit, held: NodeOrName | None) -> fx.Node | None:
     return edit.parameter(held, value)
 
 
-def _moved(edit: GraphEdit, move: fx.Node, hidden: fx.Node) -> fx.Node:
+def _apply_move(edit: GraphEdit, move: fx.Node, hidden: fx.Node) -> fx.Node:
     """Apply a reshape or an index of the logits to the hidden values."""
     if call_name(move) == "getitem":
         return edit.call(move.target, hidden, *move.args[1:], view_of=hidden, **move.kwargs)

@@ -36,7 +36,7 @@ class ClassLoss:
 def class_loss(graph: OpGraph, node: fx.Node) -> ClassLoss | None:
     """The loss of classes that a node computes, as a function or a module; None for another node."""
     if node.op == "call_module":
-        return _of_module(node, graph.module.get_submodule(str(node.target)))
+        return _module_loss(node, graph.module.get_submodule(str(node.target)))
     name = call_name(node)
     if node.op != "call_function" or _FUNCTIONS.get(name) is not node.target:
         return None
@@ -49,7 +49,7 @@ def class_loss(graph: OpGraph, node: fx.Node) -> ClassLoss | None:
     return ClassLoss(_FUNCTIONS[name], given)
 
 
-def _of_module(node: fx.Node, module: nn.Module) -> ClassLoss | None:
+def _module_loss(node: fx.Node, module: nn.Module) -> ClassLoss | None:
     if type(module) not in (nn.CrossEntropyLoss, nn.NLLLoss):
         return None
     entropy = isinstance(module, nn.CrossEntropyLoss)

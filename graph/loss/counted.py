@@ -36,7 +36,7 @@ def count_terms(graph: OpGraph) -> OpGraph:
     Terms that are plain means over rows stay as they are.
     """
     rows = next(iter(graph.inputs.values())).shape[0]
-    view = BatchView.of(graph, rows)
+    view = BatchView.build(graph, rows)
     path = LinearPath.to(graph, graph.outputs["loss"], view.depends)
     rewrite = _Rewrite(graph, view, path, idle={node for node in graph.nodes if not node.users})
     terms = [rewrite.term(node) for node in path.terms]
@@ -75,9 +75,10 @@ class _Rewrite:
         words = f"{of} targets other than {targets.ignored}"
         if not (self._is_countable(target) and self.view.is_known(targets.weight)):
             return LossTerm(kind="uncounted", source=source, counts=words)
-        item = self._item(("targets", target, targets.ignored, targets.weight), node, True, lambda: self._of(targets))
-        total = self._summed(node, found, targets.weight)
-        self._replace(node, self._divided(node, total, item))
+        key = ("targets", target, targets.ignored, targets.weight)
+        item = self._item(key, node, True, lambda: self._totals_of(targets))
+        total = self._sum_loss(node, found, targets.weight)
+        self._replace(node, self._divide(node, total, item))
         return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item))
 
     def _is_countable(self, target: fx.Node) -> bool:
@@ -95,10 +96,10 @@ class _Rewrite:
         self.view.shared.add(made)
         return made
 
-    def _of(self, targets: Targets) -> tuple[None, dict[fx.Node, int]]:
+    def _totals_of(self, targets: Targets) -> tuple[None, dict[fx.Node, int]]:
         return None, {targets.node: self._total(Total(targets))}
 
-    def _summed(self, node: fx.Node, found: ClassLoss, weight: fx.Node | None) -> fx.Node:
+    def _sum_loss(self, node: fx.Node, found: ClassLoss, weight: fx.Node | None) -> fx.Node:
         """The sum in place of the mean. A sum in half precision could overflow: it is made in fp32 of single losses."""
         given = {**found.arguments, "weight": weight}
         low = node.meta["val"].dtype in _LOW
@@ -126,8 +127,8 @@ class _Rewrite:
         if not kind or not reductions or not isinstance(above, fx.Node):
             return LossTerm(kind="uncounted", source=source, counts=words)
         key = ("divisor", below, kind)
-        item = self._item(key, node, kind == "sum", lambda: (below, {r: self._reduced(r) for r in reductions}))
-        self._replace(node, self._divided(node, above, item))
+        item = self._item(key, node, kind == "sum", lambda: (below, {r: self._reduction_total(r) for r in reductions}))
+        self._replace(node, self._divide(node, above, item))
         return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item))
 
     def _kind(self, numerator: Any) -> str:
@@ -144,7 +145,7 @@ class _Rewrite:
             return "sum" if found.reduction == "sum" else "mean" if found.reduction == "mean" and floating else ""
         return reduction_of(self.graph, node)
 
-    def _reduced(self, node: fx.Node) -> int:
+    def _reduction_total(self, node: fx.Node) -> int:
         if is_item_count(node):
             return self._item_total()
         return self._total(Total(node, is_mean=reduction_of(self.graph, node) == "mean"))
@@ -171,7 +172,7 @@ class _Rewrite:
             self.inputs[key] = add_input(self.graph, name, dtype)
         return self.inputs[key]
 
-    def _divided(self, node: fx.Node, total: fx.Node, item: fx.Node) -> fx.Node:
+    def _divide(self, node: fx.Node, total: fx.Node, item: fx.Node) -> fx.Node:
         dtype = torch.promote_types(total.meta["val"].dtype, item.meta["val"].dtype)
         made = self._add(node, operator.truediv, (total, item), {}, dtype)
         before = node.meta["val"].dtype

@@ -55,7 +55,7 @@ class BatchView:
     flow: Dataflow = field(init=False)
 
     @staticmethod
-    def of(graph: OpGraph, rows: int) -> BatchView:
+    def build(graph: OpGraph, rows: int) -> BatchView:
         view = BatchView(graph, rows, shared_nodes(graph))
         view.flow = Dataflow(graph.nodes)
         view.dependent = view.flow.descendants(node for node in graph.nodes if node.op == "placeholder")
@@ -118,13 +118,13 @@ def count_graph(view: BatchView, totals: Sequence[Total]) -> tuple[fx.Graph, lis
         copies[node] = graph.node_copy(node, copies.__getitem__)
     results = []
     for total in totals:
-        made = _counted(graph, total.of, copies) if isinstance(total.of, Targets) else copies[total.of]
+        made = _count_targets(graph, total.of, copies) if isinstance(total.of, Targets) else copies[total.of]
         results.append(made)
     graph.output(tuple(results))
     return graph, [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
-def _counted(graph: fx.Graph, of: Targets, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+def _count_targets(graph: fx.Graph, of: Targets, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     """Nodes that count targets, or add up the class weights of each."""
     target = copies[of.node]
     fresh = _Writer(graph, of.node)

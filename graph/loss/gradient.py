@@ -22,9 +22,9 @@ def require_gradient(graph: OpGraph) -> None:
         remedy = "take its real part or its magnitude" if loss.is_complex() else "a loss is a floating-point number"
         raise CaptureError(f"{_place(node)}the loss is {kind}, which has no gradient: {remedy}")
     ancestors = _Ancestors(graph)
-    if any(ancestors.trains(n) and ancestors.has_gradient(n) for n in ancestors.of(node, alive=True)):
+    if any(ancestors.trains(n) and ancestors.has_gradient(n) for n in ancestors.find(node, alive=True)):
         return
-    made = ancestors.of(node, alive=False)
+    made = ancestors.find(node, alive=False)
     cut = next((n for n in reversed(graph.nodes) if n in made and ancestors.cuts(n)), None)
     if cut is None:
         raise CaptureError(
@@ -44,7 +44,7 @@ class _Ancestors:
     def __init__(self, graph: OpGraph):
         self.graph, self.flow = graph, Dataflow(graph.nodes)
 
-    def of(self, node: fx.Node, alive: bool) -> set[fx.Node]:
+    def find(self, node: fx.Node, alive: bool) -> set[fx.Node]:
         """The node and its ancestors; `alive`: only those from which a gradient flows to it."""
         ends = {n for n in self.graph.nodes if n.op != "output" and not self.has_gradient(n)} if alive else ()
         return self.flow.ancestors([node], ends=ends)

@@ -122,7 +122,7 @@ class _Finder:
         self._check_call(labels)
         value = self._classes_last(logits)
         while (operands := product_of(self.graph, value)) is None:
-            value = self._before(value)
+            value = self._step_back(value)
         hidden, weight, bias = operands
         between, moves = tuple(reversed(self.between)), tuple(reversed(self.moves))
         if len(self.factors) > 2:
@@ -155,7 +155,7 @@ class _Finder:
         (before,) = logits.all_input_nodes
         return before
 
-    def _before(self, node: fx.Node) -> fx.Node:
+    def _step_back(self, node: fx.Node) -> fx.Node:
         """Note what a node between the head and the loss does, and go to what it reads."""
         name, before = call_name(node), next(iter(node.all_input_nodes), None)
         if before is None or not isinstance(before.meta["val"], torch.Tensor) or "eval_args" in node.meta:

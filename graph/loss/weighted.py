@@ -24,15 +24,15 @@ def weigh_loss(graph: OpGraph) -> OpGraph:
     loss = graph.outputs["loss"]
     border = list(_border(loss))
     share = add_input(graph, WEIGHT, torch.float32)
-    nothing = _after(graph, share, share, operator.eq, (share, 0), torch.bool)
+    nothing = _insert(graph, share, share, operator.eq, (share, 0), torch.bool)
     for node, reader in border:
         _gate(graph, node, reader, nothing)
     before = loss.meta["val"].dtype
     dtype = torch.promote_types(before, torch.float32)
-    weighted = _after(graph, loss, loss, operator.mul, (loss, share), dtype)
-    made = _after(graph, weighted, loss, torch.masked_fill, (weighted, nothing, 0.0), dtype)
+    weighted = _insert(graph, loss, loss, operator.mul, (loss, share), dtype)
+    made = _insert(graph, weighted, loss, torch.masked_fill, (weighted, nothing, 0.0), dtype)
     if dtype != before:
-        made = _after(graph, made, loss, torch.Tensor.to, (made, before), before)
+        made = _insert(graph, made, loss, torch.Tensor.to, (made, before), before)
     source = str(loss.meta.get("source", ""))
     replace_uses(graph, {loss: made}, readers=())
     term = LossTerm(kind="weighted", source=source, counts="what loss_weight gives", input=WEIGHT)
@@ -70,7 +70,7 @@ def _gate(graph: OpGraph, node: fx.Node, reader: fx.Node, nothing: fx.Node) -> N
     read_instead(reader, {node: made})
 
 
-def _after(graph: OpGraph, place: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...], dtype: Any) -> fx.Node:
+def _insert(graph: OpGraph, place: fx.Node, like: fx.Node, target: Any, args: tuple[Any, ...], dtype: Any) -> fx.Node:
     call: tuple[str, Any] = ("call_method", "to") if target is torch.Tensor.to else ("call_function", target)
     fake = fake_like(like.meta["val"], like.meta["val"].shape, dtype)
     return GraphEdit(graph, place, after=True, like=like).put(*call, args, fake)

@@ -45,10 +45,10 @@ def sight_of(graph: OpGraph, node: fx.Node, given: Mapping[str, Any]) -> Sight:
     mask = given.get("attn_mask")
     if not isinstance(mask, fx.Node):
         return Sight(after=0) if given.get("is_causal") else Sight()
-    return _of_mask(graph, mask)
+    return _mask_sight(graph, mask)
 
 
-def _of_mask(graph: OpGraph, mask: fx.Node) -> Sight:
+def _mask_sight(graph: OpGraph, mask: fx.Node) -> Sight:
     documents = documents_of(graph, mask)
     if documents is not None:
         return Sight(after=0, documents=documents)

@@ -27,7 +27,7 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
             mask = given_arguments(node.args, node.kwargs).get("attn_mask")
             is_masked = isinstance(mask, fx.Node) and mask in reached
         elif call_name(node) == "softmax" and weighs(graph, node) and is_scored(graph, node):
-            is_masked = any(mask in reached for mask in _added(graph, node))
+            is_masked = any(mask in reached for mask in _addends(graph, node))
         else:
             continue
         if not is_masked:
@@ -35,7 +35,7 @@ def heedless_attention(graph: OpGraph, names: Collection[str]) -> list[str]:
     return found
 
 
-def _added(graph: OpGraph, node: fx.Node) -> Iterator[fx.Node]:
+def _addends(graph: OpGraph, node: fx.Node) -> Iterator[fx.Node]:
     """The values that meet the scores of a written-out attention on their way from the product to the softmax."""
     shape = node.meta["val"].shape
     for operand in node.all_input_nodes:
@@ -43,6 +43,6 @@ def _added(graph: OpGraph, node: fx.Node) -> Iterator[fx.Node]:
         if product == "baddbmm":
             yield operand.all_input_nodes[0]
         elif not product and getattr(operand.meta.get("val"), "shape", None) == shape and is_scored(graph, operand):
-            yield from _added(graph, operand)
+            yield from _addends(graph, operand)
         elif not product:
             yield operand

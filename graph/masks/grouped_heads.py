@@ -17,7 +17,7 @@ from ..kernels.attention import FLASH, cuda_backend
 from ..opgraph import OpGraph
 
 
-def unrepeated(node: fx.Node) -> tuple[fx.Node, int]:
+def heads_before_repeat(node: fx.Node) -> tuple[fx.Node, int]:
     """Keys or values (rows, heads, tokens, width) before each head was repeated for several heads of queries, and how
     often; the node itself and 1 where they were not."""
     below = node
@@ -36,14 +36,14 @@ def unrepeated(node: fx.Node) -> tuple[fx.Node, int]:
     return (source, heads // own) if shapes[0] == (shapes[2][0], heads, *shapes[2][2:]) else (node, 1)
 
 
-def without_repeats(graph: OpGraph, node: fx.Node, on_gpu: bool) -> bool:
+def drop_repeats(graph: OpGraph, node: fx.Node, on_gpu: bool) -> bool:
     """Let a call of `scaled_dot_product_attention` without a mask read keys and values as they were before they were
     repeated, if its kernel takes them so. Returns whether it does now."""
     given: dict[str, Any] = {**dict(zip(("query", "key", "value"), node.args)), **node.kwargs}
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if not all(isinstance(operand, fx.Node) for operand in (query, key, value)) or given.get("enable_gqa"):
         return False
-    found = [unrepeated(operand) for operand in (key, value)]
+    found = [heads_before_repeat(operand) for operand in (key, value)]
     if found[0][1] == 1 or found[0][1] != found[1][1] or query.meta["val"].dim() != 4:
         return False
     if on_gpu:
@@ -53,9 +53,9 @@ def without_repeats(graph: OpGraph, node: fx.Node, on_gpu: bool) -> bool:
             return False
     before = {key: found[0][0], value: found[1][0]}
 
-    def of_call(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def new_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = fx.map_arg((args, dict(kwargs)), lambda n: before.get(n, n))
         return args, {**kwargs, "enable_gqa": True}
 
-    change_arguments(node, of_call)
+    change_arguments(node, new_arguments)
     return True

@@ -54,7 +54,7 @@ class Intervals:
         """Whether the intervals are those of `other`, whatever the values."""
         return bool((self.begin == other.begin).all() and (self.end == other.end).all())
 
-    def swapped(self) -> Intervals:
+    def complement(self) -> Intervals:
         """The same tensor as intervals of what is outside now, which must be at one end of each row."""
         begin, end, size = self.begin, self.end, self.num_keys
         is_empty, at_start, at_end = end <= begin, begin == 0, end == size
@@ -67,11 +67,11 @@ class Intervals:
     def with_values(self, inside: Tensor, outside: Tensor) -> Intervals:
         return replace(self, inside=inside, outside=outside)
 
-    def expanded(self, shape: Sequence[int]) -> Intervals:
+    def broadcast(self, shape: Sequence[int]) -> Intervals:
         """The same tensor, broadcast to a shape with rows of the same length."""
         return replace(self, begin=self.begin.expand(*shape[:-1]), end=self.end.expand(*shape[:-1]))
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Intervals:
+    def apply_view(self, view: Callable[[Tensor], Tensor]) -> Intervals:
         """The tensor after a call that only changes dimensions other than the keys'."""
         begin, end = (view(t.unsqueeze(-1).expand(self.shape)) for t in (self.begin, self.end))
         keys = view(torch.arange(self.num_keys).expand(self.shape))
@@ -97,7 +97,7 @@ class Sums:
     def dtype(self) -> torch.dtype:
         return torch.int64
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Sums:
+    def apply_view(self, view: Callable[[Tensor], Tensor]) -> Sums:
         """The tensor after a call that only changes dimensions other than the last two."""
         rows, columns = view(self.rows.expand(self.shape)), view(self.columns.expand(self.shape))
         if rows.dim() < 2 or rows.stride(-1) or columns.stride(-2) or rows.shape[-2:] != self.shape[-2:]:
@@ -195,10 +195,10 @@ def _compare_absolute(name: str, left: Sums, right: Sums, shape: Sequence[int]) 
         return found.with_values(found.outside, found.inside)
     plain, minus = replace(left, is_absolute=False), Sums(-right.rows, -right.columns)
     above, below = compare(FLIPPED[name], plain, minus, shape), compare(name, plain, right, shape)
-    return combined(operator.and_, [above, below])
+    return combine(operator.and_, [above, below])
 
 
-def combined(call: Callable[..., Tensor], operands: Sequence[Intervals]) -> Intervals:
+def combine(call: Callable[..., Tensor], operands: Sequence[Intervals]) -> Intervals:
     """An elementwise call on tensors of this form."""
     varying = [i for i, operand in enumerate(operands) if not operand.is_constant]
     values = [operand.inside for operand in operands]
@@ -210,12 +210,12 @@ def combined(call: Callable[..., Tensor], operands: Sequence[Intervals]) -> Inte
         return one.with_values(call(*values), call(*outside))
     a, b = (operands[i] for i in varying)
 
-    def at(x: Tensor, y: Tensor) -> Tensor:
+    def apply(x: Tensor, y: Tensor) -> Tensor:
         chosen = list(values)
         chosen[varying[0]], chosen[varying[1]] = x, y
         return call(*chosen)
 
-    return _meeting(a, b, at)
+    return _meeting(a, b, apply)
 
 
 def _meeting(a: Intervals, b: Intervals, at: Callable[[Tensor, Tensor], Tensor]) -> Intervals:
@@ -230,9 +230,9 @@ def _meeting(a: Intervals, b: Intervals, at: Callable[[Tensor, Tensor], Tensor])
         return b.with_values(both, neither)
     for left, right, value, others in (
         (a, b, both, (only_a, only_b, neither)),
-        (a, b.swapped, only_a, (both, only_b, neither)),
-        (a.swapped, b, only_b, (both, only_a, neither)),
-        (a.swapped, b.swapped, neither, (both, only_a, only_b)),
+        (a, b.complement, only_a, (both, only_b, neither)),
+        (a.complement, b, only_b, (both, only_a, neither)),
+        (a.complement, b.complement, neither, (both, only_a, only_b)),
     ):
         if _same(others[0], others[1]) and _same(others[1], others[2]):
             x, y = (side if isinstance(side, Intervals) else side() for side in (left, right))

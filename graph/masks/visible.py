@@ -31,7 +31,7 @@ from .intervals import (
     Unfollowed,
     as_intervals,
     as_sums,
-    combined,
+    combine,
     compare,
     constant,
     first_and_last,
@@ -51,7 +51,7 @@ def visible_keys(graph: OpGraph, mask: fx.Node) -> Intervals | None:
         return None
     for most in (VECTOR_ELEMENTS, WHOLE_ELEMENTS):
         try:
-            return _seen(_Values(graph, most).run(chain, mask))
+            return _visible_intervals(_Values(graph, most).run(chain, mask))
         except Unfollowed:
             continue
     return None
@@ -71,7 +71,7 @@ def _chain(graph: OpGraph, mask: fx.Node) -> list[fx.Node] | None:
     """The nodes that the mask is made of, in order; None if one of them depends on more than constants."""
     flow = Dataflow(graph.nodes)
     above = flow.ancestors([mask], lambda node: operands(graph, node) if _is_constant(graph, node) else ())
-    return flow.in_order(above) if all(_is_constant(graph, node) for node in above) else None
+    return flow.sort_nodes(above) if all(_is_constant(graph, node) for node in above) else None
 
 
 def operands(graph: OpGraph, node: fx.Node) -> list[fx.Node]:
@@ -87,7 +87,7 @@ def _is_constant(graph: OpGraph, node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and not node.meta.get("random")
 
 
-def _seen(value: Any) -> Intervals:
+def _visible_intervals(value: Any) -> Intervals:
     """A mask's value as intervals with the value True. Raises `Unfollowed` for one that is no such mask."""
     yes = torch.ones(1, dtype=torch.bool)
     if isinstance(value, Tensor):
@@ -103,7 +103,7 @@ def _seen(value: Any) -> Intervals:
     if mask.is_constant and sees:
         mask = constant(mask.inside, (*mask.begin.shape, mask.num_keys))
     elif hides and sees_outside:
-        mask = mask.swapped()
+        mask = mask.complement()
     elif not (sees and hides_outside):
         raise Unfollowed
     return mask.with_values(yes, ~yes)
@@ -139,7 +139,7 @@ class _Values:
         large = any(t.numel() > self.most for t in value_tensors(node.meta["val"]))
         try:
             if large or any(isinstance(value, Followed) for value in operands.values()):
-                return self.followed(node, operands)
+                return self.follow(node, operands)
             args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
             return call_node(self.graph, node, args, kwargs, lambda tensor: tensor)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # a call that needs what is not here
@@ -151,7 +151,7 @@ class _Values:
         like = node.meta["val"]  # its shape and dtype alone are read
         return torch.empty((), dtype=like.dtype).expand(like.shape)
 
-    def followed(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
+    def follow(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
         """The value of a node, found operator by operator."""
         again = None if node.meta.get("mutates") else run_again(node)
         if again is None:
@@ -197,16 +197,16 @@ def _form(call: OperatorCall) -> Followed:
     elif isinstance(first, Sums) and elements is Elements.SAME:
         found = first
     elif isinstance(first, Followed) and elements is Elements.RESHAPED:
-        found = first.viewed(lambda t: t.view(shape))
+        found = first.apply_view(lambda t: t.view(shape))
     elif isinstance(first, Followed) and func.is_view:
-        found = first.viewed(lambda t: func(**{**call.given, "self": t}))
+        found = first.apply_view(lambda t: func(**{**call.given, "self": t}))
     elif elements is Elements.SPREAD:
         found = as_intervals(first, shape)
     elif torch.Tag.pointwise in func.tags or elements is Elements.SAME or call.name == "masked_fill":
         found = _elementwise(call, shape)
     else:
         raise Unfollowed
-    return found.expanded(shape) if isinstance(found, Intervals) else found
+    return found.broadcast(shape) if isinstance(found, Intervals) else found
 
 
 def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]) -> Intervals:
@@ -215,7 +215,7 @@ def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]
     yes = torch.ones(1, dtype=torch.bool)
     lower = Intervals(torch.zeros_like(end), end, yes, ~yes, shape[-1])
     kept = lower if name == "tril" else lower.with_values(~yes, yes)
-    return combined(lambda value, keep: torch.where(keep, value, torch.zeros_like(value)), [whole, kept])
+    return combine(lambda value, keep: torch.where(keep, value, torch.zeros_like(value)), [whole, kept])
 
 
 def _elementwise(call: OperatorCall, shape: tuple[int, ...]) -> Followed:
@@ -228,7 +228,7 @@ def _elementwise(call: OperatorCall, shape: tuple[int, ...]) -> Followed:
         found: Tensor = call.func(**{**call.given, **dict(zip(tensors, values))})
         return found
 
-    return combined(on_values, [as_intervals(value, shape) for value in tensors.values()])
+    return combine(on_values, [as_intervals(value, shape) for value in tensors.values()])
 
 
 def _arithmetic(call: OperatorCall, shape: tuple[int, ...]) -> Followed:

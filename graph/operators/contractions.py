@@ -14,7 +14,7 @@ from .workspace import indexing as workspace_indexing
 from .workspace import layers as workspace_layers
 
 
-def contracted(call: RowCall, first: str, second: str, out: str, left: RowState, right: RowState) -> RowState:
+def contract(call: RowCall, first: str, second: str, out: str, left: RowState, right: RowState) -> RowState:
     """The state of a product with these labels of dimensions, as in einsum; labels not in `out` are summed."""
     states = (left, right)
     if any(isinstance(state, Mixed) for state in states):
@@ -57,7 +57,7 @@ def product(call: RowCall, first: str, second: str) -> RowState:
         (3, 3): ("bnk", "bkm", "bnm"),
     }
     x, y, out = labels[a.dim(), b.dim()]
-    return contracted(call, x, y, out, call.tensor_state(a), call.tensor_state(b))
+    return contract(call, x, y, out, call.tensor_state(a), call.tensor_state(b))
 
 
 def matrices(call: RowCall) -> RowState:
@@ -128,7 +128,7 @@ def attention(call: RowCall) -> RowState:
     return ByRow(dim=dim, inner=inner, order=order)
 
 
-def convolved(call: RowCall) -> RowState:
+def convolution(call: RowCall) -> RowState:
     state, weight = call.state("input"), call.state("weight")
     mixed = nonlinear(call, weight) if not isinstance(weight, Free) else None
     if mixed is not None:
@@ -146,7 +146,7 @@ def convolved(call: RowCall) -> RowState:
     )
 
 
-def embedded(call: RowCall) -> RowState:
+def embedding(call: RowCall) -> RowState:
     """Rows of a table by their numbers."""
     table, numbers = call.state("weight"), call.state("indices")
     mixed = nonlinear(call, numbers)
@@ -163,7 +163,7 @@ def embedded(call: RowCall) -> RowState:
     return plain(numbers)
 
 
-def bagged(call: RowCall) -> RowState:
+def embedding_bag(call: RowCall) -> RowState:
     """Bags are found by offsets into all numbers, so that rows are where the offsets say."""
     states = [call.tensor_state(tensor) for tensor in call.tensors()]
     if all(isinstance(state, Free) for state in states):
@@ -174,7 +174,7 @@ def bagged(call: RowCall) -> RowState:
     return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
 
 
-def grouped(call: RowCall) -> RowState:
+def grouped_product(call: RowCall) -> RowState:
     """Runs of places with a matrix each; `offs` counts the places of each run."""
     state, weight = call.state("self"), call.state("mat2")
     if not isinstance(weight, Free) or isinstance(state, Mixed):
@@ -197,11 +197,11 @@ record(
 )  # fmt: skip
 record("_scaled_dot_product_flash_attention_for_cpu", rows=attention, kernel=cpu_attention)
 record("_scaled_dot_product_flash_attention_for_cpu_backward", kernel=cpu_attention)
-record("convolution", "_convolution", rows=convolved, workspace=workspace_layers.convolution)
-record("mkldnn_convolution", "convolution_overrideable", rows=convolved)
-record("embedding", rows=embedded, workspace=nothing)
-record("_embedding_bag", "_embedding_bag_forward_only", rows=bagged)
-record("_grouped_mm", "_scaled_grouped_mm", rows=grouped)
+record("convolution", "_convolution", rows=convolution, workspace=workspace_layers.convolution)
+record("mkldnn_convolution", "convolution_overrideable", rows=convolution)
+record("embedding", rows=embedding, workspace=nothing)
+record("_embedding_bag", "_embedding_bag_forward_only", rows=embedding_bag)
+record("_grouped_mm", "_scaled_grouped_mm", rows=grouped_product)
 record("embedding_dense_backward", workspace=workspace_indexing.embedding)
 record("cudnn_convolution", workspace=workspace_layers.convolution)
 record("convolution_backward", workspace=workspace_layers.convolution_backward)

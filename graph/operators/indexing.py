@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from .pointwise import Operand, combined, fill_state, operands, together
+from .pointwise import Operand, combine, fill_state, operands, together
 from .record import Elements, RowCall, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
-from .views import moved
+from .views import move_dims
 from .workspace import indexing as workspace_indexing
 from .workspace import scans as workspace_scans
 
 
-def gathered(call: RowCall) -> RowState:
+def gather(call: RowCall) -> RowState:
     """Elements at numbers along one dimension; the others are aligned."""
     value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     state, numbers = call.state("self"), call.state("index")
@@ -28,12 +28,12 @@ def gathered(call: RowCall) -> RowState:
     shape = call["index"].shape
     if isinstance(state, OverRows):
         return state if isinstance(numbers, Free) else call.mix(Kind.REUSED)
-    inside = moved(state, range(value.dim())) if not isinstance(state, Free) else _without(state, dim)
+    inside = move_dims(state, range(value.dim())) if not isinstance(state, Free) else _drop_dim(state, dim)
     found = together(call, [(inside, _cut(value, shape, dim)), (numbers, shape)], shape)
     return replace(found, scale=state.scale) if isinstance(found, ByRow) else plain(found)
 
 
-def _without(state: Free, dim: int) -> Free:
+def _drop_dim(state: Free, dim: int) -> Free:
     return Free(varies=frozenset(span for span in state.varies if span[0] != dim))
 
 
@@ -42,18 +42,18 @@ def _cut(value: torch.Tensor, shape: Sequence[int], dim: int) -> list[int]:
     return [*shape[: value.dim()]]
 
 
-def picked(call: RowCall) -> RowState:
+def index_select(call: RowCall) -> RowState:
     numbers = [None] * call["self"].dim()
     numbers[call["dim"] % max(1, call["self"].dim())] = call["index"]
-    return at_numbers(call, call["self"], numbers)
+    return state_at_numbers(call, call["self"], numbers)
 
 
-def indexed(call: RowCall) -> RowState:
+def index(call: RowCall) -> RowState:
     value = call["self"]
-    return at_numbers(call, value, [*call["indices"], *[None] * (value.dim() - len(call["indices"]))])
+    return state_at_numbers(call, value, [*call["indices"], *[None] * (value.dim() - len(call["indices"]))])
 
 
-def at_numbers(call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None]) -> RowState:
+def state_at_numbers(call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None]) -> RowState:
     """The state of `value[numbers]`; None takes a whole dimension."""
     used = [(d, n) for d, n in enumerate(numbers) if n is not None]
     state, states = call.tensor_state(value), [call.tensor_state(n) for _, n in used]
@@ -78,8 +78,8 @@ def at_numbers(call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tenso
     picked = together(call, parts, shape)
     if isinstance(picked, Mixed):
         return picked
-    picked = moved(plain(picked), [d + at for d in range(len(shape))])
-    rest = moved(state, [new.get(d) for d in range(value.dim())])
+    picked = move_dims(plain(picked), [d + at for d in range(len(shape))])
+    rest = move_dims(state, [new.get(d) for d in range(value.dim())])
     if isinstance(rest, ByRow) and isinstance(picked, ByRow):
         return call.mix(Kind.PAIRS)
     if isinstance(rest, ByRow) or isinstance(picked, ByRow):
@@ -104,7 +104,7 @@ def _rows_by_number(
     which = call.tensor_state(own)
     others = [part for part, n in zip(parts, [n for n in numbers if n is not None]) if n is not own]
     if isinstance(which, Permutation) and not others and own.dim() == 1:
-        return _permuted(call, state, which, at)
+        return _permute_rows(call, state, which, at)
     before = len(shape) - own.dim()
     counts = which.counts if isinstance(which, Free) else None
     counts_all = counts is not None and counts[1] == 1 and own.shape[counts[0]] == value.shape[state.dim]
@@ -128,7 +128,7 @@ def _rows_by_number(
     return call.mix(Kind.REORDERED)
 
 
-def _permuted(call: RowCall, state: ByRow, which: Permutation, at: int) -> RowState:
+def _permute_rows(call: RowCall, state: ByRow, which: Permutation, at: int) -> RowState:
     if state.order is None and not which.is_inverse and which.inner == state.inner * which.share:
         return replace(state, dim=at, inner=which.inner, order=which.order)
     if state.order == which.order and which.is_inverse and which.share == 1:
@@ -143,7 +143,7 @@ def put(call: RowCall) -> RowState:
     if chosen.dtype == torch.bool and not others and call["values"].numel() == 1:
         return _masked_write(call, value, chosen, call["indices"].index(chosen))
     numbers = [*call["indices"], *[None] * (value.dim() - len(call["indices"]))]
-    return written(call, value, numbers, call["values"], bool(call["accumulate"]))
+    return write(call, value, numbers, call["values"], bool(call["accumulate"]))
 
 
 def _masked_write(call: RowCall, value: torch.Tensor, mask: torch.Tensor, first: int) -> RowState:
@@ -160,10 +160,10 @@ def put_along(call: RowCall) -> RowState:
     source = call.given.get("source")
     if call.name == "index_fill" or source is None:
         source = call["value"] if isinstance(call["value"], torch.Tensor) else torch.empty(())
-    return written(call, value, numbers, source, call.name == "index_add")
+    return write(call, value, numbers, source, call.name == "index_add")
 
 
-def written(
+def write(
     call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None], source: torch.Tensor, adds: bool
 ) -> RowState:
     """The state of `value` after `value[numbers] = source`, or `+=` where it `adds`."""
@@ -176,14 +176,14 @@ def written(
         return call.mix(Kind.REUSED)
     shape = torch.broadcast_shapes(*(n.shape for _, n in used))
     at = used[0][0] if [d for d, _ in used] == list(range(used[0][0], used[0][0] + len(used))) else 0
-    if all(isinstance(s, Free) for s in (new, *states)) and not _by_row(states, call, used):
+    if all(isinstance(s, Free) for s in (new, *states)) and not _has_own_places(states, call, used):
         touched = state.dim if isinstance(state, ByRow) else None
         if touched is not None and numbers[touched] is not None:
             return call.mix(Kind.ROW_NUMBER)
         return state if not isinstance(state, Free) else Free(varies=whole(range(value.dim())))
     if len(used) == 1 and used[0][1].dim() == 1:
-        return _written_along(call, value, used[0][0], used[0][1], source, adds)
-    if _by_row(states, call, used):
+        return _write_along(call, value, used[0][0], used[0][1], source, adds)
+    if _has_own_places(states, call, used):
         dim = next(d for (d, n), s in zip(used, states) if isinstance(s, Free) and s.counts)
         return _agreeing(call, state, ByRow(dim=dim))
     left = [d for d, n in enumerate(numbers) if n is None]
@@ -196,7 +196,7 @@ def written(
     return call.mix(Kind.REORDERED)
 
 
-def _by_row(states: Sequence[RowState], call: RowCall, used: Sequence[tuple[int, torch.Tensor]]) -> bool:
+def _has_own_places(states: Sequence[RowState], call: RowCall, used: Sequence[tuple[int, torch.Tensor]]) -> bool:
     """Whether the places written are each row's own."""
     return any(
         isinstance(s, Free) and s.counts is not None and s.counts[1] == 1 and n.shape[s.counts[0]] == call.rows
@@ -204,7 +204,7 @@ def _by_row(states: Sequence[RowState], call: RowCall, used: Sequence[tuple[int,
     ) and any(isinstance(s, ByRow) for s in states)
 
 
-def _written_along(
+def _write_along(
     call: RowCall, value: torch.Tensor, dim: int, numbers: torch.Tensor, source: torch.Tensor, adds: bool
 ) -> RowState:
     """Places along one dimension; the source is aligned with the value along the others."""
@@ -235,7 +235,7 @@ def _agreeing(call: RowCall, state: RowState, new: ByRow) -> RowState:
     return new
 
 
-def scattered(call: RowCall) -> RowState:
+def scatter(call: RowCall) -> RowState:
     """Places along one dimension by aligned numbers."""
     value, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     parts: list[Operand] = [(call.state("self"), value.shape), (call.state("index"), call["index"].shape)]
@@ -251,18 +251,18 @@ def scattered(call: RowCall) -> RowState:
     if isinstance(parts[0][0], ByRow) and parts[0][0].dim == dim:
         return nonlinear(call, *(s for s, _ in parts)) or call.mix(Kind.REORDERED)
     wide = [(_open(state, dim), call["index"].shape) for state, _ in parts]
-    return _full(combined(call, wide, call["index"].shape), parts)
+    return _full(combine(call, wide, call["index"].shape), parts)
 
 
 def _open(state: RowState, dim: int) -> RowState:
-    return _without(state, dim) if isinstance(state, Free) else state
+    return _drop_dim(state, dim) if isinstance(state, Free) else state
 
 
 def _full(found: RowState, parts: Sequence[Operand]) -> RowState:
     return Free(varies=whole(range(len(parts[0][1])))) if isinstance(found, Free) else found
 
 
-def compacted(call: RowCall) -> RowState:
+def compact(call: RowCall) -> RowState:
     """The elements that are picked depend on the numbers of elements of earlier rows."""
     states = [call.tensor_state(tensor) for tensor in call.tensors()]
     return nonlinear(call, *states) or (
@@ -270,11 +270,11 @@ def compacted(call: RowCall) -> RowState:
     )
 
 
-def part_written(call: RowCall) -> RowState:
+def write_part(call: RowCall) -> RowState:
     source, state = call.state("src"), call.state("self")
     value, dim = call["self"], call["dim"] % call["self"].dim()
     if call.name == "select_scatter":
-        source = moved(source, [d + (d >= dim) for d in range(call["src"].dim())])
+        source = move_dims(source, [d + (d >= dim) for d in range(call["src"].dim())])
     if any(isinstance(s, Mixed) for s in (source, state)):
         return Mixed()
     if not isinstance(source, ByRow | Free) or not isinstance(state, ByRow | Free):
@@ -300,15 +300,15 @@ def triangle(call: RowCall) -> RowState:
     return Free(varies=state.varies | whole(last)) if isinstance(state, Free) else state
 
 
-record("gather", rows=gathered, elements=Elements.PICKED, workspace=nothing)
-record("index_select", rows=picked, elements=Elements.PICKED, workspace=nothing)
-record("index", rows=indexed, elements=Elements.PICKED, workspace=nothing)
-record("_unsafe_index", rows=indexed, elements=Elements.PICKED)
+record("gather", rows=gather, elements=Elements.PICKED, workspace=nothing)
+record("index_select", rows=index_select, elements=Elements.PICKED, workspace=nothing)
+record("index", rows=index, elements=Elements.PICKED, workspace=nothing)
+record("_unsafe_index", rows=index, elements=Elements.PICKED)
 record("index_put", "_index_put_impl", "_unsafe_index_put", rows=put, workspace=workspace_indexing.index_put)
 record("index_add", "index_copy", rows=put_along, workspace=nothing)
 record("index_fill", rows=put_along)
-record("scatter", "scatter_add", "scatter_reduce", rows=scattered, workspace=nothing)
-record("masked_scatter", rows=compacted, workspace=workspace_scans.masked_scatter)
-record("masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim", rows=compacted)
-record("slice_scatter", "select_scatter", rows=part_written)
+record("scatter", "scatter_add", "scatter_reduce", rows=scatter, workspace=nothing)
+record("masked_scatter", rows=compact, workspace=workspace_scans.masked_scatter)
+record("masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim", rows=compact)
+record("slice_scatter", "select_scatter", rows=write_part)
 record("triu", "tril", rows=triangle, workspace=nothing)

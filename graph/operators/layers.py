@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from .kernels import no_kernel
-from .pointwise import combined, operands, spread
+from .pointwise import combine, operands, spread
 from .record import Elements, RowCall, nonlinear, nothing, plain, record
 from .reductions import total_of
 from .states import ByRow, Free, Kind, OverRows, RowState, differs, whole
 from .workspace import layers as workspace_layers
 
 
-def batch_normed(call: RowCall) -> RowState:
+def batch_norm(call: RowCall) -> RowState:
     """In training mode the statistics are those of all rows, channel by channel."""
     state = call.state("input")
     training = call.given.get("training", call.name.startswith("_batch_norm_with"))
@@ -22,7 +22,7 @@ def batch_normed(call: RowCall) -> RowState:
     return nonlinear(call, state) or plain(state)
 
 
-def layer_normed(call: RowCall) -> RowState:
+def layer_norm(call: RowCall) -> RowState:
     value, state = call["input"], call.state("input")
     if isinstance(state, ByRow) and state.dim >= value.dim() - len(call["normalized_shape"]):
         return call.mix(Kind.ACROSS)
@@ -31,7 +31,7 @@ def layer_normed(call: RowCall) -> RowState:
     return mixed or (Free(varies=state.varies | last) if isinstance(state, Free) else plain(state))
 
 
-def group_normed(call: RowCall) -> RowState:
+def group_norm(call: RowCall) -> RowState:
     return first_dims(call, "input", 1)
 
 
@@ -45,7 +45,7 @@ def first_dims(call: RowCall, name: str, count: int) -> RowState:
     )
 
 
-def pooled(call: RowCall) -> RowState:
+def pool(call: RowCall) -> RowState:
     """Rows and channels stay apart; images without a batch have three dimensions and no rows in them."""
     value, state = call["self"], call.state("self")
     spatial = 3 if "3d" in call.name else 1 if "1d" in call.name else 2
@@ -55,7 +55,7 @@ def pooled(call: RowCall) -> RowState:
     return state if isinstance(state, OverRows) and linear else first_dims(call, "self", max(1, first))
 
 
-def sampled(call: RowCall) -> RowState:
+def grid_sample(call: RowCall) -> RowState:
     parts = [(call.state("input"), call["input"].shape), (call.state("grid"), call["grid"].shape)]
     states = [state for state, _ in parts]
     mixed = nonlinear(call, *states)
@@ -70,9 +70,9 @@ def elementwise_loss(call: RowCall) -> RowState:
     parts = operands(call)
     reduction = call.given.get("reduction", 1)
     if reduction == 0:
-        return combined(call, parts, call.results()[0].shape)
+        return combine(call, parts, call.results()[0].shape)
     whole = torch.broadcast_shapes(*(shape for _, shape in parts))
-    return total_of(call, [combined(call, parts, whole)], reduction)
+    return total_of(call, [combine(call, parts, whole)], reduction)
 
 
 def class_loss(call: RowCall) -> RowState:
@@ -132,7 +132,7 @@ def own_distances(call: RowCall) -> RowState:
     return nonlinear(call, state) or (Free(varies=whole({0})) if isinstance(state, Free) else call.mix(Kind.PAIRS))
 
 
-def made(call: RowCall) -> RowState:
+def create(call: RowCall) -> RowState:
     """The same value everywhere, or drawn anew for each element."""
     zeros = call.name in ("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty")
     number = call.given.get("fill_value", call.given.get("value", call.given.get("s")))
@@ -143,7 +143,7 @@ def made(call: RowCall) -> RowState:
     return Free(is_zero=number == 0, scale=call.watcher.scale(number))
 
 
-def numbered(call: RowCall) -> RowState:
+def arange(call: RowCall) -> RowState:
     out = call.results()[0]
     starts_at_0 = call.given.get("start") in (None, 0) and call.given.get("step") in (None, 1)
     counts = (0, 1) if call.name == "arange" and starts_at_0 and not out.is_floating_point() else None
@@ -171,23 +171,23 @@ def _recurrent_result(out: torch.Tensor, rows: set[tuple[int, int]]) -> RowState
 record(
     "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
-    "_batch_norm_with_update_functional", "_batch_norm_no_update", rows=batch_normed,
+    "_batch_norm_with_update_functional", "_batch_norm_no_update", rows=batch_norm,
 )  # fmt: skip
-record("native_layer_norm", rows=layer_normed, workspace=nothing)
+record("native_layer_norm", rows=layer_norm, workspace=nothing)
 record("_fused_rms_norm", "native_dropout_backward", "nll_loss_backward", workspace=nothing)
-record("native_group_norm", rows=group_normed, workspace=workspace_layers.group_norm)
+record("native_group_norm", rows=group_norm, workspace=workspace_layers.group_norm)
 record(
     "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
-    rows=pooled, workspace=workspace_layers.grid,
+    rows=pool, workspace=workspace_layers.grid,
 )  # fmt: skip
 record(
     "avg_pool3d", "max_pool3d_with_indices", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
     "mkldnn_max_pool2d", "upsample_nearest1d", "upsample_nearest3d", "upsample_linear1d", "upsample_trilinear3d",
     "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "im2col", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "pixel_shuffle", "pixel_unshuffle", "col2im", "max_unpool2d",
-    "_upsample_nearest_exact3d", "channel_shuffle", rows=pooled,
+    "_upsample_nearest_exact3d", "channel_shuffle", rows=pool,
 )  # fmt: skip
-record("grid_sampler_2d", "grid_sampler_3d", rows=sampled)
+record("grid_sampler_2d", "grid_sampler_3d", rows=grid_sample)
 record(
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", rows=elementwise_loss,
@@ -197,22 +197,22 @@ record("nll_loss2d_forward", "multilabel_margin_loss_forward", "multi_margin_los
 record("_ctc_loss", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss", rows=aligned_loss)
 record("_cdist_forward", rows=distances)
 record("_pdist_forward", rows=own_distances)
-record("zeros", "ones", "full", "scalar_tensor", rows=made, workspace=nothing)
+record("zeros", "ones", "full", "scalar_tensor", rows=create, workspace=nothing)
 record(
-    "empty", "empty_strided", "new_empty_strided", "empty_permuted", rows=made, workspace=nothing, kernel=no_kernel,
+    "empty", "empty_strided", "new_empty_strided", "empty_permuted", rows=create, workspace=nothing, kernel=no_kernel,
 )  # fmt: skip
 record(
-    "zero", "fill", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full", rows=made,
+    "zero", "fill", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full", rows=create,
     elements=Elements.NONE, workspace=nothing,
 )  # fmt: skip
-record("new_empty", "empty_like", rows=made, elements=Elements.NONE, workspace=nothing, kernel=no_kernel)
+record("new_empty", "empty_like", rows=create, elements=Elements.NONE, workspace=nothing, kernel=no_kernel)
 record(
     "rand", "randn", "randint", "normal", "uniform", "exponential", "normal_functional", "log_normal", "cauchy",
-    "geometric", "random", rows=made,
+    "geometric", "random", rows=create,
 )  # fmt: skip
-record("rand_like", "randn_like", "randint_like", rows=made, elements=Elements.NONE)
-record("arange", rows=numbered, workspace=nothing)
-record("linspace", "logspace", "randperm", "eye", "tril_indices", "triu_indices", "hann_window", "range", rows=numbered)
+record("rand_like", "randn_like", "randint_like", rows=create, elements=Elements.NONE)
+record("arange", rows=arange, workspace=nothing)
+record("linspace", "logspace", "randperm", "eye", "tril_indices", "triu_indices", "hann_window", "range", rows=arange)
 record("_thnn_fused_lstm_cell", "mkldnn_rnn_layer", "_thnn_fused_gru_cell", rows=recurrent)
 record("native_layer_norm_backward", "_fused_rms_norm_backward", workspace=workspace_layers.norm_backward)
 record("native_group_norm_backward", workspace=workspace_layers.group_norm_backward)

@@ -20,7 +20,7 @@ def operands(call: RowCall, *names: str) -> list[Operand]:
     return [(call.tensor_state(value), value.shape) for value in values if isinstance(value, torch.Tensor)]
 
 
-def combined(call: RowCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
+def combine(call: RowCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
     """The state of a value whose element depends on one element of each operand, broadcast to `shape`, in some way that
     is not linear."""
     states = [state for state, _ in parts]
@@ -71,7 +71,7 @@ def _broadcast_free(state: Free, own: Sequence[int], shape: Sequence[int]) -> Fr
 
 def elementwise(call: RowCall) -> RowState:
     """Any operator that torch marks as pointwise and that has no rule of its own."""
-    return combined(call, operands(call), call.results()[0].shape)
+    return combine(call, operands(call), call.results()[0].shape)
 
 
 def membership(call: RowCall) -> RowState:
@@ -79,7 +79,7 @@ def membership(call: RowCall) -> RowState:
     names = ("elements", "test_elements") if call.name == "isin" else ("self", "boundaries")
     if not isinstance(call.state(names[1]), Free):
         return call.mix(Kind.PAIRS)
-    return combined(call, operands(call, names[0]), call.results()[0].shape)
+    return combine(call, operands(call, names[0]), call.results()[0].shape)
 
 
 def complex_parts(call: RowCall) -> RowState:
@@ -98,7 +98,7 @@ def same(call: RowCall) -> RowState:
     return state
 
 
-def copied(call: RowCall) -> RowState:
+def copy(call: RowCall) -> RowState:
     source = call["src"]
     return spread(call, call.tensor_state(source), source.shape, call["self"].shape)
 
@@ -110,15 +110,15 @@ def spread(call: RowCall, state: RowState, own: Sequence[int], shape: Sequence[i
     return _broadcast_free(state, own, shape) if isinstance(state, Free) else state
 
 
-def added(call: RowCall) -> RowState:
+def add(call: RowCall) -> RowState:
     """A sum: of totals with the same scale a total, else row by row."""
     parts = operands(call)
     states = [state for state, _ in parts]
     factor = call["alpha"] if call.given.get("alpha") is not None else 1
     if call.name == "lerp" and isinstance(call["weight"], torch.Tensor):
-        return combined(call, parts, call.results()[0].shape)
+        return combine(call, parts, call.results()[0].shape)
     if not any(isinstance(state, OverRows | Mixed | Permutation) for state in states):
-        found = combined(call, parts, call.results()[0].shape)
+        found = combine(call, parts, call.results()[0].shape)
         if isinstance(found, ByRow | Free):
             scales = [state.scale for state in states if not (isinstance(state, Free) and state.is_zero)] or [ONE]
             return replace(_sum_of(call, found, parts), scale=_same_scale(call, scales, factor))
@@ -153,7 +153,7 @@ def _same_scale(call: RowCall, scales: Sequence[Scale], factor: float) -> Scale:
     return first if factor == 1 else first.times(call.watcher.scale(factor))
 
 
-def multiplied(call: RowCall) -> RowState:
+def multiply(call: RowCall) -> RowState:
     """A product: of a total and a constant a total, of two totals a mix."""
     parts = operands(call)
     states = [state for state, _ in parts]
@@ -167,7 +167,7 @@ def multiplied(call: RowCall) -> RowState:
         is_share = rounds and isinstance(number, int) and len(states) == 1
         return replace(states[0], share=states[0].share * number) if is_share else call.mix(Kind.ACROSS)
     if not any(isinstance(state, OverRows) for state in states):
-        found = combined(call, parts, call.results()[0].shape)
+        found = combine(call, parts, call.results()[0].shape)
         if isinstance(found, Free):
             return _constant_product(call, replace(found, scale=scale), states)
         return replace(found, scale=scale) if isinstance(found, ByRow) and not rounds else found
@@ -185,7 +185,7 @@ def _product_scale(call: RowCall, over: bool) -> Scale:
     for name in ("self", "other"):
         value = call.given.get(name)
         scales.append(call.watcher.scale(value) if isinstance(value, int | float) else call.state(name).scale)
-    return scales[0].over(scales[1]) if over else scales[0].times(scales[1])
+    return scales[0].divide_by(scales[1]) if over else scales[0].times(scales[1])
 
 
 def _constant_product(call: RowCall, found: Free, states: Sequence[RowState]) -> Free:
@@ -197,13 +197,13 @@ def _constant_product(call: RowCall, found: Free, states: Sequence[RowState]) ->
     return replace(found, is_zero=is_zero)
 
 
-def chosen(call: RowCall) -> RowState:
+def choose(call: RowCall) -> RowState:
     """Linear in its two values where the condition is a constant."""
     parts = operands(call)
     values, condition = operands(call, "self", "other"), call.state("condition")
     if isinstance(condition, Free) and any(isinstance(state, OverRows) for state, _ in values):
         return _linear_choice(call, [state for state, _ in values])
-    found = combined(call, parts, call.results()[0].shape)
+    found = combine(call, parts, call.results()[0].shape)
     if isinstance(found, ByRow):
         kept = [s.scale for s, _ in values if not (isinstance(s, Free) and s.is_zero)] or [ONE]
         return replace(found, scale=kept[0])
@@ -217,7 +217,7 @@ def _linear_choice(call: RowCall, states: Sequence[RowState]) -> RowState:
     return OverRows(scale=scales[0]) if len({s.power for s in scales}) == 1 else call.mix(Kind.UNEVEN)
 
 
-def filled(call: RowCall) -> RowState:
+def masked_fill(call: RowCall) -> RowState:
     state, mask = call.state("self"), call.state("mask")
     if isinstance(state, OverRows) and isinstance(mask, Free) and call["value"] == 0:
         return state
@@ -227,7 +227,7 @@ def filled(call: RowCall) -> RowState:
 
 def fill_state(call: RowCall, value: Operand, mask: Operand, number: Sequence[Operand]) -> RowState:
     """The state of a value with one number in the places where a mask of its shape holds."""
-    found = combined(call, [value, mask, *number], value[1])
+    found = combine(call, [value, mask, *number], value[1])
     return replace(found, scale=value[0].scale) if isinstance(found, ByRow) else found
 
 
@@ -242,10 +242,10 @@ record("view_as_real", "view_as_complex", rows=complex_parts)
 record("clone", "_to_copy", rows=same, elements=Elements.SAME, workspace=nothing)
 record("detach", "alias", "lift_fresh", "lift_fresh_copy", rows=same, elements=Elements.SAME)
 record("neg", "_conj", "_neg_view", rows=same)
-record("copy", rows=copied, workspace=nothing)
-record("add", "sub", "rsub", "lerp", rows=added)
-record("mul", "div", rows=multiplied)
-record("floor_divide", rows=multiplied, workspace=nothing)
-record("where", rows=chosen)
-record("masked_fill", rows=filled)
+record("copy", rows=copy, workspace=nothing)
+record("add", "sub", "rsub", "lerp", rows=add)
+record("mul", "div", rows=multiply)
+record("floor_divide", rows=multiply, workspace=nothing)
+record("where", rows=choose)
+record("masked_fill", rows=masked_fill)
 record("leaky_relu_backward", "bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", workspace=nothing)

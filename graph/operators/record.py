@@ -174,10 +174,10 @@ def plain(state: RowState) -> RowState:
     """The state after an operation that is not linear but keeps each element's row."""
     if isinstance(state, ByRow):
         return replace(state, scale=Scale(), step=0)
-    return Free(varies=state.varies, scale=bent(state.scale)) if isinstance(state, Free) else state
+    return Free(varies=state.varies, scale=nonlinear_scale(state.scale)) if isinstance(state, Free) else state
 
 
-def bent(scale: Scale) -> Scale:
+def nonlinear_scale(scale: Scale) -> Scale:
     """The scale of something that is not linear in a value of this scale: none that could be told."""
     return Scale(unsure=scale != Scale())
 

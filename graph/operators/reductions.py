@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from .pointwise import combined, elementwise, operands, together
+from .pointwise import combine, elementwise, operands, together
 from .record import RowCall, nonlinear, nothing, plain, record
 from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, whole
-from .views import moved
+from .views import move_dims
 from .workspace import layers as workspace_layers
 from .workspace import orders as workspace_orders
 from .workspace import reductions as workspace_reductions
@@ -27,10 +27,10 @@ def dims_of(given: Any, value: torch.Tensor) -> set[int]:
     return {dim % max(1, value.dim()) for dim in names}
 
 
-def reduced(state: RowState, value: torch.Tensor, dims: set[int], keep: bool) -> RowState:
+def drop_dims(state: RowState, value: torch.Tensor, dims: set[int], keep: bool) -> RowState:
     """The state of a value without some dimensions, which carry no rows."""
     left = [d for d in range(value.dim()) if d not in dims]
-    return moved(state, [d if keep and d not in dims else left.index(d) if d in left else None
+    return move_dims(state, [d if keep and d not in dims else left.index(d) if d in left else None
                          for d in range(value.dim())])  # fmt: skip
 
 
@@ -43,26 +43,26 @@ def added_up(call: RowCall) -> RowState:
         return nonlinear(call, state) or state
     if isinstance(state, ByRow) and state.dim in dims:
         return OverRows(scale=state.scale if call.name == "mean" else state.scale.times(PER_ROW))
-    found = reduced(state, value, dims, keep)
+    found = drop_dims(state, value, dims, keep)
     if isinstance(found, Free) and call.name != "mean":  # constants beside rows are equal to them in number
         count = math.prod(value.shape[dim] for dim in dims if dim < value.dim())
         return replace(found, scale=state.scale.times(call.watcher.scale(count)))
     return replace(found, step=0) if isinstance(found, ByRow) else found
 
 
-def summed_so_far(call: RowCall) -> RowState:
-    return along(call, "self", {call["dim"] % max(1, call["self"].dim())}, keep=True, linear=True)
+def cumulative_sum(call: RowCall) -> RowState:
+    return reduce_along(call, "self", {call["dim"] % max(1, call["self"].dim())}, keep=True, linear=True)
 
 
 def fourier(call: RowCall) -> RowState:
     """A Fourier transform: linear, each element of all elements along its dimensions."""
-    return along(call, "self", dims_of(call["dim"], call["self"]), keep=True, linear=True)
+    return reduce_along(call, "self", dims_of(call["dim"], call["self"]), keep=True, linear=True)
 
 
 def cross_product(call: RowCall) -> RowState:
     """A cross product of vectors along a dimension."""
     out = call.results()[0]
-    state = combined(call, operands(call), out.shape)
+    state = combine(call, operands(call), out.shape)
     is_along = isinstance(state, ByRow) and state.dim == call["dim"] % out.dim()
     return call.mix(Kind.ACROSS) if is_along else state
 
@@ -82,22 +82,22 @@ def extreme(call: RowCall) -> RowState:
     if isinstance(call.given.get("other"), torch.Tensor):  # max and min of two tensors
         return elementwise(call)
     value = call["self"]
-    return along(call, "self", dims_of(call.given.get("dim"), value), bool(call.given.get("keepdim")))
+    return reduce_along(call, "self", dims_of(call.given.get("dim"), value), bool(call.given.get("keepdim")))
 
 
-def normalised(call: RowCall) -> RowState:
+def normalise(call: RowCall) -> RowState:
     """The same dimensions; each element depends on all others along one of them."""
     if call.name == "_weight_norm_interface":
         return Free(varies=whole(range(call["v"].dim()))) if _all_free(call) else call.mix(Kind.UNKNOWN)
     value = call["self"]
-    return along(call, "self", dims_of(call["dim"], value), keep=True)
+    return reduce_along(call, "self", dims_of(call["dim"], value), keep=True)
 
 
 def _all_free(call: RowCall) -> bool:
     return all(isinstance(call.tensor_state(tensor), Free) for tensor in call.tensors())
 
 
-def along(call: RowCall, name: str, dims: set[int], keep: bool, linear: bool = False) -> RowState:
+def reduce_along(call: RowCall, name: str, dims: set[int], keep: bool, linear: bool = False) -> RowState:
     """The state of a result each of whose elements depends on all elements along `dims`."""
     value, state = call[name], call.state(name)
     if isinstance(state, OverRows) and linear:
@@ -109,11 +109,11 @@ def along(call: RowCall, name: str, dims: set[int], keep: bool, linear: bool = F
         return call.mix(Kind.ACROSS)
     if isinstance(state, Free) and keep:
         return Free(varies=state.varies | (whole(dims) if state.varies else frozenset()))
-    found = reduced(state, value, dims, keep)
+    found = drop_dims(state, value, dims, keep)
     return found if linear else plain(found)
 
 
-def ordered(call: RowCall) -> RowState | list[RowState]:
+def sort(call: RowCall) -> RowState | list[RowState]:
     """Sorting along rows permutes them, and tells how; sorting a permutation gives its inverse."""
     value, state = call["self"], call.state("self")
     dim = call.given.get("dim")
@@ -132,7 +132,7 @@ def ordered(call: RowCall) -> RowState | list[RowState]:
     return [ByRow(dim=dim, inner=state.inner, order=order), places]
 
 
-def counted(call: RowCall) -> RowState:
+def histogram(call: RowCall) -> RowState:
     """The number of elements that have each value: a sum over rows of what each row contributes."""
     state = call.state("self")
     mixed = nonlinear(call, state)
@@ -141,7 +141,7 @@ def counted(call: RowCall) -> RowState:
     return OverRows(scale=PER_ROW) if isinstance(state, ByRow) else Free(varies=whole({0}))
 
 
-def found_places(call: RowCall) -> RowState:
+def search_places(call: RowCall) -> RowState:
     """Positions of constants among sorted rows are counts of rows."""
     among, wanted = call.state("sorted_sequence"), call.state("self")
     if isinstance(among, ByRow) and among.order is not None and isinstance(wanted, Free):
@@ -161,14 +161,14 @@ def total_of(call: RowCall, states: Sequence[RowState], reduction: int) -> RowSt
     return OverRows(scale=ONE if reduction == 1 else PER_ROW)
 
 
-__all__ = ["Mixed", "along", "dims_of", "reduced", "total_of"]
+__all__ = ["Mixed", "dims_of", "drop_dims", "reduce_along", "total_of"]
 
 
 record("_fft_c2c", "_fft_r2c", "_fft_c2r", rows=fourier)
 record("linalg_cross", rows=cross_product)
 record("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_cholesky_ex", rows=matrix_function)
 record("sum", "mean", "nansum", rows=added_up, workspace=workspace_reductions.reduction)
-record("cumsum", rows=summed_so_far, workspace=workspace_scans.scan)
+record("cumsum", rows=cumulative_sum, workspace=workspace_scans.scan)
 record(
     "amax", "amin", "prod", "linalg_vector_norm", "norm", "all", "any", rows=extreme,
     workspace=workspace_reductions.reduction,
@@ -178,14 +178,14 @@ record("logsumexp", rows=extreme, workspace=workspace_reductions.logsumexp)
 record("argmax", "argmin", "max", "min", rows=extreme, workspace=workspace_reductions.largest)
 record("count_nonzero", rows=added_up)
 record("nanmedian", "median", "mode", "kthvalue", "aminmax", rows=extreme)
-record("_softmax", "_log_softmax", rows=normalised, workspace=nothing)
-record("cumprod", "logcumsumexp", rows=normalised, workspace=workspace_scans.scan)
-record("cummax", "cummin", rows=normalised, workspace=workspace_scans.largest_so_far)
-record("topk", rows=normalised, workspace=workspace_orders.topk)
-record("_safe_softmax", "renorm", "_weight_norm_interface", rows=normalised)
-record("sort", rows=ordered, workspace=workspace_orders.sort)
-record("bincount", "histc", "histogram", rows=counted)
-record("searchsorted", rows=found_places, workspace=nothing)
+record("_softmax", "_log_softmax", rows=normalise, workspace=nothing)
+record("cumprod", "logcumsumexp", rows=normalise, workspace=workspace_scans.scan)
+record("cummax", "cummin", rows=normalise, workspace=workspace_scans.largest_so_far)
+record("topk", rows=normalise, workspace=workspace_orders.topk)
+record("_safe_softmax", "renorm", "_weight_norm_interface", rows=normalise)
+record("sort", rows=sort, workspace=workspace_orders.sort)
+record("bincount", "histc", "histogram", rows=histogram)
+record("searchsorted", rows=search_places, workspace=nothing)
 record("_softmax_backward_data", workspace=workspace_layers.softmax_backward)
 record("_logcumsumexp", workspace=workspace_scans.scan)
 record("_cummax_helper", "_cummin_helper", workspace=workspace_scans.largest_so_far)

@@ -29,7 +29,7 @@ class Scale:
     def times(self, other: Scale) -> Scale:
         return Scale(self.power + other.power, self.unsure or other.unsure)
 
-    def over(self, other: Scale) -> Scale:
+    def divide_by(self, other: Scale) -> Scale:
         return Scale(self.power - other.power, self.unsure or other.unsure)
 
 

@@ -27,7 +27,7 @@ from .states import (
 )
 
 
-def moved(state: RowState, dims: Sequence[int | None]) -> RowState:
+def move_dims(state: RowState, dims: Sequence[int | None]) -> RowState:
     """The state of a value whose dimension d is a view's dimension `dims[d]`; None where that dimension is gone."""
     if isinstance(state, ByRow | Permutation):
         dim = dims[state.dim]
@@ -42,7 +42,7 @@ def moved(state: RowState, dims: Sequence[int | None]) -> RowState:
     return state
 
 
-def reshaped(call: RowCall) -> RowState:
+def reshape(call: RowCall) -> RowState:
     old, new, state = call["self"].shape, call.results()[0].shape, call.state("self")
     if isinstance(state, ByRow | Permutation):
         found = place(new, flat_inner(old, state.dim, state.inner), call.rows)
@@ -52,10 +52,10 @@ def reshaped(call: RowCall) -> RowState:
             whole = new[found[0]] == old[state.dim]  # a permutation is one of whole dimensions
             return replace(state, dim=found[0], inner=found[1]) if whole else call.mix(Kind.REORDERED)
         return replace(state, dim=found[0], inner=found[1])
-    return _reshaped_free(state, old, new) if isinstance(state, Free) else state
+    return _reshape_free(state, old, new) if isinstance(state, Free) else state
 
 
-def _reshaped_free(state: Free, old: Sequence[int], new: Sequence[int]) -> Free:
+def _reshape_free(state: Free, old: Sequence[int], new: Sequence[int]) -> Free:
     """Values differ along the new dimensions, or parts of them, where the old ones end up."""
     spans = [_flat(old, span) for span in state.varies]
     found: set[Stretch] = set()
@@ -77,7 +77,7 @@ def _flat(shape: Sequence[int], span: Stretch) -> tuple[int, int]:
     return each * low, each * min(high, shape[dim])
 
 
-def permuted(call: RowCall) -> RowState:
+def permute(call: RowCall) -> RowState:
     value = call["self"]
     count = value.dim()
     order = list(range(count))
@@ -86,16 +86,16 @@ def permuted(call: RowCall) -> RowState:
     elif count > 1:
         a, b = (call["dim0"] % count, call["dim1"] % count) if call.name == "transpose" else (0, 1)
         order[a], order[b] = b, a
-    return moved(call.tensor_state(value), [order.index(d) for d in range(count)])
+    return move_dims(call.tensor_state(value), [order.index(d) for d in range(count)])
 
 
-def unsqueezed(call: RowCall) -> RowState:
+def unsqueeze(call: RowCall) -> RowState:
     value = call["self"]
     at = call["dim"] % (value.dim() + 1)
-    return moved(call.tensor_state(value), [d + (d >= at) for d in range(value.dim())])
+    return move_dims(call.tensor_state(value), [d + (d >= at) for d in range(value.dim())])
 
 
-def squeezed(call: RowCall) -> RowState:
+def squeeze(call: RowCall) -> RowState:
     value, given = call["self"], call.given.get("dim")
     asked = range(value.dim()) if given is None else [given] if isinstance(given, int) else given
     gone = {d % value.dim() for d in asked if value.dim() and value.shape[d % value.dim()] == 1}
@@ -103,33 +103,34 @@ def squeezed(call: RowCall) -> RowState:
     if isinstance(state, ByRow | Permutation) and state.dim in gone:
         return call.unclear()
     left = [d for d in range(value.dim()) if d not in gone]
-    return moved(state, [left.index(d) if d in left else None for d in range(value.dim())])
+    return move_dims(state, [left.index(d) if d in left else None for d in range(value.dim())])
 
 
-def expanded(call: RowCall) -> RowState:
+def expand(call: RowCall) -> RowState:
     return spread(call, call.state("self"), call["self"].shape, call.results()[0].shape)
 
 
-def repeated(call: RowCall) -> RowState:
+def repeat(call: RowCall) -> RowState:
     value, times, state = call["self"], call["repeats"], call.state("self")
     before = len(times) - value.dim()
     if isinstance(state, Free):
-        found = moved(state, [d + before for d in range(value.dim())])
+        found = move_dims(state, [d + before for d in range(value.dim())])
         assert isinstance(found, Free)
         again = [d for d, n in enumerate(times) if n != 1 and d >= before and value.shape[d - before] != 1]
         return replace(found, varies=found.varies | whole(again) if found.varies else found.varies, counts=None)
     if isinstance(state, Permutation) or (isinstance(state, ByRow) and state.order is not None):
-        return call.mix(Kind.REORDERED) if times[state.dim + before] != 1 else moved(state, _shifted(value, before))
+        is_repeated = times[state.dim + before] != 1
+        return call.mix(Kind.REORDERED) if is_repeated else move_dims(state, _shift_dims(value, before))
     if isinstance(state, ByRow) and value.shape[state.dim] == 1 and times[state.dim + before] != 1:
         return call.unclear()
-    return moved(state, _shifted(value, before))
+    return move_dims(state, _shift_dims(value, before))
 
 
-def _shifted(value: torch.Tensor, before: int) -> list[int | None]:
+def _shift_dims(value: torch.Tensor, before: int) -> list[int | None]:
     return [d + before for d in range(value.dim())]
 
 
-def sliced(call: RowCall) -> RowState:
+def slice_dim(call: RowCall) -> RowState:
     value = call["self"]
     dim, start, step = call["dim"] % value.dim(), call["start"] or 0, call["step"] or 1
     size = call.results()[0].shape[dim]
@@ -152,12 +153,12 @@ def part(
     return call.mix(Kind.REORDERED)
 
 
-def selected(call: RowCall) -> RowState:
+def select(call: RowCall) -> RowState:
     value, state = call["self"], call.state("self")
     dim = call["dim"] % value.dim()
     if isinstance(state, ByRow | Permutation) and state.dim == dim:
         return call.mix(Kind.ROW_NUMBER) if call.rows > 1 else call.unclear()
-    return moved(state, [d - (d > dim) if d != dim else None for d in range(value.dim())])
+    return move_dims(state, [d - (d > dim) if d != dim else None for d in range(value.dim())])
 
 
 def split(call: RowCall) -> list[RowState]:
@@ -169,20 +170,20 @@ def split(call: RowCall) -> list[RowState]:
     return found
 
 
-def concatenated(call: RowCall) -> RowState:
+def concatenate(call: RowCall) -> RowState:
     values = [value for value in call["tensors"] if value.shape != (0,)]
     out = call.results()[0]
-    return joined(call, values, call["dim"] % max(1, out.dim()), [call.tensor_state(value) for value in values])
+    return join(call, values, call["dim"] % max(1, out.dim()), [call.tensor_state(value) for value in values])
 
 
-def stacked(call: RowCall) -> RowState:
+def stack(call: RowCall) -> RowState:
     out = call.results()[0]
     at = call["dim"] % out.dim()
-    states = [moved(call.tensor_state(v), [d + (d >= at) for d in range(v.dim())]) for v in call["tensors"]]
-    return joined(call, call["tensors"], at, states)
+    states = [move_dims(call.tensor_state(v), [d + (d >= at) for d in range(v.dim())]) for v in call["tensors"]]
+    return join(call, call["tensors"], at, states)
 
 
-def joined(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequence[RowState]) -> RowState:
+def join(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequence[RowState]) -> RowState:
     """The state of values put one after another along a dimension."""
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()
@@ -195,7 +196,7 @@ def joined(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequ
         is_even = len(totals) == len(states) and len(powers) == 1
         return OverRows(scale=Scale(powers.pop(), unsure)) if is_even else call.mix(Kind.REUSED)
     if not rows:
-        return _joined_constants(states, dim)
+        return _join_constants(states, dim)
     first = replace(rows[0], step=0)
     if any((row.dim, row.inner, row.order) != (first.dim, first.inner, first.order) for row in rows):
         return call.mix(Kind.PAIRS)
@@ -206,12 +207,12 @@ def joined(call: RowCall, values: Sequence[torch.Tensor], dim: int, states: Sequ
     return first
 
 
-def _joined_constants(states: Sequence[RowState], dim: int) -> Free:
+def _join_constants(states: Sequence[RowState], dim: int) -> Free:
     varies = frozenset().union(*(state.varies for state in states if isinstance(state, Free)))
     return Free(varies=varies | whole({dim}) if len(states) > 1 else varies)
 
 
-def padded(call: RowCall) -> RowState:
+def pad(call: RowCall) -> RowState:
     """The last dimensions grow, or shrink where a number is negative; they may move and keep their size."""
     numbers = call.given["padding"] if "padding" in call.given else call["pad"]
     if isinstance(call.state("self"), OverRows) and call.given.get("value"):
@@ -227,7 +228,7 @@ def _but_dims(call: RowCall, changed: set[int]) -> RowState:
     return Free(varies=state.varies | whole(changed)) if isinstance(state, Free) else state
 
 
-def turned(call: RowCall) -> RowState:
+def flip(call: RowCall) -> RowState:
     value, state = call["self"], call.state("self")
     dims = {d % value.dim() for d in call["dims"]} or set(range(value.dim()))
     if isinstance(state, ByRow | Permutation) and state.dim in dims:
@@ -235,7 +236,7 @@ def turned(call: RowCall) -> RowState:
     return replace(state, counts=None) if isinstance(state, Free) else state
 
 
-def unfolded(call: RowCall) -> RowState:
+def unfold(call: RowCall) -> RowState:
     """Windows along a dimension; their elements become the last one."""
     value = call["self"]
     dim, state = call["dimension"] % max(1, value.dim()), call.state("self")
@@ -250,18 +251,18 @@ def on_diagonal(call: RowCall) -> RowState:
     if isinstance(state, ByRow | Permutation) and state.dim in taken:
         return call.mix(Kind.REORDERED)
     left = [d for d in range(value.dim()) if d not in taken]
-    found = moved(state, [left.index(d) if d in left else None for d in range(value.dim())])
+    found = move_dims(state, [left.index(d) if d in left else None for d in range(value.dim())])
     return Free(varies=found.varies | whole({len(left)})) if isinstance(found, Free) else found
 
 
-def traced(call: RowCall) -> RowState:
+def trace(call: RowCall) -> RowState:
     state = call.state("self")
     if isinstance(state, ByRow | Permutation):
         return call.mix(Kind.REORDERED)
     return Free() if isinstance(state, Free) else state
 
 
-def restrided(call: RowCall) -> RowState:
+def restride(call: RowCall) -> RowState:
     value, out, state = call["self"], call.results()[0], call.state("self")
     if isinstance(state, Free):
         return Free(varies=whole(range(out.dim())) if state.varies else frozenset())
@@ -276,27 +277,27 @@ def restrided(call: RowCall) -> RowState:
     return state if isinstance(state, OverRows | Mixed) else call.mix(Kind.REORDERED)
 
 
-record("view", "_reshape_alias", "_reshape_copy", "view_copy", rows=reshaped, elements=Elements.RESHAPED)
-record("_unsafe_view", rows=reshaped, elements=Elements.RESHAPED, workspace=nothing)
-record("permute", "transpose", "t", rows=permuted, elements=Elements.MOVED)
-record("unsqueeze", rows=unsqueezed, elements=Elements.RESHAPED)
-record("squeeze", rows=squeezed, elements=Elements.RESHAPED)
-record("expand", "expand_copy", rows=expanded, elements=Elements.SPREAD)
-record("repeat", rows=repeated, elements=Elements.SPREAD)
-record("slice", "slice_copy", rows=sliced, elements=Elements.PART)
-record("select", "select_copy", rows=selected, elements=Elements.PART)
-record("unbind", rows=selected)
+record("view", "_reshape_alias", "_reshape_copy", "view_copy", rows=reshape, elements=Elements.RESHAPED)
+record("_unsafe_view", rows=reshape, elements=Elements.RESHAPED, workspace=nothing)
+record("permute", "transpose", "t", rows=permute, elements=Elements.MOVED)
+record("unsqueeze", rows=unsqueeze, elements=Elements.RESHAPED)
+record("squeeze", rows=squeeze, elements=Elements.RESHAPED)
+record("expand", "expand_copy", rows=expand, elements=Elements.SPREAD)
+record("repeat", rows=repeat, elements=Elements.SPREAD)
+record("slice", "slice_copy", rows=slice_dim, elements=Elements.PART)
+record("select", "select_copy", rows=select, elements=Elements.PART)
+record("unbind", rows=select)
 record("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", rows=split)
-record("cat", rows=concatenated, elements=Elements.JOINED, workspace=nothing)
-record("stack", rows=stacked, elements=Elements.JOINED, workspace=nothing)
-record("constant_pad_nd", rows=padded, workspace=nothing)
+record("cat", rows=concatenate, elements=Elements.JOINED, workspace=nothing)
+record("stack", rows=stack, elements=Elements.JOINED, workspace=nothing)
+record("constant_pad_nd", rows=pad, workspace=nothing)
 record(
     "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
-    "replication_pad3d", rows=padded,
+    "replication_pad3d", rows=pad,
 )  # fmt: skip
-record("flip", "roll", rows=turned, workspace=nothing)
-record("unfold", rows=unfolded)
+record("flip", "roll", rows=flip, workspace=nothing)
+record("unfold", rows=unfold)
 record("diagonal", "diagonal_copy", rows=on_diagonal)
-record("trace", rows=traced)
-record("as_strided", "as_strided_copy", rows=restrided)
+record("trace", rows=trace)
+record("as_strided", "as_strided_copy", rows=restride)
 record("select_backward", "slice_backward", workspace=nothing)

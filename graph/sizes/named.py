@@ -90,12 +90,12 @@ def names_in(arguments: Any) -> set[str]:
     return found
 
 
-def at_sizes(graph: OpGraph, sizes: Sizes, ranges: Mapping[str, SizeRange]) -> OpGraph:
+def substitute_sizes(graph: OpGraph, sizes: Sizes, ranges: Mapping[str, SizeRange]) -> OpGraph:
     """The graph with these sizes in place of its symbols. Those without a range become plain numbers.
 
     The nodes that computed sizes are gone; `meta["dims"]` has the dimensions of each tensor that named sizes make.
     """
-    return _AtSizes(graph, sizes, ranges).made()
+    return _AtSizes(graph, sizes, ranges).substitute()
 
 
 class _AtSizes:
@@ -109,7 +109,7 @@ class _AtSizes:
         self.fakes: dict[int, Any] = {}
         self.alive: list[Any] = []
 
-    def made(self) -> OpGraph:
+    def substitute(self) -> OpGraph:
         made, copies, copied = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
         for node in self.graph.graph.nodes:
             value = node.meta.get("val")
@@ -126,7 +126,7 @@ class _AtSizes:
             copy_edges(node, copies[node], copies.__getitem__)
         return dataclasses.replace(
             self.graph,
-            module=build_module(self.graph.model, made, self.graph.unregistered),
+            module=build_module(self.graph.model, made, self.graph.unregistered_tensors),
             inputs={name: self.concrete(fake) for name, fake in self.graph.inputs.items()},
             outputs={name: copies[node] for name, node in self.graph.outputs.items()},
             symbols={},
@@ -170,10 +170,10 @@ def _is_symbolic(tensor: torch.Tensor) -> bool:
 
 def sized_inputs(inputs: list[fx.Node]) -> set[str]:
     """The named sizes that are dimensions of one of these nodes."""
-    return {name for name, _, _ in _sized(inputs)}
+    return {name for name, _, _ in _named_dims(inputs)}
 
 
-def _sized(inputs: list[fx.Node]) -> Iterator[tuple[str, fx.Node, int]]:
+def _named_dims(inputs: list[fx.Node]) -> Iterator[tuple[str, fx.Node, int]]:
     for node in inputs:
         for dim, size in enumerate(node.meta.get("dims", ())):
             if isinstance(size, NamedSize) and size.expression.is_Symbol:
@@ -197,10 +197,10 @@ def compute_sizes(graph: fx.Graph) -> None:
         return describe(node, meta, value, no_grad=False, autocast=None, **size)
 
     nodes = SizeNodes(make)
-    for name, tensor, dim in _sized(inputs):
+    for name, tensor, dim in _named_dims(inputs):
         nodes.learn(symbol(name), tensor, dim, tensor.meta["dims"][dim])
 
-    def computed(leaf: Any) -> Any:
+    def compute(leaf: Any) -> Any:
         if not isinstance(leaf, Named):
             return leaf
         try:
@@ -209,7 +209,7 @@ def compute_sizes(graph: fx.Graph) -> None:
             raise PassError(str(error)) from error
 
     for node in users:
-        change_arguments(node, lambda *arguments: fx.node.map_aggregate(arguments, computed))
+        change_arguments(node, lambda *arguments: fx.node.map_aggregate(arguments, compute))
 
 
 def show_sizes(graph: fx.Graph) -> None:

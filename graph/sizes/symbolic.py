@@ -67,7 +67,7 @@ class StageExpressions:
     def _value(self, expression: sympy.Expr, sizes: Sizes) -> float:
         return float(expression.subs({symbol(name): size for name, size in sizes.items()}))
 
-    def at(self, sizes: Sizes) -> Mapping[str, StageSpec]:
+    def evaluate(self, sizes: Sizes) -> Mapping[str, StageSpec]:
         """The stages at these sizes: of the expressions, or measured where these do not hold."""
         if not self.is_exact:
             return self.stages_at(sizes)

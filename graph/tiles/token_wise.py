@@ -19,7 +19,7 @@ from ...runtime.torch_names import FakeTensor, FakeTensorMode
 from ..blocks import Block
 from ..costs.block import FakeBlockRun
 from ..dataflow import Dataflow
-from ..divide.local import sizes_told
+from ..divide.local import arguments_for_shape
 from ..follow.tokens import TokenFacts, sequence_lengths, token_facts
 from ..layers import layer_runs
 from ..operators.calls import call_key, is_form, names_sizes
@@ -126,7 +126,7 @@ class _Finder:
         places = self.facts.places[node]
         wanted = [self._tile_shape(t, p.dim) for t, p in zip(value_tensors(node.meta["val"]), places) if p is not None]
         for args in self._args(node):
-            made = self._made(node, *fx.map_arg((args, node.kwargs), values.__getitem__))
+            made = self._run_on_tiles(node, *fx.map_arg((args, node.kwargs), values.__getitem__))
             if made is not None and [tuple(t.shape) for t in value_tensors(made)] == wanted:
                 self.open[node] = made
                 if args is not node.args:
@@ -134,7 +134,7 @@ class _Finder:
                 return True
         return False
 
-    def _made(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _run_on_tiles(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """The result of a call on tiles; None where it needs all tokens."""
         key = call_key(self.graph, node, args, kwargs, lambda t: (tuple(t.shape), t.stride(), t.dtype))
         if key is None or key not in self.made:
@@ -171,12 +171,12 @@ class _Finder:
         if place is None or node.kwargs or not names_sizes(self.graph, node):
             return [node.args]
         shape = [-1 if dim == place.dim else size for dim, size in enumerate(value.shape)]
-        return [args for args, _ in sizes_told(node.args, {}, value.shape, shape, is_open=False)]
+        return [args for args, _ in arguments_for_shape(node.args, {}, value.shape, shape, is_open=False)]
 
     # --- a part's end
 
     def _close(self) -> None:
-        nodes = self._trimmed([*self.open])
+        nodes = self._trim([*self.open])
         if len(nodes) > 1:
             args = {node: self.args[node] for node in nodes if node in self.args}
             part = TokenPart(f"{self.layer}/{len(self.found) + 1}", nodes, self.facts, args)
@@ -185,7 +185,7 @@ class _Finder:
                 self.found.append(part)
         self.open, self.args, self.after = {}, {}, set()
 
-    def _trimmed(self, nodes: list[fx.Node]) -> list[fx.Node]:
+    def _trim(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """The part without what it should not, or cannot, give."""
         while True:
             inside = set(nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ...graph.blocks import Block
-from ...graph.layers import in_list, list_element
+from ...graph.layers import is_in_list, list_element
 from ...graph.opgraph import OpGraph
 from ...ir.program import RowPart
 from ..draft import Draft
@@ -35,7 +35,7 @@ def part_owners(graph: OpGraph, block: Block) -> set[tuple[str, ...]]:
 def _places(graph: OpGraph, block: Block) -> set[tuple[str, ...]]:
     """The elements of module lists, and other modules with parameters, in which the block's nodes ran."""
     ran = {list_element(node.meta["module_path"]) for node in block.nodes if graph.node_parameters(node)}
-    ran |= {place for node in block.nodes if in_list(place := list_element(node.meta["module_path"]))}
+    ran |= {place for node in block.nodes if is_in_list(place := list_element(node.meta["module_path"]))}
     return {tuple(place.split(".")) for place in ran if place}
 
 

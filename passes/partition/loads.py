@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ...graph.boundaries import narrowed, value_bytes
+from ...graph.boundaries import narrow_nodes, value_bytes
 from ...graph.costs.stage_time import MessageTimes, block_seconds
 from ...graph.opgraph import value_tensors
 from ...ir.errors import DoesNotFit
@@ -48,7 +48,7 @@ class Loads:
         sent = {node for block in self.blocks for node in block.outputs}
         self._rows = [BlockRow.from_block(b, gradient_and_weight_bytes(draft, b), sent) for b in self.blocks]
         self._needs: dict[BlockIds, StageNeed] = {}
-        self._graph, self._narrow = draft.graph, narrowed(draft.graph)
+        self._graph, self._narrow = draft.graph, narrow_nodes(draft.graph)
         self._messages = MessageTimes(draft.lane_hardware)
 
     def need(self, stage: BlockIds) -> StageNeed:

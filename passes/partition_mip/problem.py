@@ -16,7 +16,7 @@ from itertools import accumulate, groupby
 from torch import fx
 
 from ...graph.blocks import Block
-from ...graph.boundaries import narrowed, value_bytes
+from ...graph.boundaries import narrow_nodes, value_bytes
 from ...graph.costs.stage import storages
 from ...graph.costs.stage_time import MessageTimes, block_seconds
 from ...graph.turn_seconds import TurnSeconds
@@ -213,7 +213,7 @@ def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
 def _messages(draft: Draft) -> list[float]:
     """Per block the bytes that blocks before it hand on to it or past it, up to each value's first reader: a value goes
     from its maker to every later reader directly, long before that reader needs it."""
-    blocks, narrow = draft.blocks, narrowed(draft.graph)
+    blocks, narrow = draft.blocks, narrow_nodes(draft.graph)
     maker: dict[int, tuple[int, int]] = {}  # storage -> block, bytes
     found = [0.0] * (len(blocks) + 1)
     seen: set[int] = set()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...graph.blocks import Block
-from ...graph.boundaries import narrowed, value_bytes
+from ...graph.boundaries import narrow_nodes, value_bytes
 from ...graph.costs.stage_time import block_seconds
 from ...graph.opgraph import OpGraph, value_tensors
 from ...ir.machine.hardware import Hardware
@@ -51,7 +51,7 @@ def block_graph(
 ) -> BlockGraph:
     """Seconds of every block on every device, and what the blocks hand to each other, in the types that `graph` says
     for values between stages."""
-    narrow = frozenset() if graph is None else narrowed(graph)
+    narrow = frozenset() if graph is None else narrow_nodes(graph)
     maker = {node: i for i, block in enumerate(blocks) for node in block.outputs}
     readers: dict[int, list[int]] = {}
     nodes = {node: k for k, node in enumerate(maker)}

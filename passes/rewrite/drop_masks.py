@@ -23,7 +23,7 @@ from ...graph.edit import GraphEdit, change_arguments, copy_graph, erase_dead
 from ...graph.masks.calls import form_of, given_arguments, is_scored, weighs
 from ...graph.masks.documents import counted_input, documents_of
 from ...graph.masks.forms import DocumentBorders, KeyWindow, MaskForm
-from ...graph.masks.grouped_heads import without_repeats
+from ...graph.masks.grouped_heads import drop_repeats
 from ...graph.masks.intervals import Intervals
 from ...graph.masks.visible import visible_keys
 from ...graph.opgraph import OpGraph
@@ -92,7 +92,7 @@ class DropMasks(GraphPass):
             _rewrite(graph, calls[place], form, borders)
             on_gpu = draft.machine.devices[0].kind != "cpu"
             if form in ("all", "causal") and (has_flash(draft) or not on_gpu):
-                without_repeats(graph, calls[place], on_gpu)
+                drop_repeats(graph, calls[place], on_gpu)
         erase_dead(graph)  # what made the masks
         draft.graph = graph
 

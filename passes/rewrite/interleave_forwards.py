@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from ...graph.edit import copy_graph, describe, erase
-from ...graph.layers import buffers_of, in_list, is_inside, split_runs
+from ...graph.layers import buffers_of, is_in_list, is_inside, split_runs
 from ...graph.opgraph import OpGraph, is_mode_switch
 from ...ir.edges import reads, storage_root, written_roots
 from ...ir.errors import PassError
@@ -176,7 +176,7 @@ def _goals(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> dict[fx.No
     for number, (key, nodes) in enumerate(split_runs(graph)):
         earlier = min((places[node][1] for node in nodes if node in places), default=number)
         own.update({node: max(earlier, places[node][1] if node in places else 0) for node in nodes})
-        if in_list(key):
+        if is_in_list(key):
             between.update(n for n in nodes if n not in places and not is_inside(key, n))
         else:  # of the model's own operations, the end of a forward and the begin of the next are in one run
             first = next((i for i, node in enumerate(nodes) if node in places), 0)

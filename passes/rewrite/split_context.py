@@ -59,7 +59,7 @@ from ...graph.experts.layers import ExpertLayer, find_expert_layers
 from ...graph.follow.linear import is_linear
 from ...graph.follow.tokens import ROW_DIM, TOKEN_DIM, TokenFacts, TokenPlace, TokenWork, sequence_lengths, token_facts
 from ...graph.loss.class_loss import class_loss
-from ...graph.masks.grouped_heads import unrepeated
+from ...graph.masks.grouped_heads import heads_before_repeat
 from ...graph.operators.calls import unknown_call
 from ...graph.operators.states import Kind
 from ...graph.opgraph import OpGraph, is_check, is_mode_switch, value_tensors
@@ -101,7 +101,7 @@ class SplitContext(GraphPass):
 
     def plan(self, draft: Draft) -> TokenSplit:
         layers = find_expert_layers(draft.graph) if self.experts else {}
-        shared_out = [name for name, layer in layers.items() if not _refused(draft, layer, self.team)]
+        shared_out = [name for name, layer in layers.items() if not _expert_refusal(draft, layer, self.team)]
         return TokenSplit(team=self.team, by=self.by, experts=shared_out, keep=self.keep)
 
     def rewrite(self, draft: Draft, decision: TokenSplit) -> None:
@@ -115,7 +115,7 @@ class SplitContext(GraphPass):
             if name not in layers:
                 known = ", ".join(layers) or "none"
                 raise PassError(f"{self.name}: {name!r} is no layer of experts of this model; it has {known}")
-            refused = _refused(draft, layers[name], decision.team)
+            refused = _expert_refusal(draft, layers[name], decision.team)
             if refused:
                 raise PassError(f"{self.name}: the experts of {name} cannot be shared out: {refused}")
             route_experts(graph, layers[name], splitter.member, decision.team, splitter.values, splitter.facts)
@@ -123,16 +123,16 @@ class SplitContext(GraphPass):
         draft.graph = copy_graph(graph)  # over what its nodes read now
         each = f"the {splitter.length} rows" if decision.by == "rows" else f"each sequence of {splitter.length} tokens"
         how = f"; {calls} attention calls by {decision.by}" if calls else ""
-        draft.notes[self.name] = f"{graph.team} devices share {each}{how}{_told(draft, layers, decision)}"
+        draft.notes[self.name] = f"{graph.team} devices share {each}{how}{_expert_words(draft, layers, decision)}"
 
 
-def _refused(draft: Draft, layer: ExpertLayer, team: int) -> str:
+def _expert_refusal(draft: Draft, layer: ExpertLayer, team: int) -> str:
     """The reason why members cannot share out a layer's experts; empty where they can."""
     why = (refused_by_optimizer(draft, name, weight) for name, weight in layer.weights.items())
     return refusal(layer, team) or next(filter(None, why), "")
 
 
-def _told(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit) -> str:
+def _expert_words(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit) -> str:
     """Say for people which members have which experts."""
     if not layers:
         return ""
@@ -142,7 +142,7 @@ def _told(draft: Draft, layers: Mapping[str, ExpertLayer], decision: TokenSplit)
     whole = [name for name in layers if name not in decision.experts]
     if not whole:
         return told
-    why = _refused(draft, layers[whole[0]], decision.team) or "experts=false"
+    why = _expert_refusal(draft, layers[whole[0]], decision.team) or "experts=false"
     return f"{told}; each has all experts in {len(whole)} layers ({why})"
 
 
@@ -228,14 +228,14 @@ class _Splitter:
         if call is not None and (Has.PART in parts):
             self._attention(node, call)
         elif Has.SUMMAND in parts:
-            self._of_summands(node)
+            self._visit_summands(node)
         elif Has.PART not in parts and not (labelled and has_tokens):
             self.parts[node] = Has.WHOLE
         elif is_check(node):
             self.parts[node] = Has.PART
         elif self.facts.work.get(node) is TokenWork.SORTED:
-            self._sorted(node)
-        elif self.facts.is_token_wise(node) and self._all_placed(node):
+            self._set_local_order(node)
+        elif self.facts.is_token_wise(node) and self._has_places(node):
             self._local(node)
         elif node.target is evaluation_logits:
             self._evaluation_logits(node)
@@ -263,7 +263,7 @@ class _Splitter:
     def _place(self, node: fx.Node) -> TokenPlace | None:
         return self.facts.place(node)
 
-    def _all_placed(self, node: fx.Node) -> bool:
+    def _has_places(self, node: fx.Node) -> bool:
         return all(place is not None for place in self.facts.places[node])
 
     def _local(self, node: fx.Node) -> None:
@@ -284,7 +284,7 @@ class _Splitter:
                 self._refuse(node, f"makes {made} of a part of the tokens, where {want} is a part of its result")
         self.parts[node] = Has.PART
 
-    def _sorted(self, node: fx.Node) -> None:
+    def _set_local_order(self, node: fx.Node) -> None:
         """A node that works on tokens in the order of a permutation, on the member's tokens in theirs."""
         places = [a or b for a, b in zip(self.facts.places[node], self.facts.sorted_places[node], strict=True)]
         sizes = {
@@ -359,9 +359,9 @@ class _Splitter:
         self.values.set(node)
         self.parts[node] = Has.SUMMAND
         if self.facts.totals[node] == "mean":
-            self._scaled(node)
+            self._divide_by_team(node)
 
-    def _scaled(self, node: fx.Node) -> fx.Node:
+    def _divide_by_team(self, node: fx.Node) -> fx.Node:
         """Let the readers of a value read its N-th part."""
         after = GraphEdit(self.graph, node, after=True)
         made = after.call(operator.truediv, node, self.team)
@@ -369,7 +369,7 @@ class _Splitter:
         self.parts[made] = Has.SUMMAND
         return made
 
-    def _of_summands(self, node: fx.Node) -> None:
+    def _visit_summands(self, node: fx.Node) -> None:
         """A node that reads summands: linear in them, it gives one; else the team adds them up first."""
         if any(self.parts.get(arg) is Has.PART for arg in node.all_input_nodes):
             self._refuse(node, f"lets {self.divided} meet")
@@ -413,11 +413,11 @@ class _Splitter:
             if self.parts.get(mask, Has.WHOLE) is not Has.WHOLE:
                 self._refuse(node, "has a mask that the model computes of its tokens")
         if self.by == "ring":
-            self._by_ring(node, call)
+            self._write_ring(node, call)
         else:
-            self._by_heads(node, call)
+            self._exchange_heads(node, call)
 
-    def _by_heads(self, node: fx.Node, call: SharedAttention) -> None:
+    def _exchange_heads(self, node: fx.Node, call: SharedAttention) -> None:
         heads = call.query.meta["val"].shape[HEADS]
         if heads % self.team:
             near = [n for n in range(2, heads + 1) if heads % n == 0]
@@ -443,7 +443,7 @@ class _Splitter:
     def _to_heads(self, node: fx.Node, edit: GraphEdit, operand: fx.Node, heads: int) -> fx.Node:
         """All tokens of the member's part of the heads of a query, key or value. Of keys and values that are repeated
         for several heads each, those before that move."""
-        given, repeats = unrepeated(operand)
+        given, repeats = heads_before_repeat(operand)
         if given not in self.parts or given.meta["val"].shape[HEADS] % self.team:
             given, repeats = operand, 1
         own = int(given.meta["val"].shape[HEADS])
@@ -461,7 +461,7 @@ class _Splitter:
         self.parts[repeated] = Has.PART
         return repeated
 
-    def _by_ring(self, node: fx.Node, call: SharedAttention) -> None:
+    def _write_ring(self, node: fx.Node, call: SharedAttention) -> None:
         assert self.rings is not None
         refusal = self.rings.refusal(node)
         if refusal:

@@ -25,7 +25,7 @@ from ...graph.divide.exchanges import (
     share_weight,
     source_of,
 )
-from ...graph.divide.local import sizes_told
+from ...graph.divide.local import arguments_for_shape
 from ...graph.divide.member_experts import add_team_part, divide_experts
 from ...graph.divide.member_tables import dividable_tables, divide_table
 from ...graph.divide.placements import Placement
@@ -70,11 +70,11 @@ class SplitWidth(GraphPass):
         regions = _parts_of_model(draft.graph, self.team)
         kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
         kept = [name for name in kept if _is_worth_a_sum(regions[name], regions, draft.graph)]
-        while kept and (whole := _uncut(*_divided(draft, kept, self.team))):
+        while kept and (whole := _uncut(*_divide(draft, kept, self.team))):
             kept = [name for name in kept if name not in whole]
         if not kept:
             refused = next((_refused_by_optimizer(draft, region) for region in regions.values()), "")
-            refused = refused or _in_parts_before(draft.graph)
+            refused = refused or _parts_refusal(draft.graph)
             near = next((n for n in range(self.team - 1, 1, -1) if _parts_of_model(draft.graph, n)), 1)
             why = refused or (
                 "no linear layers of this model follow each other so that members could have some columns of the first "
@@ -93,12 +93,12 @@ class SplitWidth(GraphPass):
                 known = ", ".join(regions) or "none"
                 raise PassError(
                     f"split-width: {name!r} ends no part of this model that {decision.team} can divide; "
-                    f"{_in_parts_before(draft.graph) or f'{known} do'}"
+                    f"{_parts_refusal(draft.graph) or f'{known} do'}"
                 )
             refused = _refused_by_optimizer(draft, regions[name])
             if refused:
                 raise PassError(f"split-width: {name} cannot be divided: {refused}")
-        graph, exchanged = _divided(draft, decision.regions, decision.team)
+        graph, exchanged = _divide(draft, decision.regions, decision.team)
         whole = _uncut(graph, exchanged)
         if whole:
             raise PassError(
@@ -125,7 +125,7 @@ def _refuse(draft: Draft, team: int) -> None:
         raise PassError("split-width: it takes batches of one size; leave dynamic_shapes out, or use another strategy")
 
 
-def _in_parts_before(graph: OpGraph) -> str:
+def _parts_refusal(graph: OpGraph) -> str:
     """The refusal to divide parameters that an earlier pass has divided; empty where there are none."""
     rows = [part.part.parameter for part in graph.parts.values() if isinstance(part.part, RowPart)]
     if not rows:
@@ -137,7 +137,7 @@ def _in_parts_before(graph: OpGraph) -> str:
     )
 
 
-def _divided(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
+def _divide(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
     """A copy of the graph in which members divide these parts, and the exchanges of each."""
     graph = copy_graph(draft.graph)
     regions = _parts_of_model(graph, team)
@@ -222,7 +222,7 @@ class _Divided:
         for product, blocks in region.columns.items():
             self.column(product, blocks)
         for node, places in region.inside.items():
-            self.inside(self.with_rows_of_all(node) if self.apart else self.with_shared_weights(node), places)
+            self.set_shapes(self.with_rows_of_all(node) if self.apart else self.with_shared_weights(node), places)
         for product, blocks in region.rows.items():
             self.row(product, blocks)
 
@@ -310,14 +310,14 @@ class _Divided:
         part = add_team_part(self.graph, name, whole, dim, self.team, blocks)
         return edit.parameter(part, self.graph.parts[part].tensor)
 
-    def inside(self, node: fx.Node, places: Sequence[tuple[int, int]]) -> None:
+    def set_shapes(self, node: fx.Node, places: Sequence[tuple[int, int]]) -> None:
         """Give a node the shapes of one member."""
         edit = GraphEdit(self.graph, node)
         wholes = list(value_tensors(node.meta["val"]))
         wanted = [self.local(tensor.shape, dim) for tensor, (dim, _) in zip(wholes, places, strict=True)]
         made: Any = None
         for args, kwargs in self.arguments(node, wanted):
-            made = _made(edit, node, args, kwargs)
+            made = _run_node(edit, node, args, kwargs)
             if made is not None and [list(tensor.shape) for tensor in value_tensors(made)] == wanted:
                 set_arguments(node, args, kwargs)
                 node.meta["val"] = made
@@ -337,7 +337,7 @@ class _Divided:
         """Ways to call a node on a member's part: with the shape of the result, as it is, with sizes of a member."""
         args, kwargs = node.args, dict(node.kwargs)
         if node in self.sized:
-            yield from sizes_told(args, kwargs, node.meta["val"].shape, wanted[0], is_open=False)
+            yield from arguments_for_shape(args, kwargs, node.meta["val"].shape, wanted[0], is_open=False)
         else:
             yield args, kwargs
 
@@ -348,7 +348,7 @@ class _Divided:
             yield (args[0], fx.node.map_aggregate(args[1], smaller), *args[2:]), kwargs
 
 
-def _made(edit: GraphEdit, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _run_node(edit: GraphEdit, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """The result of a node on other arguments; None where it fails."""
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     try:

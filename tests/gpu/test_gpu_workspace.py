@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.graph.operators.record import GpuSize
 from penstock.graph.operators.table import workspace_bytes
 from penstock.graph.operators.workspace import attention
-from penstock.graph.operators.workspace.sizes import rounded
+from penstock.graph.operators.workspace.sizes import round_up
 from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS, PACKED
 from penstock.tests.gpu.rehearsal import needs_documents, on_gpu, only_on_gpu
 
@@ -72,8 +72,8 @@ def test_attention(name: str) -> None:
     is_least = not takes_cudnn(is_half)
     if is_half and not run.masked:
         check(forward_bytes, attention.flash_forward(heads, run.rows, run.rows, run.width, gpu()), is_least)
-        padded = rounded(run.rows, 128)
-        check(backward_bytes, 4 * heads * padded * (1 + rounded(run.width, 32)), is_least)
+        padded = round_up(run.rows, 128)
+        check(backward_bytes, 4 * heads * padded * (1 + round_up(run.width, 32)), is_least)
     else:
         check(forward_bytes, attention.efficient_forward(heads, run.rows, run.width, is_half), is_least)
         sizes = (heads, run.rows, run.rows, run.width, run.width, is_half)
@@ -88,6 +88,6 @@ def test_attention_of_documents(name: str) -> None:
     run = PACKED[name]
     forward_bytes, backward_bytes = measured_blocks()[name]
     check(forward_bytes, 0)
-    tokens, wide = 2 * run.rows, rounded(run.width, 32 if run.width <= 128 else 64)
+    tokens, wide = 2 * run.rows, round_up(run.width, 32 if run.width <= 128 else 64)
     expanded = 2 * 2 * tokens * run.heads * run.width if run.key_heads != run.heads else 0
     check(backward_bytes, 4 * run.heads * (tokens + 128 * run.most) * (1 + wide) + expanded)

@@ -14,7 +14,7 @@ from penstock.graph.blocks import Block
 from penstock.graph.costs.stage_time import block_seconds
 from penstock.graph.layers import find_blocks
 from penstock.graph.opgraph import OpGraph
-from penstock.graph.profile import checked, distinct, samples, with_seconds
+from penstock.graph.profile import check_seconds, distinct, samples, with_seconds
 from penstock.graph.stages import build_stages
 from penstock.graph.turn_seconds import TurnSeconds
 from penstock.ir import ops
@@ -95,7 +95,7 @@ def test_what_is_no_time_is_refused_by_name(value: Any) -> None:
     wrong = {**entries, blocks[0].hash: replace(SECONDS, backward_s=value)}
     with pytest.raises(PlanError, match=rf"backward_s of block '{blocks[0].name}' \({blocks[0].hash}\) on gpu7 is"):
         with_seconds(blocks, {"gpu7": wrong})
-    assert checked(SECONDS, "x") is SECONDS
+    assert check_seconds(SECONDS, "x") is SECONDS
 
 
 def test_a_missing_entry_is_refused_by_name() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ..record import LARGEST, GpuSize
-from .sizes import ceil_div, rounded
+from .sizes import ceil_div, round_up
 
 FLASH_ROWS = 64  # queries of a block of threads in forward
 MOST_SPLITS = 128
@@ -24,7 +24,7 @@ def flash_forward(batch_heads: int, rows: int, keys: int, width: int, gpu: GpuSi
     """`set_params_splitkv` (flash_api.cpp): where the heads and rows are too few to fill the GPU, the keys are split,
     and each part's result and sum are added up in fp32. Not with dropout."""
     splits = _splits(batch_heads * ceil_div(rows, FLASH_ROWS), keys, width, gpu)
-    return 0 if splits == 1 else 4 * splits * batch_heads * rows * (rounded(width, 32) + 1)
+    return 0 if splits == 1 else 4 * splits * batch_heads * rows * (round_up(width, 32) + 1)
 
 
 def _splits(blocks: int, keys: int, width: int, gpu: GpuSize) -> int:
@@ -55,7 +55,7 @@ def efficient_backward(batch_heads: int, rows: int, keys: int, width: int, value
     added = TILE_BYTES * ceil_div(rows, BLOCK) * ceil_div(width, BLOCK)
     if is_half and max(width, value_width) > IN_REGISTERS:
         parts = max(1, min(ceil_div(keys, BLOCK), MOST_BLOCKS // batch_heads))
-        columns = [rounded(size, BLOCK if size <= NARROW else NARROW) for size in (width, value_width)]
+        columns = [round_up(size, BLOCK if size <= NARROW else NARROW) for size in (width, value_width)]
         added += 4 * parts * BLOCK * sum(columns)
     product = 0 if is_half else 4 * batch_heads * rows * value_width + sums
     return sums + max(batch_heads * added, product)

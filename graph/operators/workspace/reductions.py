@@ -57,12 +57,12 @@ def reduction_bytes(value: Tensor, given: int | Sequence[int] | None, part_bytes
     named = [given] if isinstance(given, int) else list(given or range(value.dim()))
     dims = {dim % max(1, value.dim()) for dim in named}
     sizes = list(zip(value.shape, value.stride()))
-    reduced = merged(row for dim, row in enumerate(sizes) if dim in dims)
-    kept = merged(row for dim, row in enumerate(sizes) if dim not in dims)
+    reduced = merge_dims(row for dim, row in enumerate(sizes) if dim in dims)
+    kept = merge_dims(row for dim, row in enumerate(sizes) if dim not in dims)
     return 0 if value.numel() == 0 or not reduced else staging_bytes(reduced, kept, part_bytes, gpu)
 
 
-def merged(rows: Iterable[tuple[int, int]]) -> Dims:
+def merge_dims(rows: Iterable[tuple[int, int]]) -> Dims:
     """Dimensions by rising stride, where dimensions that follow each other in memory are merged."""
     found: Dims = []
     for size, stride in sorted(((size, stride) for size, stride in rows if size > 1), key=lambda row: row[1]):

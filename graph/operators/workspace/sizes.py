@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def rounded(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 

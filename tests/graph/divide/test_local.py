@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.divide.local import sizes_told
+from penstock.graph.divide.local import arguments_for_shape
 
 WHOLE, HALF = torch.zeros(2, 8, 6), torch.zeros(2, 4, 6)
 CALLS: list[tuple[str, Any, dict[str, Any], Any, dict[str, Any]]] = [
@@ -27,10 +27,10 @@ def test_a_call_is_told_the_sizes_of_a_part(
     name: str, args: Any, kwargs: dict[str, Any], new_args: Any, new_kwargs: dict[str, Any]
 ) -> None:
     old, new = getattr(WHOLE, name)(*args, **kwargs).shape, getattr(HALF, name)(*new_args, **new_kwargs).shape
-    ways = [(way[1:], named) for way, named in sizes_told((WHOLE, *args), kwargs, old, new)]
+    ways = [(way[1:], named) for way, named in arguments_for_shape((WHOLE, *args), kwargs, old, new)]
     assert (new_args, new_kwargs) in ways and ways[-1] == (args, kwargs)
 
 
 def test_open_sizes_are_named_on_demand() -> None:
-    ways = sizes_told((WHOLE, 2, 8, -1), {}, (2, 8, 6), (2, -1, 6), is_open=False)
+    ways = arguments_for_shape((WHOLE, 2, 8, -1), {}, (2, 8, 6), (2, -1, 6), is_open=False)
     assert [args[1:] for args, _ in ways] == [(2, -1, 6), (2, 8, -1)]

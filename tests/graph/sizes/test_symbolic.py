@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.graph.opgraph import OpGraph
-from penstock.graph.sizes.named import at_sizes, symbol
+from penstock.graph.sizes.named import substitute_sizes, symbol
 from penstock.graph.sizes.symbolic import SUMS, StageExpressions
 from penstock.ir.program import SizeRange, Sizes, StageSpec
 from penstock.passes.partition.partition_balanced import PartitionBalanced
@@ -43,7 +43,7 @@ def expressions(name: str) -> tuple[nn.Module, StageExpressions]:
     ranges = {name: of for name, of in RANGES.items() if name in graph.symbols}
 
     def stages_at(sizes: Sizes) -> Mapping[str, StageSpec]:
-        return stages_of(at_sizes(graph, sizes, ranges))
+        return stages_of(substitute_sizes(graph, sizes, ranges))
 
     return model, StageExpressions(stages_at, ranges, rows="b")
 
@@ -56,7 +56,7 @@ def expressions(name: str) -> tuple[nn.Module, StageExpressions]:
 def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[int, int]) -> None:
     model, found = expressions(name)
     assert found.is_exact
-    static, made = stages_of(trace(model, batch_of(name, *sizes))), found.at(dict(zip("bs", sizes)))
+    static, made = stages_of(trace(model, batch_of(name, *sizes))), found.evaluate(dict(zip("bs", sizes)))
     for stage, spec in static.items():
         for cost in SUMS:  # a trace with symbols copies, or does not copy, small tensors (labels, a mask's single row)
             assert getattr(made[stage], cost) == pytest.approx(getattr(spec, cost), rel=0.05), cost
@@ -95,10 +95,10 @@ def test_what_is_no_such_polynomial_is_measured_at_the_sizes_that_are_asked_for(
 
     def stages_at(sizes: Sizes) -> Mapping[str, StageSpec]:
         asked.append(sizes)
-        return stages_of(at_sizes(graph, sizes, RANGES))
+        return stages_of(substitute_sizes(graph, sizes, RANGES))
 
     found = StageExpressions(stages_at, RANGES, rows="b")
     assert not found.is_exact
     wanted = {"b": 2, "s": 9}
-    assert found.at(wanted)["stage0"] == stages_of(at_sizes(graph, wanted, RANGES))["stage0"]
+    assert found.evaluate(wanted)["stage0"] == stages_of(substitute_sizes(graph, wanted, RANGES))["stage0"]
     assert asked[-1] == wanted
