@@ -16,7 +16,7 @@ from torch import fx, nn
 from ..ir.machine.call_mix import NO_CALLS, CallMix
 from ..ir.tiles import mark_of
 from .opgraph import OpGraph, value_tensors
-from .sizes.named import shown
+from .sizes.named import expressions_of
 from .turn_seconds import TurnSeconds
 
 
@@ -109,9 +109,9 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
     for i, node in enumerate(nodes):
         number[node] = f"v{i}"
         target = _target(graph, name, node)
-        args = shown(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
+        args = expressions_of(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
         in_evaluation = (node.meta.get("eval_args"), node.meta.get("eval_kwargs"))
-        evaluation = shown(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
+        evaluation = expressions_of(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
         flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"), *_tile(node))
         path = _local(name, node.meta.get("module_path", ""))
         text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")

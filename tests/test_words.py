@@ -21,7 +21,7 @@ HABITS = ("participle", "preposition", "relative clause", "behind", "as many", "
 CEILINGS: dict[str, tuple[int, ...]] = {  # a room, and its number of each habit, in the order above
     "ir": (4, 1, 0, 0, 0, 0, 0, 0),
     "runtime": (2, 2, 0, 0, 0, 0, 0, 0),
-    "graph": (1, 0, 0, 0, 0, 0, 13, 0),
+    "graph": (0, 0, 0, 0, 0, 0, 13, 0),
     "passes": (0, 0, 0, 0, 0, 0, 0, 0),
     "codegen": (0, 0, 0, 0, 0, 0, 0, 0),
     "compiler": (0, 1, 0, 0, 0, 0, 1, 0),

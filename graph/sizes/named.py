@@ -44,8 +44,8 @@ class NamedNumber(Named, float):  # type: ignore[misc]
     """One that is not whole."""
 
 
-def shown(value: Any) -> Any:
-    """A number, or what is made of numbers, with the expressions of those that have one."""
+def expressions_of(value: Any) -> Any:
+    """The value with each number that has an expression replaced by the expression."""
     return fx.node.map_aggregate(value, lambda leaf: leaf.expression if isinstance(leaf, Named) else leaf)
 
 
