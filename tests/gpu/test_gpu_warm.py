@@ -34,7 +34,7 @@ def test_warming_up_leaves_no_memory(make: Callable[..., penstock.Job]) -> None:
     with make(model_of(), batch, max_grad_norm=1.0) as job:
         session: Any = session_of(job)
         state, programs = session.state, list(session.file.programs.values())
-        compute = session.streams.of(session.plans["step"])[ops.COMPUTE]
+        compute = session.streams.streams_of(session.plans["step"])[ops.COMPUTE]
         torch._C._cuda_clearCublasWorkspaces()  # of tests before
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
