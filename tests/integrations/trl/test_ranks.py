@@ -26,9 +26,9 @@ folder, method = Path(sys.argv[1]), sys.argv[2]
 more = {"hardware": Hardware.cpu(2, memory="8GB"), "compile_options": {"micro_batches": 2}}
 alike = {"gradient_accumulation_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
 if method == "dpo":
-    trainer = test_dpo.made(PenstockDPOTrainer, folder, test_dpo.new_adapters, more, **alike)
+    trainer = test_dpo.make(PenstockDPOTrainer, folder, test_dpo.new_adapters, more, **alike)
 else:
-    trainer = test_sft.made(PenstockSFTTrainer, folder, test_sft.DATA["packed"], more=more, **alike)
+    trainer = test_sft.make(PenstockSFTTrainer, folder, test_sft.DATA["packed"], more=more, **alike)
 trainer.train()
 if trainer.is_world_process_zero():
     (folder / "told.json").write_text(json.dumps(trainer.state.log_history))
