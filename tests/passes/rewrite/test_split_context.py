@@ -186,8 +186,7 @@ class Summed(Decoder):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 9, "logits": logits}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["heads", "ring"])
+@pytest.mark.parametrize("by", slow_but(["heads"], ["heads", "ring"]))
 def test_a_team_goes_without_whole_logits(by: str) -> None:
     graph = graph_of(lambda: Summed(depth=1))
     draft = make_draft(graph, f"chunk-loss{{tokens=3}}, {lines(by, 2)}", 2)
