@@ -23,6 +23,7 @@ from ...runtime.functions.document_borders import fits_kernel, side_by_side, spl
 from ...runtime.stage.saved_classes import EFFICIENT_ROWS
 from ..operators.kernels import DTYPES
 from ..operators.workspace import attention as workspace
+from ..operators.workspace.sizes import round_up
 from .call_rows import count_call, count_workspace
 
 MATH = "math"  # products, a softmax and a product
@@ -110,7 +111,7 @@ class _Fused(torch.autograd.Function):
             out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
             is_half = query.dtype != torch.float32
             count_workspace(workspace.efficient_forward(batch * heads, rows, value.shape[-1], is_half))
-            lse = query.new_empty((batch, heads, _round_up(rows, EFFICIENT_ROWS)), dtype=torch.float32)
+            lse = query.new_empty((batch, heads, round_up(rows, EFFICIENT_ROWS)), dtype=torch.float32)
         draws = torch.empty(3, dtype=torch.int64)  # the generator's seed and offset
         ctx.save_for_backward(query, key, value, out, lse, draws, *([bias] if bias is not None else []))
         ctx.call = AttentionCall(
@@ -146,11 +147,11 @@ def _flash_workspace(query: Tensor, key: Tensor, value: Tensor, results: Iterabl
     """Hold the buffers of flash attention's backward: `mha_bwd` in flash_api.cpp. Results with heads before rows are
     copied, and so is their gradient (`_flash_attention_backward` in attention_backward.cu)."""
     batch, heads, rows, width = query.shape
-    padded = _round_up(rows, ROWS)
+    padded = round_up(rows, ROWS)
     sums, full = (batch, heads, padded), torch.float32
     held = [result.transpose(1, 2).contiguous() for result in results]
     held.append(query.new_empty(sums, dtype=full))  # each row's sum of output times its gradient
-    held.append(query.new_empty((*sums, _round_up(width, 32)), dtype=full))  # gradients of queries
+    held.append(query.new_empty((*sums, round_up(width, 32)), dtype=full))  # gradients of queries
     if key.shape[1] != heads:  # gradients of a group's heads, before they are added up
         held += [t.new_empty((batch, heads, *t.shape[2:])) for t in (key, value)]
 
@@ -180,7 +181,7 @@ class _Bordered(torch.autograd.Function):
         tokens, heads, width = query.shape
         padded = tokens + ROWS * (len(borders) - 1)
         held.append(query.new_empty((heads, padded), dtype=torch.float32))
-        rounded = _round_up(width, 32 if width <= 128 else 64)
+        rounded = round_up(width, 32 if width <= 128 else 64)
         held.append(query.new_empty((padded, heads, rounded), dtype=torch.float32))
         if key.shape[1] != heads:
             held += [t.new_empty((tokens, heads, width)) for t in (key, value)]
@@ -258,7 +259,3 @@ def _as_autocast(*operands: Tensor) -> list[Tensor]:
     if not torch.is_autocast_enabled("cpu"):
         return list(operands)
     return [t.to(torch.get_autocast_dtype("cpu")) for t in operands]
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

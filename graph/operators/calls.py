@@ -147,9 +147,10 @@ def copied_operand(graph: OpGraph, node: fx.Node, *ways: Elements) -> fx.Node | 
 
 def unread_operand(graph: OpGraph, node: fx.Node) -> fx.Node | None:
     """The operand of which a node's value has the shape or the type alone; None for any other node, such as of random
-    numbers."""
+    numbers or with other arguments in evaluation, which may read all of it."""
     operand, used = _origin(graph, node)
-    return operand if Elements.NONE in used and not node.meta.get("random") else None
+    is_same = not node.meta.get("random") and "eval_args" not in node.meta
+    return operand if Elements.NONE in used and is_same else None
 
 
 def result_dtype(graph: OpGraph, node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:

@@ -235,10 +235,10 @@ class _Splitter:
             self.parts[node] = Has.PART
         elif self.facts.work.get(node) is TokenWork.SORTED:
             self._set_local_order(node)
-        elif node.target is evaluation_logits:
-            self._evaluation_logits(node)
         elif self.facts.is_token_wise(node) and self._has_places(node):
             self._local(node)
+        elif node.target is evaluation_logits:
+            self._evaluation_logits(node)
         elif (reduction := self._reduction_of_loss(node)) is not None:
             self._class_loss(node, reduction)
         elif node in self.facts.totals and self.parts.get(node.all_input_nodes[0]) is Has.PART:

@@ -291,7 +291,7 @@ class StageStore:
         return {name: buffer for name, buffer in self.runner.buffers().items() if name not in self._constants}
 
     def load_state(self, state: StagePart) -> None:
-        """The reverse of `state`, with copies. Tensors on SSD are not read: a checkpoint may have to repair it."""
+        """The reverse of `state`, with copies. Tensors on SSD are not read: a checkpoint may have to repair them."""
         if self.optimizer is None or state.optimizer is None:
             self.load(state.weights, state.buffers)
         elif self.file is None or not self.file.has_states:

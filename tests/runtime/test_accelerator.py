@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +196,16 @@ def test_what_the_user_says_of_the_allocator_stands(setting: str, monkeypatch: p
     with accelerator.growing_segments(torch.device("cuda")):
         pass
     assert not asked
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workspaces_of_a_capture_are_given_back(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Also of a capture that fails: they are in the pool of its graph, which else stays."""
+    events: list[str] = []
+    graph: Any = SimpleNamespace(
+        capture_begin=lambda **options: events.append("begin"), capture_end=lambda: events.append("end")
+    )
+    monkeypatch.setattr(accelerator, "clear_cublas_workspaces", lambda: events.append("clear"))
+    with suppress(ZeroDivisionError), accelerator.capturing(graph, pool=None):
+        assert not fails or 1 / 0
+    assert events == ["clear", "begin", "end", "clear"]
