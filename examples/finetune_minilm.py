@@ -34,7 +34,7 @@ from penstock.ir.units import format_bytes, format_seconds
 WEIGHTS = Path(get_model_path())
 OUT = Path(__file__).resolve().parents[1] / "out" / "demo"
 MEMORY = "150MB"  # of each device
-BATCH, MICRO_BATCHES, NUM_TOKENS, NUM_EPOCHS = 16, 4, 64, 2
+BATCH, MICRO_BATCHES, NUM_TOKENS, NUM_EPOCHS = 16, 4, 64, 1
 ADAMW = partial(torch.optim.AdamW, lr=3e-4)
 
 console = Console(highlight=False, soft_wrap=True)
