@@ -38,6 +38,7 @@ from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.replay import lent_again
 from .rows.sizes import RowTape
+from .saved_writes import require_unchanged
 from .writer import number_draws
 
 _DENSE = (
@@ -114,6 +115,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
             recorder.rows = RowTape(recorder.lines.where)
         outputs = _run(recorder, inputs, options.loss_fn)
         held.require_no_draws()
+        require_unchanged(recorder, outputs["loss"])
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
         _store_reassigned_buffers(recorder)
         recorder.graph.output(nodes)

@@ -1,0 +1,34 @@
+"""Whether forward changes in place what backward reads: eager PyTorch refuses such a step, and so must every plan.
+
+In: a finished recording, whose fake tensors still hold autograd's graph. Stages save tensors in several ways, of which
+none counts the versions of what it saves; so autograd is asked here, once for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir.errors import CaptureError
+from .recorder import Recorder
+
+REFUSAL = "modified by an inplace operation"  # torch's words
+
+
+def require_unchanged(recorder: Recorder, loss: torch.Tensor) -> None:
+    """Raise `CaptureError` with the user's lines where autograd refuses the way back from the loss."""
+    writes = [step for step in recorder.steps if step.meta["mutates"]]
+    trained = [parameter for parameter in recorder.held.model.parameters() if parameter.requires_grad]
+    if not (writes and trained and loss.requires_grad):
+        return
+    try:
+        with recorder.fake_mode:
+            torch.autograd.grad(loss.sum(), trained, allow_unused=True)
+    except RuntimeError as error:
+        if REFUSAL not in str(error):
+            raise
+        lines = dict.fromkeys(str(step.meta["source"]) for step in writes)
+        raise CaptureError(
+            f"{'; '.join(lines)}\n  a tensor is changed in place that backward needs as it was, so that eager PyTorch "
+            f"does not train this model either: change a clone, or make a new tensor (x = x * 2, not x.mul_(2)). "
+            f"PyTorch says: {error}"
+        ) from error
