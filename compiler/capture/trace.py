@@ -39,6 +39,7 @@ from .rows.graphs import TracedRows
 from .rows.replay import lent_again
 from .rows.sizes import RowTape
 from .saved_writes import require_unchanged
+from .shared_memory import require_own_memory
 from .writer import number_draws
 
 _DENSE = (
@@ -67,6 +68,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
         found.hooks = hooks
         _refuse_written_constants(found)
         found.changes = changes_of(found)
+        require_own_memory(found)
         take_out(found)
         take_zeros(found.module)
         return found

@@ -75,7 +75,8 @@ def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[He
 
 
 def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held], source: WeightSource | None) -> None:
-    """Copy the trained values into the model, in place; tensors on meta are replaced, tied ones by one tensor.
+    """Copy the trained values into the model, in place; tensors on meta, and expanded ones, are replaced, tied ones by
+    one tensor.
 
     A tensor that no stage holds stays as it is; on meta it comes from `source`.
     """
@@ -90,11 +91,12 @@ def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]
 
 def _assign(model: nn.Module, ties: Mapping[str, str], name: str, tensor: Tensor) -> None:
     old = _get(model, name)
-    if not old.is_meta:
+    expanded = any(stride == 0 < size - 1 for size, stride in zip(old.shape, old.stride()))
+    if not (old.is_meta or expanded):
         with torch.no_grad():
             old.copy_(tensor)
         return
-    made: Tensor = tensor.to(old.dtype, copy=True)
+    made: Tensor = tensor.to(tensor.device if old.is_meta else old.device, old.dtype, copy=True)
     if isinstance(old, nn.Parameter):
         made = nn.Parameter(made, requires_grad=old.requires_grad)
     canonical = ties.get(name, name)

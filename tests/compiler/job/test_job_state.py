@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.job.job import Job
+from penstock.compiler.job.state import sync_model
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import CheckpointError, PlanError
+from penstock.ir.program import StageSpec
 from penstock.runtime.state.checkpoint import open_checkpoint
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, assert_close, zoo_case
 from penstock.tests.shown_elsewhere import slow_but
@@ -55,6 +57,13 @@ def test_sync_gives_the_model_what_was_trained(tmp_path: Path) -> None:
     assert dict(model.named_parameters()) == parameters  # the very same objects
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not torch.equal(state["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_an_expanded_buffer_is_replaced_as_nothing_can_be_copied_into_it() -> None:
+    model = nn.Module()
+    model.register_buffer("scale", torch.ones(1).expand(3))
+    sync_model(model, {}, [(StageSpec("stage0", (), (), ()), {}, {"scale": torch.full((3,), 2.0)})], None)
+    assert torch.equal(model.scale, torch.full((3,), 2.0))
 
 
 @pytest.mark.slow
