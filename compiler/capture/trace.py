@@ -33,13 +33,13 @@ from .param_changes import changes_of, take_out
 from .python_state import state_of
 from .recorder import Recorder
 from .refusals import add_way_out
-from .repeat import require_repeatable
+from .refuse.repeat import require_repeatable
+from .refuse.saved_writes import require_unchanged
+from .refuse.shared_memory import require_own_memory
 from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.replay import lent_again
 from .rows.sizes import RowTape
-from .saved_writes import require_unchanged
-from .shared_memory import require_own_memory
 from .writer import number_draws
 
 _DENSE = (

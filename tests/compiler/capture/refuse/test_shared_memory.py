@@ -31,7 +31,7 @@ def assign_data(model: Sharing) -> None:
     model.second.weight.data = model.first.weight.data
 
 
-def assign_data_of_frozen(model: Sharing) -> None:
+def share_frozen_weights(model: Sharing) -> None:
     assign_data(model.requires_grad_(False))
     model.shift = nn.Parameter(torch.zeros(4))
 
@@ -82,6 +82,6 @@ def test_a_tensor_that_changes_has_its_own_memory(share: Callable[[Sharing], Non
         trace(Sharing(share), (torch.randn(2, 4),))
 
 
-@pytest.mark.parametrize("share", [assign_data_of_frozen, take_turns, halve_one_vector, view_a_buffer, tie])
+@pytest.mark.parametrize("share", [share_frozen_weights, take_turns, halve_one_vector, view_a_buffer, tie])
 def test_others_may_share(share: Callable[[Sharing], None]) -> None:
     trace(Sharing(share), (torch.randn(2, 4),))

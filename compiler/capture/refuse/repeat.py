@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.dataflow import Dataflow
-from ...graph.opgraph import is_mode_switch
-from ...ir.calls import function_name
-from ...ir.errors import CaptureError
-from .calls import RecordedCall
-from .python_state import REMEDY, State, changes, describe_attribute, require_kept, state_of
-from .recorder import Recorder
-from .replay import Misaligned, Replay, same
-from .rows.sizes import plain
+from ....graph.dataflow import Dataflow
+from ....graph.opgraph import is_mode_switch
+from ....ir.calls import function_name
+from ....ir.errors import CaptureError
+from ..calls import RecordedCall
+from ..python_state import REMEDY, State, changes, describe_attribute, require_kept, state_of
+from ..recorder import Recorder
+from ..replay import Misaligned, Replay, same
+from ..rows.sizes import plain
 
 
 def require_repeatable(

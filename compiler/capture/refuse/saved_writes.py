@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.errors import CaptureError
-from .recorder import Recorder
+from ....ir.errors import CaptureError
+from ..recorder import Recorder
 
 REFUSAL = "modified by an inplace operation"  # torch's words
 

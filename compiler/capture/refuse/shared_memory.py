@@ -12,8 +12,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from ...graph.opgraph import OpGraph
-from ...ir.errors import CaptureError
+from ....graph.opgraph import OpGraph
+from ....ir.errors import CaptureError
 
 
 def require_own_memory(graph: OpGraph) -> None:
@@ -30,8 +30,8 @@ def require_own_memory(graph: OpGraph) -> None:
         for (first, one), (second, other) in combinations(tensors.values(), 2):
             if {first, second} & changing and _overlap(one, other):
                 raise CaptureError(
-                    f"{first!r} and {second!r} are two tensors over one memory, so that training one changes the other: "
-                    f"make them one object (second_module.weight = first_module.weight, without .data), or give each a "
+                    f"{first!r} and {second!r} are two tensors over one memory, so that a change of one changes both: "
+                    "make them one object (second_module.weight = first_module.weight, without .data), or give each a "
                     "memory of its own (.clone())"
                 )
 
@@ -51,4 +51,4 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _end(tensor: Tensor) -> int:
     """The first element of the storage that is past the tensor's last."""
     steps = (stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.storage_offset() + sum(steps) + 1
+    return int(tensor.storage_offset()) + sum(steps) + 1
