@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.answer import (
+    ANEW,
     Alternative,
     alternatives,
     answer,
@@ -43,7 +44,8 @@ def print_screen(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")  # of alternatives that nobody asked for
-def test_it_answers_on_one_screen(job: Job) -> None:
+def test_it_answers_on_one_screen(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANEW, "search_seconds", 0.2)
     chosen = options()
     tried: list[str] = []
     others = alternatives(chosen, job, tried.append)

@@ -25,7 +25,10 @@ def machine(path: Path, memory: str) -> str:
     return str(path)
 
 
-def test_one_machine_with_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_machine_with_its_price(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.compiler.search.what_helps.HELP_S", 0.0)
     page = tmp_path / "plan.html"
     assert run("--hardware", machine(tmp_path / "box.yaml", "64MB"), "--price", "1.5", "--html", str(page)) == 0
     assert facts_in(page)["verdict"]["price_per_hour"] == 1.5

@@ -119,7 +119,7 @@ def test_nested_operators_keep_their_meaning(case: tuple[fx.Graph, list[int]]) -
     graph.eliminate_dead_code()
     outcomes = []
     for compute in (
-        lambda: fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*values),
+        lambda: fx.Interpreter(torch.nn.Module(), graph=graph).run(*values),
         lambda: eval(text, {"a": values[0], "b": values[1]}),
     ):
         try:

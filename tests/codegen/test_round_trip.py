@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from zoo import without_cache, zoo
 
-from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
+from penstock.tests.codegen.generated import Generated, eager, equal, generate, gradients, run
 from penstock.tests.shown_elsewhere import slow_but
 
 MODELS = sorted(zoo())
@@ -22,10 +23,14 @@ def make(name: str):  # type: ignore[no-untyped-def]
     return without_cache(model), batch
 
 
-def assert_same(model, batch, num_stages: int, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    generated = generate(model, batch, num_stages)
+@functools.cache
+def case(name: str, num_stages: int = 1):  # type: ignore[no-untyped-def]
+    model, batch = make(name)
+    return model, batch, generate(model, batch, num_stages)
+
+
+def assert_same(model, batch, generated: Generated, folder: Path) -> None:  # type: ignore[no-untyped-def]
     file = generated.load(folder)
-    assert len(generated.stages) == num_stages
     for training in (True, False):
         model.train(training)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -45,20 +50,19 @@ def assert_same(model, batch, num_stages: int, folder: Path) -> None:  # type: i
 
 @pytest.mark.parametrize("name", slow_but(("gpt2", "t5", "mixtral", "custom_function", "in_place", "lstm"), MODELS))
 def test_one_stage_equals_eager(name: str, tmp_path: Path) -> None:
-    model, batch = make(name)
-    assert_same(model, batch, 1, tmp_path)
+    assert_same(*case(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", slow_but(("gpt2",), STAGES))
 def test_several_stages_equal_eager(name: str, tmp_path: Path) -> None:
-    model, batch = make(name)
-    assert_same(model, batch, STAGES[name], tmp_path)
+    model, batch, generated = case(name, STAGES[name])
+    assert len(generated.stages) == STAGES[name]
+    assert_same(model, batch, generated, tmp_path)
 
 
 @pytest.mark.parametrize("name", slow_but(("gpt2", "wide_resnet"), ["gpt2", "t5", "wide_resnet", "llama"]))
 def test_state_dict_has_the_names_of_the_interface(name: str, tmp_path: Path) -> None:
-    model, batch = make(name)
-    generated = generate(model, batch, 2)
+    model, _, generated = case(name, STAGES[name])
     file = generated.load(tmp_path)
     known = model.state_dict().keys()
     for stage in generated.stages:
@@ -72,8 +76,9 @@ def test_a_frozen_half_stays_frozen(tmp_path: Path) -> None:
     model.transformer.wpe.weight.requires_grad_(False)
     model.transformer.h[0].ln_1.bias.requires_grad_(False)
     model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
-    assert_same(model, batch, 1, tmp_path)
-    text = generate(model, batch).text
+    generated = generate(model, batch)
+    assert_same(model, batch, generated, tmp_path)
+    text = generated.text
     assert "nn.Embedding(64, 32).requires_grad_(False)" in text
     assert "self.ln_1.bias.requires_grad_(False)" in text
     assert "self.mlp.c_fc.weight = nn.Parameter(torch.empty(32, 128), requires_grad=False)" in text
@@ -96,8 +101,7 @@ class OnlyOn(TorchFunctionMode):
     "name", slow_but(("gpt2", "mixtral"), ["gpt2", "t5", "llama", "bert", "vit", "mixtral", "wide_resnet"])
 )
 def test_nothing_is_tied_to_the_device_of_the_capture(name: str, tmp_path: Path) -> None:
-    model, batch = make(name)
-    generated = generate(model, batch)
+    _, batch, generated = case(name)
     file = generated.load(tmp_path)
     (spec,) = (stage.spec for stage in generated.stages)
     inputs = [batch[i.name].to("meta") for i in spec.inputs]

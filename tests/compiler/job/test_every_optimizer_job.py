@@ -27,6 +27,7 @@ from penstock.tests.compiler.job.every_optimizer_job import (
 from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER
 from penstock.tests.runtime.ssd.on_disk import directories
 from penstock.tests.shown_elsewhere import slow_but
+from penstock.tests.zoo import zoo
 
 MUON = partial(torch.optim.Muon, lr=0.02, weight_decay=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, foreach=True)
@@ -124,7 +125,7 @@ def test_states_of_a_model_in_bf16(tmp_path: Path) -> None:
     slow_but(("AdamW-fused", "Muon and AdamW"), ["AdamW-foreach", "NAdam-loop", "AdamW-fused", "Muon and AdamW"]),
 )
 def test_what_a_step_takes_is_in_the_account(name: str, where: str) -> None:
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo()["gpt2"](num_layers=1)
     case = CASES[name]
     job = penstock.compile(
         model, penstock.Hardware.cpu(), example_inputs=batch, optimizer=case.optimizer, micro_batches=1,

@@ -101,6 +101,7 @@ def test_nothing_starts_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("a device was started")
 
     monkeypatch.setattr("penstock.compiler.job.run.start_driver", started)
+    monkeypatch.setattr("penstock.compiler.search.what_helps.HELP_S", 0.0)
     model, batch = zoo_case("mlp")
     shapes = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in batch.items()}
     job = penstock.compile(model, "mobius-topo2+2", example_inputs=shapes, **OPTIONS)

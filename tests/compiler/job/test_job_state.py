@@ -211,7 +211,7 @@ def test_resume_refuses_another_model(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     with job_of(model, batch) as job:
         job.save(tmp_path / "checkpoint")
-    other, other_batch = zoo_case("wide_resnet")
+    other, other_batch = zoo_case("in_place")
     with job_of(other, other_batch) as job:
         with pytest.raises(CheckpointError, match="another model"):
             job.resume(tmp_path / "checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,15 @@ def compile_job(model: nn.Module, batch: Any, **options: Any) -> Job:
     return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", **options)
 
 
+def pack_steps() -> list[dict[str, Tensor]]:
+    return [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
+
+
+@functools.cache
+def packed_job(name: str, attention: str) -> Job:
+    return compile_job(make(name, attention), pack_steps()[0], micro_batches=2)
+
+
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -66,11 +76,10 @@ def compile_job(model: nn.Module, batch: Any, **options: Any) -> Job:
     ],
 )
 def test_packed_training_is_that_of_each_document_by_itself(name: str, attention: str) -> None:
-    model = make(name, attention)
-    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
-    packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
+    packed = pack_steps()
     assert {len(rows["input_ids"]) for rows in packed} == {4}
-    with compile_job(model, packed[0], micro_batches=2) as job:
+    with packed_job(name, attention) as job:
+        eager = Eager(job.model, micro_batches=1, loss_of=loss_alone)
         for rows, given in zip(packed, STEPS):
             assert_close({"loss": job.step(rows)}, {"loss": eager.step(given)}, 1e-6)
         assert_same_states(job, eager, REORDERED)  # momentum: the gradients of all steps
@@ -81,8 +90,8 @@ def test_the_kernel_of_documents_in_a_job() -> None:
     """On CPU plans keep the mask; a plan for a GPU holds this decision."""
     model = make("llama", "sdpa")
     eager = Eager(model, micro_batches=1, loss_of=loss_alone)
-    packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
-    plan = compile_job(model, packed[0], micro_batches=2).plan
+    packed = pack_steps()
+    plan = packed_job("llama", "sdpa").plan.model_copy(deep=True)
     assert plan.decisions.masks == {}
     places = [f"model.layers.{i}.self_attn" for i in range(2)]
     plan.decisions.masks = dict.fromkeys(places, "documents")
@@ -97,7 +106,7 @@ def test_the_kernel_of_documents_in_a_job() -> None:
 
 def bordered_jobs(most: int) -> tuple[Job, Job, list[dict[str, Tensor]]]:
     """A job in bf16 whose plan has room for so many documents, one in blocks, and their batches."""
-    packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
+    packed = pack_steps()
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
     jobs = []
     for form in (DocumentBorders(most=most, positions="position_ids"), "documents"):

@@ -104,7 +104,7 @@ def test_no_rival_is_faster_in_the_simulator(memory: str) -> None:
 def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out() -> None:
     """With the chosen number of micro-batches; what is ruled out has a reason that can be checked."""
     model, batch = zoo_case("gpt2")
-    plan = penstock.compile(model, cpu(3, "250kB"), example_inputs=batch, optimizer=SGD).plan
+    plan = penstock.compile(model, cpu(3, "250kB"), example_inputs=batch, optimizer=SGD, micro_batches=4).plan
     looked_at = [r for r in plan.rivals if r.micro_batches == plan.micro_batches]
     seen = {part.partition("{")[0] for r in looked_at for part in r.passes.split(", ")}
     seen |= {part.partition("{")[0] for part in plan.passes.split(", ")}
@@ -257,7 +257,7 @@ def test_more_devices_than_blocks_and_one_block() -> None:
 
 def test_candidates_that_do_not_fit_are_listed_with_the_reason() -> None:
     model, batch = zoo_case("gpt2")
-    plan = penstock.compile(model, cpu(1, "260kB"), example_inputs=batch, optimizer=SGD).plan
+    plan = penstock.compile(model, cpu(1, "260kB"), example_inputs=batch, optimizer=SGD, micro_batches=4).plan
     missed = [rival for rival in plan.rivals if rival.step_s is None]
     short = [rival for rival in missed if rival.reason.startswith("does not fit")]
     assert short and all("cpu0 lacks" in rival.reason or "needs" in rival.reason for rival in short)

@@ -64,7 +64,7 @@ def test_steps_of_any_length_equal_eager(name: str, devices: int, memory: str) -
 
 
 def test_the_printed_code_says_sequence_and_the_plan_is_for_the_most() -> None:
-    job, _ = compile_job("llama")
+    job, _ = shared()
     code = job.code()
     assert "sequence = input_ids.size(1)" in code and "f32[2, sequence, 32]" in code
     assert "32, sequence" not in code.replace("[2, sequence, 32]", "")
@@ -116,9 +116,8 @@ class Means(torch.nn.Module):
 
 def test_rows_that_micro_batches_cannot_share_need_a_loss_that_counts() -> None:
     x = torch.randn(4, 6, 4)
-    job = penstock.compile(
-        Means(), "laptop-16gb", example_inputs={"x": x}, micro_batches=2, dynamic_shapes={"x": {0: ROWS}}
-    )
+    options: dict[str, Any] = {"micro_batches": 2, "strategy": "balanced", "dynamic_shapes": {"x": {0: ROWS}}}
+    job = penstock.compile(Means(), "laptop-16gb", example_inputs={"x": x}, **options)
     with pytest.raises(BatchError, match=r"has 3 rows, which 2 micro-batches cannot share evenly.*hand over 2 rows"):
         job.step({"x": x[:3]})
     with pytest.raises(BatchError, match="1 rows for 2 micro-batches"):
