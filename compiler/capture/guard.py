@@ -44,6 +44,7 @@ class TraceOptions:
     training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
     count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
+    for_loss: the keys of the batch that forward's `**kwargs` must not get: they are for `loss_fn` alone.
     any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
     """
 
@@ -57,6 +58,7 @@ class TraceOptions:
     count_items: bool = False
     input_dtype: torch.dtype | None = None
     any_rows: bool = False
+    for_loss: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -11,7 +11,7 @@ import builtins
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -153,17 +153,22 @@ def entry_names(model: nn.Module, count: int) -> list[str]:
     return [*names, *(more.format(i - len(names) if many else i) for i in range(len(names), count))][:count]
 
 
-def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def forward_arguments(
+    model: nn.Module, batch: Any, has_loss_fn: bool, for_loss: Collection[str] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of forward: the whole batch, or with a loss function the entries that forward takes.
 
-    A dict's entries go by name: entries that forward does not name go to `loss_fn(output, batch)` alone. A tuple's go
-    by place: a forward with N parameters gets the first N. Raises CaptureError where forward takes fewer entries and
-    there is no loss function, or where it is unclear whether an entry is for an optional parameter.
+    A dict's entries go by name: to forward those that it names, or all but `for_loss` if it has `**kwargs`; others go
+    to `loss_fn(output, batch)` alone. A tuple's go by place: a forward with N parameters gets the first N. Raises
+    CaptureError where forward takes fewer entries and there is no loss function, or where it is unclear whether an
+    entry is for an optional parameter.
     """
     if isinstance(batch, Mapping):
-        named = set(inspect.signature(model.forward).parameters)
-        if has_loss_fn and any(key in named for key in batch):
-            return (), {key: value for key, value in batch.items() if key in named}
+        parameters = inspect.signature(model.forward).parameters
+        if has_loss_fn and any(key in parameters for key in batch):
+            rest = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+            taken = {key for key in batch if key in parameters or (rest and key not in for_loss)}
+            return (), {key: value for key, value in batch.items() if key in taken}
         return (), dict(batch)
     if not isinstance(batch, (tuple, list)):
         return (batch,), {}
@@ -179,6 +184,15 @@ def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[
             f"({', '.join(names)}); pass loss_fn(output, batch) if the others are for the loss"
         )
     return tuple(batch) if many else tuple(batch[: len(names)]), {}
+
+
+def untaken_key(model: nn.Module, error: Exception, keys: Collection[str]) -> str | None:
+    """The key, among those that forward got by `**kwargs`, that a module inside does not take, as this error says."""
+    found = (
+        re.search(r"got an unexpected keyword argument '(.*?)'", str(error)) if isinstance(error, TypeError) else None
+    )
+    key = "" if found is None else found[1]
+    return key if key in keys and key not in inspect.signature(model.forward).parameters else None
 
 
 def _positional(model: nn.Module) -> tuple[list[str], str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import fx, nn
 from ...graph.dataflow import Dataflow
 from ...graph.edit import erase, set_evaluation
 from ...graph.kernels.cuda_autocast import autocast_as
+from ...graph.loss_terms import NUM_ITEMS
 from ...graph.opgraph import OpGraph, build_module, missing_buffers
-from ...ir.edges import written_roots
+from ...ir.edges import reads, written_roots
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
 from ...runtime.torch_names import FakeTensorMode, enable_python_dispatcher, set_grad_enabled
@@ -27,7 +29,7 @@ from .calls import take_zeros
 from .dynamic import LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrow
-from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
+from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs, untaken_key
 from .lines import SourceLines
 from .param_changes import changes_of, take_out
 from .python_state import state_of
@@ -74,7 +76,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
         return found
 
     try:
-        found = _record(model, example_inputs, how)
+        found = _record_all(model, example_inputs, how)
     except CaptureError as error:
         raise add_way_out(error) from error.__cause__
     at_inputs = found.at_inputs
@@ -104,6 +106,19 @@ def _refuse_written_constants(graph: OpGraph) -> None:
                     f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not "
                     "register, so that the change would be lost: make it a buffer (register_buffer) or change a clone"
                 )
+
+
+class _ForLoss(Exception):
+    """A key of the batch that forward hands on to a module which does not take it."""
+
+
+def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
+    """`_record`, with forward given every key of the batch that it can take."""
+    try:
+        return _record(model, example_inputs, options)
+    except _ForLoss as error:
+        for_loss = options.for_loss | {str(error)}
+    return _record_all(model, example_inputs, replace(options, for_loss=for_loss))
 
 
 def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
@@ -149,7 +164,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
             symbols=inputs.symbols,
             param_dtype=options.param_dtype,
             autocast=options.autocast,
-            notes=_notes(recorder),
+            notes=_notes(recorder, inputs),
         )
 
     if recorder.rows is None:
@@ -170,8 +185,11 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     return found
 
 
-def _notes(recorder: Recorder) -> tuple[str, ...]:
-    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints
+def _notes(recorder: Recorder, inputs: TraceInputs) -> tuple[str, ...]:
+    read = {str(arg.target) for node in recorder.graph.nodes for arg in reads(node) if arg.op == "placeholder"}
+    left = [name for name in inputs.tensors if name not in read and name != NUM_ITEMS]
+    unread = [f"neither forward nor the loss reads {name!r} of the batch" for name in left]
+    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + (*unread,)
 
 
 @contextmanager
@@ -185,7 +203,8 @@ def _dispatch(options: TraceOptions) -> Iterator[None]:
 def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dict[str, torch.Tensor]:
     """Call the user's forward under the recorder; errors of the user's code name the user's line."""
     model = recorder.held.model
-    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None)
+    for_loss = recorder.held.options.for_loss
+    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, for_loss)
     dtype = recorder.held.options.input_dtype
     with torch.enable_grad():
         for name, fake in inputs.tensors.items():
@@ -202,6 +221,9 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
         except (CaptureError, Misaligned):
             raise
         except Exception as error:
+            key = untaken_key(model, error, kwargs) if loss_fn is not None else None
+            if key is not None:
+                raise _ForLoss(key) from error
             line = SourceLines().place_of_error(error.__traceback__)
             reason = f"{type(model).__name__}.forward failed: {type(error).__name__}: {error}"
             raise CaptureError(f"{line}\n  {reason}") from error
