@@ -36,7 +36,7 @@ def loss_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (output - batch["targets"]).square().mean() if "targets" in batch else output.square().mean()
 
 
-def traced(*keys: str) -> OpGraph:
+def graph_of(*keys: str) -> OpGraph:
     return trace(Wrapper(), {key: torch.randn(3, 4) for key in keys}, loss_fn=loss_of)
 
 
@@ -45,17 +45,17 @@ def readers(graph: OpGraph) -> dict[str, int]:
 
 
 def test_forward_gets_what_it_takes_by_kwargs() -> None:
-    graph = traced("x", "bias")
+    graph = graph_of("x", "bias")
     assert readers(graph)["bias"] == 1 and not graph.notes
 
 
 def test_what_a_module_inside_does_not_take_is_for_the_loss() -> None:
-    graph = traced("x", "bias", "targets")
+    graph = graph_of("x", "bias", "targets")
     assert readers(graph) == {"x": 1, "bias": 1, "targets": 1} and not graph.notes
 
 
 def test_an_entry_that_nobody_reads_is_said() -> None:
-    assert traced("x", "weights").notes == ("neither forward nor the loss reads 'weights' of the batch",)
+    assert graph_of("x", "weights").notes == ("neither forward nor the loss reads 'weights' of the batch",)
 
 
 def test_without_a_loss_function_forward_gets_all() -> None:
