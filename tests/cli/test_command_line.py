@@ -16,8 +16,9 @@ from penstock.cli.options import JobOptions
 from penstock.ir.errors import PlanError
 from penstock.ir.machine.hardware import Hardware
 
-GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
+GPT = "gpt2:n_layer=1,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
 CPU = ["--hardware", "cpu", "--set", "num_devices=1", "--batch", "4", "--sequence", "16", "--micro-batches", "2"]
+GPIPE = [*CPU, "--strategy", "gpipe"]
 COMMANDS = ("plan", "simulate", "explain", "profile", "check", "train", "hardware", "reproduce")
 
 Run = Callable[..., tuple[int, str, str]]
@@ -42,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that `penstock plan --out --dump-passes` wrote."""
     out = tmp_path_factory.mktemp("job") / "out"
     with pytest.raises(SystemExit):
-        main(["plan", "--model", GPT, *CPU, "--out", str(out), "--dump-passes", "--no-alternatives"])
+        main(["plan", "--model", GPT, *GPIPE, "--out", str(out), "--dump-passes", "--no-alternatives"])
     return out
 
 
@@ -69,7 +70,7 @@ def test_the_console_script_is_there() -> None:
 
 def test_plan_prints_tables(run: Run) -> None:
     code, out, err = run("plan", "--model", GPT, "--hardware", "rtx4090x2", "--batch", "4", "--sequence", "32",
-                         "--strategy", "gpipe", "--full", "--no-alternatives")  # fmt: skip
+                         "--micro-batches", "2", "--strategy", "gpipe", "--full", "--no-alternatives")  # fmt: skip
     assert (code, err) == (0, "")
     for part in ("stages", "transformer.h.", "memory", "gpu1", "budget", "a step of", "rc0.0.down"):
         assert part in out, part
@@ -112,7 +113,7 @@ def test_plan_as_data(run: Run) -> None:
 def test_a_plan_can_be_carried_out_again(run: Run, written: Path, tmp_path: Path) -> None:
     edited = json.loads((written / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps(edited))
-    _, out, _ = run("plan", "--model", GPT, *CPU, "--plan", str(tmp_path / "plan.json"), "--json")
+    _, out, _ = run("plan", "--model", GPT, *GPIPE, "--plan", str(tmp_path / "plan.json"), "--json")
     again = json.loads(out)
     assert again["decisions"] == edited["decisions"]
 
@@ -162,7 +163,7 @@ def test_simulate_a_written_directory(run: Run, written: Path, tmp_path: Path) -
 
 
 def test_explain_a_written_directory_and_a_model(run: Run, written: Path) -> None:
-    for arguments, said in (([str(written)], "these programs as they are"), (["--model", GPT, *CPU], "planned anew")):
+    for arguments, said in (([str(written)], "these programs as they are"), (["--model", GPT, *GPIPE], "planned anew")):
         code, out, _ = run("explain", *arguments)
         assert code == 0
         assert said in out and "computation 2x as fast" in out
@@ -221,11 +222,11 @@ def test_debug_shows_where_an_error_came_from() -> None:
 
 
 def test_what_does_not_fit_says_what_is_missing(run: Run) -> None:
-    machine = ["--hardware", "rtx4090x1", "--set", "memory=700MB", "--set", "dram=300MB", "--set", "ssds=0"]
-    code, out, err = run("plan", "--model", "gpt2:n_layer=4", *machine, "--sequence", "64", "--precision", "fp16",
-                         "--no-alternatives")  # fmt: skip
+    machine = ["--hardware", "rtx4090x1", "--set", "memory=480MB", "--set", "dram=220MB", "--set", "ssds=0"]
+    code, out, err = run("plan", "--model", "gpt2:n_layer=1", *machine, "--sequence", "64", "--precision", "fp16",
+                         "--micro-batches", "1", "--strategy", "mobius", "--no-alternatives")  # fmt: skip
     assert code == 2 and not out
-    assert err.startswith("does not fit: what lasts between steps needs 904 MiB (weights 129 MiB, masters 258 MiB")
+    assert err.startswith("does not fit: what lasts between steps needs 620 MiB (weights 88.6 MiB, masters 177 MiB")
     assert "Tried, and fits: this hardware with dram=" in err
 
 

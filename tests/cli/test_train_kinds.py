@@ -18,7 +18,7 @@ from penstock.ir.errors import PlanError
 from penstock.tests.cli import small_runs
 from penstock.tests.cli.small_runs import run
 
-T5 = "t5-small:num_layers=2,d_model=32,d_ff=48,d_kv=8,num_heads=4,vocab_size=256"
+T5 = "t5-small:num_layers=1,d_model=32,d_ff=48,d_kv=8,num_heads=4,vocab_size=256"
 BART = (
     "bart-base:d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=4,decoder_attention_heads=4,"
     "encoder_ffn_dim=48,decoder_ffn_dim=48,vocab_size=256,max_position_embeddings=64"

@@ -36,7 +36,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -169,12 +169,12 @@ def test_a_model_of_transformers_trains_in_the_mode_that_it_is_in() -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32, n_positions=8)
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32, n_positions=8)
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.randint(32, (4, 8))
     batch = {"input_ids": ids, "labels": ids}
     job = quiet_job_of(model, batch, devices=1)
     assert "draw_at" not in job.folder.files[0]
-    model.transformer.h[1].train()
+    model.transformer.h[0].train()
     text = job_of(model, batch, devices=1).folder.files[0]
-    assert text.count("nn.Dropout(p=0.1, inplace=False).eval()") == 3 == text.count("draw_at(self")
+    assert (text.count("nn.Dropout(p=0.1, inplace=False).eval()"), text.count("draw_at(self")) == (1, 3)

@@ -11,21 +11,23 @@ import pytest
 
 import penstock
 from penstock.compiler.plan import Plan
+from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError, PenstockError, PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 
-OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced"}
-HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="250kB", dram="1GB")
+BALANCED = STRATEGIES["balanced"].replace("partition-balanced", "partition-balanced{stages=2}")
+OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": BALANCED}
+HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="5kB", dram="1GB")
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     return penstock.compile(model, HARDWARE, example_inputs=batch, **OPTIONS).plan
 
 
 def test_a_saved_plan_gives_the_same_hash_and_files(tmp_path: Path) -> None:
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     first = penstock.compile(model, HARDWARE, example_inputs=batch, max_grad_norm=1.0, **OPTIONS)
     first.plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -47,7 +49,7 @@ def test_the_hash_covers_decisions_only(plan: Plan) -> None:
 
 def test_an_edited_plan_is_what_runs(plan: Plan) -> None:
     """Weights stay on a larger device, nothing is recomputed: the numbers are the same, the files are not."""
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     decisions = plan.decisions.model_copy(
         update={"rematerialise": [], "fetch": {}, "optimizer": dict.fromkeys(plan.decisions.optimizer, "device")}
     )
@@ -64,7 +66,7 @@ def test_an_edited_plan_is_what_runs(plan: Plan) -> None:
 
 
 def renamed_block(document: dict[str, Any]) -> None:
-    document["decisions"]["stages"][0][0] = "transformer.h.77"
+    document["decisions"]["stages"][0][0] = "body.77"
 
 
 def lost_block(document: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ def too_few_devices(document: dict[str, Any]) -> None:
 
 
 def other_blocks(document: dict[str, Any]) -> None:
-    document["decisions"]["blocks"]["transformer.h.0"] += 1
+    document["decisions"]["blocks"]["body.0"] += 1
 
 
 def remat_of_nothing(document: dict[str, Any]) -> None:
@@ -115,7 +117,7 @@ def test_an_edit_that_cannot_be_carried_out(edit: Callable[[dict[str, Any]], Non
     document = json.loads(plan.model_dump_json())
     edit(document)
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     with pytest.raises(PenstockError) as caught:
         penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=tmp_path / "plan.json")
     assert isinstance(caught.value, (PlanError, PassError)), caught.value
@@ -151,7 +153,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     "given", [{"micro_batches": 2}, {"precision": "bf16"}, {"max_grad_norm": 2.0}, {"strategy": "gpipe"}]
 )
 def test_an_argument_against_the_plan(given: dict[str, Any], plan: Plan) -> None:
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     (name,) = given
     with pytest.raises(PlanError, match=f"{name}=.*but plan=.*has {name}="):
         penstock.compile(model, HARDWARE, example_inputs=batch, plan=plan, **given)
@@ -167,17 +169,17 @@ def test_an_argument_against_the_plan(given: dict[str, Any], plan: Plan) -> None
 )
 def test_a_decision_that_no_pass_of_the_plan_makes(edit: dict[str, Any], said: str, plan: Plan) -> None:
     """It would be ignored in silence."""
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     edited = plan.model_copy(update={"decisions": plan.decisions.model_copy(update=edit)})
     with pytest.raises(PlanError, match=said):
         penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=edited)
 
 
 def test_a_plan_for_another_batch_or_model(plan: Plan) -> None:
-    model, batch = zoo_case("gpt2")
+    model, batch = zoo_case("mlp")
     three = {key: value[:3] for key, value in batch.items()}
     with pytest.raises(PlanError, match="micro_batches=4 does not divide the batch of 3"):
         penstock.compile(model, HARDWARE, example_inputs=three, optimizer=SGD, plan=plan)
-    other, other_batch = zoo_case("bert")
+    other, other_batch = zoo_case("custom_function")
     with pytest.raises(PenstockError, match="blocks are not those of this model"):
         penstock.compile(other, HARDWARE, example_inputs=other_batch, optimizer=SGD, plan=plan)

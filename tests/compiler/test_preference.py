@@ -123,7 +123,7 @@ def test_the_loss_is_equation_7_of_the_paper() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_resident_on_one_device(kind: str) -> None:
-    model = penstock.DPO(adapt(kind))
+    model = penstock.DPO(adapt(kind, num_layers=1))
     job = job_of(model, "balanced")
     assert not job.plan.decisions.fetch and job.folder.settings.rows == RowFacts()
     assert_trains_like_eager(job, model)
@@ -206,7 +206,7 @@ def test_nothing_of_the_reference_is_saved() -> None:
 
 
 def test_the_adapter_is_saved(tmp_path: Path) -> None:
-    model = penstock.DPO(adapt())
+    model = penstock.DPO(adapt(num_layers=1))
     with job_of(model, "balanced") as job:
         job.step(pairs())
         job.save_pretrained(tmp_path)

@@ -160,7 +160,8 @@ def test_an_edited_computation_is_what_runs(tmp_path: Path) -> None:
     """On a resident plan: a line moved, a comment added, and one activation replaced in the class."""
     model, batch = zoo_case("mlp")
     hardware = penstock.Hardware.cpu(num_devices=1, memory="1MB")
-    job = penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=MICRO_BATCHES)
+    options: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced"}
+    job = penstock.compile(model, hardware, example_inputs=batch, **options)
     out = job.write(tmp_path / "out")
     text = (out / "device0.py").read_text()
     assert text == job.code(0)
@@ -209,6 +210,7 @@ def test_a_bad_op_in_a_stage_is_reported_at_its_line(statement: str, said: str, 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB")
     options: dict[str, Any] = {"loss_fn": lambda out, _: out.mean(), "optimizer": SGD, "micro_batches": 1}
+    options["strategy"] = "balanced"
     penstock.compile(model, hardware, example_inputs={"input": x}, **options).write(tmp_path)
     lines = (tmp_path / "device0.py").read_text().splitlines()
     at = line_with(lines, "def forward(self, input_") + 1

@@ -24,7 +24,7 @@ from penstock.runtime.processes.local import LocalWorkers
 from penstock.runtime.ssd import folder as ssd_folder
 from penstock.runtime.ssd.direct_io import Engine
 from penstock.runtime.ssd.directory import no_direct
-from penstock.tests.compiler.eager_baseline import optimizer_states
+from penstock.tests.compiler.eager_baseline import optimizer_states, zoo_case
 from penstock.tests.compiler.job.ssd_jobs import (
     CROSSED,
     assert_same,
@@ -240,7 +240,7 @@ def test_directories_that_cannot_be_used(
         directory.chmod(0o500)
         if os.access(directory, os.W_OK):
             pytest.skip("this user may write everywhere")
-    job, batch = job_of("gpt2", on_ssd(), [directory])
+    job, batch = job_of("mlp", on_ssd(), [directory])
     monkeypatch.setattr(JobRun, "source", lambda self: pytest.fail("weights are loaded"))
     with pytest.raises(HardwareError, match=rf"ssd directory {directory}: .*{said}"):
         job.step(batch)
@@ -260,7 +260,7 @@ def test_workers_without_a_directory_are_gone(tmp_path: Path) -> None:
 
 def test_more_dram_than_the_machine_has_is_refused(tmp_path: Path) -> None:
     (disk,) = directories(tmp_path)
-    job, batch = job_of("gpt2", on_ssd(), [disk], dram=2 * ram_bytes())
+    job, batch = job_of("mlp", on_ssd(), [disk], dram=2 * ram_bytes())
     with pytest.raises(HardwareError, match=r"dram0: the plan may use .*Compile for what is here"):
         job.step(batch)
     assert not list(disk.iterdir())
@@ -328,8 +328,7 @@ def test_gradients_that_are_not_numbers(
 ) -> None:
     """They end in the weights as without SSD; with a loss scale the step is skipped, as without SSD."""
     options: dict[str, Any] = {"precision": precision, "max_grad_norm": norm, "stop_on_nan": False}
-    probe, batch = job_of("mlp", in_dram())
-    probe.close()
+    batch = zoo_case("mlp", dropout=0.1)[1]
     x = batch["x"].clone()
     x[-1, 0] = float("nan")
     batches = [batch, {**batch, "x": x}, batch]
@@ -364,7 +363,7 @@ def test_adafactor_on_ssd_equals_adafactor(tmp_path: Path) -> None:
 
 def test_lbfgs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="LBFGS"):
-        job_of("gpt2", on_ssd(), [tmp_path], optimizer=torch.optim.LBFGS)
+        job_of("mlp", on_ssd(), [tmp_path], optimizer=torch.optim.LBFGS)
 
 
 # --- a worker that is killed

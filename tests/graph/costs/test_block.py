@@ -18,7 +18,7 @@ from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.runtime.functions import chunked_cross_entropy, part_statistics
 from penstock.tests.passes.running import apply, draft_of, trace_case
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
-from penstock.tests.shown_elsewhere import slow_but, with_alike_slow
+from penstock.tests.shown_elsewhere import KINDS, slow_but
 from penstock.tests.zoo import mixtral, zoo
 
 # Only oneDNN knows the workspace that its recurrent layers keep.
@@ -26,7 +26,7 @@ KNOWN = [name for name in zoo() if name != "lstm"]
 
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 0], ids=["two", "most"])
-@pytest.mark.parametrize("name", with_alike_slow(KNOWN))
+@pytest.mark.parametrize("name", slow_but(KINDS, KNOWN))
 def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None:
     """To the byte: storages once, without inputs, parameters and buffers, and views of them."""
     graph, batches = trace_case(name)

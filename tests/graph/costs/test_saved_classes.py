@@ -28,7 +28,7 @@ from penstock.runtime.stage.kept import Kept
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, trace_case, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
-from penstock.tests.shown_elsewhere import slow_but
+from penstock.tests.shown_elsewhere import KINDS, slow_but
 from penstock.tests.zoo import mixtral, zoo
 
 # CPUs take no norms whose weights are bf16 and whose statistics are not.
@@ -105,7 +105,7 @@ def fresh(draft: Draft, batch: Batch, precision: str = "fp32") -> Stages:
 @pytest.mark.parametrize(
     "name, choose",
     [
-        *((name, some) for name in FAMILIES),
+        *(pytest.param(name, some, marks=[pytest.mark.slow] * (name not in KINDS)) for name in FAMILIES),
         *(
             pytest.param(name, everything, marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
             for name in FAMILIES

@@ -18,7 +18,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.usual_dims import usual_dims
-from penstock.tests.zoo import token_batch, zoo
+from penstock.tests.zoo import gpt2, token_batch, zoo
 
 B, S = symbol("b"), symbol("s")
 RANGES = {"b": SizeRange(1, 4), "s": SizeRange(4, 40)}
@@ -37,7 +37,7 @@ def stages_of(graph: OpGraph) -> Mapping[str, StageSpec]:
 
 @functools.cache
 def expressions(name: str) -> tuple[nn.Module, StageExpressions]:
-    model, _ = zoo()[name](dropout=0.0)
+    model, _ = gpt2(dropout=0.0, num_layers=1) if name == "gpt2" else zoo()[name](dropout=0.0)
     batch = batch_of(name, *TRACED)
     graph = trace(model, batch, dynamic=usual_dims(batch))
     ranges = {name: of for name, of in RANGES.items() if name in graph.symbols}
@@ -66,7 +66,7 @@ def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[i
 
 
 def test_attention_is_quadratic_in_the_sequence_and_all_is_linear_in_the_batch() -> None:
-    width, layers = 32, 2
+    width, layers = 32, 1
     (of_first,), (of_last,) = (expressions("gpt2")[1].costs[stage]["forward_flops"] for stage in ("stage0", "stage1"))
     flops = of_first + of_last
     assert flops.coeff(B * S**2) == layers * 4 * width  # scores, and their product with the values

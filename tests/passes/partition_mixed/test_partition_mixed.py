@@ -85,7 +85,7 @@ def assert_well_formed(draft: Draft, decision: dict[str, Any]) -> None:
         *(pytest.param("gpt2", *of, marks=pytest.mark.slow) for of in (("layer", 2), ("layer", 3), ("operator", 2))),
         *(pytest.param("t5", *of, marks=pytest.mark.slow) for of in product(("layer", "operator"), (2, 3))),
         ("in_place", "operator", 3),
-        ("wide_resnet", "operator", 2),
+        pytest.param("wide_resnet", "operator", 2, marks=pytest.mark.slow),
     ],
 )
 def test_trains_like_eager(name: str, level: str, num_devices: int) -> None:

@@ -86,7 +86,7 @@ def test_the_merged_model_computes_what_was_trained(name: str, tmp_path: Path) -
 
 
 def test_merging_is_that_of_peft(tmp_path: Path) -> None:
-    model = lora(llama(), use_dora=True, use_rslora=True)
+    model = lora(llama(num_hidden_layers=1), use_dora=True, use_rslora=True)
     with compile_job(model) as job:
         job.step(BATCH)
         job.save_pretrained(tmp_path, merge=True)
@@ -123,7 +123,7 @@ def test_stages_of_a_swapped_base_on_meta_are_merged_one_layer_at_a_time(
 
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     with (
-        compile_job(llama()) as job,
+        compile_job(llama(num_hidden_layers=1)) as job,
         pytest.raises(PlanError, match="LlamaForCausalLM has no adapters of PEFT to merge"),
     ):
         job.save_pretrained(tmp_path / "merged", merge=True)
@@ -131,13 +131,15 @@ def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_that_change_no_weights_are_refused(tmp_path: Path) -> None:
-    model = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    model = peft.get_peft_model(
+        llama(num_hidden_layers=1), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     with compile_job(model) as job, pytest.raises(PlanError, match=re.escape("PROMPT_TUNING are no change of weights")):
         job.save_pretrained(tmp_path / "merged", merge=True)
 
 
 def test_numbers_that_are_not_finite_leave_the_directory_as_it_was(tmp_path: Path) -> None:
-    model = lora(llama())
+    model = lora(llama(num_hidden_layers=1))
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data[0, 0] = float("inf")
     with compile_job(model) as job, pytest.raises(PlanError, match=r"self_attn\.q_proj: NaNs detected"):
         job.save_pretrained(tmp_path / "merged", merge=True)

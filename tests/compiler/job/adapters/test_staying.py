@@ -28,8 +28,8 @@ SSD = f"{HEAD}, choose-activations{{swap=true}}, insert-fetch{{swap=true}}, inse
 TOLERANCE = 2e-5
 
 
-def model() -> Any:
-    return lora(llama(num_hidden_layers=4, hidden_size=64, intermediate_size=256), r=2)
+def model(num_layers: int = 4) -> Any:
+    return lora(llama(num_hidden_layers=num_layers, hidden_size=64, intermediate_size=256), r=2)
 
 
 def compile_job(given: Any, strategy: str, memory: str = "2MB", num_devices: int = 1, **options: Any) -> Job:
@@ -57,7 +57,7 @@ def of(job: Job, kind: Any) -> list[Any]:
     ],
 )
 def test_training_is_eagers(strategy: str, devices: int, options: dict[str, Any], tmp_path: Path) -> None:
-    given = model()
+    given = model(num_layers=2)
     eager = Eager(given, ADAMW, **options)
     if strategy is SSD:
         options = {**options, "ssd_dirs": [tmp_path], "ssd_verify": True}
