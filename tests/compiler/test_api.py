@@ -67,9 +67,8 @@ def test_forms_of_a_batch(form: str) -> None:
     x = torch.randn(8, 4)
     batch = {"dict": {"input": x}, "tuple": (x,), "tensor": x}[form]
     losses = []
-    with penstock.compile(
-        model, machine(num_devices=1), example_inputs=batch, loss_fn=lambda output, batch: output.square().mean()
-    ) as job:
+    options: dict[str, Any] = {"strategy": "balanced", "loss_fn": lambda output, batch: output.square().mean()}
+    with penstock.compile(model, machine(num_devices=1), example_inputs=batch, **options) as job:
         losses = [float(job.step(batch)) for _ in range(2)]
     assert losses[1] < losses[0]
 
@@ -86,7 +85,8 @@ def test_flags_are_part_of_the_programs() -> None:
 
     batch = {"x": torch.randn(8, 4), "scale": 2.0, "square": True}
     model = Scaled()
-    with penstock.compile(model, machine(num_devices=1), example_inputs=batch, micro_batches=1) as job:
+    options: dict[str, Any] = {"strategy": "balanced", "micro_batches": 1}
+    with penstock.compile(model, machine(num_devices=1), example_inputs=batch, **options) as job:
         assert float(job.step(batch)) == pytest.approx(float(model(**batch)))
         with pytest.raises(penstock.errors.BatchError, match=r"'scale'\] is 3\.0, compiled as 2\.0"):
             job.step({**batch, "scale": 3.0})

@@ -54,7 +54,7 @@ class Changing(nn.Module):
         h = self.second(self.first(self.embed(ids)).tanh()).tanh()
         if self.change == "late":
             with torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
+                self.first.bias.clamp_(-0.1, 0.1)
         return F.cross_entropy(self.head(h), labels)
 
 
@@ -152,7 +152,7 @@ def test_a_plan_that_would_lose_a_change_is_refused(change: str, options: dict[s
         ("decay", r"first\.weight in place, again and again"),
         ("norm", r"first\.weight in place and calls aten\.linalg_vector_norm\.default, which is not element-wise"),
         ("batch", r"first\.weight in place and uses inputs or other tensors"),
-        ("late", r"first\.weight in place after it has been used"),
+        ("late", r"first\.bias in place after it has been used"),
         ("max_norm, tied", r"embed\.weight in place"),
     ],
 )

@@ -65,8 +65,8 @@ def by_eager(model: Tied, clip: float | None = None) -> dict[str, Tensor]:
 
 
 def compile_job(model: Tied, devices: int, clip: float | None, **options: Any) -> penstock.Job:
-    hardware = Hardware.cpu(num_devices=devices)
-    return penstock.compile(model, hardware, example_inputs=batches()[0], optimizer=SGD, max_grad_norm=clip, **options)
+    options = {"optimizer": SGD, "max_grad_norm": clip, "strategy": "balanced", **options}
+    return penstock.compile(model, Hardware.cpu(num_devices=devices), example_inputs=batches()[0], **options)
 
 
 def assert_equals_eager(job: penstock.Job, clip: float | None) -> None:

@@ -301,7 +301,7 @@ def test_a_model_without_anything_to_train() -> None:
 
 def test_a_plan_is_replayed_without_a_search() -> None:
     model, batch = zoo_case("mlp")
-    plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD).plan
+    plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, micro_batches=4).plan
     again: Plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, plan=plan).plan
     assert again.hash == plan.hash and not again.rivals and plan.rivals
 
