@@ -14,6 +14,7 @@ import penstock
 from penstock.ir.errors import PlanError
 from penstock.passes.draft import Draft
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 
 
 def machine(**figures: Any) -> penstock.Hardware:
@@ -106,7 +107,7 @@ def test_dump_sees_every_pass_of_every_candidate() -> None:
     assert set(names[1:]) <= set(seen)
     timed = [r for r in job.plan.rivals if r.step_s is not None and not r.reason.startswith("the same plan")]
     assert seen.count("insert-optimizer") >= len(timed) + 1
-    assert "step " in job.explain().partition("passes")[2]  # then each pass's simulated step is recorded, too
+    assert "step " in reasons_of(job).partition("passes")[2]  # then each pass's simulated step is recorded, too
 
 
 def test_an_optimizer_of_every_kind_is_planned_with_its_states() -> None:

@@ -19,6 +19,7 @@ from penstock.runtime.optimizer.rounding import round_into
 from penstock.tests.compiler.eager_baseline import assert_close
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SSD, TIERS, in_process, with_counts
 from penstock.tests.compiler.plain_precision import WIDTH, Plain, PlainPure, Promotes, Upcasts, upcasting
+from penstock.tests.compiler.reasons import reasons_of
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 MACHINE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
@@ -75,7 +76,7 @@ def test_names_are_what_plans_and_people_see_and_old_words_still_load(tmp_path: 
         (tmp_path / name).write_text(json.dumps({**document, "precision": "bf16"}))
     again = penstock.load(tmp_path, model)
     assert again.plan == job.plan and again.folder.settings == job.folder.settings
-    assert "bf16-mixed" in again.explain()
+    assert "bf16-mixed" in reasons_of(again)
 
 
 def test_an_unknown_precision_is_refused_with_the_nearest() -> None:

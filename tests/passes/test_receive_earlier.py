@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.graph.opgraph import OpGraph
 from penstock.ir import ops
 from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
@@ -39,11 +41,17 @@ from penstock.tests.passes.running import (
 
 def swapping_job(schedule: Schedule, num_devices: int, depth: int, rows: int, micro_batches: int, memory: int) -> Draft:
     """Two stages a device, whose weights come from DRAM and whose saved tensors are computed again."""
-    graph, _ = traced_model(Chain(depth), batches(1, rows))
+    graph = graph_of(depth, rows)
     machine = Hardware.cpu(num_devices, memory=memory)
     draft = draft_of(graph, machine, micro_batches=micro_batches, state_bytes_per_param=4.0)
     passes = [*to_schedule(2 * num_devices)[:-1], schedule, InsertRemat(always=True), InsertFetch(swap=True)]
     return apply(draft, *passes, InsertOptimizer())
+
+
+@functools.cache
+def graph_of(depth: int, rows: int) -> OpGraph:
+    """Shared between tests, which do not change it."""
+    return traced_model(Chain(depth), batches(1, rows))[0]
 
 
 def batches(count: int, rows: int) -> list[Batch]:

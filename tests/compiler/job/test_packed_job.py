@@ -17,6 +17,7 @@ from penstock.compiler.job.job import Job
 from penstock.graph.masks.forms import DocumentBorders
 from penstock.ir.errors import BatchError, CaptureError, PlanError
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
 SEQUENCE = 8
@@ -172,7 +173,7 @@ def test_a_plan_for_a_gpu_takes_the_kernel_of_documents() -> None:
     packed = {"input_ids": spec, "position_ids": spec, "labels": spec}
     job = penstock.compile(make("llama", "sdpa"), "rtx4090x1", example_inputs=packed, optimizer=SGD)
     assert set(job.plan.decisions.masks.values()) == {"documents"}
-    assert "2" in next(line for line in job.explain().splitlines() if "causal in each document" in line)
+    assert "2" in next(line for line in reasons_of(job).splitlines() if "causal in each document" in line)
 
 
 def flattened(lengths: Sequence[int], seed: int = 0, **options: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from penstock.tests.compiler.loss.rules import (
     two_counts,
 )  # fmt: skip
 from penstock.tests.compiler.loss.whole_batch import ROWS, Step, compile_job, eager_step, job_step, token_rows
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.zoo import zoo
 
 TOLERANCE = 1e-5  # fp32: the same terms are added up in another order
@@ -148,7 +149,7 @@ def test_a_users_own_weights(devices: int, strategy: str) -> None:
         {name: torch.stack([share * step.gradients[name] for share, step in steps]).sum(0) for name in names},
     )
     job = compile_job(model, batch, devices, strategy, 4, loss_weight=rows_that_count)
-    assert "loss_weight" in job.explain()
+    assert "loss_weight" in reasons_of(job)
     assert_whole(job_step(job, batch), wanted)
 
 
@@ -165,10 +166,10 @@ def test_a_folder_counts_as_the_job_that_wrote_it(tmp_path: Path) -> None:
     for rule in (class_weights, masked_mean_at_least_one):
         model, batch = Loss(rule), rows((6, 1, 0, 0, 5, 4, 2, 6))
         job = compile_job(model, batch, 2, "gpipe", 4)
-        explained = job.explain()
+        explained = reasons_of(job)
         job.write(tmp_path)
         loaded = penstock.load(tmp_path, model)
-        assert explained.split("\n\n")[1] == loaded.explain().split("\n\n")[1]
+        assert explained.split("\n\n")[1] == reasons_of(loaded).split("\n\n")[1]
         assert_whole(job_step(loaded, batch), eager_step(Loss(rule), batch))
     compile_job(Loss(plain_mean), rows(), 2, "gpipe", 4).write(tmp_path)
     assert not (tmp_path / "counts.py").exists()
@@ -182,7 +183,7 @@ def test_a_folder_with_a_users_weights_asks_for_them(tmp_path: Path) -> None:
 
 
 def test_explain_says_which_rule_holds() -> None:
-    said = compile_job(Loss(two_counts), rows(), 1, "balanced", 2).explain()
+    said = reasons_of(compile_job(Loss(two_counts), rows(), 1, "balanced", 2))
     assert "divided by the number of targets other than -100" in said
     assert "each micro-batch counts alike" in said
 

@@ -19,6 +19,7 @@ from penstock.graph.follow.coupling import fact_lines
 from penstock.graph.follow.rows import MEAN_OVER_ROWS
 from penstock.ir.errors import DoesNotFit
 from penstock.tests.compiler.eager_baseline import optimizer_states
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.graph.follow.losses import COUPLED, MEANS, SUMS, batch_of, loss_of, model_of
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)  # its momentum after the first step is the gradient
@@ -104,7 +105,7 @@ def test_an_explicit_number_of_micro_batches_is_honoured_and_said(tmp_path: Path
         assert float(job.step(batch)) == pytest.approx(sum(losses) / 4, rel=1e-5)
         job.write(tmp_path)
     with penstock.load(tmp_path, model) as loaded:
-        assert "each of 4 micro-batches has only its own" in " ".join(loaded.explain().split())
+        assert "each of 4 micro-batches has only its own" in " ".join(reasons_of(loaded).split())
         assert loaded.plan.hash == job.plan.hash
 
 

@@ -21,6 +21,7 @@ from penstock.ir.errors import PassError, WorkerError
 from penstock.ir.precision import Precision
 from penstock.passes.rewrite.chunk_loss import ChunkLoss
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 from penstock.tests.shown_elsewhere import slow_but
@@ -123,7 +124,7 @@ def test_the_printed_stage(golden: Any) -> None:
     with job_of(Reader(90, bias=True), tokens_of(90, 4, 6), micro_batches=1) as job:
         text = job.code(0)
         golden(text[text.index("class Stage0") : text.index("STAGES =")], "reader")
-        assert "chunk-loss: the 90 logits of 20 tokens are made in 4 chunks of 1.76 KiB" in job.explain()
+        assert "chunk-loss: the 90 logits of 20 tokens are made in 4 chunks of 1.76 KiB" in reasons_of(job)
 
 
 @pytest.mark.parametrize(("classes", "tokens", "low"), [(4096, 8, True), (4096, 64, False)])
@@ -154,7 +155,7 @@ def test_a_small_device_gets_chunks_of_large_logits() -> None:
     with job_of(Reader(), batch, "auto", micro_batches=1) as job:
         (chunk,) = job.plan.decisions.chunks.values()
         assert 1 < chunk.tokens < 64 and not chunk.logits
-        assert "evaluation gives no logits" in job.explain()
+        assert "evaluation gives no logits" in reasons_of(job)
         assert set(job.evaluate(batch)) == {"loss"}
 
 

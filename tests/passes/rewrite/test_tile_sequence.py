@@ -31,6 +31,7 @@ from penstock.passes.rewrite.tile_sequence import TileSequence
 from penstock.runtime.functions.tiles import tile_slices
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.graph.divide import sequences
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
@@ -272,7 +273,7 @@ def test_the_printed_stage(golden: Any) -> None:
     with job_of(Attending(), full_batch(4), micro_batches=2, strategy="tile-sequence{tokens=4}, " + PIPELINE) as job:
         text = job.code(0)
         golden(text[text.index("class Layer") : text.index("class Stage0")], "attending")
-        assert "token-wise parts run over tiles of tokens" in job.explain()
+        assert "token-wise parts run over tiles of tokens" in reasons_of(job)
 
 
 @pytest.mark.parametrize("tokens", slow_but((11,), (11, 64)))

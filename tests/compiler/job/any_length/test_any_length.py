@@ -17,6 +17,7 @@ from penstock.compiler.check.check import check
 from penstock.ir import ops
 from penstock.ir.errors import BatchError, CaptureError, PassError, PlanError
 from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD, Eager, assert_same_weights, tokens
+from penstock.tests.compiler.reasons import reasons_of
 
 SEQUENCE = Dim("sequence", min=4, max=48)
 ROWS = Dim("rows", max=4)
@@ -194,7 +195,7 @@ def test_steps_are_simulated_at_any_length() -> None:
     found = job.throughput([4, 24, 24, 48])
     assert found.mean_length == 25 and found.tokens_per_s > found.padded_tokens_per_s
     assert job.throughput([tokens(4, 24), tokens(4, 24)]).mean_step_s == pytest.approx(half.step_s)
-    assert "steps of other lengths (4 to 48; memory is for the most)" in job.explain()
+    assert "steps of other lengths (4 to 48; memory is for the most)" in reasons_of(job)
 
 
 def test_sizes_that_a_plan_does_not_have_are_named(tmp_path: Any) -> None:
