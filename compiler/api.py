@@ -87,15 +87,16 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
-    request = Request(
-        model=model, hardware=hardware, example_inputs=example_inputs, optimizer=optimizer, lr_scheduler=lr_scheduler,
-        param_groups=param_groups, loss_fn=loss_fn, loss_weight=loss_weight, strategy=strategy, plan=plan,
-        micro_batches=micro_batches, precision=precision, gradient_dtype=gradient_dtype, boundary_dtype=boundary_dtype,
-        max_grad_norm=max_grad_norm, seed=seed, weights=weights, stop_on_nan=stop_on_nan, search_s=search_s,
-        steps=steps, dump=dump, profile=profile, ssd_dirs=ssd_dirs, ssd_verify=ssd_verify,
-        compile_stages=compile_stages, cuda_graphs=cuda_graphs, dynamic_shapes=dynamic_shapes, timeout_s=timeout_s,
-    ).settle()  # fmt: skip
     with planning():
+        request = Request(
+            model=model, hardware=hardware, example_inputs=example_inputs, optimizer=optimizer,
+            lr_scheduler=lr_scheduler, param_groups=param_groups, loss_fn=loss_fn, loss_weight=loss_weight,
+            strategy=strategy, plan=plan, micro_batches=micro_batches, precision=precision,
+            gradient_dtype=gradient_dtype, boundary_dtype=boundary_dtype, max_grad_norm=max_grad_norm, seed=seed,
+            weights=weights, stop_on_nan=stop_on_nan, search_s=search_s, steps=steps, dump=dump, profile=profile,
+            ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, compile_stages=compile_stages, cuda_graphs=cuda_graphs,
+            dynamic_shapes=dynamic_shapes, timeout_s=timeout_s,
+        ).settle()  # fmt: skip
         graphs = Graphs(request)
         wishes, rows = _learn_rows(request, graphs)
         result = _search(request, graphs, wishes, rows)

@@ -1,10 +1,12 @@
-"""Settings of Python and torch while a plan is made."""
+"""Settings of Python and torch while a plan is made, and of torch while a job runs."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+
+from ..ir.errors import PlanError
 
 RARE = (50_000, 20, 50)  # thresholds of Python's three generations
 
@@ -24,10 +26,40 @@ def rare_collections() -> Iterator[None]:
 
 
 @contextmanager
-def planning() -> Iterator[None]:
-    """Make tensors on the CPU, whatever the script's default device is, and look for garbage rarely."""
+def fixed_torch() -> Iterator[None]:
+    """One state of torch, whatever the caller has: tensors are made on the CPU in float32, nothing is cast by itself,
+    and gradients are recorded. Workers have this state, so a plan gives the same numbers in this process."""
     import torch  # commands that plan nothing do without it
 
-    is_on_cpu = torch.empty(0).device.type == "cpu"  # then without a context, which each call of torch would pass
-    with nullcontext() if is_on_cpu else torch.device("cpu"), rare_collections():
+    default = torch.get_default_dtype()
+    with ExitStack() as state:
+        state.enter_context(torch.inference_mode(False))
+        state.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                state.enter_context(torch.autocast(kind, enabled=False))
+        if torch.empty(0).device.type != "cpu":  # otherwise without a context, which each call of torch would pass
+            state.enter_context(torch.device("cpu"))
+        if default != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            state.callback(torch.set_default_dtype, default)
+        yield
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Plan in one state of torch, and look for garbage rarely.
+
+    Raises `PlanError` where tensors of another type than float32 are made by default: the model would make such in
+    eager, and workers do not.
+    """
+    import torch
+
+    default = torch.get_default_dtype()
+    if default != torch.float32:
+        raise PlanError(
+            f"torch.get_default_dtype() is {default}, in which this script makes tensors; devices make them in "
+            "float32: call torch.set_default_dtype(torch.float32) before compile; precision= sets a plan's types"
+        )
+    with fixed_torch(), rare_collections():
         yield

@@ -1,4 +1,5 @@
-"""A job serves one call at a time: a second one, from another thread or a signal handler, is refused at once."""
+"""A job serves one call at a time, in one state of torch: a second one, from another thread or a signal handler, is
+refused at once."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...ir.errors import PlanError
+from ..planning import fixed_torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +36,8 @@ class OneCall:
             )
         self._under_way = f"job.{call} in thread {here}"
         try:
-            yield
+            with fixed_torch():
+                yield
         finally:
             self._lock.release()
 
