@@ -23,8 +23,9 @@ def test_weight_decay_and_a_mask_of_it() -> None:
 
 def test_the_mask_reaches_the_job() -> None:
     options = JobOptions(
-        model=GPT, hardware=["cpu"], sequence=16, strategy="gpipe", weight_decay=0.2, no_decay=["*.bias"]
-    )
+        model=GPT, hardware=["cpu"], batch=2, sequence=16, micro_batches=1, strategy="gpipe", weight_decay=0.2,
+        no_decay=["*.bias"],
+    )  # fmt: skip
     spec = OptimizerSpec.from_json(options.compile().folder.settings.optimizer)
     assert spec.groups[0].options == {"weight_decay": 0.0}
     assert spec.groups[0].names is not None and all(name.endswith(".bias") for name in spec.groups[0].names)

@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Rounds(nn.Module):
-    """Two blocks in three rounds, so that each place draws in several stages."""
+    """Two blocks in two rounds, so that each place draws in several stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Rounds(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         h = self.inlet(x)
-        for _ in range(3):
+        for _ in range(2):
             for layer in self.layers:
                 h = layer(h)
         h = self.head(self.lstm(h)[0].mean(1))

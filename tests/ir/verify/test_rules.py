@@ -411,7 +411,7 @@ def test_sets_of_programs_that_do_not_belong_together_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_line_of_a_correct_program_can_be_left_out_or_doubled(kind: str) -> None:
-    programs = pipeline(2, 3, 2, **KINDS[kind])
+    programs = pipeline(2, 2, 2, **KINDS[kind])
     for device, program in enumerate(programs):
         lines = print_program(program).splitlines()
         for i, line in enumerate(lines[1:], 1):
