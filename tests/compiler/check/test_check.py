@@ -21,8 +21,8 @@ HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
 
 def job_for(model: nn.Module, batch: Any, **options: Any) -> Job:
     """A job in this process."""
-    optimizer = options.pop("optimizer", partial(torch.optim.AdamW, lr=1e-3))
-    return penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=optimizer, micro_batches=2, **options)
+    options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "strategy": "balanced", **options}
+    return penstock.compile(model, HARDWARE, example_inputs=batch, micro_batches=2, **options)
 
 
 def check_model(name: str, dropout: float, **options: Any) -> CheckReport:
