@@ -91,5 +91,5 @@ def test_compile_in_any_state(state: State, losses: list[float]) -> None:
 
 
 def test_another_default_type_is_refused_before_planning() -> None:
-    with double_by_default(), pytest.raises(PlanError, match="is torch.float64, in which this script makes"):
+    with double_by_default(), pytest.raises(PlanError, match=r"is torch\.float64, in which this script makes"):
         job_of(Small())
