@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from ..ir.edges import reads
+from ..ir.names import is_index
 from ..ir.program import dtype_bytes
 from .body import Body, describe
 from .imports import TAKEN, Imports
 from .layout import Line, block, signature
 from .members import Members, parameters_of, size, ties, used_members
 from .names import RESULT, name_in_source, usable
-from .paths import camel_case, is_under
+from .paths import camel_case, is_under, one_line
 from .segments import BlockCall
 
 
@@ -98,7 +99,7 @@ class BlockLibrary:
         body = Body(call.nodes, names, call.outputs, self.imports, call.path)
         types = ", ".join(filter(None, map(describe, call.inputs)))
         lines = [
-            f"class {found.name}(Scope):  # {self._comment(found)}",
+            f"class {found.name}(Scope):  # {one_line(self._comment(found))}",
             "    def __init__(self):",
             "        super().__init__()",
             *block(_init_lines(found.root, call, found.dtypes), 2),
@@ -132,11 +133,11 @@ def _type_name(call: BlockCall) -> str:
     """The user's class of the block, else a name after its place."""
     for node in call.nodes:
         if "block_type" in node.meta:
-            return str(node.meta["block_type"])
+            return usable(str(node.meta["block_type"]))
         if node.meta.get("module_path") == call.path and node.meta.get("module_type"):
-            return str(node.meta["module_type"])
-    words = [part for part in call.path.split(".") if not part.isdigit()]
-    return camel_case(words[-1]) if words else "Block"
+            return usable(str(node.meta["module_type"]))
+    words = [part for part in call.path.split(".") if not is_index(part)]
+    return camel_case(usable(words[-1])) if words else "Block"
 
 
 def pattern(paths: Sequence[str]) -> str:

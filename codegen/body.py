@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ..ir.names import is_index
 from ..ir.tiles import TiledPart, mark_of, with_parts
 from ..runtime.functions.tiles import in_tiles
 from .expressions import IN_PLACE, Expressions, Text, literal
@@ -21,7 +22,7 @@ from .imports import Imports
 from .layout import Line, statement, type_text
 from .loops import Loop
 from .names import FOREVER, RESULT, LiveNames, assigned_names, code_of, module_name, op_name, renamed_operand, usable
-from .paths import is_under, local, member
+from .paths import is_under, local, member, one_line
 from .segments import BlockCall, Mode, is_first_only, is_switch, mode_of
 from .statements import Statement, Statements, step_reads
 
@@ -340,7 +341,7 @@ class Body:
             stays = self.mode.first_only and is_first_only(node)
             self._switch(Mode(first_only=stays))
             self._release()
-            self.lines.append(Line(int(stays), [f"# {section}" if section else ""]))
+            self.lines.append(Line(int(stays), [f"# {one_line(section)}" if section else ""]))
         self.section = section
 
     def _place(self, node: fx.Node) -> list[str]:
@@ -417,7 +418,7 @@ def _leaves(node: fx.Node, following: Statement | None) -> bool:
 def _heading(path: str) -> str:
     """The first part of a dotted path, with the index that may follow it."""
     parts = path.split(".")
-    return ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]
+    return ".".join(parts[:2]) if len(parts) > 1 and is_index(parts[1]) else parts[0]
 
 
 def _bytes(node: fx.Node) -> int:

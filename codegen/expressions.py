@@ -19,7 +19,7 @@ from torch import fx
 
 from ..ir.errors import CaptureError
 from .imports import Imports
-from .paths import member
+from .paths import member, quote
 
 INFIX: dict[Any, tuple[str, int]] = {
     operator.or_: ("|", 2), operator.xor: ("^", 3), operator.and_: ("&", 4),
@@ -226,8 +226,7 @@ def literal(value: Any) -> Text:
     if isinstance(value, complex):
         return Text(repr(value), UNARY)
     if isinstance(value, str):
-        plain = value.isprintable() and '"' not in value and "\\" not in value
-        return Text(f'"{value}"' if plain else repr(str(value)))
+        return Text(quote(str(value)))
     if value is Ellipsis:
         return Text("...")
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

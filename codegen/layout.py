@@ -11,6 +11,7 @@ import torch
 
 from ..ir.program import SHORT_DTYPES
 from .expressions import Text
+from .paths import one_line
 
 INDENT = "    "
 MAX_WIDTH = 110  # of code; comments may follow it
@@ -69,9 +70,10 @@ def signature(code: str, comment: str) -> list[str]:
     """The line of a `def` with the types of its arguments after it, or below it if they are long."""
     if len(with_comment(code, comment)) <= MAX_WIDTH + 10 or not comment:
         return [with_comment(code, comment)]
+    comment = one_line(comment)
     indent = " " * (len(code) - len(code.lstrip()) + 4) + "# "
     return [code, *textwrap.wrap(comment, MAX_WIDTH, initial_indent=indent, subsequent_indent=indent)]
 
 
 def with_comment(code: str, comment: str) -> str:
-    return f"{code.ljust(COMMENT_COLUMN)}  # {comment}" if comment else code
+    return f"{code.ljust(COMMENT_COLUMN)}  # {one_line(comment)}" if comment else code

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from ..ir.names import is_index
 from .paths import member
 from .segments import BlockCall, CallOrNode, item_reads
 
@@ -193,7 +194,7 @@ def _index_of(old: str, new: str) -> tuple[int, int, int] | None:
     if len(left) != len(right) or len(differing) != 1:
         return None
     a, b = left[differing[0]], right[differing[0]]
-    if not (a.isdigit() and b.isdigit()) or int(b) <= int(a):
+    if not (is_index(a) and is_index(b)) or int(b) <= int(a):
         return None
     return differing[0], int(a), int(b) - int(a)
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..ir.names import is_index
 from ..ir.units import format_bytes
 from .layers import layer_call
 from .layout import Line, type_text
-from .paths import is_under, member, owners
+from .paths import is_under, member, owners, quote
 from .segments import BlockCall
 
 
@@ -68,7 +69,7 @@ class Members:
             kept = last in self.root.get_submodule(owner)._non_persistent_buffers_set
             place = member("self", self.base, owner) if owner and owner != self.base else "self"
             rest = ", persistent=False" if kept else ""
-            self.lines.append(Line(0, [f'{place}.register_buffer("{last}", {empty}{rest})'], comment))
+            self.lines.append(Line(0, [f'{place}.register_buffer({quote(last)}, {empty}{rest})'], comment))
 
     def _leaf(self, name: str, leaf: nn.Module) -> None:
         tensors = dict(leaf.named_parameters())
@@ -89,7 +90,8 @@ class Members:
         if len(trained) == 2:
             for key, parameter in tensors.items():
                 if not parameter.requires_grad:
-                    self.lines.append(Line(0, [f"{self.text(name)}.{key}.requires_grad_(False)"]))
+                    tensor = self.text(f"{name}.{key}")
+                    self.lines.append(Line(0, [f"{tensor}.requires_grad_(False)"]))
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         return getattr(torch, self.dtypes[name]) if name in self.dtypes else tensor.dtype
@@ -112,7 +114,7 @@ class Members:
         text = f"{self.text(name)} = {self.text(first)}"
         if is_plain and not isinstance(getattr(self.root.get_submodule(owner), last), nn.Parameter):
             place = self.text(owner) if owner and owner != self.base else "self"
-            text = f'{place}.register_buffer("{last}", {self.text(first)})'
+            text = f'{place}.register_buffer({quote(last)}, {self.text(first)})'
         self.lines.append(Line(0, [text], "tied"))
 
     def blocks(self, calls: Sequence[BlockCall], class_name: str) -> None:
@@ -120,7 +122,7 @@ class Members:
         paths = [call.path for call in calls]
         self.scope(paths[0])
         owner = paths[0].rpartition(".")[0]
-        indices = [int(i) for path in paths if (i := path.rpartition(".")[2]).isdigit()]
+        indices = [int(i) for path in paths if is_index(i := path.rpartition(".")[2])]
         if len(paths) < 2 or len(indices) < len(paths):
             for path in paths:
                 self.lines.append(Line(0, [f"{self.text(path)} = {class_name}()"]))

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from ..ir.calls import function_name
+from ..ir.names import identifier, is_index
 from .imports import TAKEN
 
 FOREVER = 1 << 60
@@ -51,7 +52,7 @@ def assigned_names(node: fx.Node) -> tuple[str, ...]:
 
 def usable(name: str) -> str:
     """A name that hides neither a keyword nor a builtin nor a name of the file."""
-    name = re.sub(r"\W", "_", name).strip("_") or "value"
+    name = identifier(name).strip("_") or "value"
     name = f"v_{name}" if name[0].isdigit() else name
     return f"{name}_" if name in _UNWANTED else name
 
@@ -98,7 +99,7 @@ def name_in_source(reader: fx.Node, operand: fx.Node) -> str:
 def module_name(path: str, kind: str) -> str:
     """The last part of a dotted path, or, if that is a number in a list, the module's class: `conv2d`, `layer_norm`."""
     last = path.rpartition(".")[2]
-    return usable(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind or "value").lower() if last.isdigit() else last)
+    return usable(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind or "value").lower() if is_index(last) else last)
 
 
 class LiveNames:

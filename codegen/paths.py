@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import keyword
+import unicodedata
+
+from ..ir.names import is_index
 
 
 def member(owner: str, base: str, name: str) -> str:
@@ -15,9 +18,23 @@ def member(owner: str, base: str, name: str) -> str:
 
 def access(part: str) -> str:
     """The text that reaches one part of a dotted name: `.mlp`, `[3]`, `["a-b"]`."""
-    if part.isdigit():
+    if is_index(part):
         return f"[{part}]"
-    return f".{part}" if part.isidentifier() and not keyword.iskeyword(part) else f'["{part}"]'
+    # Python reads names in their compatible form, and those with two underscores as private to a class.
+    as_read = unicodedata.normalize("NFKC", part) == part and not part.startswith("__")
+    is_name = part.isidentifier() and not keyword.iskeyword(part)
+    return f".{part}" if is_name and as_read else f"[{quote(part)}]"
+
+
+def quote(text: str) -> str:
+    """A text as Python, in double quotes where no character needs a backslash."""
+    plain = text.isprintable() and '"' not in text and "\\" not in text
+    return f'"{text}"' if plain else repr(text)
+
+
+def one_line(text: str) -> str:
+    """A text for a comment: a name may hold the end of a line."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def local(base: str, name: str) -> str:

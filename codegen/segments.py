@@ -14,6 +14,7 @@ from torch import fx
 
 from ..ir.calls import function_name
 from ..ir.edges import reads, storage_root, written_roots
+from ..ir.names import is_index
 from .paths import is_under, owners
 
 MIN_NODES = 12  # of a block outside of a list
@@ -140,7 +141,7 @@ def _only_classes(items: list[CallOrNode]) -> list[CallOrNode]:
 def _is_worth_a_class(call: BlockCall) -> bool:
     """Whether a block has members, and is one of a list of modules or too long for the stage's own text."""
     has_members = any(n.op in ("call_module", "get_attr") for n in call.nodes)
-    return has_members and (call.path.rpartition(".")[2].isdigit() or len(call.nodes) >= MIN_NODES)
+    return has_members and (is_index(call.path.rpartition(".")[2]) or len(call.nodes) >= MIN_NODES)
 
 
 def _has_input(call: BlockCall) -> bool:

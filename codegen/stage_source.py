@@ -6,8 +6,6 @@ forward takes `spec.inputs` and returns a tuple, in order, of `spec.outputs` and
 
 from __future__ import annotations
 
-import json
-
 from torch import fx
 
 from ..ir.program import ParamSpec, StageSpec
@@ -17,7 +15,7 @@ from .layout import Line, block, signature, with_comment
 from .loops import Loop, find_loops
 from .members import Members, size, ties, used_members
 from .names import RESULT, assigned_names, usable
-from .paths import camel_case, is_under, owners
+from .paths import camel_case, is_under, one_line, owners, quote
 from .segments import BlockCall, CallOrNode, segments
 
 
@@ -87,7 +85,7 @@ class StageSource:
         returned = ", ".join(self.body.returned) or "()"  # nothing reads a layer whose result is not used
         returned = f"({returned},)" if len(self.outputs) == 1 else returned
         lines = [
-            f"class {self.class_name}(Stage):  # {self._comment()}",
+            f"class {self.class_name}(Stage):  # {one_line(self._comment())}",
             "    def __init__(self):",
             f"        super().__init__({', '.join(filter(None, (self._draws(), self._unread())))})",
             *block(self._init_lines(), 2),
@@ -117,7 +115,7 @@ class StageSource:
         """The paths of blocks that end with parts whose results a rematerialisation does not need."""
         calls = (item for item in self.items if isinstance(item, BlockCall))
         paths = [call.path for call in calls if any(node.meta.get("unread") for node in call.nodes)]
-        return f"unread={json.dumps(paths)}" if paths else ""
+        return f"unread=[{', '.join(map(quote, paths))}]" if paths else ""
 
     def _init_lines(self) -> list[Line]:
         calls = [item for item in self.items if isinstance(item, BlockCall)]

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..ir.edges import written_roots
 from ..ir.errors import PassError
+from ..ir.names import is_index
 from ..ir.tiles import mark_of
 from .blocks import Block, node_inputs, node_outputs, structural_hash
 from .dataflow import shared_nodes
@@ -110,13 +111,13 @@ def list_element(path: str) -> str:
     if parts[-1].endswith("]"):
         return path
     for i, part in enumerate(parts):
-        if part.isdigit():
+        if is_index(part):
             return ".".join(parts[: i + 1])
     return path
 
 
 def is_in_list(key: str) -> bool:
-    return key.rpartition(".")[2].isdigit()
+    return is_index(key.rpartition(".")[2])
 
 
 def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:

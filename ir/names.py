@@ -1,14 +1,16 @@
-"""Names that ops and stages share: streams, memories, groups of devices, and the values of their traits."""
+"""Names that ops and stages share: streams, memories, groups of devices, and the values of their traits; and how the
+names of a user's model are read."""
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Final
 
 __all__ = [
     "ASYNCHRONOUS", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "COMM", "COMPUTE", "CPU", "D2H", "DEVICE", "DRAM", "EVALUATE",
     "EVALUATION", "EVERYWHERE", "FORWARD", "GROUP", "H2D", "HOST", "LANE_GROUPS", "MEMORIES", "MESH_GROUPS", "PAIRS",
     "PEER", "READ", "RECV", "REPLICAS", "RING_STEP", "SEND", "SHARDS", "SSD", "STEP", "STREAMS", "TEAM", "TEAM_OPS",
-    "TRAINING", "WRITE",
+    "TRAINING", "WRITE", "identifier", "is_index",
 ]  # fmt: skip
 
 HOST, COMPUTE, H2D, D2H, SEND, RECV, COMM, CPU = "host", "compute", "h2d", "d2h", "send", "recv", "comm", "cpu"
@@ -38,3 +40,13 @@ EVERYWHERE = (*TRAINING, *EVALUATION)
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "forward", "backward_input", "backward_weight"
 # Which other devices a call waits for.
 PEER, GROUP = "peer", "group"
+
+
+def is_index(part: str) -> bool:
+    """Whether a part of a dotted name is a number as Python writes it: the place of a module in a list."""
+    return part.isascii() and part.isdecimal() and str(int(part)) == part
+
+
+def identifier(text: str) -> str:
+    """The text with "_" for each character that no Python name has; Python reads names in their compatible form."""
+    return "".join(c if f"_{c}".isidentifier() else "_" for c in unicodedata.normalize("NFKC", text))

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...graph.loss_terms import NUM_ITEMS
 from ...ir.errors import CaptureError
+from ...ir.names import identifier
 from ...runtime.torch_names import FakeTensorMode, tree_map
 from .dynamic import DynamicDims, TracedSizes
 
@@ -140,7 +141,7 @@ def _dtype(name: str, dtype: Any) -> torch.dtype:
 
 def legal_name(name: str) -> str:
     """A Python name: "a.b" becomes "a_b"; no keyword or builtin ("input" becomes "input_"), no digit in front."""
-    legal = re.sub(r"\W", "_", name)
+    legal = identifier(name)
     if keyword.iskeyword(legal) or hasattr(builtins, legal):
         return f"{legal}_"
     return f"input_{legal}" if legal[:1].isdigit() else legal

@@ -137,11 +137,12 @@ def is_constant(thing: Any) -> bool:
 
 
 def is_layer(thing: Any) -> bool:
-    """Whether a file may build modules of this class: one of torch's own."""
+    """Whether a file may build modules of this class: one of torch's own that computes, so that it holds no others."""
     return (
         isinstance(thing, type)
         and issubclass(thing, nn.Module)
         and thing.__module__.startswith("torch.nn.modules.")
+        and thing.__module__ != nn.ModuleList.__module__
         and getattr(nn, thing.__name__, None) is thing
     )
 
@@ -149,9 +150,16 @@ def is_layer(thing: Any) -> bool:
 @functools.cache
 def _reserved_names() -> frozenset[str]:
     of_tensors = {name for name in dir(torch.Tensor) if name not in methods() and name not in VALUE_ATTRIBUTES}
-    return frozenset({*dir(Stage()), *of_tensors})
+    layers = [thing for thing in vars(nn).values() if is_layer(thing)]
+    of_layers = {name for layer in layers for name in dir(layer) if callable(getattr(layer, name))}
+    return frozenset({*dir(Stage()), *of_tensors, *of_layers})
 
 
 def is_member(name: str) -> bool:
     """Whether a part of the model may be called so: it hides, and reaches, nothing that modules and tensors have."""
-    return not name.startswith("__") and name not in _reserved_names()
+    return not name.startswith("__") and is_key(name)
+
+
+def is_key(name: str) -> bool:
+    """Whether a part of the model that is reached by index may be called so."""
+    return name not in _reserved_names()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...ir.errors import VerifyError
+from ..modules import Scope, Stage
 from .allowed import BUILTINS
 from .forward import check_forward
 from .members import check_init
@@ -75,7 +76,7 @@ def _verify(tree: ast.Module, trust: Trust) -> FileNames:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names.add_import(node)
         elif isinstance(node, ast.ClassDef):
-            _check_class(node)
+            _check_class(node, names)
             names.add_class(node)
             classes.append(node)
         elif isinstance(node, ast.FunctionDef):
@@ -117,11 +118,13 @@ def _function(kind: ast.ClassDef, place: int) -> ast.FunctionDef:
     return function
 
 
-def _check_class(node: ast.ClassDef) -> None:
-    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+def _check_class(node: ast.ClassDef, names: FileNames) -> None:
+    bases = [names.objects.get(base.id) for base in node.bases if isinstance(base, ast.Name)]
     more = node.decorator_list or node.keywords or getattr(node, "type_params", None)
-    if more or len(node.bases) != 1 or bases not in (["Scope"], ["Stage"]):
+    if more or len(node.bases) != 1 or bases not in ([Scope], [Stage]):
         refuse(node, f"class {node.name}: a class derives from Scope or Stage, without decorators and keywords")
+    if node.name in FUNCTIONS:
+        refuse(node, f"class {node.name}: {' and '.join(FUNCTIONS)} are functions of a file", beyond=False)
     found = [function.name for function in node.body if isinstance(function, ast.FunctionDef)]
     if found != ["__init__", "forward"] or len(found) != len(node.body):
         refuse(node, f"class {node.name}: it holds `__init__` and `forward`, nothing else")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..modules import Scope
 from . import allowed
 from .expressions import ExpressionCheck, is_member_chain
 from .names import FileNames, excerpt, refuse
@@ -99,13 +100,17 @@ class _InitCheck:
         if isinstance(function, ast.Attribute) and function.attr in ("to", "requires_grad_", "eval"):
             self._arguments(node)
             self._member(function.value)
-        elif isinstance(function, ast.Name) and (function.id in self.names.blocks or function.id == "Scope"):
+        elif isinstance(function, ast.Name) and self._is_own(function.id):
             if node.args or node.keywords:
                 refuse(node, f"{excerpt(node)}: {function.id} takes no arguments", beyond=False)
         elif self.names.root(function) is not None:
             self._build(node)
         else:
             refuse(node, f"{excerpt(node)} is no member that is printed")
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a name stands for a class of this file, or for `Scope`, whatever it is called."""
+        return name in self.names.blocks or self.names.objects.get(name) is Scope
 
     def _build(self, node: ast.Call) -> None:
         found = self.names.find(node.func)
@@ -148,7 +153,7 @@ class _InitCheck:
             self._arguments(node)
         elif function.attr == "register_buffer" and len(node.args) == 2:
             name, tensor = node.args
-            if not (isinstance(name, ast.Constant) and isinstance(name.value, str) and allowed.is_member(name.value)):
+            if not (isinstance(name, ast.Constant) and isinstance(name.value, str) and allowed.is_key(name.value)):
                 refuse(node, f"{excerpt(name)} cannot be the name of a buffer")
             self.members.add(name.value)
             self._tensor(tensor)

@@ -160,3 +160,45 @@ def test_lines_stay_within_the_width() -> None:
     text = generate(Odd(long_lines), {"x": torch.randn(3, 4)}).text
     code = [line.partition("  # ")[0].rstrip() for line in text.splitlines()]
     assert max(map(len, code)) <= 112
+
+
+RUNS = 'a" + str(getattr(open("CANARY", "w"), "close")()) + "b'
+NAMES = [
+    RUNS, 'a"b', "a\\b", "a\nimport torch\n", "a\r#", "\ufb01", "__x", "class", "007", "\u00b2", "step",
+    "torch", "{x}", "# a",
+]  # fmt: skip
+
+
+class Named(nn.Module):
+    """Modules, a parameter, a buffer and a class with one name, which came from data."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        kind = type(f"{name}'s", (OddBlock,), {})
+        self.blocks = nn.ModuleDict({name: nn.ModuleList(kind(no_grad) for _ in range(2)), f"{name}2": nn.Linear(4, 4)})
+        self.inner = nn.Module()
+        self.inner.register_parameter(name, nn.Parameter(torch.rand(4)))
+        self.inner.register_buffer(f"{name}3", torch.rand(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first, second = self.blocks.values()
+        for block in first:  # type: ignore[union-attr]
+            x = block(x)
+        (scale,), (shift,) = self.inner.parameters(), self.inner.buffers()
+        return {"loss": (second(x) * scale + shift).square().mean()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, batch = Named(name), {"x": torch.randn(3, 4)}
+    generated = generate(model, batch)
+    file = generated.load(tmp_path / "files")  # verified as a stranger's
+    outcomes = []
+    for is_generated in (False, True):
+        model.zero_grad(set_to_none=True)
+        loss = run(generated, file, batch, True)["loss"] if is_generated else eager(model, batch)
+        loss.backward()
+        outcomes.append({"loss": loss.detach(), **gradients(model)})
+    assert equal(*outcomes) == []
+    assert not Path("CANARY").exists()

@@ -33,6 +33,8 @@ _TOP, _BLOCK, _STAGE = "\n\nclass TinyBlock(Scope):", "class TinyBlock(Scope):",
 _FORWARD, _STEP = "def forward(self, ids, labels):", "def step(rt, batch):"
 _RETURN = "        return cross_entropy, logits "
 _FIRST, _INIT = "        mask = ids.ne(0)", "        self.blocks = Scope()"
+_BASES = "from penstock.runtime.modules import Scope, Stage, draw_at\n"
+_OTHERS = _BASES.replace("Scope, ", "")
 
 # Where an expression, {}, is put: a piece of the file, and what stands in its place. Each piece occurs once.
 PLACES = {
@@ -125,7 +127,7 @@ IN_INIT = {
     "the class replaced": "self.__class__ = C()",
     "setattr": "setattr(torch, 'tanh', C())",
 }
-# What stands in place of one piece of the file.
+# What stands in place of pieces of the file.
 REPLACED = {
     "import os": ("import torch\n", "import os\nimport torch\nos.system('touch CANARY')\n"),
     "an alias": ("import torch\n", "import os as torch\nimport torch\n"),
@@ -133,6 +135,41 @@ REPLACED = {
     "a module's __getattr__": (_TOP, "\ndef __getattr__(name):\n    C()\n" + _TOP),
     "a class called range": (_STAGE, "class range:\n    def __new__(cls, n):\n        C()\n\n\n" + _STAGE),
     "Scope redefined": (_BLOCK, "class Scope(Scope):\n    def __init__(self):\n        C()\n\n\n" + _BLOCK),
+    # A profiler runs texts; cProfile is there because torch imports it.
+    "Scope is another class": (
+        _BASES,
+        f"from cProfile import Profile as Scope\n{_OTHERS}",
+        _BLOCK,
+        "class TinyBlock(Stage):",
+        _INIT,
+        "        self.evil = Scope()\n        self.run = nn.Identity()\n        self.blocks = Stage()",
+        _FIRST,
+        f'        self.evil.run("C()")\n{_FIRST}',
+    ),
+    "a base is another class": (
+        _BASES,
+        f"from cProfile import Profile as Stage\n{_BASES.replace('Stage, ', '')}",
+        _FIRST,
+        f'        self.run("C()")\n{_FIRST}',
+    ),
+    "an imported class is called": (
+        _BASES,
+        f"from cProfile import Profile\n{_BASES}",
+        _FIRST,
+        f'        Profile().run("C()")\n{_FIRST}',
+    ),
+    "a class called step": (
+        _STEP + "\n    return {}\n",
+        _STEP + "\n    return {}\n\n\nclass step(Stage):\n"
+        "    def __init__(self):\n        super().__init__()\n\n    def forward(self):\n        return C()\n",
+    ),
+    "a list of modules": ("nn.Embedding(8, 4)", "nn.ModuleList([C()])"),
+    "a layer's own method": (
+        "nn.Embedding(8, 4)",
+        "nn.Embedding(8, 4)\n        self.from_pretrained = nn.Identity()",
+        _FIRST,
+        f"        self.embed.from_pretrained(C())\n{_FIRST}",
+    ),
     "__init_subclass__": (_BLOCK, "class Base(Stage):\n    def __init_subclass__(cls):\n        C()\n\n\n" + _BLOCK),
     "a draw's place": ("draw_at(self)", "draw_at(self, C())"),
     "a draw's scope": ("draw_at(self)", "draw_at(C(), 'x')"),
