@@ -88,6 +88,9 @@ def _facts(graph: OpGraph, trail: Trail) -> RowFacts:
         for kind, operator in met:
             if kind is Kind.BATCH_NORM or node in trail.reaching:
                 found.append(_coupling(node, kind, operator))
+    for node in graph.nodes:
+        if not any(kind is Kind.BATCH_NORM for kind, _ in trail.met.get(node, ())):
+            found += [_coupling(node, Kind.BUFFER, name) for name in node.meta.get("updates_buffers", ())]
     scale = trail.loss.scale
     if scale.unsure or (isinstance(trail.loss, Mixed) and not found):
         source = str(graph.outputs["loss"].meta["source"])
@@ -102,7 +105,7 @@ def _facts(graph: OpGraph, trail: Trail) -> RowFacts:
 
 def _coupling(node: fx.Node, kind: Kind, operator: str) -> Coupling:
     path, cls = node.meta["module_path"], node.meta["module_type"]
-    if kind not in (Kind.UNKNOWN, Kind.NO_RECORD):  # as the user calls it
+    if kind not in (Kind.UNKNOWN, Kind.NO_RECORD, Kind.BUFFER):  # as the user calls it
         operator = cls if node.op == "call_module" else function_name(node.target, str(node.target))
     return Coupling(
         kind=kind, operator=operator, module=f"{path} ({cls})" if path else cls, source=str(node.meta["source"])

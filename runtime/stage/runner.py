@@ -21,7 +21,7 @@ from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
 from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
-from ..torch_names import engine_run_backward
+from ..torch_names import NormBase, engine_run_backward
 from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
@@ -175,6 +175,7 @@ class StageRunner:
             graphed, slot = self.graphs.forward(inputs, keep)
             return graphed, None if slot is None else Kept.from_graph(slot, self.graphs.kept_bytes)
         first = self._changing is None
+        self._renew_changing()
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping, first)
@@ -400,6 +401,16 @@ class StageRunner:
         """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""
         if self._changes:
             change_params(self._changes, {name: param.data for name, param in self._params.items()})
+
+    def _renew_changing(self) -> None:
+        """Let a forward change copies of the buffers, so that what an earlier micro-batch has saved stays as it was.
+        Norms save none of theirs."""
+        places = [self._buffers[name] for name in self._changing or ()]
+        fresh: dict[int, Tensor] = {}  # by the id of what each replaces: one for all names of a tied buffer
+        for owner, key in places:
+            old = owner._buffers[key]
+            if old is not None and not isinstance(owner, NormBase):
+                owner._buffers[key] = fresh.setdefault(id(old), old.clone())
 
     @contextmanager
     def _spare_buffers(self) -> Iterator[None]:

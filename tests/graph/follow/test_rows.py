@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.compiler.batches.shape import micro_batch_spec
 from penstock.compiler.loss import capture
+from penstock.graph.follow.coupling import coupling_text
 from penstock.graph.follow.rows import RowFacts, row_facts
 from penstock.graph.operators.states import Kind
 from penstock.graph.opgraph import OpGraph
@@ -124,9 +125,10 @@ def test_models_whose_rows_meet() -> None:
     assert [coupling.kind for coupling in found] == [Kind.BATCH_NORM] * NORMS
     assert found[0].module == "body.blocks.0.bn1 (BatchNorm2d)"
     model, batch = zoo()["in_place"]()  # it subtracts a running mean that it has just updated
-    (found_in_place,) = facts_of(model, batch).couplings
-    assert found_in_place.kind is Kind.REUSED
-    assert found_in_place.source.endswith("return self.second(h - self.mean)")
+    reused, *updated = facts_of(model, batch).couplings
+    assert reused.kind is Kind.REUSED and reused.source.endswith("return self.second(h - self.mean)")
+    assert [(c.kind, c.operator) for c in updated] == [(Kind.BUFFER, "body.calls"), (Kind.BUFFER, "body.mean")]
+    assert coupling_text(updated[0]).startswith("forward updates the buffer body.calls, once for each micro-batch at ")
 
 
 def test_a_batch_norm_that_is_frozen_mixes_nothing() -> None:

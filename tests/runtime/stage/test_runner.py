@@ -298,6 +298,33 @@ def test_modules_that_list_their_own_weights() -> None:
     assert all(torch.equal(grads[n], p.grad) for n, p in eager.named_parameters())
 
 
+class Annealed(nn.Module):
+    """Divides by a count of forwards, which backward needs as it was; the count has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.again = nn.Module()
+        self.again.register_buffer("count", self.count)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        self.count += 1
+        return ((self.linear(x) / self.count).sum() * self.again.count,)
+
+
+def test_a_later_micro_batch_leaves_what_an_earlier_one_has_saved_of_a_buffer() -> None:
+    eager = Annealed()
+    runner, _ = runner_of(eager, spec_of(eager, [TensorSpec("x", (2, 3), "float32", True)], [LOSS]))
+    inputs, grads = [torch.randn(2, 3) for _ in range(3)], None
+    kepts = [runner.forward([x], m)[1] for m, x in enumerate(inputs)]
+    for m, (x, kept) in enumerate(zip(inputs, kepts)):
+        _, grads = runner.backward(kept, [x], [1.0], grads, m)
+        eager(x)[0].backward()
+    assert grads is not None and all(torch.equal(grads[n], p.grad) for n, p in eager.named_parameters())
+    assert all(torch.equal(buffer, torch.tensor(3.0)) for buffer in runner.buffers().values())
+
+
 def flatten_as_on_a_gpu(self: nn.RNNBase) -> None:
     """Give separate weights cuDNN's form: they become views of one buffer."""
     weights = [w for w in self._flat_weights if isinstance(w, Tensor) and w.numel()]
