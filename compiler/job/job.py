@@ -21,6 +21,7 @@ from ...runtime.source.trust import ONLY_VERIFIED, Trust
 from ...runtime.state import pretrained
 from ..folder import Folder
 from ..pipeline import PassRecord
+from ..planning import fixed_torch
 from ..replanner import Replanner
 from ..report.lengths import Throughput
 from ..report.page.write import frame_of, require_writable, write_page
@@ -183,6 +184,7 @@ class Job:
 
         A rank of torchrun may read it alone. Raises `WorkerError` naming a rank that ended before its report came.
         """
+        self.calls.require_own_process("last")
         return self._run.last
 
     def take_reports(self) -> list[StepReport]:
@@ -274,10 +276,9 @@ class Job:
 
     @property
     def driver(self) -> Driver:
-        """The running devices, at the end of the last step; at the first use they are started and given their weights.
-
-        Raises `WorkerError` where they broke off, `PlanError` after `close`.
-        """
+        """The running devices, at the end of the last step; the first use starts them, with their weights. Raises
+        `WorkerError` where they broke off, `PlanError` after `close`."""
+        self.calls.require_own_process("driver")
         return self._run.driver
 
     # --- state
@@ -287,7 +288,7 @@ class Job:
         with self.calls.serving("states"):
             found = self._run.states()
             while True:
-                with finishing("states"):
+                with finishing("states"), fixed_torch():
                     held = next(found, None)
                 if held is None:
                     return
@@ -352,7 +353,7 @@ class Job:
         for the one before, as `resume` and `close` do. What goes wrong in the background is raised by the next call of
         `step`, `save`, `resume` or `close`, or by `wait()` of the result.
         """
-        with self.calls.serving("save"):
+        with self.calls.serving("save"), fixed_torch():
             return self._saves.save(directory, data or {}, wait)
 
     @one_call

@@ -1,9 +1,10 @@
-"""A job serves one call at a time, in one state of torch: a second one, from another thread or a signal handler, is
-refused at once."""
+"""A job serves one call at a time, in one state of torch and in its own process: a second one, from another thread or a
+signal handler, or one from a fork is refused at once."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,21 @@ class OneCall:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way = ""
+        self._process = os.getpid()
+
+    def require_own_process(self, call: str) -> None:
+        """Raises `PlanError` in a child that was forked from the job's process: the devices answer to that one."""
+        if os.getpid() != self._process:
+            raise PlanError(
+                f"job.{call} was called in process {os.getpid()}, a fork of process {self._process} that has the job: "
+                "call it there, or compile a job of its own in a process that is spawned, not forked"
+            )
 
     @contextmanager
     def serving(self, call: str) -> Iterator[None]:
         """Wraps a call. Raises `PlanError` if another one is under way: the two would take each other's answers from
-        the devices, or wait for ever."""
+        the devices, or wait for ever; and in a forked child."""
+        self.require_own_process(call)
         here = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise PlanError(
@@ -36,18 +47,17 @@ class OneCall:
             )
         self._under_way = f"job.{call} in thread {here}"
         try:
-            with fixed_torch():
-                yield
+            yield
         finally:
             self._lock.release()
 
 
 def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of an object with a `OneCall` named `calls`, served alone."""
+    """A method of an object with a `OneCall` named `calls`, served alone and in one state of torch."""
 
     @functools.wraps(method)
     def serve(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.calls.serving(method.__name__):
+        with self.calls.serving(method.__name__), fixed_torch():
             return method(self, *args, **kwargs)
 
     return serve

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -107,3 +109,36 @@ def test_an_error_ends_a_call(running: tuple[Job, Any]) -> None:
     for _ in job.states():
         break  # an iteration that is given up ends, too
     job.step(batch)
+
+
+def test_a_forked_child_is_refused_and_changes_nothing(running: tuple[Job, Any], tmp_path: Path) -> None:
+    job, batch = running
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: job.step(batch),
+        "last": lambda: job.last,
+        "driver": lambda: job.driver,
+        "save": lambda: job.save(tmp_path / "checkpoint"),
+        "states": lambda: list(job.states()),
+        "close": job.close,
+    }
+    child = os.fork()
+    if child == 0:
+        refused = [name for name, call in calls.items() if _is_refused(call)]
+        os._exit(len(calls) - len(refused))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert job.step(batch).isfinite() and job.step_count == 2
+
+
+def _is_refused(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except PlanError as error:
+        return "a fork of process" in str(error)
+    return False
+
+
+def test_states_leave_the_callers_state_of_torch_between_stages(running: tuple[Job, Any]) -> None:
+    job, _ = running
+    with torch.no_grad():
+        assert [torch.is_grad_enabled() for _ in job.states()] == [False]
