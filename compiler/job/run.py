@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.errors import CheckpointError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program
 from ...runtime import scratch
 from ...runtime.device.file import device_file_name
@@ -28,7 +28,14 @@ from ...runtime.state import durable
 from ...runtime.state.base_identity import BaseIdentity
 from ...runtime.state.checkpoint import open_checkpoint
 from ...runtime.state.rng_state import restore_rng_state
-from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
+from ...runtime.state.weights import (
+    DirectoryWeights,
+    LiveWeights,
+    WeightSource,
+    open_directory,
+    stage_buffers,
+    stage_weights,
+)
 from ..folder import Folder
 from ..stale import Unsynced, hide_marks, mark, tell_if_marked, unmark
 from .feed import Feed
@@ -152,11 +159,13 @@ class JobRun:
         )
 
     def source(self) -> WeightSource:
-        """The source of the weights. Raises `PlanError` for a model on meta without files."""
+        """The source of the weights. Raises `PlanError` for a model on meta without files, `CheckpointError` where the
+        files lack a frozen weight of one."""
         directory = self.folder.settings.weights
         if directory is not None:
             with hide_marks(self.model):
                 found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
+            self._require_frozen(directory, found)
             for what, names in (
                 ("absent and start from their initialiser", found.fresh_names),
                 ("not used", found.unexpected_keys),
@@ -169,6 +178,18 @@ class JobRun:
                 "the model is on the meta device; compile(..., weights=DIRECTORY) says where its weights are"
             )
         return LiveWeights(self.model)
+
+    def _require_frozen(self, directory: str | Path, found: DirectoryWeights) -> None:
+        """A frozen weight that no file has would be random for ever."""
+        frozen = {name for name, p in self.model.named_parameters() if p.is_meta and not p.requires_grad}
+        lost = [name for name in found.fresh_names if name in frozen]
+        if lost:
+            keys = ", ".join(found.unexpected_keys[:4])
+            instead = f"; the files have {keys} instead, which may be another format's" if keys else ""
+            raise CheckpointError(
+                f"weights {directory}: no file has {', '.join(lost[:4])} ({len(lost)} frozen weights){instead}: give "
+                "files that have them, in a format that the model's layers read, or train them"
+            )
 
     @property
     def has_source(self) -> bool:

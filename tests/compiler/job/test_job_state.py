@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
@@ -57,6 +58,28 @@ def test_sync_gives_the_model_what_was_trained(tmp_path: Path) -> None:
     assert dict(model.named_parameters()) == parameters  # the very same objects
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not torch.equal(state["lm_head.weight"], before["lm_head.weight"])
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and a trained one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_frozen_weight_that_no_file_has_is_not_drawn_at_random(tmp_path: Path) -> None:
+    weights = Adapted().state_dict()
+    save_file({"base.weight_packed": weights.pop("base.weight"), **weights}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Adapted()
+    batch, said = {"x": torch.randn(4, 4)}, r"no file has base\.weight \(1 frozen weights\); .* base\.weight_packed"
+    job = job_of(model, batch, weights=tmp_path, strategy="balanced")
+    with job, pytest.raises(CheckpointError, match=said):
+        job.step(batch)
 
 
 def test_an_expanded_buffer_is_replaced_as_nothing_can_be_copied_into_it() -> None:
