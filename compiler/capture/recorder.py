@@ -54,6 +54,11 @@ from .rows.sizes import ModeSwitch, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
+SEEDS = {  # functions that set the state of a generator of the process
+    torch: ("manual_seed", "seed", "set_rng_state"),
+    torch.random: ("manual_seed", "seed", "set_rng_state", "fork_rng"),
+    torch.cuda: ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
+}
 _EFFECTS = (set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -147,7 +152,22 @@ class Recorder(GraphWriter):
             )
             assert_async(condition.all() if condition.dim() else condition, text)
 
+        def refusing(owner: Any, name: str) -> Callable[..., Any]:
+            seed = getattr(owner, name)
+
+            def on_seed(*args: Any, **kwargs: Any) -> Any:
+                if self.busy:
+                    return seed(*args, **kwargs)
+                raise CaptureError(
+                    f"{self.lines.where()}\n  forward calls {owner.__name__}.{name}, which no step would call: each "
+                    "draw of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw with "
+                    "the default generator and leave its state alone, or take what is drawn as an input"
+                )
+
+            return on_seed
+
         changes = [
+            *((owner, name, refusing(owner, name)) for owner, names in SEEDS.items() for name in names),
             (*CHECKED, on_check),
             (*CHECKPOINTED, on_checkpoint),
             (*CALL_OF_MODULES, on_call),
