@@ -160,8 +160,8 @@ class Recorder(GraphWriter):
                     return seed(*args, **kwargs)
                 raise CaptureError(
                     f"{self.lines.where()}\n  forward calls {owner.__name__}.{name}, which no step would call: each "
-                    "draw of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw with "
-                    "the default generator and leave its state alone, or take what is drawn as an input"
+                    "draw of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw "
+                    "with the default generator and leave its state alone, or take what is drawn as an input"
                 )
 
             return on_seed

@@ -35,6 +35,7 @@ from .rows.sizes import RowTape, Tracked
 from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
+_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # as torch reads them
 _PLAIN = {int, float, bool, str, type(None), complex, torch.dtype, torch.memory_format, torch.layout, EllipsisType}
 
 
@@ -116,6 +117,8 @@ class GraphWriter:
             return slice(self.lower(value.start), self.lower(value.stop), self.lower(value.step))
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self._size_node(value)
+        if isinstance(value, type) and value in _TYPES:
+            return _TYPES[value]
         if isinstance(value, torch.device):
             self.rebuild_args |= value.type in ACCELERATORS
             return torch.device("cpu") if value.type in ACCELERATORS else value

@@ -30,3 +30,19 @@ def test_no_memory_is_read_that_nobody_wrote() -> None:
     graph = trace(model, batch)
     assert "empty" not in graph.module.code and "zeros_like" in graph.module.code
     torch.testing.assert_close(graph.module(*batch.values())["loss"], model(**batch))
+
+
+class Typed(nn.Module):
+    """Names types as Python does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.ones(4, dtype=bool)
+        count = torch.zeros(4).to(int) + seen.to(float).sum()
+        return (x.masked_fill(~seen, 0.0) * count).square().mean()
+
+
+def test_types_of_python_are_those_that_torch_reads() -> None:
+    batch = {"x": torch.randn(3, 4, requires_grad=True)}
+    graph = trace(Typed(), {"x": {"shape": [3, 4], "dtype": "float32"}})
+    made = graph.module(*batch.values())["loss"]
+    assert made.dtype == torch.float64 and torch.equal(made, Typed()(**batch))
