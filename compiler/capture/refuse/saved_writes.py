@@ -6,6 +6,8 @@ none counts the versions of what it saves; so autograd is asked here, once for a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from ....ir.errors import CaptureError
@@ -20,8 +22,9 @@ def require_unchanged(recorder: Recorder, loss: torch.Tensor) -> None:
     trained = [parameter for parameter in recorder.held.model.parameters() if parameter.requires_grad]
     if not (writes and trained and loss.requires_grad):
         return
+    sizes = recorder.fake_mode.shape_env
     try:
-        with recorder.fake_mode:
+        with recorder.fake_mode, nullcontext() if sizes is None else sizes.suppress_guards():
             torch.autograd.grad(loss.sum(), trained, allow_unused=True)
     except RuntimeError as error:
         if REFUSAL not in str(error):
