@@ -29,6 +29,7 @@ from .torch_names import clear_cublas_workspaces, set_allocator_settings
 GpuStream = torch.cuda.Stream
 GpuEvent = torch.cuda.Event
 GpuGraph = torch.cuda.CUDAGraph
+SEEDS = {torch.cuda: ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ...graph.kernels.stand_ins import SHAPE_RULES
 from ...graph.opgraph import CHECKS
 from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
+from ...runtime import accelerator
 from ...runtime.forced_eager import forced_eager
 from ...runtime.torch_names import (
     CALL_OF_MODULES,
@@ -57,7 +58,7 @@ from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_i
 SEEDS = {  # functions that set the state of a generator of the process
     torch: ("manual_seed", "seed", "set_rng_state"),
     torch.random: ("manual_seed", "seed", "set_rng_state", "fork_rng"),
-    torch.cuda: ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
+    **accelerator.SEEDS,
 }
 _EFFECTS = (set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
