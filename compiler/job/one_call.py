@@ -23,10 +23,11 @@ class OneCall:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way = ""
-        self._process = os.getpid()
+        self._process: int | None = None  # that of the first call
 
     def require_own_process(self, call: str) -> None:
-        """Raises `PlanError` in a child that was forked from the job's process: the devices answer to that one."""
+        """Raises `PlanError` in a child that was forked after the first call: the devices answer to its parent."""
+        self._process = self._process or os.getpid()
         if os.getpid() != self._process:
             raise PlanError(
                 f"job.{call} was called in process {os.getpid()}, a fork of process {self._process} that has the job: "

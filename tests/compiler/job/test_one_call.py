@@ -15,6 +15,7 @@ import torch
 
 import penstock
 from penstock.compiler.job.job import Job
+from penstock.compiler.job.one_call import OneCall
 from penstock.ir.errors import PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
@@ -128,6 +129,17 @@ def test_a_forked_child_is_refused_and_changes_nothing(running: tuple[Job, Any],
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert job.step(batch).isfinite() and job.step_count == 2
+
+
+def test_a_job_that_has_not_begun_may_begin_in_a_forked_child() -> None:
+    calls = OneCall()
+    child = os.fork()
+    if child == 0:
+        calls.require_own_process("step")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    calls.require_own_process("step")
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def _is_refused(call: Callable[[], Any]) -> bool:
