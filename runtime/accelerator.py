@@ -29,6 +29,7 @@ from .torch_names import clear_cublas_workspaces, set_allocator_settings
 GpuStream = torch.cuda.Stream
 GpuEvent = torch.cuda.Event
 GpuGraph = torch.cuda.CUDAGraph
+# The functions that set the states of GPUs' generators, by their module.
 SEEDS = {torch.cuda: ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")}
 
 

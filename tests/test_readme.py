@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-import penstock
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -72,7 +69,6 @@ def test_python_blocks_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
     source = "\n".join(content for language, content in blocks(README) if language == "python")
     assert "penstock.compile(" in source
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(penstock, "compile", partial(penstock.compile, micro_batches=4, search_s=0.0))
     exec(compile(source, "README.md", "exec"), {})
     assert (tmp_path / "out" / "device0.py").exists() and (tmp_path / "tuned").exists()
 

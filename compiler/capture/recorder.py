@@ -153,22 +153,8 @@ class Recorder(GraphWriter):
             )
             assert_async(condition.all() if condition.dim() else condition, text)
 
-        def refusing(owner: Any, name: str) -> Callable[..., Any]:
-            seed = getattr(owner, name)
-
-            def on_seed(*args: Any, **kwargs: Any) -> Any:
-                if self.busy:
-                    return seed(*args, **kwargs)
-                raise CaptureError(
-                    f"{self.lines.where()}\n  forward calls {owner.__name__}.{name}, which no step would call: each "
-                    "draw of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw "
-                    "with the default generator and leave its state alone, or take what is drawn as an input"
-                )
-
-            return on_seed
-
         changes = [
-            *((owner, name, refusing(owner, name)) for owner, names in SEEDS.items() for name in names),
+            *((owner, name, self._refusing(owner, name)) for owner, names in SEEDS.items() for name in names),
             (*CHECKED, on_check),
             (*CHECKPOINTED, on_checkpoint),
             (*CALL_OF_MODULES, on_call),
@@ -180,6 +166,21 @@ class Recorder(GraphWriter):
         # Functions that the model compiled are traced through.
         with forced_eager(), replace_functions(*changes), self.fake_mode, EachFunction(self.on_function):
             yield
+
+    def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
+        """A function that sets a generator's state, refused where the model calls it."""
+        seed = getattr(owner, name)
+
+        def on_seed(*args: Any, **kwargs: Any) -> Any:
+            if self.busy:
+                return seed(*args, **kwargs)
+            raise CaptureError(
+                f"{self.lines.where()}\n  forward calls {owner.__name__}.{name}, which no step would call: each draw "
+                "of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw with the "
+                "default generator and leave its state alone, or take what is drawn as an input"
+            )
+
+        return on_seed
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A torch function, method, operator or property was called."""

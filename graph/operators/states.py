@@ -99,7 +99,7 @@ class Kind(enum.Enum):
     COUNT = "count"  # a mean over what a micro-batch alone counts
     UNEVEN = "uneven"  # a sum over rows added to what is none
     ROW_NUMBER = "row-number"
-    BUFFER = "buffer"  # one that each micro-batch updates
+    BUFFER = "buffer"  # a buffer that each micro-batch updates
     ROW_COUNT = "row-count"
     NO_RECORD = "no-record"  # an operator of which nothing is known
     UNKNOWN = "unknown"  # an operator without a rule

@@ -410,7 +410,9 @@ class StageRunner:
         for owner, key in places:
             old = owner._buffers[key]
             if old is not None and not isinstance(owner, NormBase):
-                owner._buffers[key] = fresh.setdefault(id(old), old.clone())
+                if id(old) not in fresh:
+                    fresh[id(old)] = old.clone()
+                owner._buffers[key] = fresh[id(old)]
 
     @contextmanager
     def _spare_buffers(self) -> Iterator[None]:

@@ -100,3 +100,14 @@ def equal(left: Mapping[str, Tensor | None], right: Mapping[str, Tensor | None])
         if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
             differ.append(name)
     return differ
+
+
+def differences(model: nn.Module, generated: Generated, file: DeviceFile, batch: Any) -> list[str]:
+    """The names of the loss and the gradients that a training step of the file has other than the model's own."""
+    outcomes = []
+    for is_generated in (False, True):
+        model.zero_grad(set_to_none=True)
+        loss = run(generated, file, batch, True)["loss"] if is_generated else eager(model, batch)
+        loss.backward()
+        outcomes.append({"loss": loss.detach(), **gradients(model)})
+    return equal(*outcomes)

@@ -265,9 +265,8 @@ def test_figures_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         draw(Bars("bars", "t", "y", ["a"], {"ours": [1.0]}), tmp_path)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of the real models, the finding that simulates nothing."""
-    monkeypatch.setattr("penstock.papers.freshness.small_steps", lambda experiments: {})
     with pytest.raises(SystemExit) as ended:
         main(["reproduce", "mobius", "--only", "table3", "--json", "--out", str(tmp_path)])
     assert ended.value.code == 0
