@@ -108,13 +108,13 @@ def machines(model: nn.Module, batch: dict[str, Tensor]) -> Iterator[tuple[Refer
 
 def reference_of(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCounts]:
     """The job's programs, with the model's weights, and what counts its batches."""
-    source, interface, rules = LiveWeights(model), job.folder.interface, job.folder.settings.counts
+    source, interface = LiveWeights(model), job.folder.interface
     specs = list(interface.stages.values())
     weights = {name: w for spec in specs for name, w in stage_weights(source, spec).items()}
     buffers = {name: b for spec in specs for name, b in stage_buffers(source, spec).items()}
     with tempfile.TemporaryDirectory() as folder:
         files = open_directory(job.write(folder), interface, OWN)
-        counter = BatchCounts.from_file(rules, Path(folder, COUNTS_FILE), {}, OWN)
+        counter = BatchCounts.from_file(job.folder.settings, Path(folder, COUNTS_FILE), {}, OWN)
     stages = {name: kind for file in files for name, kind in file.stages.items()}
     return Reference(job.programs, stages, weights, None, buffers), counter
 

@@ -1,6 +1,7 @@
-"""The file of a folder that says what is counted over a batch before each step.
+"""The file of a folder that says what is counted, and checked, in a batch before each step.
 
-In: the graph from a micro-batch's rows to counts, and the graph from the batch's counts to divisors. Out: Python source
+In: the graph from a micro-batch's rows to counts, the graph from the batch's counts to divisors, and the graph from a
+micro-batch's rows to the numbers of table rows and classes. Out: Python source
 with a class for each, in the form of a device's stages.
 """
 
@@ -17,23 +18,27 @@ from .imports import Imports
 from .paths import camel_case
 from .stage_source import StageSource
 
-HEAD = '''"""What is counted over the whole batch before each step, as divisors of terms of the loss.
+HEAD = """What is counted over the whole batch before each step, as divisors of terms of the loss.
 
-`Counts` takes the rows of one micro-batch; its results are added up over all micro-batches.{more}
-"""'''
+`Counts` takes the rows of one micro-batch; its results are added up over all micro-batches."""
 DIVISORS = " `Divisors` makes the\ndivisors of the sums."
+PICKS = """`Picks` takes the rows of one micro-batch and gives the numbers of the rows of tables, and of the classes of
+losses, that the step picks: they are checked before it."""
 
 
 def write_counts(graphs: Mapping[str, fx.GraphModule]) -> str:
-    """The source of `counts` and, where it is there, `divisors`."""
+    """The source of `counts`, `divisors` and `picks`, as far as they are there."""
     imports = Imports()
     library = BlockLibrary(imports)
     sources = [StageSource(_spec(name, graph), graph, library) for name, graph in graphs.items()]
     library.name_classes([camel_case(name) for name in graphs])
     classes = [*library.sources(), *(source.source() for source in sources)]
     table = ", ".join(f'"{name}": {camel_case(name)}' for name in graphs)
-    head = HEAD.format(more=DIVISORS if len(graphs) > 1 else "")
-    parts = [f"{head}\n\n{imports.text()}\n\n{BASES}", *imports.copied.values(), *classes, f"STAGES = {{{table}}}"]
+    heads = [HEAD + (DIVISORS if "divisors" in graphs else "")] if "counts" in graphs else []
+    heads += [PICKS] if "picks" in graphs else []
+    head = "\n\n".join(heads)
+    head = f'"""{head}\n"""\n\n{imports.text()}\n\n{BASES}'
+    parts = [head, *imports.copied.values(), *classes, f"STAGES = {{{table}}}"]
     return "\n\n\n".join(parts) + "\n"
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..graph.follow.coupling import coupled_miss
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
+from ..graph.tables.picked_rows import PickRules, picked_rows
 from ..ir.errors import DoesNotFit, PassError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype
@@ -102,7 +103,7 @@ def compile(
         result = _search(request, graphs, wishes, rows)
     best = result.best
     _require_runnable(request, best)
-    folder = _folder(request, result, rows)
+    folder = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
     graphs.forget()
     _tell(request.batch.shape, best.draft.graph.notes)
     return Job(
@@ -184,7 +185,15 @@ def _check_shards(draft: Draft) -> None:
         )
 
 
-def _folder(request: Request, result: SearchResult, rows: RowFacts) -> Folder:
+def _picks(graphs: Graphs, shape: BatchShape, result: SearchResult) -> tuple[fx.GraphModule | None, PickRules]:
+    """The check of a micro-batch of the plan, from the graph that no pass has rewritten."""
+    name, value = next((name, value) for name, value in result.best.draft.graph.inputs.items() if name in shape.leaves)
+    return picked_rows(graphs(shape.leaves[name][0][0] // value.shape[0]))
+
+
+def _folder(
+    request: Request, result: SearchResult, rows: RowFacts, picks: tuple[fx.GraphModule | None, PickRules]
+) -> Folder:
     best, shape = result.best, request.batch.shape
     draft, interface, loss = best.draft, best.draft.programs[0].interface, best.draft.graph.loss
     strategy = request.strategy if request.given_plan is None else request.given_plan.strategy
@@ -204,6 +213,7 @@ def _folder(request: Request, result: SearchResult, rows: RowFacts) -> Folder:
         evaluation=best.no_evaluation,
         loss=loss.terms,
         counts=loss.rules,
+        picks=picks[1],
         rows=rows,
         sizes=request.batch.sizes,
     )
@@ -214,7 +224,7 @@ def _folder(request: Request, result: SearchResult, rows: RowFacts) -> Folder:
         settings,
         print_files(request.model, draft, best.evaluation, plan),
         print_smaller(draft, best.evaluation, plan),
-        print_counts(loss),
+        print_counts(loss, picks[0]),
         _values(draft.graph.constants, interface),
     )
 

@@ -3,7 +3,7 @@
 device0.py ...   the programs        interface.json   what their names refer to
 plan.json        the decisions       hardware.yaml    the machine they are for
 settings.json    optimizer, precision, seed, batch, terms of the loss
-counts.py        what is counted over a batch, if anything is
+counts.py        what is counted over a batch, and checked in it, if anything is
 constants.safetensors   tensors that the model uses but does not register, if there are any
 """
 
@@ -17,12 +17,13 @@ from typing import Annotated
 import pydantic
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..codegen.counts_file import write_counts
 from ..codegen.file import Header, write_directory, write_file
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ..graph.loss_terms import CountRules, LossRules, LossTerm
+from ..graph.tables.picked_rows import PickRules
 from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
@@ -67,6 +68,7 @@ class Settings(BaseModel):
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
     loss: list[LossTerm] = []
     counts: CountRules = CountRules()
+    picks: PickRules = PickRules()  # what is checked in each batch
     rows: RowFacts = MEAN_OVER_ROWS  # how the loss depends on the rows of a batch
     sizes: BatchSizes | None = None  # those that differ from step to step; `batch` then has the most of each
 
@@ -143,10 +145,10 @@ def _read_program(path: Path, device: int) -> str:
 
 
 def _read_counts(folder: Path, settings: Settings) -> str:
-    if not settings.counts.means:
+    if not (settings.counts.means or settings.picks.bounds):
         return ""
     if not (folder / COUNTS_FILE).is_file():
-        raise PlanError(f"{folder} lacks {COUNTS_FILE}, which counts what the loss divides by")
+        raise PlanError(f"{folder} lacks {COUNTS_FILE}, which says what is counted and checked in a batch")
     return (folder / COUNTS_FILE).read_text(encoding="utf-8")
 
 
@@ -181,10 +183,11 @@ def print_smaller(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> di
     return found
 
 
-def print_counts(loss: LossRules) -> str:
-    """The text of `COUNTS_FILE`; "" where nothing is counted."""
-    graphs = {"counts": loss.counts, "divisors": loss.divisors}
-    return write_counts({name: graph for name, graph in graphs.items() if graph is not None}) if loss.counts else ""
+def print_counts(loss: LossRules, picks: fx.GraphModule | None = None) -> str:
+    """The text of `COUNTS_FILE`; "" where nothing is counted or checked."""
+    graphs = {"counts": loss.counts, "divisors": loss.divisors, "picks": picks}
+    there = {name: graph for name, graph in graphs.items() if graph is not None}
+    return write_counts(there) if there else ""
 
 
 def _header(draft: Draft, program: Program, plan: Plan, lane: int = 0) -> Header:

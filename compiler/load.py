@@ -53,7 +53,7 @@ def load(
     read_optimizer(folder.settings.optimizer, f"{Path(directory, 'settings.json')}", trust)
     open_directory(directory, folder.interface, trusted)
     if folder.counts:
-        open_counts(folder.settings.counts, Path(directory, COUNTS_FILE), trusted)
+        open_counts(folder.settings, Path(directory, COUNTS_FILE), trusted)
     programs = [file.step for file in files]
     folder.hardware = _reserve_model(folder, files, model)
     return Job(

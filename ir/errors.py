@@ -81,11 +81,11 @@ class VerifyError(PenstockError):
 
 
 class BatchError(PenstockError):
-    """A batch differs in names, shapes or dtypes from what was compiled."""
+    """A batch differs in names, shapes or dtypes from what was compiled, or a forward does not take its values."""
 
 
 class NonFiniteLoss(PenstockError):
-    """The loss became NaN or infinite; nothing was saved over an earlier checkpoint."""
+    """The loss became NaN or infinite; the message says whether the weights have taken the step."""
 
 
 class BudgetExceeded(PenstockError):

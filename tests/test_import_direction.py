@@ -31,7 +31,8 @@ ORDER = {
     ),
     "runtime": (
         "torch_names", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names",
-        "scratch", "nodes", "threads", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference",
+        "scratch", "bad_step", "nodes", "threads", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage",
+        "reference",
         "device", "emulate", "measure", "processes",
     ),
     "graph": (

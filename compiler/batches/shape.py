@@ -116,7 +116,7 @@ class BatchShape:
             if now != then:
                 raise BatchError(
                     f"batch[{name!r}] is {now}, compiled as {then}; what is no tensor is part of the programs: compile "
-                    "again for another value"
+                    "again for another value, or leave it out of example_inputs and batches if the model does without"
                 )
         return found
 

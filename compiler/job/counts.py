@@ -19,6 +19,7 @@ from ...ir.program import Interface, ParamSpec, StageSpec
 from ...runtime.device.file import StageClass, open_stages
 from ...runtime.source.trust import Trust
 from ...runtime.torch_names import tree_map
+from ..folder import Settings
 
 LossWeight = Callable[[Any], Any]
 T = TypeVar("T")
@@ -31,11 +32,14 @@ def counts_spec(rules: CountRules) -> StageSpec:
     return StageSpec("counts", (), (), (), buffers)
 
 
-def open_counts(rules: CountRules, path: Path, trust: Trust) -> Mapping[str, StageClass]:
+def open_counts(settings: Settings, path: Path, trust: Trust) -> Mapping[str, StageClass]:
     """The classes of a folder's file of counts. Raises `VerifyError` with the line of what is wrong with it."""
-    specs = {"counts": counts_spec(rules)}
+    rules = settings.counts
+    specs = {"counts": counts_spec(rules)} if rules.means else {}
     if rules.transforms:
         specs["divisors"] = StageSpec("divisors", (), (), ())
+    if settings.picks.bounds:
+        specs["picks"] = StageSpec("picks", (), (), ())
     return open_stages(path, Interface(specs, {}), trust)
 
 
@@ -56,9 +60,9 @@ class BatchCounts:
         self.rules, self.counts, self.divisors, self.loss_weight = rules, counts, divisors, loss_weight
 
     @staticmethod
-    def from_file(rules: CountRules, path: Path, buffers: Mapping[str, Tensor], trust: Trust) -> BatchCounts:
+    def from_file(settings: Settings, path: Path, buffers: Mapping[str, Tensor], trust: Trust) -> BatchCounts:
         """The counts that a folder's file makes. `buffers`: the values of those of `Counts`."""
-        made = open_counts(rules, path, trust)
+        made, rules = open_counts(settings, path, trust), settings.counts
         counts = made["counts"]()
         for name, buffer in counts.named_buffers():
             buffer.copy_(buffers[name])

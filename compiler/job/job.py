@@ -168,9 +168,11 @@ class Job:
         loss of the whole batch, of which `explain` says how micro-batches make it.
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
-        loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run; `NonFiniteLoss`
-        after a whole step; `WorkerError` or `BudgetExceeded` where the step broke off: then only `resume` or `close` is
-        possible; `CheckpointError`, before anything has run, where a save in the background has failed. Ctrl-C raises
+        loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run, or where a
+        forward failed, and `NonFiniteLoss`: on CPU devices the step is undone, and the job is as before it; elsewhere
+        `NonFiniteLoss` comes after a whole step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
+        `resume` or `close` is possible; `CheckpointError`, before anything has run, where a save in the background has
+        failed. Ctrl-C raises
         KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks the step off. Raises
         `PlanError` after `close`, and where `requires_grad` of a parameter is another than at compile.
         """
@@ -202,12 +204,8 @@ class Job:
                 "job.sync() and evaluate the model itself"
             )
         leaves = self._inputs.for_call("evaluate", batch, "evaluate" if outputs else "evaluate(outputs=False)")
-        driver = self.driver
-        with finishing("evaluate"):
-            with self._run.breaking():
-                result = driver.evaluate(leaves, loss_only=not outputs)
-            driver.stop_if_interrupted()
-        return Outputs({name: join(values) for name, values in result.values.items() if values})
+        values = self._run.evaluate(leaves, loss_only=not outputs)
+        return Outputs({name: join(tensors) for name, tensors in values.items() if tensors})
 
     @property
     def rows(self) -> range:

@@ -38,6 +38,7 @@ from ...runtime.state.weights import (
 )
 from ..folder import Folder
 from ..stale import Unsynced, hide_marks, mark, tell_if_marked, unmark
+from .bad_values import nan_text
 from .feed import Feed
 from .preflight import require_constants, require_machine
 from .state import Held, identity_of, load_checkpoint, require_base, require_one_checkpoint, stage_states
@@ -155,6 +156,7 @@ class JobRun:
             ssd_dirs=settings.ssd_dirs,
             ssd_verify=settings.ssd_verify,
             compile_stages=settings.compile_stages,
+            stop_on_nan=settings.stop_on_nan,
             trust=self.trust,
         )
 
@@ -221,9 +223,12 @@ class JobRun:
         with finishing("step"):
             with self.breaking():
                 values = driver.begin_step(leaves)
+                refused = driver.undo_bad_step()
             loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
             if self._unfinished is not None:
                 self._end_step(self._unfinished, driver.report_before())
+            if refused is not None:
+                raise self._left_out(refused, leaves)
             self.step_count += 1
             self._mark()
             self.feed.advance()
@@ -233,6 +238,17 @@ class JobRun:
             self._require_finite(float(loss))
             driver.stop_if_interrupted()
         return loss
+
+    def evaluate(self, leaves: Mapping[str, Tensor], loss_only: bool) -> dict[str, list[Tensor]]:
+        """The results of an evaluation of these leaves of a batch, by name, one for each micro-batch."""
+        driver = self.driver
+        with finishing("evaluate"):
+            with self.breaking():
+                result = driver.evaluate(leaves, loss_only)
+            if result.refusal is not None:
+                raise result.refusal
+            driver.stop_if_interrupted()
+        return result.values
 
     @property
     def has_stepped(self) -> bool:
@@ -288,6 +304,16 @@ class JobRun:
             if stage not in self.ungraphed:
                 warnings.warn(f"cuda_graphs: {stage} runs as written: {reason}", stacklevel=6)
         self.ungraphed = found
+
+    def _left_out(self, refused: PenstockError, leaves: Mapping[str, Tensor]) -> PenstockError:
+        """The error of a step that was undone."""
+        if not isinstance(refused, NonFiniteLoss):
+            return refused
+        return NonFiniteLoss(
+            f"{refused} in step {self.step_count + 1}{nan_text(leaves)}: the step was left out; weights, states and "
+            "step_count are as before it. Go on with another batch, lower the learning rate, set max_grad_norm, or "
+            "compile with stop_on_nan=False"
+        )
 
     def _require_finite(self, loss: float) -> None:
         if math.isfinite(loss) or not self.folder.settings.stop_on_nan:

@@ -21,7 +21,8 @@ from ...runtime.state.weights import WeightSource, stage_buffers
 from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
 from ..packing.limit import DocumentLimit
-from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, rows_of
+from .bad_values import PickCheck
+from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, open_counts, rows_of
 from .feed import PART, WHOLE
 from .run import JobRun
 from .state import whole_state
@@ -46,6 +47,7 @@ class StepInputs:
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
         self._counter: BatchCounts | None = None
+        self._picks: PickCheck | None = None
         self.documents = DocumentLimit.from_plan(folder.plan)
 
     def for_call(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
@@ -74,10 +76,16 @@ class StepInputs:
                 rows = self.feed.shape.entries(self.documents.positions, self.feed.shape.size)
                 positions = leaves[self.documents.positions]
                 self.documents.check(positions.split(rows // self.interface.total_micro_batches))
-            return ReadBatch(leaves, kind, self._count(batch, leaves, kind))
+            return ReadBatch(leaves, kind, self._count(batch, leaves, kind) if kind else None)
         parts, kind = self.feed.cut(function, batch, needed)
         if not kind:
             return ReadBatch()
+        first = 0
+        for part in parts:
+            name, value = next(iter(part.leaves.items()))
+            rows = len(value) * self.feed.shape.size // self.feed.shape.entries(name, self.feed.shape.size)
+            self.picks.check(part.leaves, 1, first, rows)
+            first += rows
         if self.documents is not None and all(self.documents.positions in part.leaves for part in parts):
             self.documents.check([part.leaves[self.documents.positions] for part in parts])
         leaves = self.feed.any_sizes.pad(parts)
@@ -128,7 +136,17 @@ class StepInputs:
         run, driver = self.run, self.run.driver
         assert run.directory is not None
         buffers = counted_buffers(run.folder, driver, run.source)
-        return BatchCounts.from_file(self.rules, run.directory / COUNTS_FILE, buffers, run.trust)
+        return BatchCounts.from_file(run.folder.settings, run.directory / COUNTS_FILE, buffers, run.trust)
+
+    @property
+    def picks(self) -> PickCheck:
+        """The check of a batch's numbers. Starts the devices, with which its file is written."""
+        if self._picks is None:
+            run, settings, made = self.run, self.run.folder.settings, None
+            if settings.picks.bounds and run.driver and run.directory is not None:
+                made = open_counts(settings, run.directory / COUNTS_FILE, run.trust)["picks"]()
+            self._picks = PickCheck(settings.picks, made)
+        return self._picks
 
     def forget(self) -> None:
         """Make the counter anew for the next batch: the devices may have other buffers."""
@@ -138,12 +156,15 @@ class StepInputs:
         return {name: value for name, value in leaves.items() if name in self.interface.batch}
 
     def _count(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
-        """The counts of this process's rows, on a rank of torchrun of its lane's; None without the inputs to count."""
-        feed = self.feed
-        if not self.rules.divisors or not kind or not leaves.keys() >= set(self.rules.inputs):
-            return None
+        """The counts of this process's rows, on a rank of torchrun of its lane's; None without the inputs to count.
+        Raises `BatchError` for numbers out of their bounds."""
+        feed, first = self.feed, 0
         if len(feed.rows) < feed.shape.size and kind == WHOLE:
             batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
+            first = feed.rows.start
+        self.picks.check(leaves, len(feed.micro_batches), first, len(feed.rows))
+        if not self.rules.divisors or not leaves.keys() >= set(self.rules.inputs):
+            return None
         return self.counter().count(batch, leaves, len(feed.micro_batches))
 
     def _divisors(self, function: str, rows: Sequence[Counts | None], kind: str) -> dict[str, Tensor]:

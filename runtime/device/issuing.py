@@ -158,6 +158,9 @@ class Issuing:
         self.accounted = plan.counted is None or plan.counted[0] != self.live_before  # else it would find the same
         self.pinned: dict[str, Sequence[Tensor]] = {}  # inputs of the batch by micro-batch, as they are copied to a GPU
         self.step_count = state.step_count  # the number of steps before this one
+        self.bad_step, self.stop_on_nan = state.bad_step, state.stop_on_nan
+        self.number = self.bad_step.number if plan.trains and self.bad_step is not None else 0  # as it counts steps
+        self.zeroed: set[tuple[str, int | None]] = set()  # stage and micro-batch of forwards that failed
         self.events: list[Event | None] = [None] * len(plan.ops)
         self._before = before
         self._cursor = 0

@@ -69,6 +69,7 @@ class Issue:
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
     adds_on: bool = False  # another backward adds to its gradients
+    losses: tuple[int, ...] = ()  # the numbers of those of its results that are losses
     waits: tuple[int, ...] = ()
     before: tuple[int, ...] = ()  # as `waits`, ops of the step before, where one may be under way
     least_s: float = 0.0  # the least seconds of a transfer on throttled links
@@ -97,6 +98,7 @@ class Issues:
     counted: tuple[dict[str, int], dict[str, int]] | None = None  # of a run, per memory: bytes before it, and its peak
     forwards: tuple[int, ...] = ()  # per stage and micro-batch the first forward
     has_sizes: bool = False  # the sizes of micro-batches differ
+    trains: bool = False
 
     @property
     def batch_names(self) -> list[str]:
@@ -118,12 +120,15 @@ def plan_issues(
     offsets = {node: offset for arena in arenas for node, offset in arena.offsets.items()}
     staging = {node: offset for arena in arenas for node, offset in arena.staging.items()}
     lines = line_numbers(program)
-    plan = Issues([], profile.arenas, profile.persistent, homes_of(program), has_sizes=bool(program.interface.sizes))
+    plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
+    plan.has_sizes, plan.trains = bool(program.interface.sizes), program.function == "step"
     index_of: dict[fx.Node, int] = {}
+    losses = set(program.results().get("loss", ()))
     for node in program.ops():
         work = work_of(program, node)
         index_of[node] = len(plan.ops)
         plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(work)))
+        plan.ops[-1].losses = tuple(i for i, value in enumerate(values_of(node)) if value in losses)
         if node in staging:
             plan.ops[-1].staging = staging[node], work.workspace_bytes
         if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:

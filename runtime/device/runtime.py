@@ -7,12 +7,13 @@ of DRAM, so an op that would exceed one raises, whatever has run so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...ir.errors import NonFiniteLoss, PenstockError
 from ...ir.program import holders
 from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from ..optimizer.hooks import run_hooks
@@ -24,6 +25,8 @@ from .messages import Messages
 from .prepare import Issue
 from .transfers import Transfers
 from .versions import Versions
+
+Made = TypeVar("Made")
 
 
 class DeviceRuntime(Transfers, Messages, Versions):
@@ -40,11 +43,41 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         def run() -> list[Any]:
             store.runner.bind(bound.value)
-            outputs, kept = store.runner.forward([box.value for box in boxes], seed, keep)
+            if self.bad_step is not None:
+                store.runner.note_buffers(self.step_count)
+            values = [box.value for box in boxes]
+            outputs, kept = self._try(issue, values, lambda given: store.runner.forward(given, seed, keep))
+            self._judge_losses(issue, outputs)
             self._let_go(store, bound.value)
             return [*outputs, kept] if keep else outputs
 
         return tuple(self._launch(issue, boxes, run))
+
+    def _try(self, issue: Issue, values: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Made]) -> Made:
+        """The result of a forward. Where its inputs make it fail and the step can be undone, that of zeros: all devices
+        come to the end of the step, and none has waited in vain."""
+        if self.bad_step is None or self.interface.team > 1:  # members of a team meet inside of forwards
+            return run(values)
+        try:
+            return run(values)
+        except PenstockError:
+            raise
+        except Exception as error:  # of any kind, by what the user's lines call
+            self.bad_step.note(self.number, issue, error)
+            self.zeroed.add((issue.stage, issue.micro_batch))
+            return run([torch.zeros_like(value) for value in values])
+
+    def _judge_losses(self, issue: Issue, outputs: Sequence[Tensor]) -> None:
+        """Find the step bad by a loss that is not finite. In fp16 its scale is judged by the gradients."""
+        if self.bad_step is not None and self.stop_on_nan and self.state.loss_scale is None:
+            for i in issue.losses:
+                if not bool(torch.isfinite(outputs[i])):
+                    self.bad_step.note(self.number, issue, NonFiniteLoss(f"the loss is {float(outputs[i])}"))
+
+    @property
+    def _is_bad(self) -> bool:
+        """Whether no update is to be made in this step."""
+        return self.bad_step is not None and self.bad_step.spoils(self.number)
 
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
         issue = self._next("evaluate")
@@ -55,7 +88,8 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         def run() -> list[Any]:
             runner.bind(bound.value)
-            return runner.evaluate([box.value for box in boxes], seed)
+            values = [box.value for box in boxes]
+            return self._try(issue, values, lambda given: runner.evaluate(given, seed))
 
         return tuple(self._launch(issue, boxes, run))
 
@@ -94,12 +128,19 @@ class DeviceRuntime(Transfers, Messages, Versions):
                 values = [d * scale if isinstance(d, float) else value for d, value in zip(douts, values)]
             graph = None if kept_box is None else kept_box.value
             store.runner.bind(bound.value)
-            inputs_now = [None if box is None else box.value for box in boxes]
+            inputs_now = self._inputs_again(issue, boxes)
             dinputs, total = store.runner.backward(graph, inputs_now, values, so_far, seed, places, issue.adds_on)
             self._let_go(store, bound.value)
             return [*dinputs, Grads(total, flats=flats)]
 
         return tuple(self._launch(issue, reads, run, () if grads_box is None else (grads_box,)))
+
+    def _inputs_again(self, issue: Issue, boxes: Sequence[Box | None]) -> list[Tensor | None]:
+        """The inputs on which a backward runs forward again: those that forward ran on."""
+        found = [None if box is None else box.value for box in boxes]
+        if (issue.stage, issue.micro_batch) in self.zeroed:
+            return [None if value is None else torch.zeros_like(value) for value in found]
+        return found
 
     def _output_gradients(self, douts: Sequence[Handle | float | None]) -> list[Box | None]:
         """The gradients of a stage's outputs; those of the loss are numbers, and scaled here, unless the scale is not
@@ -134,7 +175,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         def run() -> list[Any]:
             runner.bind(bound.value)
             values = [None if box is None else box.value for box in given]
-            inputs_now = [None if box is None else box.value for box in boxes]
+            inputs_now = self._inputs_again(issue, boxes)
             dinputs, rest = runner.backward_input(kept_box.value, inputs_now, values, seed)
             return [*dinputs, rest]
 
@@ -262,7 +303,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             finite = squares is None or bool(torch.isfinite(squares.value))
             if squares is not None and self.scales is not None:
                 self.scales.note(number, finite)
-            if finite:
+            if finite and not self._is_bad:
                 store.update(box.value, staged, factor, self._draw(stage, box.value.part))
             else:
                 store.skip(staged)
@@ -289,7 +330,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         def run() -> list[Any]:
             verdict = judge(squares.value, max_norm, loss_scale)
-            if verdict is not Verdict.KEEP:
+            if verdict is not Verdict.KEEP and not self._is_bad:
                 clipped = verdict is Verdict.REDO
                 store.redo(box.value, clip_factor(squares.value, max_norm, self.loss_scale) if clipped else None)
             return []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir import ops
-from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
+from ...ir.errors import BatchError, BudgetExceeded, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import (
     Program,
@@ -31,6 +31,7 @@ from ...ir.program import (
 )
 from ...ir.units import format_bytes
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
+from ..bad_step import BadStep
 from ..simulate import Span
 from ..stage.saver import Saver
 from ..stage.warm import warm_up
@@ -62,6 +63,7 @@ class StepResult:
 
     values: dict[str, list[Tensor]]
     report: dict[str, Any]
+    refusal: PenstockError | None = None  # why the run is to be undone, as this device has found
 
 
 @dataclass(eq=False)
@@ -104,6 +106,7 @@ class DeviceSession:
         file: DeviceFile,
         link: PeerLink | None = None,
         board: MutableSequence[int] | None = None,
+        bad_step: BadStep | None = None,
     ):
         self.setup, self.file, self.link, self.index, self.spec = setup, file, link, setup.index, setup.spec
         self.device = self._find_device()
@@ -116,7 +119,10 @@ class DeviceSession:
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
         if any(map(takes_turns, programs.values())) or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
-        self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
+        # A GPU's updates are issued before its forwards are over; an asynchronous step has made some already.
+        undoable = self.device.type == "cpu" and not setup.interface.asynchronous
+        self.bad_step = bad_step if undoable else None
+        self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device, self.bad_step)
         account = self.state.memory.accounts[ops.DRAM]
         self.saver = Saver(self.state.stores, setup.interface.stages, self.device, account, f"{LASTING}copy to save")
         if link is not None and self.device.type == "cuda":
@@ -128,6 +134,7 @@ class DeviceSession:
         self.shares_generators = False
         self.tail: Run | None = None  # the step that has given its results and may still be at work
         self._ended_s = 0.0  # when the last run ended
+        self._counters_before: tuple[dict[str, Any], int] = {}, 0  # and of evaluations, before the step that began last
         self._report_of_tail: dict[str, Any] = {}
         self.report_before: dict[str, Any] = {}  # of the step before the one that began last; empty at the first
         if setup.compile_stages:
@@ -267,6 +274,9 @@ class DeviceSession:
         if self.tail is not None and self.drain is not None:
             self.finish_step()
         before, self.tail = self.tail, None
+        self._counters_before = self.state.counters(), self.state.evaluation_count
+        if self.bad_step is not None:
+            self.bad_step.number += 1
         run = self._issue("step", batch, before)
         self.state.count_step()
         if before is not None:
@@ -285,6 +295,27 @@ class DeviceSession:
         """Wait for the end of the last step, and return its report. Any other use of the device must come after."""
         return self._finish(0)
 
+    def refusal(self) -> PenstockError | None:
+        """The reason to undo the last step, or evaluation, if this device has found it bad."""
+        if self.bad_step is None or self.bad_step.found is None:
+            return None
+        issue, error = self.bad_step.found
+        if isinstance(error, NonFiniteLoss):
+            return error
+        located = self._with_place(Fault(issue, error), 0)
+        return BatchError(f"{located}\nThe batch was left out: weights, states and step count are as before it")
+
+    def undo_step(self) -> None:
+        """Be as before the last step, in which no device has made an update; wait for its end."""
+        assert self.bad_step is not None
+        self.finish_step()
+        counters, evaluations = self._counters_before
+        self.state.load_counters(counters)
+        self.state.evaluation_count = evaluations
+        for store in self.state.stores.values():
+            store.runner.put_back_buffers(counters["step"])
+        self.bad_step.found = None
+
     def _finish(self, number: int) -> dict[str, Any]:
         run, self.tail = self.tail, None
         if run is not None and self.broken is None:
@@ -300,8 +331,12 @@ class DeviceSession:
         run = self._issue("evaluate", batch)
         report = self._end(run, run.number)
         values = self._values_of(run, loss_only)
-        self.state.evaluation_count += 1
-        return StepResult(values, report)
+        refusal = self.refusal()
+        if refusal is not None and self.bad_step is not None:
+            self.bad_step.found = None
+        else:
+            self.state.evaluation_count += 1
+        return StepResult(values, report, refusal)
 
     def _check(self, batch: Mapping[str, Tensor], function: str) -> None:
         if self.broken is not None:

@@ -34,7 +34,8 @@ class HostShare:
 @dataclass(frozen=True)
 class DeviceSetup:
     """Everything that one device needs to start. `file`: its generated file, a program of `interface`; `trust`: how far
-    its other text may run. `compile_stages`: blocks are run by `torch.compile`."""
+    its other text may run. `compile_stages`: blocks are run by `torch.compile`. `stop_on_nan`: a step whose loss is not
+    finite makes no update, where it can be undone."""
 
     index: int
     file: Path
@@ -48,6 +49,7 @@ class DeviceSetup:
     paces: Paces = field(default_factory=Paces)
     trust: Trust = OWN
     compile_stages: bool = False
+    stop_on_nan: bool = False
 
     @property
     def spec(self) -> Device:

@@ -15,6 +15,7 @@ from ...ir.errors import HardwareError, PlanError
 from ...ir.precision import Precision
 from ...ir.program import Account, Interface, StageHome, team_of
 from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
+from ..bad_step import BadStep
 from ..optimizer.gradients import LossScale, LossScales
 from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
@@ -133,9 +134,10 @@ class SessionMemory:
 class DeviceState:
     """The stages of one device in its memories, and how far its run is.
 
-    `resident`: the weights of each stage or, for a shard, which is gathered before use, its flat buffer. Raises
-    `BudgetExceeded` if what persists is already too much, `HardwareError` for directories that cannot be used,
-    `DoesNotFit` if the disks lack the room, `PlanError` if torch.compile lacks what it needs.
+    `resident`: the weights of each stage or, for a shard, which is gathered before use, its flat buffer. `bad_step`:
+    None where steps cannot be undone. Raises `BudgetExceeded` if what persists is already too much, `HardwareError` for
+    directories that cannot be used, `DoesNotFit` if the disks lack the room, `PlanError` if torch.compile lacks what it
+    needs.
     """
 
     def __init__(
@@ -145,8 +147,10 @@ class DeviceState:
         interface: Interface,
         plans: Mapping[str, Issues],
         device: torch.device,
+        bad_step: BadStep | None = None,
     ):
         self.index, self.interface, self.device = setup.index, interface, device
+        self.bad_step, self.stop_on_nan = bad_step, setup.stop_on_nan
         self._member: dict[str, Tensor] = {}  # this device's number in groups over lanes
         self.seed, self.step_count = setup.seed, 0
         self.evaluation_count = 0  # since the last step

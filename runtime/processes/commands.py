@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ir.errors import CheckpointError
+from ...ir.errors import CheckpointError, error_from_data, error_to_data
 from ...ir.program import RowPart
 from ..device.session import DeviceSession, StepResult
 from ..stage.store import StagePart
@@ -36,7 +36,12 @@ def begin_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors
     """As `run_step`, but the report is that of the step before; this one's comes from `finish_step`, or with the next
     step. See `DeviceSession.begin_step`."""
     values = session.begin_step(tensors)
-    return pack_result(StepResult(values, session.report_before))
+    return pack_result(StepResult(values, session.report_before, session.refusal()))
+
+
+def undo_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    session.undo_step()
+    return {}, {}
 
 
 def finish_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
@@ -165,7 +170,8 @@ def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> 
 COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer]] = {
     f.__name__: f
     for f in (
-        run_step, begin_step, finish_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard,
+        run_step, begin_step, finish_step, undo_step, run_evaluate, load_stage, stage_state, load_stage_state,
+        write_shard,
         need_of_save, begin_save,
         read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
     )
@@ -175,14 +181,16 @@ COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer
 def pack_result(result: StepResult) -> Answer:
     """The result's values as tensors named "name/micro-batch"."""
     tensors = {f"{name}{SEPARATOR}{m}": v for name, values in result.values.items() for m, v in enumerate(values)}
-    return {"report": result.report, "names": list(result.values)}, tensors
+    refusal = None if result.refusal is None else error_to_data(result.refusal)
+    return {"report": result.report, "names": list(result.values), "refusal": refusal}, tensors
 
 
 def unpack_result(header: Mapping[str, Any], tensors: Tensors) -> StepResult:
     values: dict[str, list[Tensor]] = {name: [] for name in header["names"]}
     for key, tensor in tensors.items():  # in order of the micro-batches
         values[key.rpartition(SEPARATOR)[0]].append(tensor)
-    return StepResult(values, dict(header["report"]))
+    refusal = None if header["refusal"] is None else error_from_data(header["refusal"], "a device", None)
+    return StepResult(values, dict(header["report"]), refusal)
 
 
 def pack_state(state: StagePart, with_optimizer: bool = True) -> Answer:

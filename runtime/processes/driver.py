@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from ...ir import ops
-from ...ir.errors import PenstockError, PlanError, WorkerError
+from ...ir.errors import NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import SIZES, Program, place_of
+from ..bad_step import BadStep
 from ..device.session import DeviceSession, StepResult
 from ..scratch import Keeper
 from ..simulate import Span, Timeline
@@ -90,15 +91,23 @@ class Driver:
         self._begun = self._run("begin_step", "step", batch, {})
         return merge_values(self._begun)
 
+    def undo_bad_step(self) -> PenstockError | None:
+        """Undo the step that began last, where a device has found it bad. Returns why it has."""
+        found = refusal_of(self._begun)
+        if found is not None:
+            self.call_all("undo_step", {device: ({}, {}) for device in range(self.setup.interface.world_size)})
+        return found
+
     def report_before(self) -> dict[str, Any]:
         """The report of the step before the one that began last, for which nothing waits: it came with that one. There
         must have been such a step since the driver began."""
         return merge_results([StepResult({}, result.report) for result in self._begun], self.setup.hardware).report
 
     def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
-        """Forward only, in evaluation mode. With `loss_only` devices keep all other outputs to themselves."""
+        """Forward only, in evaluation mode. With `loss_only` devices keep all other outputs to themselves. What has a
+        `refusal` is no result."""
         results = self._run("run_evaluate", "evaluate", batch, {"loss_only": loss_only})
-        return merge_results(results, self.setup.hardware)
+        return replace(merge_results(results, self.setup.hardware), refusal=refusal_of(results))
 
     def _run(
         self, command: str, function: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]
@@ -111,7 +120,7 @@ class Driver:
         if self.setup.interface.team == 1:
             return results
         speaks = self.setup.whole.speaks
-        return [r if speaks(device) else StepResult({}, r.report) for device, r in enumerate(results)]
+        return [r if speaks(device) else StepResult({}, r.report, r.refusal) for device, r in enumerate(results)]
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         self.setup.whole.check_batch(batch, self.inputs[function])
@@ -206,7 +215,7 @@ class InProcessDriver(Driver):
 
         own = setup.for_device(0)
         share = replace(own.share, num_threads=None)
-        self.session: DeviceSession = build_session(replace(own, share=share), None)
+        self.session: DeviceSession = build_session(replace(own, share=share), None, bad_step=BadStep([0]))
         self.session.shares_generators = self.session.device.type == "cpu"  # a GPU's draws are issued before the return
         self._saved: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
         self.session.saver.tell = lambda number, answer: self._saved.put((number, answer))
@@ -229,7 +238,7 @@ class InProcessDriver(Driver):
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         if command == "begin_step":
             values = self.session.begin_step(self._own(batch))
-            return [StepResult(values, self.session.report_before)]
+            return [StepResult(values, self.session.report_before, self.session.refusal())]
         return [self.session.evaluate(batch, **args)]
 
     def finish_step(self) -> dict[str, Any]:
@@ -246,6 +255,12 @@ class InProcessDriver(Driver):
 def loaded_names(program: Program) -> set[str]:
     """The inputs of the batch that a program loads."""
     return {str(node.args[1]) for node in program.ops() if node.target is ops.load}
+
+
+def refusal_of(results: Sequence[StepResult]) -> PenstockError | None:
+    """The reason to undo a run: a loss that is not finite may follow from a forward that failed."""
+    found = [result.refusal for result in results if result.refusal is not None]
+    return min(found, key=lambda error: isinstance(error, NonFiniteLoss), default=None)
 
 
 def result_of(answer: Answer) -> StepResult:

@@ -142,7 +142,8 @@ class LocalWorkers(Driver):
         own = self.setup.for_device(device)
         share = replace(own.share, hostname=LOOPBACK)
         setup = replace(own, share=share, paces=self._paces(device), timeout_s=NEVER_S)
-        return {"store": os.path.join(self.scratch, "store"), "setup": setup.to_json()}
+        paths = {name: os.path.join(self.scratch, name) for name in ("store", "bad_step")}
+        return {**paths, "setup": setup.to_json()}
 
     def _paces(self, device: int) -> Paces:
         hardware, found = self.setup.hardware, self.setup.shared_transfers

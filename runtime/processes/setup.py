@@ -38,7 +38,7 @@ class RunSetup:
 
     `ssd_dirs` are directories for files, one per SSD, the same on every host; by default each host's own in the
     hardware document. `ssd_verify` checks everything that is read from SSD. `trust`: how far the files may run.
-    `compile_stages`: blocks are run by `torch.compile`.
+    `compile_stages`: blocks are run by `torch.compile`. `stop_on_nan`: see `DeviceSetup`.
     """
 
     files: Sequence[Path]
@@ -52,6 +52,7 @@ class RunSetup:
     ssd_verify: bool = False
     trust: Trust = OWN
     compile_stages: bool = False
+    stop_on_nan: bool = False
 
     @cached_property
     def roles(self) -> list[dict[str, Program]]:
@@ -161,6 +162,7 @@ class RunSetup:
             share,
             trust=self.trust,
             compile_stages=self.compile_stages,
+            stop_on_nan=self.stop_on_nan,
         )
 
     def ssd_dirs_of(self, host: int) -> list[str]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ...ir.errors import error_to_data
 from ...ir.program import bound_interface
 from ..accelerator import current
+from ..bad_step import BadStep
 from ..device.host import keep_freed_memory
 from ..device.named_streams import STREAM_SLOTS
 from ..device.peers import PeerLink, group_members
@@ -51,9 +52,13 @@ def open_board(path: str | Path, create: bool = False) -> MutableSequence[int]:
 
 
 def build_session(
-    setup: DeviceSetup, store: dist.Store | None, board: MutableSequence[int] | None = None
+    setup: DeviceSetup,
+    store: dist.Store | None,
+    board: MutableSequence[int] | None = None,
+    bad_step: BadStep | None = None,
 ) -> DeviceSession:
-    """The session of the device that `setup` describes, connected to the others."""
+    """The session of the device that `setup` describes, connected to the others. `bad_step`: None where these are not
+    all on this host."""
     device, rehearsed = torch.device("cpu"), setup.paces.waits_s is not None
     if setup.spec.kind == "cuda" and not rehearsed:
         device = torch.device("cuda", setup.share.gpu)
@@ -64,7 +69,7 @@ def build_session(
         torch.set_num_threads(setup.share.num_threads)
     with current(device):
         link = None if setup.interface.world_size == 1 else _connect(setup, store, device)
-        return (RehearsedSession if rehearsed else DeviceSession)(setup, setup.open_file(), link, board)
+        return (RehearsedSession if rehearsed else DeviceSession)(setup, setup.open_file(), link, board, bad_step)
 
 
 def _connect(setup: DeviceSetup, store: dist.Store | None, device: torch.device) -> PeerLink:
@@ -105,7 +110,7 @@ def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.s
                 setup = DeviceSetup.from_json(header["setup"])
                 store = dist.FileStore(header["store"], setup.interface.world_size)
                 store.set_timeout(timedelta(seconds=setup.timeout_s))
-                session = build_session(setup, store, board)
+                session = build_session(setup, store, board, BadStep.open(Path(header["bad_step"])))
                 session.saver.tell = tell
                 answer = {"batch_names": session.batch_names}, {}
             else:

@@ -77,6 +77,7 @@ class StageRunner:
         self._buffers = _named_buffers(module)
         self._changing: list[str] | None = None  # buffers that a forward changes, known after the first
         self._training = {m: m.training for m in module.modules()}
+        self._noted: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and its buffers before the first forward
         self._evaluating = False
         self._bound: dict[str, Tensor] | None = None
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
@@ -132,6 +133,23 @@ class StageRunner:
         """The buffers as they are now, not copied."""
         return {name: owner._buffers[key] for name, (owner, key) in self._buffers.items()}  # type: ignore[misc]
 
+    def note_buffers(self, step: int) -> None:
+        """Note the buffers that forwards of a step change, before the first of them."""
+        if step != self._noted[0]:
+            names = self._buffers if self._changing is None else self._changing
+            buffers = {name: buffer for name, buffer in self.buffers().items() if name in names}
+            copies = {id(buffer): buffer.clone() for buffer in buffers.values()}  # one for all names of a tied buffer
+            self._noted = step, {name: copies[id(buffer)] for name, buffer in buffers.items()}
+
+    def put_back_buffers(self, step: int) -> None:
+        """Be as noted before this step."""
+        if step == self._noted[0]:
+            for name, tensor in self._noted[1].items():
+                owner, key = self._buffers[name]
+                owner._buffers[key] = tensor
+            self._noted = -1, {}
+            self._bound = None  # which storages no output may share
+
     # --- the ways to run
 
     def try_blocks(self, keeps: Sequence[bool | Sequence[str]]) -> None:
@@ -176,12 +194,14 @@ class StageRunner:
             return graphed, None if slot is None else Kept.from_graph(slot, self.graphs.kept_bytes)
         first = self._changing is None
         self._renew_changing()
-        before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
+        before = self._noted[1] or ({name: b.clone() for name, b in self.buffers().items()} if first else {})
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping, first)
         if first:
             self._check_outputs(inputs, outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
+            step, noted = self._noted
+            self._noted = step, {name: noted[name] for name in self._changing if name in noted}
         kept = None
         if keeping is not None:
             keeping.finish()

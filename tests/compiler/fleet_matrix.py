@@ -160,9 +160,8 @@ def in_process(job: penstock.Job, model: nn.Module, seed: int = 0, optimizer: An
 
 def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with what the job counts over all of it."""
-    rules = job.folder.settings.counts
     with tempfile.TemporaryDirectory() as folder:
-        counter = BatchCounts.from_file(rules, job.write(folder) / COUNTS_FILE, {}, OWN)
+        counter = BatchCounts.from_file(job.folder.settings, job.write(folder) / COUNTS_FILE, {}, OWN)
     counts = counter.count(batch, batch, job.folder.interface.total_micro_batches)
     return batch | counter.inputs(counts)
 

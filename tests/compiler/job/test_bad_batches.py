@@ -1,0 +1,160 @@
+"""A batch that eager would refuse, or that makes the loss NaN: the step raises, and it is as if it had not been."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.ir.errors import BatchError, NonFiniteLoss
+
+ROWS, WORDS, WIDTH = 8, 50, 16
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Net(nn.Module):
+    """Buffers that forward changes, dropout, a table, a loss of classes and a check of the model's own. With `hidden`
+    the numbers depend on floats, so that they are not known before the step. Lanes refuse `buffers`."""
+
+    def __init__(self, hidden: bool = False, buffers: bool = True):
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if buffers else nn.LayerNorm(WIDTH)
+        self.drop, self.hidden, self.buffers_change = nn.Dropout(0.1), hidden, buffers
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+        if self.buffers_change:
+            self.calls += 1
+        if self.hidden:
+            zero = (x[:, :1] * 0).nan_to_num().long()
+            ids, labels = ids + zero, labels + zero
+        y = self.table(ids) + x[:, None]
+        for layer in self.layers:
+            y = y + self.drop(layer(y).relu())
+        torch._assert_async(x[0, 0] < 1e6)
+        return F.cross_entropy(self.head(self.norm(y.flatten(0, 1))), labels.flatten())
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, WORDS, (ROWS, 5), generator=generator) for _ in range(2))
+    return {"ids": ids, "x": torch.randn(ROWS, WIDTH, generator=generator), "labels": labels}
+
+
+def bad_batch(kind: str, seed: int = 0) -> dict[str, Tensor]:
+    batch, row = batch_of(1000 + seed), random.Random(seed).randrange(ROWS)
+    if kind == "id":
+        batch["ids"][row, 2] = WORDS + 27
+    elif kind == "negative id":
+        batch["ids"][row, 0] = -1
+    elif kind == "label":
+        batch["labels"][row, 1] = WORDS
+    elif kind == "check":
+        batch["x"][0, 0] = 1e7
+    elif kind == "dtype":
+        batch["x"] = batch["x"].double()
+    else:
+        batch["x"][row, 3] = float(kind)
+    return batch
+
+
+KINDS = ("id", "negative id", "label", "nan", "inf", "check", "dtype")
+
+
+def job_of(
+    num_devices: int = 1, hidden: bool = False, memory: str = "64MB", buffers: bool = True, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    options = {"optimizer": ADAMW, "strategy": "balanced", "micro_batches": 2, **options}
+    hardware = penstock.Hardware.cpu(num_devices, memory=memory)
+    return penstock.compile(Net(hidden, buffers).train(), hardware, example_inputs=batch_of(0), **options)
+
+
+def results(job: Any, kinds: list[str], steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Losses of good steps, each after its share of the bad `kinds`, the loss of an evaluation, and all that was
+    trained."""
+    losses, each = [], len(kinds) // steps
+    with job:
+        for step in range(steps):
+            for i, kind in enumerate(kinds[step * each : (step + 1) * each]):
+                with pytest.raises((BatchError, NonFiniteLoss)):
+                    job.step(bad_batch(kind, step * each + i))
+            assert job.step_count == step
+            losses.append(float(job.step(batch_of(step))))
+        return losses, float(job.evaluate(batch_of(99))["loss"]), job.state_dict()
+
+
+def require_equal(first: Any, second: Any) -> None:
+    assert first[:2] == second[:2]
+    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "hidden"), [(1, False), (1, True), pytest.param(2, True, marks=pytest.mark.multi)]
+)
+def test_bad_batches_leave_no_trace(num_devices: int, hidden: bool) -> None:
+    """The first step is among them, and a batch's numbers are known before the step, or not."""
+    without = results(job_of(num_devices, hidden), [], 3)
+    require_equal(results(job_of(num_devices, hidden), [*KINDS, *KINDS, *KINDS], 3), without)
+
+
+EARLY = "coarsen, partition-balanced{stages=4}, map-round-robin, schedule-pipeline, insert-remat, "
+EARLY += "insert-fetch{swap=true}, overlap-optimizer{clip=speculative}"
+WAYS: dict[str, dict[str, Any]] = {
+    "swapped": {"memory": "90kB", "strategy": "mobius", "micro_batches": 4},
+    "clipped": {"max_grad_norm": 0.01},
+    "lanes": {"num_devices": 2, "strategy": "data-parallel", "buffers": False},
+    "shards": {"num_devices": 2, "strategy": "zero3-offload", "buffers": False},
+    "zero bubble": {"num_devices": 2, "strategy": "zero-bubble"},
+    "early": {"max_grad_norm": 0.1, "strategy": EARLY, "memory": "90kB", "micro_batches": 4},
+    "low bits": {"precision": "bf16-true", "buffers": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_batches_leave_no_trace_in_any_way_to_run(way: str) -> None:
+    without = results(job_of(hidden=True, **WAYS[way]), [], 3)
+    require_equal(results(job_of(hidden=True, **WAYS[way]), [*KINDS, *KINDS, *KINDS], 3), without)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_two_hundred_bad_batches_each_before_a_good_one(num_devices: int) -> None:
+    kinds = [KINDS[i % len(KINDS)] for i in range(200)]
+    without = results(job_of(num_devices, hidden=True), [], 200)
+    require_equal(results(job_of(num_devices, hidden=True), kinds, 200), without)
+
+
+def test_an_error_names_input_row_value_and_bounds() -> None:
+    batch = batch_of(1)
+    batch["ids"][6, 3] = 77
+    with job_of() as job:
+        for call in (job.step, job.evaluate):
+            with pytest.raises(BatchError, match=r"batch\['ids'\] has 77 in row 6: the 50 rows of table .*are 0 to 49"):
+                call(batch)
+        batch = batch_of(1)
+        batch["labels"][5, 0] = -3
+        with pytest.raises(BatchError, match=r"batch\['labels'\] has -3 in row 5: .*0 to 49, and -100 is left out"):
+            job.step(batch)
+        batch["labels"][5, 0] = -100
+        job.step(batch)
+        batch["x"][4, 2] = float("nan")
+        place = r"nan in step 2 \(batch\['x'\] holds nan in row 4\).*stop_on_nan=False"
+        with pytest.raises(NonFiniteLoss, match=place):
+            job.step(batch)
+    with job_of(hidden=True) as job:
+        batch["ids"][1, 3] = 77
+        for call in (job.step, job.evaluate):
+            with pytest.raises(BatchError, match=r"micro-batch 0.*index out of range[\s\S]*self\.table.*\n.*left out"):
+                call(batch)
