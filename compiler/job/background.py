@@ -19,7 +19,6 @@ from ...ir.program import Interface
 from ...ir.units import format_bytes
 from ...runtime.processes.commands import STAGE_SEPARATOR, Tensors, pack_state, shard_record
 from ...runtime.processes.driver import Driver
-from ...runtime.processes.interrupt import finishing
 from ...runtime.state import checkpoint
 from ...runtime.state.base_identity import BaseIdentity
 from ...runtime.state.manifest import RunPosition
@@ -183,13 +182,10 @@ class Saves:
         """Write a checkpoint, once the save before has ended."""
         self.wait()
         driver, state, interface = self.run.driver, self.run.feed.state(data), self.run.folder.interface
-        with finishing("save"):
-            if wait:
-                return save_checkpoint(driver, interface, self.ties, directory, state, self.run.base)
-            self._count += 1
-            self._last = BackgroundSave(
-                self._count, driver, interface, self.ties, directory, state, self.run.base
-            )
+        if wait:
+            return save_checkpoint(driver, interface, self.ties, directory, state, self.run.base)
+        self._count += 1
+        self._last = BackgroundSave(self._count, driver, interface, self.ties, directory, state, self.run.base)
         return self._last
 
     def wait(self, only_warn: bool = False) -> None:

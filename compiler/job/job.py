@@ -239,9 +239,7 @@ class Job:
     @one_call
     def timeline(self) -> Timeline:
         """The last step as measured."""
-        driver = self.driver
-        with finishing("timeline"):
-            return driver.timeline()
+        return self.driver.timeline()
 
     def stragglers(self) -> list[Straggler]:
         """The devices that held up the last step, the costliest first: slower than their equals, or than the plan lets
@@ -296,7 +294,7 @@ class Job:
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers under the model's own names, tied names included."""
         states = self._run.states()
-        with finishing("state_dict"), hide_marks(self.model):
+        with hide_marks(self.model):
             return state_dict_of(self.model, self._ties, states)
 
     @one_call
@@ -307,9 +305,8 @@ class Job:
         told by a `StaleModelWarning`.
         """
         states, source = self._run.states(), self._run.source() if self._run.has_source else None
-        with finishing("sync"):
-            sync_model(self.model, self._ties, states, source)
-            self._run.note_sync()
+        sync_model(self.model, self._ties, states, source)
+        self._run.note_sync()
 
     @one_call
     def save_pretrained(self, directory: str | Path, merge: bool = False) -> Path:
@@ -325,7 +322,7 @@ class Job:
             pretrained.require_savable(self.model, merge)
         states = self._run.states()
         source = self._run.source() if self.driver.is_main and self._run.has_source else None
-        with finishing("save_pretrained"), hide_marks(self.model):
+        with hide_marks(self.model):
             if self.driver.is_main:
                 return pretrained.save_pretrained(directory, states, self.model, source=source, merge=merge)
             for _ in states:
@@ -351,7 +348,7 @@ class Job:
         for the one before, as `resume` and `close` do. What goes wrong in the background is raised by the next call of
         `step`, `save`, `resume` or `close`, or by `wait()` of the result.
         """
-        with self.calls.serving("save"), fixed_torch():
+        with finishing("save"), self.calls.serving("save"), fixed_torch():
             return self._saves.save(directory, data or {}, wait)
 
     @one_call

@@ -1,5 +1,5 @@
-"""A job serves one call at a time, in one state of torch and in its own process: a second one, from another thread or a
-signal handler, or one from a fork is refused at once."""
+"""A job serves one call at a time, to its end, in one state of torch and in its own process: a second one, from another
+thread or a signal handler, or one from a fork is refused at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...ir.errors import PlanError
+from ...runtime.processes.interrupt import finishing
 from ..planning import fixed_torch
 
 P = ParamSpec("P")
@@ -54,11 +55,11 @@ class OneCall:
 
 
 def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of an object with a `OneCall` named `calls`, served alone and in one state of torch."""
+    """A method of an object with a `OneCall` named `calls`, served alone, to its end, and in one state of torch."""
 
     @functools.wraps(method)
     def serve(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.calls.serving(method.__name__), fixed_torch():
+        with finishing(method.__name__), self.calls.serving(method.__name__), fixed_torch():
             return method(self, *args, **kwargs)
 
     return serve

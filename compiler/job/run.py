@@ -220,34 +220,32 @@ class JobRun:
     def step(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """One step on these leaves of a batch. Returns the loss; the step may still be under way."""
         driver = self.running()
-        with finishing("step"):
-            with self.breaking():
-                values = driver.begin_step(leaves)
-                refused = driver.undo_bad_step()
-            loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
-            if self._unfinished is not None:
-                self._end_step(self._unfinished, driver.report_before())
-            if refused is not None:
-                raise self._left_out(refused, leaves)
-            self.step_count += 1
-            self._mark()
-            self.feed.advance()
-            self._unfinished = float(loss)
-            if self._last is None:
-                self.finish_step()  # the devices have seen the end of their first step
-            self._require_finite(float(loss))
-            driver.stop_if_interrupted()
+        with self.breaking():
+            values = driver.begin_step(leaves)
+            refused = driver.undo_bad_step()
+        loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
+        if self._unfinished is not None:
+            self._end_step(self._unfinished, driver.report_before())
+        if refused is not None:
+            raise self._left_out(refused, leaves)
+        self.step_count += 1
+        self._mark()
+        self.feed.advance()
+        self._unfinished = float(loss)
+        if self._last is None:
+            self.finish_step()  # the devices have seen the end of their first step
+        self._require_finite(float(loss))
+        driver.stop_if_interrupted()
         return loss
 
     def evaluate(self, leaves: Mapping[str, Tensor], loss_only: bool) -> dict[str, list[Tensor]]:
         """The results of an evaluation of these leaves of a batch, by name, one for each micro-batch."""
         driver = self.driver
-        with finishing("evaluate"):
-            with self.breaking():
-                result = driver.evaluate(leaves, loss_only)
-            if result.refusal is not None:
-                raise result.refusal
-            driver.stop_if_interrupted()
+        with self.breaking():
+            result = driver.evaluate(leaves, loss_only)
+        if result.refusal is not None:
+            raise result.refusal
+        driver.stop_if_interrupted()
         return result.values
 
     @property
@@ -271,9 +269,9 @@ class JobRun:
         loss, driver = self._unfinished, self._driver
         if loss is None or driver is None or self.broken:
             return
-        with self.breaking():
+        with finishing("last"), self.breaking():
             report = driver.finish_step()
-        self._end_step(loss, report)
+            self._end_step(loss, report)
 
     def _end_step(self, loss: float, report: Mapping[str, Any]) -> None:
         self._unfinished, self._last = None, self._report(loss, report)
@@ -350,7 +348,7 @@ class JobRun:
             self._driver = self._start()
         self.finish_step()
         self.broken, self._closed, self._unfinished = "", False, None
-        with finishing("resume"), self.breaking():
+        with self.breaking():
             require_one_checkpoint(self._driver, checkpoint)
             load_checkpoint(self._driver, self.folder.interface, checkpoint, directory, source)
             self.base = base

@@ -1,10 +1,11 @@
-"""Ctrl-C while devices are at work: the call is finished first, so that the job can save, sync and step again.
+"""Signals while devices are at work: the call is finished first, so that the job can save, sync and step again.
 
 A second Ctrl-C breaks the call off. Where several ranks run the script, all of them stop after the same step.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -15,39 +16,58 @@ from types import FrameType
 from typing import Any
 
 ECHO_S = 2.0  # a launcher repeats to its processes the signal that the terminal has already sent them
+Handler = Callable[[int, FrameType | None], Any]
+
+_NUMBERS = tuple(int(number) for number in signal.valid_signals())
+_get = inspect.unwrap(signal.getsignal)  # `signal` makes an enum of each answer, which takes ten times as long
+_set = inspect.unwrap(signal.signal)
 
 
 @contextmanager
 def finishing(call: str) -> Iterator[None]:
-    """Run the body to its end; what the script's SIGINT handler raises meanwhile is raised after it.
+    """Run the body to its end; what the script's signal handlers raise meanwhile is raised after it.
 
-    From the second signal on it is raised at once. Outside the main thread, which alone gets signals, where SIGINT has
-    no handler in Python, and on a rank that notes signals itself, this does nothing.
+    From the second Ctrl-C on it is raised at once. Outside the main thread, which alone gets signals, this does
+    nothing, nor to a signal without a handler in Python, or whose handler notes it for all ranks.
     """
-    before = _handler()
-    if before is None or isinstance(getattr(before, "__self__", None), RankInterrupt):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     held: list[BaseException] = []
-    signals = 0
+    interrupts, is_over = 0, False
 
     def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
+        nonlocal interrupts
+        if is_over:  # another handler has raised before this one was put back
+            _set(number, before[number])
+            before[number](number, frame)
+            return
+        interrupts += number == signal.SIGINT
         try:
-            before(number, frame)
+            before[number](number, frame)
         except BaseException as error:
-            if signals > 1:
+            if number == signal.SIGINT and interrupts > 1:
                 raise
             held.append(error.with_traceback(None))
-            _say(f"`{call}` is finished first; once more breaks it off")
+            if number == signal.SIGINT:
+                _say(f"`{call}` is finished first; once more breaks it off")
 
-    signal.signal(signal.SIGINT, hold)
+    before: dict[int, Handler] = {}
     try:
+        for number in _NUMBERS:
+            handler = _get(number)
+            if callable(handler) and not isinstance(getattr(handler, "__self__", None), RankInterrupt):
+                before[number] = handler
+                _set(number, hold)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        is_over = True
+        for number, handler in before.items():
+            if _get(number) is hold:  # else a handler has set another one
+                _set(number, handler)
         if held:
+            for other in held[1:]:
+                held[0].add_note(f"and later, in another signal handler: {other!r}")
             raise held[0]
 
 
@@ -85,7 +105,7 @@ class RankInterrupt:
             signal.signal(signal.SIGINT, self._before)
 
 
-def _handler() -> Callable[[int, FrameType | None], Any] | None:
+def _handler() -> Handler | None:
     """The script's SIGINT handler, if it is a function and this thread may replace it."""
     if threading.current_thread() is not threading.main_thread():
         return None

@@ -62,6 +62,36 @@ def test_a_handler_of_the_script_runs_at_once_and_what_it_raises_waits() -> None
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGALRM, signal.SIGTERM])
+def test_all_that_a_handler_raises_waits(number: int) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise TimeoutError(f"signal {number}")
+
+    before, done = signal.signal(number, handler), []
+    try:
+        with pytest.raises(TimeoutError, match=f"signal {int(number)}") as caught, finishing("step"):
+            for _ in range(3):
+                os.kill(os.getpid(), number)
+            done.append("the rest")
+        assert done and len(caught.value.__notes__) == 2
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_handler_that_is_set_meanwhile_stays() -> None:
+    def once(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+
+    before = signal.signal(signal.SIGUSR1, once)
+    try:
+        with finishing("step"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_an_error_of_the_body_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, finishing("step"):
         ctrl_c()
