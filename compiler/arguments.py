@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from ..ir import ops
 from ..ir.errors import PlanError
@@ -22,9 +25,52 @@ from .plan import Decisions, Plan
 LEAST_TIMEOUT_S = 1.0
 
 
-def check_arguments(model: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
+_WRAPPERS = (
+    ("torch.nn.parallel", "DataParallel"),
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("deepspeed", "DeepSpeedEngine"),
+)
+
+
+def check_model(model: Any) -> None:
+    """Raise `PlanError` for what is no model, or one that something else divides, or whose weights have no shape."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
+    wrappers = tuple(filter(None, (_imported_type(*place) for place in _WRAPPERS)))
+    parts = _imported_type("torch.distributed.tensor", "DTensor")
+    for path, module in model.named_modules():
+        what = f"model: {path!r}" if path else "model: it"
+        if isinstance(module, wrappers):
+            raise PlanError(
+                f"{what} is wrapped in {type(module).__name__}; pass the model as it was before: Penstock itself "
+                "divides batches, weights and work over the devices"
+            )
+        is_exported = isinstance(module, fx.GraphModule) and "eval" in vars(module)
+        if is_exported or isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{what} was compiled by torch.jit or torch.export, which leaves no Python code that can be read; pass "
+                "the original module (load_state_dict takes the weights over)"
+            )
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if is_lazy(tensor):
+                raise PlanError(
+                    f"{what} has {name!r} without a shape, as lazy modules have it until they have run: call the model "
+                    "once on real inputs before compile"
+                )
+            if parts is not None and isinstance(tensor, parts):
+                raise PlanError(
+                    f"{what} has {name!r} as a DTensor, in parts, as fully_shard or parallelize_module makes it; pass "
+                    "the model as it was before: Penstock itself divides weights and work over the devices"
+                )
+
+
+def _imported_type(module: str, name: str) -> Any:
+    """An object of a module that the script has imported; None where it has not."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def check_arguments(model: nn.Module, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     _check_real(model)

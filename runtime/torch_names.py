@@ -101,6 +101,7 @@ storage_of_weak_ptr = torch.UntypedStorage._new_with_weak_ptr  # a storage by wh
 # Attributes that are replaced for a while: the owner and the attribute's name.
 CALL_OF_MODULES = (torch.nn.Module, "_call_impl")  # of `__call__`, Python would tell each of thousands of subclasses
 CHECKED = (torch, "_check_tensor_all_with")  # what torch._check_tensor_all comes to
+CONVERTED = (torch.nn.Module, "_apply")  # what `module.to`, `module.half` and the like come to
 CHECKPOINTED = (checkpoint, "_checkpoint_without_reentrant_generator")  # what torch.utils.checkpoint comes to
 FOREACH_DEVICES = (optimizer_module, "_get_foreach_kernels_supported_devices")  # of optimizers without loops
 FOREACH_TYPES = (optimizer_module, "_foreach_supported_types")  # of their parameters

@@ -30,7 +30,8 @@ ORDER = {
         "edges", "plain_graph", "tiles", "program", "verify",
     ),
     "runtime": (
-        "torch_names", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager", "model_names",
+        "torch_names", "script_caches", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager",
+        "model_names",
         "scratch", "bad_step", "nodes", "threads", "turns", "source", "simulate", "ssd", "state", "optimizer", "stage",
         "reference",
         "device", "emulate", "measure", "processes",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
-from ...ir.program import SizeRange, Sizes
+from ...ir.program import SizeRange
 
 
 class BatchSizes(BaseModel):
@@ -24,11 +21,4 @@ class BatchSizes(BaseModel):
         found = dict(self.ranges)
         if self.rows:
             found[self.rows] = SizeRange(1, max(self.ranges[self.rows].most // micro_batches, 1))
-        return found
-
-    def micro_batch_of(self, tensors: Mapping[str, Tensor], micro_batches: int) -> Sizes:
-        """The sizes of a micro-batch of the batch of these tensors."""
-        found = {size: t.shape[dim] for name, t in tensors.items() for dim, size in enumerate(self.dims[name]) if size}
-        if self.rows:
-            found[self.rows] //= micro_batches
         return found

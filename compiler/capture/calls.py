@@ -29,7 +29,7 @@ class RecordedCall:
     target: Any
     reflected: bool = False  # arguments swapped: Tensor.__rsub__(x, 1) is 1 - x
     extra: tuple = ()  # arguments appended: getattr(x, "T")
-    asks_gradient: bool = False  # x.requires_grad = True
+    asks_gradient: bool = False  # x.requires_grad = True, x.requires_grad_()
 
 
 _TENSOR_GETTERS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
@@ -80,6 +80,8 @@ def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> Recor
         return RecordedCall("query", name)
     if name in _REFUSED:
         return RecordedCall("refuse", _REFUSED[name])
+    if name == "requires_grad_":
+        return RecordedCall("call_method", name, asks_gradient=True)
     if name in _OPERATORS and num_args == 2 and not has_kwargs:
         return RecordedCall("call_function", _OPERATORS[name])
     if name.startswith("__") and name not in _NOT_OPERATORS:

@@ -1,8 +1,8 @@
-"""Borrow the user's model for a trace, or another run of forward, and give it back exactly as it was.
+"""Borrow the user's model for a trace, and give it back exactly as it was.
 
-While borrowed, every parameter and buffer is a proxy (one per object, so ties survive), every module is in its own
-mode, none is compiled, and Hugging Face caches are off. All of it is undone on exit, also on errors. For a trace the
-proxies are fake cpu tensors: no weight is read or made.
+While borrowed, every parameter and buffer is a fake cpu tensor (one per object, so ties survive; no weight is read or
+made), every module is in its own mode, none is compiled, and Hugging Face caches are off. All of it is undone on exit,
+also on errors, and so is what forward keeps in caches of the script.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
+from ...runtime.script_caches import ScriptCaches
 from ...runtime.torch_names import FakeTensorMode
 from .calls import leaf_modules
 from .constants import ConstantNames
@@ -63,7 +64,7 @@ class TraceOptions:
 
 @dataclass
 class Borrowed:
-    """The model with proxies in it, which are called fakes, as they are in a trace."""
+    """The model with fake tensors in it."""
 
     model: nn.Module
     options: TraceOptions = field(default_factory=TraceOptions)
@@ -76,6 +77,7 @@ class Borrowed:
     leaves: set[int] = field(default_factory=set)  # ids of the modules that stay whole
     alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
     saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
+    caches: ScriptCaches = field(init=False)
 
     draws: GlobalDraws = field(default_factory=GlobalDraws)
 
@@ -86,6 +88,15 @@ class Borrowed:
             raise CaptureError(
                 f"the model's forward draws from {found}: the outcome would be fixed for ever in the compiled program; "
                 "draw with torch.rand and torch.where, or turn the feature (layerdrop?) off"
+            )
+
+    def require_own_tensors(self) -> None:
+        """Raise CaptureError for a parameter or a buffer that forward has made and registered."""
+        parameters = [name for name, each in self.model.named_parameters() if id(each) not in self.names]
+        for name in [*parameters, *(name for name, _ in self.model.named_buffers() if name not in self.buffers)]:
+            raise CaptureError(
+                f"forward registers the tensor {name!r}, which no device would have: register it before compile, in "
+                "__init__, or by calling the model once on real inputs"
             )
 
     def begin_again(self) -> None:
@@ -99,23 +110,23 @@ class Borrowed:
         self.constant_names = ConstantNames(self.model, loss_fn)
 
     def restart(self) -> None:
-        """Forget what a run of forward has written into the modules."""
+        """Forget what a run of forward has written into the modules, and kept elsewhere."""
         for module, attributes in self.saved:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         _isolate(self.saved)
+        self.caches.put_back()
 
 
 @contextmanager
-def borrow(
-    model: nn.Module, proxy_of: Callable[[torch.Tensor], torch.Tensor], options: TraceOptions
-) -> Iterator[Borrowed]:
-    """Put proxies into `model`, switch it to evaluation mode if asked, turn caches off; undo everything on exit.
+def borrow(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
+    """Put fakes into `model`, switch it to evaluation mode if asked, turn caches off; undo everything on exit.
 
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
     """
     _refuse(model)
     held = Borrowed(model, options)
+    held.caches = ScriptCaches([options.loss_fn], model.modules())
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     configs = _configs(model)
     saved_configs = [(config, dict(config.__dict__)) for config in configs]
@@ -124,7 +135,7 @@ def borrow(
         _isolate(saved)
         for module, _ in saved:
             module.__dict__.pop("_compiled_call_impl", None)  # by `module.compile()`
-        _insert_fakes(model, held, proxy_of)
+        _insert_fakes(model, held, fake_mode, options.param_dtype)
         _substitute(saved, held)
         held.name_constants(options.loss_fn)
         for config in configs:
@@ -143,6 +154,7 @@ def borrow(
         for owner, attributes in [*saved, *saved_configs]:
             owner.__dict__.clear()
             owner.__dict__.update(attributes)
+        held.caches.put_back()
 
 
 def _refuse(model: nn.Module) -> None:
@@ -169,7 +181,7 @@ def _isolate(saved: list[tuple[nn.Module, dict[str, Any]]]) -> None:
                 module.__dict__[name] = copies.setdefault(id(value), value.copy())
 
 
-def _insert_fakes(model: nn.Module, held: Borrowed, proxy_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         first_visit = held.paths.setdefault(id(module), path) == path
         held.modules.setdefault(held.paths[id(module)], module)
@@ -178,7 +190,7 @@ def _insert_fakes(model: nn.Module, held: Borrowed, proxy_of: Callable[[torch.Te
                 if tensor is None:
                     continue
                 if first_visit:
-                    store[name] = tensor = _proxy(tensor, held, proxy_of)
+                    store[name] = tensor = _fake(tensor, held, fake_mode, param_dtype)
                 full_name = f"{path}.{name}" if path else name
                 held.names.setdefault(id(tensor), []).append(full_name)
                 if store is module._buffers:
@@ -195,24 +207,20 @@ def _substitute(saved: list[tuple[nn.Module, dict[str, Any]]], held: Borrowed) -
                 module.__dict__[name][:] = [held.fakes.get(id(item), item) for item in value]
 
 
-def _proxy(tensor: torch.Tensor, held: Borrowed, proxy_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    if id(tensor) not in held.fakes:
-        held.fakes[id(tensor)] = made = proxy_of(tensor)
-        held.alive += [tensor, made]
-    return held.fakes[id(tensor)]
-
-
-def fakes_of(fake_mode: FakeTensorMode, param_dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The fake tensor for a parameter or a buffer; floating parameters in `param_dtype`, if there is one."""
-
-    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        dtype = param_dtype if changed else tensor.dtype
-        with fake_mode:
-            fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")  # contiguous, as devices hold it
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-    return fake_of
+def _fake(
+    tensor: torch.Tensor, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None
+) -> torch.Tensor:
+    if id(tensor) in held.fakes:
+        return held.fakes[id(tensor)]
+    changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    dtype = param_dtype if changed else tensor.dtype
+    with fake_mode:
+        fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")  # contiguous, as devices hold it
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    held.fakes[id(tensor)] = fake
+    held.alive += [tensor, fake]
+    return fake
 
 
 def _configs(model: nn.Module) -> list[Any]:

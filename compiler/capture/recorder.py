@@ -24,10 +24,12 @@ from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...runtime import accelerator
 from ...runtime.forced_eager import forced_eager
+from ...runtime.script_caches import kept_caches
 from ...runtime.torch_names import (
     CALL_OF_MODULES,
     CHECKED,
     CHECKPOINTED,
+    CONVERTED,
     DataDependentOutputException,
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -50,6 +52,7 @@ from .calls import (
     is_random,
     is_random_module,
 )
+from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .guard import Borrowed, autocast_aliases, replace_functions
 from .rows.sizes import ModeSwitch, settle
 from .values import UNKNOWN
@@ -124,7 +127,7 @@ class Recorder(GraphWriter):
 
         def on_apply(kind: type, *args: Any) -> Any:
             run = apply.__get__(None, kind)
-            return run(*args) if self.busy else self.on_autograd_function(kind, run, args)
+            return run(*args) if self.busy else self.on_autograd_function(kind, args)
 
         def on_enter(context: torch.autocast) -> Any:
             return enter(context) if self.busy else self.on_autocast(context, enter)
@@ -135,6 +138,11 @@ class Recorder(GraphWriter):
                 node = self.perform(RecordedCall("call_function", exit_autocast), (node,), {}, None)
                 self._note_mode(node, lambda: leave(context, None, None, None))
             return leave(context, *exception)
+
+        converted = getattr(*CONVERTED)
+
+        def on_conversion(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            return converted(module, *args, **kwargs) if self.busy else self.on_conversion(module, *args, **kwargs)
 
         checkpointed = getattr(*CHECKPOINTED)
 
@@ -157,6 +165,7 @@ class Recorder(GraphWriter):
             *((owner, name, self._refusing(owner, name)) for owner, names in SEEDS.items() for name in names),
             (*CHECKED, on_check),
             (*CHECKPOINTED, on_checkpoint),
+            (*CONVERTED, on_conversion),
             (*CALL_OF_MODULES, on_call),
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (torch.autocast, "__enter__", on_enter),
@@ -186,16 +195,12 @@ class Recorder(GraphWriter):
         """A torch function, method, operator or property was called."""
         if self.busy:
             return func(*args, **kwargs)
-        key = (func, len(args), bool(kwargs))
-        call = self.calls.get(key)
-        if call is None:
-            call = self.calls[key] = classify(func, len(args), bool(kwargs))
+        call = self._call_of(func, args, kwargs)
         if call.kind == "query":
             return self.answer(call, func, args, kwargs)
-        if call.asks_gradient and args[1] is True:
-            return None  # of an input, whose gradient nothing here takes
-        if func is torch.Tensor.requires_grad_ and self._is_passing(args[0]):
-            return args[0]  # the same, as PEFT's and transformers' hooks on embeddings do it
+        if call.asks_gradient:
+            self._require_same_gradient(*args, **kwargs)
+            return args[0] if func is torch.Tensor.requires_grad_ else None
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
@@ -203,9 +208,46 @@ class Recorder(GraphWriter):
         if func in SPARSE:
             args, kwargs, was_sparse = densely(func, args, kwargs)
             self.has_sparse |= was_sparse
+        put = masked_put(func, args, kwargs)
+        if put is not None and put.begins_with_its_mask():
+            return put.record(self._other_call, self.lines.current)
+        if put is not None and not all(map(self.values.knows, put.masks)):
+            raise NeedsValue(self._value_text())
+        known = self._call_of_known_values(func, args, kwargs) if put is None else put.use_places(self._other_call)
+        if known is not None:
+            func, args, kwargs = known
+            call = self._call_of(func, args, kwargs)
         args = (*reversed(args),) if call.reflected else args + call.extra
         run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
+
+    def _call_of(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> RecordedCall:
+        key = (func, len(args), bool(kwargs))
+        call = self.calls.get(key)
+        if call is None:
+            call = self.calls[key] = classify(func, len(args), bool(kwargs))
+        return call
+
+    def _call_of_known_values(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> OtherCall | None:
+        """The call in a form of a fixed size, if it has a size by a value that is known; None for any other call."""
+        leaves: list[Any] = []
+        map_leaves(leaves.append, (args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        telling = [t for t in tensors if (t.dim() == 0 or not t.is_floating_point()) and self.values.knows(t)]
+        name = getattr(func, "__name__", "")
+        is_write = name.endswith("_") and name not in ("__getitem__", "__setitem__")
+        if not telling or is_write or all(map(self.values.knows, tensors)):
+            return None
+        lowered = self.lower(args), self.lower(kwargs)
+        self.touched = []
+        try:
+            self.run(func, *self._executable(*lowered, args, kwargs))
+        except NeedsValue:
+            return use_known_values(func, args, kwargs, self._other_call, self.values.knows)
+        return None
+
+    def _other_call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.on_function(func, args, kwargs)
 
     def answer(self, call: RecordedCall, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The answer to a query of a tensor."""
@@ -220,9 +262,15 @@ class Recorder(GraphWriter):
             return _tensor_text(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
 
-    def _is_passing(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is no parameter, so that a gradient would be computed for nobody."""
-        return id(tensor) not in self.held.names and not isinstance(tensor, torch.nn.Parameter)
+    def _require_same_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> None:
+        """Raise CaptureError where forward trains a parameter from now on, or no longer. A gradient of any other tensor
+        would be computed for nobody: PEFT's and transformers' hooks on embeddings ask for it."""
+        names = self.held.names.get(id(tensor), ())
+        if names and tensor.requires_grad != requires_grad:
+            raise CaptureError(
+                f"{self.lines.where()}\n  forward sets requires_grad of {names[0]!r} to {requires_grad}, where it was "
+                f"{tensor.requires_grad}: set it before compile; detach() a weight to leave it out of one use"
+            )
 
     def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
@@ -246,7 +294,21 @@ class Recorder(GraphWriter):
         finally:
             self.modules.pop()
 
-    def on_autograd_function(self, kind: type, run: Callable[..., Any], args: tuple) -> Any:
+    def on_conversion(
+        self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """A module is converted (`module.to(dtype)`), which must change nothing: devices hold it as it was traced."""
+        for name, tensor in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
+            dtype = self.run(change, (tensor,), {}).dtype
+            if dtype != tensor.dtype:
+                path = self.held.paths.get(id(module)) or type(module).__name__
+                raise CaptureError(
+                    f"{self.lines.where()}\n  forward converts {path!r} from {tensor.dtype} to {dtype} ({name}): "
+                    "convert it before compile, or convert what is computed of it (module.weight.to(dtype))"
+                )
+        return module
+
+    def on_autograd_function(self, kind: type, args: tuple) -> Any:
         """A custom autograd function: one call, so that its own backward is kept."""
         if kind is checkpoint.CheckpointFunction:  # recomputation is decided by passes, not by the model
             self.has_checkpoints = True
@@ -255,8 +317,12 @@ class Recorder(GraphWriter):
         if call is None:
             call = self.calls[kind] = RecordedCall("call_function", _apply_of(kind))
         self.draws = DrawWatch()
-        with DisableTorchFunction():
-            return self.perform(call, self.lower(args), {}, self.draws.watch(run), args, {})
+        self.fake_mode.allow_non_fake_inputs = True  # tensors of the script that the function itself reads
+        try:
+            with DisableTorchFunction():
+                return self.perform(call, self.lower(args), {}, self.draws.watch(call.target), args, {})
+        finally:
+            self.fake_mode.allow_non_fake_inputs = False
 
     def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
@@ -428,7 +494,8 @@ def _apply_of(kind: type) -> Callable[..., Any]:
     """`kind.apply` as a function with the name and module of the class, from which code generators import it."""
 
     def apply(*args: Any) -> Any:
-        return kind.apply(*args)  # type: ignore[attr-defined]
+        with kept_caches(kind):
+            return kind.apply(*args)  # type: ignore[attr-defined]
 
     apply.__name__, apply.__qualname__, apply.__module__ = "apply", f"{kind.__qualname__}.apply", kind.__module__
     apply.__self__ = kind  # type: ignore[attr-defined]

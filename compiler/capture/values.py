@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...runtime.torch_names import tree_map_only, unset_fake_temporarily
+from ...runtime.torch_names import FakeTensor, tree_map_only, unset_fake_temporarily
 
 LARGEST = 1 << 12  # elements of a tensor whose value is kept
 UNKNOWN = object()
@@ -29,6 +29,12 @@ class KnownValues:
         if value.numel() <= LARGEST and not value.is_meta:
             self._of[id(fake)] = value
             self._fakes.setdefault(_storage(fake), []).append(fake)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of a tensor is known: of a fake one, or of one that is in memory and small."""
+        if isinstance(tensor, FakeTensor):
+            return id(tensor) in self._of
+        return tensor.numel() <= LARGEST and not tensor.is_meta
 
     def forget(self, fake: torch.Tensor) -> None:
         """Forget a tensor that was changed in place, and all that share its memory."""

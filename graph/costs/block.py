@@ -28,6 +28,7 @@ from ...ir.tiles import TiledPart, mark_of, unread_parts, with_parts
 from ...runtime.functions import attend_block, chunked_cross_entropy, part_statistics, with_gradients
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
+from ...runtime.script_caches import kept_caches
 from ...runtime.stage.operators import COSTLY, written_tensors
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import Look, attention_bytes, look_of, parts_of, result_bytes
@@ -58,8 +59,14 @@ def measure(
     largest tensor are left, and what of that has no room counts in the peaks.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = FakeBlockRun(graph, block, mode, device_kind)
-    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast), _attention_of(device_kind):
+    run, caches = FakeBlockRun(graph, block, mode, device_kind), kept_caches(*(node.target for node in block.nodes))
+    with (
+        caches,
+        mode,
+        torch.random.fork_rng(devices=[]),
+        autocast_as(device_kind, graph.autocast),
+        _attention_of(device_kind),
+    ):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
         kept = sum(storage.nbytes() for storage in saved)

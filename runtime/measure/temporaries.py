@@ -28,6 +28,7 @@ from ..optimizer.param_groups import ParamGroup
 from ..optimizer.probe import WHOLE, tiny
 from ..optimizer.spec import OptimizerSpec
 from ..optimizer.state_shapes import PRIMES, Build, Numbers, Shape, step_plainly
+from ..script_caches import kept_caches
 from ..torch_names import FOREACH_DEVICES, FOREACH_TYPES, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 
 LARGE = (1024, 1024)  # of the parameter that stands for all those that are updated element by element
@@ -160,7 +161,7 @@ def _temporaries_of_group(
 
     with _choosing_as_on(kind):
         try:
-            with FakeTensorMode(allow_fallback_kernels=False), Numbers() as numbers:
+            with kept_caches(resolve(path)), FakeTensorMode(allow_fallback_kernels=False), Numbers() as numbers:
                 return _measure(build, shape, dtype, held, numbers)
         except Exception:  # whatever a library's step raises on tensors without values: see `find_states`
             small = WHOLE if len(shape) == 2 else PRIMES.get(len(shape), ((2,) * len(shape),))[0]
@@ -169,9 +170,10 @@ def _temporaries_of_group(
 
 def _is_fused(spec: OptimizerSpec, dtype: torch.dtype, kind: str) -> bool:
     """Whether a job steps the spec's group by fused kernels on devices of this kind."""
-    if "fused" not in inspect.signature(resolve(spec.class_of(0)[0])).parameters:
+    build = resolve(spec.class_of(0)[0])
+    if "fused" not in inspect.signature(build).parameters:
         return False
-    with FakeTensorMode(allow_fallback_kernels=False), _FusedKernels(), Numbers():
+    with kept_caches(build), FakeTensorMode(allow_fallback_kernels=False), _FusedKernels(), Numbers():
         (group,) = spec.build_alone(0, [tiny((2, 2), kind, dtype)]).param_groups
     return bool(group["fused"])
 

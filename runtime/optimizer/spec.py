@@ -306,9 +306,10 @@ class OptimizerSpec:
 def _find_states(path: str, given: str, shape: Shape, dtype: torch.dtype) -> StateRow:
     """`given`: the arguments of the class, and the options of a group, as text; planning asks for them often."""
     kwargs, options = (import_kwargs(_lists_to_tuples(row)) for row in json.loads(given))
+    cls = resolve(path)
 
     def build(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = resolve(path)([{"params": list(params), **options}], **kwargs)
+        made: torch.optim.Optimizer = cls([{"params": list(params), **options}], **kwargs)
         return made
 
     return find_states(build, shape, dtype, path)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from ..forced_eager import forced_eager
+from ..script_caches import kept_caches
 from ..torch_names import FakeTensorMode, TorchDispatchMode
 from .leaves import row_leaves
 
@@ -73,7 +74,7 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
 def find_states(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> StateRow:
     """The states of a parameter of this shape and dtype. Raises `PlanError` naming `what` if they follow no rule."""
     try:
-        with FakeTensorMode(allow_fallback_kernels=False), Numbers():
+        with kept_caches(build), FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), Numbers():
             return _take_two_steps(build, shape, dtype)
     except Exception:  # whatever a library's step raises on tensors without values
         if math.prod(shape) <= FEW_ELEMENTS:

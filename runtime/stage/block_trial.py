@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
+from ..script_caches import kept_caches
 from ..torch_names import tree_leaves, tree_map
 from .saved_places import storage_of
 
@@ -53,7 +54,7 @@ def fake_run(
     """Run a stage's forward on fake tensors of the plan's shapes. `inputs`: its own, or those of its backward."""
     from ..torch_names import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with kept_caches(module), FakeTensorMode(allow_non_fake_inputs=True):
         rows = (*spec.params, *spec.buffers)
         made = {row.name: torch.empty(row.shape, dtype=getattr(torch, row.dtype), device=device) for row in rows}
         for param in spec.params:

@@ -288,3 +288,99 @@ def test_a_scripted_module():
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
     with pytest.raises(CaptureError, match=r"'1', a module that torch\.jit\.script"):
         trace(model, torch.randn(3, 4), loss_fn=lambda output, batch: output.sum())
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [lambda m: m.to(torch.float32), lambda m: m.float(), lambda m: m.to("cpu"), lambda m: m.type(torch.float32)],
+)
+def test_a_conversion_that_changes_nothing_is_let_through(convert):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.lstm = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+        def forward(self, x):
+            self.linear = convert(self.linear)
+            return convert(self.lstm)(convert(self).linear(x))[0].sum()
+
+    graph = trace(Net(), torch.randn(3, 4))
+    assert graph.eval_error is None
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, nn.Module.bfloat16])
+def test_a_conversion_that_changes_a_weight_is_refused(convert):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return convert(self.linear)(x).sum()  # the line to blame
+
+    with pytest.raises(CaptureError, match=r"converts 'linear' from torch.float32 to torch\.\w+ \(weight\)") as caught:
+        trace(Net(), torch.randn(3, 4))
+    assert "the line to blame" in str(caught.value)
+
+
+def _assign(value):
+    def change(model):
+        model.linear.weight.requires_grad = value
+
+    return change
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda value: lambda model: model.linear.requires_grad_(value),
+        lambda value: lambda model: model.linear.weight.requires_grad_(value),
+        _assign,
+    ],
+)
+def test_a_weight_is_trained_for_the_whole_run_or_not(how, is_trained):
+    """A change of `requires_grad` in forward was dropped, and the weight trained on."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.change = nn.Linear(4, 4), None
+            self.linear.weight.requires_grad_(is_trained)
+
+        def forward(self, x):
+            self.change(self)
+            return self.linear(x).sum()
+
+    model = Net()
+    model.change = how(not is_trained)
+    with pytest.raises(CaptureError, match=f"sets requires_grad of 'linear.weight' to {not is_trained}"):
+        trace(model, torch.randn(3, 4))
+    assert model.linear.weight.requires_grad is is_trained
+    model.change = lambda same: same.linear.weight.requires_grad_(is_trained)
+    trace(model, torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("name", ["late.weight", "linear.weight", "table"])
+def test_a_tensor_that_forward_registers_is_refused(name):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.late = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            if name == "late.weight" and self.late is None:
+                self.late = nn.Linear(4, 4)
+            if name == "linear.weight":
+                self.linear.weight = nn.Parameter(self.linear.weight * 2)
+            if name == "table" and not hasattr(self, "table"):
+                self.register_buffer("table", torch.arange(4.0))
+            h = self.linear(x) if self.late is None else self.late(self.linear(x))
+            return (h * self.table if name == "table" else h).sum()
+
+    model = Net()
+    with pytest.raises(CaptureError, match=f"registers the tensor '{name}'"):
+        trace(model, torch.randn(3, 4))
+    if name != "linear.weight":
+        model(torch.randn(3, 4))  # the way out
+        trace(model, torch.randn(3, 4))

@@ -1,0 +1,196 @@
+"""The caches of a script: what its functions may fill while they run on fake tensors, and what was in it before.
+
+In: the functions, classes and objects that are about to run. Out: whatever holds a fake tensor or a traced size
+afterwards is as it was: a dictionary of a module, a global variable, an attribute of a class, a default argument, a
+variable of a closure, an `lru_cache`. What is looked at follows from the names in the code that can run, so that
+objects of the script which no such code names cost nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import _lru_cache_wrapper
+from threading import local
+from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .torch_names import FakeTensor
+
+_TRACED = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAVES = {bool, int, float, complex, str, bytes, range, type(None), CodeType, GetSetDescriptorType, torch.dtype}
+_LIBRARIES = {"torch", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}
+_CALLED_BY_TORCH = ("forward", "setup_context", "backward", "step")
+_EMPTY = CellType()
+_Slots = dict[Any, Any]  # what an object holds, by key, name or place
+
+
+@contextmanager
+def kept_caches(*roots: Any) -> Iterator[None]:
+    """Undo, on exit, what code that `roots` reach has kept of fake tensors."""
+    caches = ScriptCaches(roots)
+    try:
+        yield
+    finally:
+        caches.put_back()
+
+
+class ScriptCaches:
+    """All that `roots` reach and can change, as it is now, but the attributes of `modules` themselves."""
+
+    def __init__(self, roots: Iterable[Any], modules: Iterable[nn.Module] = ()):
+        self._before: list[tuple[Any, _Slots]] = []
+        self._seen: dict[int, Any] = {}  # id -> the object, which keeps its id
+        self._names = {*_CALLED_BY_TORCH}  # and those in code that was reached
+        self._unnamed: dict[str, list[Any]] = {}  # the values of names that none does yet
+        self._waiting: list[Any] = [*roots]
+        for module in modules:
+            self._seen[id(module)] = module
+            self._waiting += [type(module), *vars(module).values()]
+        while self._waiting:
+            self._visit(self._waiting.pop())
+
+    def put_back(self) -> None:
+        """Give every slot that leads to a fake tensor what it held before."""
+        for owner, before in self._before:
+            now = _slots(owner)
+            changed = [key for key, value in now.items() if value is not before.get(key, _EMPTY)]
+            traced = [key for key in changed if _holds_fakes(key, now[key])]
+            if traced:
+                _restore(owner, before, traced)
+
+    def _visit(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _LEAVES or id(value) in self._seen or issubclass(kind, torch.Tensor):
+            return
+        self._seen[id(value)] = value
+        if kind is FunctionType:
+            self._visit_function(value)
+        elif issubclass(kind, (type, ModuleType)):
+            if not _is_of_library(value):
+                self._before.append((value, _slots(value)))
+                self._expose(vars(value))
+                self._waiting += getattr(value, "__mro__", ())
+        else:
+            self._before.append((value, _slots(value)))
+            held = (value.__wrapped__,) if kind is _lru_cache_wrapper else gc.get_referents(value)
+            self._waiting += held
+            if kind.__dictoffset__ or issubclass(kind, local):
+                self._waiting.append(value.__dict__)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        held = (function.__defaults__, function.__kwdefaults__, function.__closure__, vars(function))
+        self._waiting += held
+        place = function.__globals__
+        module = sys.modules.get(place.get("__name__", ""))
+        if _is_of_library(module):
+            return
+        if module is None or vars(module) is not place:
+            if id(place) not in self._seen:
+                self._seen[id(place)] = place
+                self._before.append((place, place.copy()))
+                self._expose(place)
+        else:
+            self._waiting.append(module)
+        for name in _names_in(function.__code__) - self._names:
+            self._names.add(name)
+            self._waiting += self._unnamed.pop(name, ())
+            for imported in (name, f"{place.get('__package__')}.{name}"):
+                self._waiting.append(sys.modules.get(imported))
+
+    def _expose(self, namespace: Any) -> None:
+        for name, value in namespace.items():
+            if type(value) in _LEAVES:
+                continue
+            if name in self._names or (name.startswith("__") and isinstance(value, FunctionType)):
+                self._waiting.append(value)
+            else:
+                self._unnamed.setdefault(name, []).append(value)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a class or module belongs to a library whose state no forward changes."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names, and the texts that may be names, of some code and of the functions in it."""
+    texts = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return texts.union(code.co_names, *inner)
+
+
+def _slots(owner: Any) -> _Slots:
+    """The contents of an object that can be changed, by key, name or place."""
+    if isinstance(owner, dict):
+        return dict(dict.items(owner))  # not by methods of a subclass, which may load what they list
+    if isinstance(owner, (list, deque)):
+        return dict(enumerate(owner))
+    if isinstance(owner, set):
+        return dict.fromkeys(owner)
+    if isinstance(owner, CellType):
+        return {} if owner == _EMPTY else {"cell_contents": owner.cell_contents}
+    if isinstance(owner, ContextVar):
+        return {"": owner.get(None)}
+    if isinstance(owner, _lru_cache_wrapper):
+        return {"": gc.get_referents(owner)}
+    if isinstance(owner, (type, ModuleType)):
+        return dict(vars(owner))
+    kinds = [kind for kind in type(owner).__mro__ if "__slots__" in vars(kind) and not _is_of_library(kind)]
+    members = {name: each for kind in kinds for name, each in vars(kind).items()}
+    found = {name: _content(owner, each) for name, each in members.items() if isinstance(each, MemberDescriptorType)}
+    return {name: value for name, value in found.items() if value is not _EMPTY}
+
+
+def _content(owner: Any, slot: MemberDescriptorType) -> Any:
+    """The content of a slot of an object, without the object's own `__getattr__`."""
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return _EMPTY
+
+
+def _restore(owner: Any, before: _Slots, traced: Iterable[Any]) -> None:
+    """Put back the slots of an object. `traced`: the keys of those that lead to a fake tensor."""
+    if isinstance(owner, _lru_cache_wrapper):
+        owner.cache_clear()
+    elif isinstance(owner, ContextVar):
+        owner.set(before[""])
+    elif isinstance(owner, (list, deque)):
+        owner.clear()
+        owner.extend(before.values())
+    elif isinstance(owner, set):
+        owner.clear()
+        owner.update(before)
+    elif isinstance(owner, dict):
+        for key in traced:
+            del owner[key]
+        owner.update({key: value for key, value in before.items() if key not in owner})
+    else:
+        for name in traced:
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+
+
+def _holds_fakes(*values: Any) -> bool:
+    """Whether values are, or hold, fake tensors or traced sizes."""
+    waiting, seen = [*values], {}
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, _TRACED):
+            return True
+        if type(each) in _LEAVES or isinstance(each, (type, ModuleType)) or id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, FunctionType):
+            waiting += (each.__defaults__, each.__kwdefaults__, each.__closure__, vars(each))
+        else:
+            waiting += gc.get_referents(each)
+    return False

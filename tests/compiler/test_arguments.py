@@ -1,0 +1,63 @@
+"""Models that something else divides or compiles, and those without shapes, are refused before they are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import penstock
+from penstock.ir.errors import PlanError
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+
+
+def shard() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    return model
+
+
+def wrap() -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)), "'0' has 'weight' without a shape"),
+    "lazy buffers": (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(6, 1)), "without a shape"),
+    "DataParallel": (lambda: nn.DataParallel(net()), "it is wrapped in DataParallel"),
+    "DDP": (lambda: nn.parallel.DistributedDataParallel(net()), "it is wrapped in DistributedDataParallel"),
+    "DDP inside": (
+        lambda: nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(6, 6)), nn.Linear(6, 1)),
+        "'0' is wrapped in DistributedDataParallel",
+    ),
+    "FSDP": (wrap, "it is wrapped in FullyShardedDataParallel"),
+    "FSDP2": (shard, "'0' has 'weight' as a DTensor"),
+    "torch.jit": (lambda: torch.jit.trace(net(), torch.zeros(4, 6)), "compiled by torch.jit or torch.export"),
+    "torch.export": (lambda: torch.export.export(net(), (torch.zeros(4, 6),)).module(), "torch.jit or torch.export"),
+}
+
+
+@pytest.fixture
+def _one_rank(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_in_another_form_is_refused(kind: str) -> None:
+    make, words = MODELS[kind]
+    with pytest.raises(PlanError, match=words):
+        penstock.compile(make(), "laptop-16gb", example_inputs=torch.zeros(4, 6), loss_fn=lambda out, _: out.mean())
