@@ -31,6 +31,7 @@ from ..runtime.state.quantised import quantised_layers
 from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
 from .changed_params import require_lasting
+from .check.first_rows import compare_first_rows
 from .folder import Folder, Settings, print_counts, print_files, print_smaller
 from .graphs import Graphs
 from .job.job import Job
@@ -83,6 +84,7 @@ def compile(
     cuda_graphs: bool = False,
     dynamic_shapes: Any = None,
     timeout_s: float = TIMEOUT_S,
+    check: bool = True,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
 
@@ -96,14 +98,16 @@ def compile(
             gradient_dtype=gradient_dtype, boundary_dtype=boundary_dtype, max_grad_norm=max_grad_norm, seed=seed,
             weights=weights, stop_on_nan=stop_on_nan, search_s=search_s, steps=steps, dump=dump, profile=profile,
             ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, compile_stages=compile_stages, cuda_graphs=cuda_graphs,
-            dynamic_shapes=dynamic_shapes, timeout_s=timeout_s,
+            dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
         ).settle()  # fmt: skip
         graphs = Graphs(request)
         wishes, rows = _learn_rows(request, graphs)
         result = _search(request, graphs, wishes, rows)
-    best = result.best
-    _require_runnable(request, best)
-    folder = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
+        best = result.best
+        _require_runnable(request, best)
+        folder = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
+        if request.check:
+            folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
     _tell(request.batch.shape, best.draft.graph.notes)
     return Job(
@@ -172,6 +176,12 @@ def _require_runnable(request: Request, best: CompiledCandidate) -> None:
     schedule = best.candidate.find(ScheduleAsync)
     if schedule is not None and schedule.weights == "predict":
         require_rule(request.optimizer_spec)
+
+
+def _flops(best: CompiledCandidate) -> float:
+    """Forward and backward of a whole batch."""
+    costs = [block.cost for block in best.draft.blocks]
+    return best.count * best.draft.graph.team * sum(cost.forward_flops + cost.backward_flops for cost in costs)
 
 
 def _check_shards(draft: Draft) -> None:

@@ -70,6 +70,7 @@ class Settings(BaseModel):
     counts: CountRules = CountRules()
     picks: PickRules = PickRules()  # what is checked in each batch
     rows: RowFacts = MEAN_OVER_ROWS  # how the loss depends on the rows of a batch
+    comparison: str = ""  # of the op graph with the model in eager: what was compared, or why nothing was
     sizes: BatchSizes | None = None  # those that differ from step to step; `batch` then has the most of each
 
 

@@ -70,6 +70,10 @@ class Graphs:
             self._scale(graph, count)
         return self._facts
 
+    def factor(self, count: int) -> float:
+        """The factor of the loss in the graph of one of `count` micro-batches."""
+        return self._facts.factor(self._accumulate or count)
+
     def _scale(self, graph: OpGraph, count: int) -> OpGraph:
         return scaled_loss(graph, self._facts, self._accumulate or count)
 

@@ -128,6 +128,9 @@ class Request:
         sequence. `step` then takes any batch in these ranges, or a list of micro-batches.
     timeout_s: after how many seconds without a sign of life a device, or a rank of torchrun, counts as lost. With local
         workers a step may last longer, but none of its instructions.
+    check: compare the op graph with the model in eager, forward and backward on the first rows of `example_inputs`, and
+        raise `CaptureError` where they differ. Only where weights and batch are in memory, and within 1e11 FLOPs;
+        `explain` says whether it was done.
     """
 
     model: nn.Module
@@ -158,6 +161,7 @@ class Request:
     cuda_graphs: bool
     dynamic_shapes: Any
     timeout_s: float
+    check: bool = True
 
     def settle(self) -> Request:
         """The same request with the wishes that a given plan has decided. Raises `PlanError`, `HardwareError`."""

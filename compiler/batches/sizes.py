@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
 
-from ...ir.program import SizeRange
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from ...ir.program import SizeRange, Sizes
 
 
 class BatchSizes(BaseModel):
@@ -21,4 +24,11 @@ class BatchSizes(BaseModel):
         found = dict(self.ranges)
         if self.rows:
             found[self.rows] = SizeRange(1, max(self.ranges[self.rows].most // micro_batches, 1))
+        return found
+
+    def micro_batch_of(self, tensors: Mapping[str, Tensor], micro_batches: int) -> Sizes:
+        """The sizes of a micro-batch of the batch of these tensors."""
+        found = {size: t.shape[dim] for name, t in tensors.items() for dim, size in enumerate(self.dims[name]) if size}
+        if self.rows:
+            found[self.rows] //= micro_batches
         return found

@@ -1,8 +1,9 @@
-"""Borrow the user's model for a trace, and give it back exactly as it was.
+"""Borrow the user's model for a trace, or another run of forward, and give it back exactly as it was.
 
-While borrowed, every parameter and buffer is a fake cpu tensor (one per object, so ties survive; no weight is read or
-made), every module is in its own mode, none is compiled, and Hugging Face caches are off. All of it is undone on exit,
-also on errors, and so is what forward keeps in caches of the script.
+While borrowed, every parameter and buffer is a proxy (one per object, so ties survive), every module is in its own
+mode, none is compiled, and Hugging Face caches are off. All of it is undone on exit, also on errors, and so is what
+forward keeps of fake tensors in caches of the script. For a trace the proxies are fake cpu tensors: no weight is read
+or made.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class TraceOptions:
 
 @dataclass
 class Borrowed:
-    """The model with fake tensors in it."""
+    """The model with proxies in it, which are called fakes, as they are in a trace."""
 
     model: nn.Module
     options: TraceOptions = field(default_factory=TraceOptions)
@@ -119,8 +120,10 @@ class Borrowed:
 
 
 @contextmanager
-def borrow(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
-    """Put fakes into `model`, switch it to evaluation mode if asked, turn caches off; undo everything on exit.
+def borrow(
+    model: nn.Module, proxy_of: Callable[[torch.Tensor], torch.Tensor], options: TraceOptions
+) -> Iterator[Borrowed]:
+    """Put proxies into `model`, switch it to evaluation mode if asked, turn caches off; undo everything on exit.
 
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
     """
@@ -135,7 +138,7 @@ def borrow(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -
         _isolate(saved)
         for module, _ in saved:
             module.__dict__.pop("_compiled_call_impl", None)  # by `module.compile()`
-        _insert_fakes(model, held, fake_mode, options.param_dtype)
+        _insert_fakes(model, held, proxy_of)
         _substitute(saved, held)
         held.name_constants(options.loss_fn)
         for config in configs:
@@ -181,7 +184,7 @@ def _isolate(saved: list[tuple[nn.Module, dict[str, Any]]]) -> None:
                 module.__dict__[name] = copies.setdefault(id(value), value.copy())
 
 
-def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None) -> None:
+def _insert_fakes(model: nn.Module, held: Borrowed, proxy_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         first_visit = held.paths.setdefault(id(module), path) == path
         held.modules.setdefault(held.paths[id(module)], module)
@@ -190,7 +193,7 @@ def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode, p
                 if tensor is None:
                     continue
                 if first_visit:
-                    store[name] = tensor = _fake(tensor, held, fake_mode, param_dtype)
+                    store[name] = tensor = _proxy(tensor, held, proxy_of)
                 full_name = f"{path}.{name}" if path else name
                 held.names.setdefault(id(tensor), []).append(full_name)
                 if store is module._buffers:
@@ -207,20 +210,24 @@ def _substitute(saved: list[tuple[nn.Module, dict[str, Any]]], held: Borrowed) -
                 module.__dict__[name][:] = [held.fakes.get(id(item), item) for item in value]
 
 
-def _fake(
-    tensor: torch.Tensor, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None
-) -> torch.Tensor:
-    if id(tensor) in held.fakes:
-        return held.fakes[id(tensor)]
-    changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    dtype = param_dtype if changed else tensor.dtype
-    with fake_mode:
-        fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")  # contiguous, as devices hold it
-        if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    held.fakes[id(tensor)] = fake
-    held.alive += [tensor, fake]
-    return fake
+def _proxy(tensor: torch.Tensor, held: Borrowed, proxy_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    if id(tensor) not in held.fakes:
+        held.fakes[id(tensor)] = made = proxy_of(tensor)
+        held.alive += [tensor, made]
+    return held.fakes[id(tensor)]
+
+
+def fakes_of(fake_mode: FakeTensorMode, param_dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The fake tensor for a parameter or a buffer; floating parameters in `param_dtype`, if there is one."""
+
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        dtype = param_dtype if changed else tensor.dtype
+        with fake_mode:
+            fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")  # contiguous, as devices hold it
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    return fake_of
 
 
 def _configs(model: nn.Module) -> list[Any]:

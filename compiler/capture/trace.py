@@ -28,7 +28,7 @@ from ..packing.varying_inputs import ValueRead
 from .calls import take_zeros
 from .dynamic import LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
-from .guard import Borrowed, LossFn, TraceOptions, borrow
+from .guard import Borrowed, LossFn, TraceOptions, borrow, fakes_of
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs, untaken_key
 from .lines import SourceLines
 from .param_changes import changes_of, take_out
@@ -126,7 +126,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
     if options.count_items:
         inputs.add_item_count(fake_mode)
-    with borrow(model, fake_mode, options) as held, _dispatch(options):
+    with borrow(model, fakes_of(fake_mode, options.param_dtype), options) as held, _dispatch(options):
         recorder, before = Recorder(held, fake_mode), state_of(held.modules)
         if options.any_rows:
             recorder.rows = RowTape(recorder.lines.where)

@@ -7,7 +7,7 @@ what it drops in any plan of this model. It watches calls as the recorder does, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,12 +40,18 @@ class ModelDraws:
     """`with draws.seed_draws([micro_batch_seed(...)], batch): model(...)`. Activation checkpointing is off meanwhile: a
     forward that backward repeats would be outside of the context."""
 
-    def __init__(self, model: nn.Module, device: torch.device, shapes: Shapes | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        shapes: Shapes | None = None,
+        leaves: Collection[int] | None = None,
+    ):
         self.shapes: Shapes = shapes or {}
         self.seeds: Sequence[int] = ()
         self.rows = 0  # of the batch
         self.draws = Draws(type(model).__name__, model, device)
-        self.leaves = leaf_modules(model)
+        self.leaves = leaf_modules(model) if leaves is None else leaves
         self.path_of: dict[int, str] = {}
         for path, module in model.named_modules():
             self.path_of.setdefault(id(module), path)

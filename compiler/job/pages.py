@@ -56,6 +56,8 @@ class Pages:
         parts = [
             explain(plan, self.programs, folder.hardware, self.records, self.helps, known.loss, known.rows, spec)
         ]
+        if known.comparison:
+            parts.append(known.comparison)
         if known.compile_stages:
             parts.append(compiled_text(self._blocks(), run.eager_blocks))
         if self.any_size is not None and self.any_size.stages_at is not None:
