@@ -19,7 +19,6 @@ from ..graph.tables.picked_rows import PickRules, picked_rows
 from ..ir.errors import DoesNotFit, PassError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype
-from ..ir.program import Interface
 from ..passes.draft import Draft
 from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.model_names import ties_of
@@ -32,7 +31,7 @@ from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
 from .changed_params import require_lasting
 from .check.first_rows import compare_first_rows
-from .folder import Folder, Settings, print_counts, print_files, print_smaller
+from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
 from .job.job import Job
 from .job.together import planned_once
@@ -112,7 +111,8 @@ def compile(
     _tell(request.batch.shape, best.draft.graph.notes)
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=OWN,
-        replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs), loss_weight=loss_weight,
+        replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn),
+        loss_weight=loss_weight,
     )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def _folder(
     request: Request, result: SearchResult, rows: RowFacts, picks: tuple[fx.GraphModule | None, PickRules]
 ) -> Folder:
     best, shape = result.best, request.batch.shape
-    draft, interface, loss = best.draft, best.draft.programs[0].interface, best.draft.graph.loss
+    draft, loss = best.draft, best.draft.graph.loss
     strategy = request.strategy if request.given_plan is None else request.given_plan.strategy
     plan = make_plan(result, _model_name(request.model), strategy)
     settings = Settings(
@@ -227,22 +227,9 @@ def _folder(
         rows=rows,
         sizes=request.batch.sizes,
     )
-    return Folder(
-        plan,
-        request.machine,
-        interface,
-        settings,
-        print_files(request.model, draft, best.evaluation, plan),
-        print_smaller(draft, best.evaluation, plan),
-        print_counts(loss, picks[0]),
-        _values(draft.graph.constants, interface),
-    )
-
-
-def _values(constants: Mapping[str, torch.Tensor], interface: Interface) -> dict[str, torch.Tensor]:
-    """Copies of the constants that stages use, so that a later change of the user's tensors changes no program."""
-    used = {row.name for spec in interface.stages.values() for row in spec.constants}
-    return {name: t.detach().to("cpu", copy=True) for name, t in constants.items() if name in used and not t.is_meta}
+    own = print_all(draft, best.evaluation, plan)
+    return Folder(plan, request.machine, own.interface, settings, own.files, own.smaller,
+        print_counts(loss, picks[0]), own.constants)
 
 
 def _model_name(model: nn.Module) -> str:

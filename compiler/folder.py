@@ -9,7 +9,7 @@ constants.safetensors   tensors that the model uses but does not register, if th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from typing import Annotated
 import pydantic
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ..codegen.counts_file import write_counts
 from ..codegen.file import Header, write_directory, write_file
@@ -160,7 +160,42 @@ def _read_interface(path: Path) -> Interface:
         raise PlanError(f"{path}: not the interface of a job: {error}") from error
 
 
-def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[int, str]:
+@dataclass(frozen=True)
+class Printed:
+    """The text of a plan's stages and programs, and the values that these hold."""
+
+    interface: Interface
+    files: dict[int, str]
+    smaller: dict[str, str]
+    constants: dict[str, Tensor]
+
+    def is_in(self, folder: Folder) -> bool:
+        """Whether this is what the folder has."""
+        own, there = self.constants, folder.constants
+        return (
+            (self.interface.to_json(), self.files, self.smaller, own.keys())
+            == (folder.interface.to_json(), folder.files, folder.smaller, there.keys())
+        ) and all(torch.equal(own[name], there[name]) for name in own)
+
+
+def print_all(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> Printed:
+    """The stages and programs of a plan, as text and tensors."""
+    interface = draft.programs[0].interface
+    return Printed(
+        interface,
+        print_files(draft, evaluation, plan),
+        print_smaller(draft, evaluation, plan),
+        _values(draft.graph.constants, interface),
+    )
+
+
+def _values(constants: Mapping[str, Tensor], interface: Interface) -> dict[str, Tensor]:
+    """Copies of the constants that stages use, so that a later change of the user's tensors changes no program."""
+    used = {row.name for spec in interface.stages.values() for row in spec.constants}
+    return {name: t.detach().to("cpu", copy=True) for name, t in constants.items() if name in used and not t.is_meta}
+
+
+def print_files(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[int, str]:
     """The text of each device's file, by device."""
     files = {}
     for program in draft.programs:

@@ -54,6 +54,12 @@ class Graphs:
         graphs.sizes, graphs._known = sizes, {}
         return graphs
 
+    def anew(self) -> Graphs:
+        """Graphs of the model as it is now, with what is known of its rows."""
+        graphs = Graphs(self.request)
+        graphs._facts, graphs._accumulate = self._facts, self._accumulate
+        return graphs
+
     def forget(self) -> None:
         """Forget all graphs, but not what was traced."""
         self._known.clear()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..graph.opgraph import OpGraph
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Program, Sizes, StageSpec
+from .folder import Printed, print_all
 from .plan import Plan
 from .planning import planning
 from .search.attempts import Wishes
+from .search.compiled import CompiledCandidate
 from .search.offer import Offer, find_offer
 from .search.search import search
 from .search.what_helps import Help, what_helps
@@ -24,6 +26,8 @@ class AnyGraphs(Protocol):
     def __call__(self, count: int) -> OpGraph: ...
 
     def with_sizes(self, sizes: Sizes) -> AnyGraphs: ...
+
+    def anew(self) -> AnyGraphs: ...
 
     def forget(self) -> None: ...
 
@@ -40,6 +44,7 @@ class Replanner:
     wishes: Wishes
     plan: Plan
     programs: Sequence[Program]
+    loss_fn: Callable[..., Any] | None = None
 
     def helps(self) -> list[Help]:
         """Try the plan's relatives on machines with more of one thing."""
@@ -53,11 +58,18 @@ class Replanner:
 
     def stages_at(self, sizes: Sizes) -> Mapping[str, StageSpec]:
         """The stages of the plan in micro-batches of these sizes."""
+        return self._search(self.graphs.with_sizes(sizes)).draft.programs[0].interface.stages
+
+    def print_anew(self) -> Printed:
+        """The text of the plan for the model as it is now, traced again. Raises what `compile` does."""
+        best = self._search(self.graphs.anew())
+        return print_all(best.draft, best.evaluation, self.plan)
+
+    def _search(self, graphs: AnyGraphs) -> CompiledCandidate:
         options = dataclasses.replace(self.wishes.options, profiler=None)
         wishes = dataclasses.replace(self.wishes, options=options, decided=self.plan, dump=None)
         with planning():
-            result = search(self.graphs.with_sizes(sizes), self.machine, wishes)
-        return result.best.draft.programs[0].interface.stages
+            return search(graphs, self.machine, wishes).best
 
     @contextmanager
     def _planning(self) -> Iterator[None]:

@@ -72,6 +72,11 @@ def mark(model: nn.Module) -> Unsynced:
     return unsynced
 
 
+def is_mark(hook: Any) -> bool:
+    """Whether a hook of a module is such a mark."""
+    return isinstance(hook, _Mark)
+
+
 def unmark(model: nn.Module) -> None:
     for hooks, key in _marks(model):
         del hooks[key]
@@ -98,7 +103,7 @@ def hide_marks(model: nn.Module) -> Iterator[None]:
 
 def _marks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
     every = (hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._state_dict_pre_hooks))
-    return [(hooks, key) for hooks in every for key, hook in hooks.items() if isinstance(hook, _Mark)]
+    return [(hooks, key) for hooks in every for key, hook in hooks.items() if is_mark(hook)]
 
 
 def _level_of_user() -> int:

@@ -28,6 +28,7 @@ class LossTerm(BaseModel):
     source: str = ""  # the user's line
     counts: str = ""  # the divisor, a noun phrase such as "the number of targets other than -100"
     input: str = ""  # the input of the graph that holds the divisor
+    of_targets: bool = False  # made of class losses, whose gradients are zero where there is no target
 
 
 class Divisor(BaseModel):

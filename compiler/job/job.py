@@ -27,18 +27,18 @@ from ..report.lengths import Throughput
 from ..report.page.write import frame_of, require_writable, write_page
 from ..search.offer import Offer
 from ..stale import hide_marks
-from ..steps import simulate_here
 from .background import BackgroundSave, Saves
-from .changed_model import Taken
+from .changes.model import Taken
+from .changes.param_groups import GroupOptions, read_groups
 from .counts import LossWeight
 from .feed import Feed
 from .one_call import OneCall, one_call
-from .outputs import Outputs, join
+from .outputs import Outputs
 from .pages import Pages
 from .preflight import own_device
 from .run import JobRun
 from .sampler import RankSampler
-from .state import Held, state_dict_of, sync_model
+from .state import Held, state_dict_of
 from .step_inputs import StepInputs
 from .step_report import StepReport
 
@@ -73,9 +73,8 @@ class Job:
         self._ties = dict(ties)
         self._feed = Feed.for_folder(model, folder, own_device() if TorchrunDriver.is_present() else None)
         self._run = JobRun(model, folder, self.programs, self._feed, directory, trust)
-        self._inputs = StepInputs(self._run, loss_weight)
+        self._inputs = StepInputs(self._run, loss_weight, Taken(model, folder, loss_weight, replanner))
         self._saves = Saves(self._run, self._ties)
-        self._taken = Taken(model, folder.interface)
         self._pages = Pages(folder, self.programs, records, replanner, trust)
 
     @property
@@ -126,20 +125,14 @@ class Job:
         `sizes`: those of each micro-batch, by the names in `dynamic_shapes`, as in `simulate(sequence=512)`; by default
         the most of each. Raises `PlanError` for a size that the plan does not have.
         """
-        if self._pages.any_size is not None:
-            return self._pages.any_size.simulate(sizes)
-        if sizes:
-            raise PlanError(f"simulate({', '.join(sizes)}=...): the job was compiled without dynamic_shapes")
-        return simulate_here(self.programs, self.hardware, self.plan.precision)
+        return self._pages.simulate(sizes)
 
     def throughput(self, lengths: Iterable[Any]) -> Throughput:
         """Tokens a second, simulated, over batches of these lengths, or over the batches of a loader.
 
         Raises `PlanError` for a job without one length in `dynamic_shapes`, or a length beyond its range.
         """
-        if self._pages.any_size is None:
-            raise PlanError("throughput: the job was compiled without dynamic_shapes, all its batches have one length")
-        return self._pages.any_size.throughput(lengths)
+        return self._pages.throughput(lengths)
 
     def rehearse(self, time_scale: float = 1.0) -> Timeline:
         """One step in real time, in the processes that would run it, with waits in place of computation and transfers.
@@ -177,7 +170,6 @@ class Job:
         `PlanError` after `close`, and where `requires_grad` of a parameter is another than at compile.
         """
         self._saves.tell_failed()
-        self._taken.require_unchanged()
         return self._run.step(self._inputs.for_call("step", batch))
 
     @property
@@ -203,9 +195,15 @@ class Job:
                 f"this model cannot be evaluated through its programs: {self.folder.settings.evaluation}; call "
                 "job.sync() and evaluate the model itself"
             )
-        leaves = self._inputs.for_call("evaluate", batch, "evaluate" if outputs else "evaluate(outputs=False)")
-        values = self._run.evaluate(leaves, loss_only=not outputs)
-        return Outputs({name: join(tensors) for name, tensors in values.items() if tensors})
+        call = "evaluate" if outputs else "evaluate(outputs=False)"
+        return self._run.evaluate(self._inputs.for_call("evaluate", batch, call), loss_only=not outputs)
+
+    @property
+    @one_call
+    def param_groups(self) -> list[GroupOptions]:
+        """The options of the optimizer's groups as the next step has them, at the end of the last one;
+        `job.param_groups[0]["lr"] = 1e-4` sets one on all devices. Under torchrun all ranks do the same."""
+        return read_groups(self._run, self.calls)
 
     @property
     def rows(self) -> range:
@@ -258,10 +256,7 @@ class Job:
         times = slow_devices(steps, self.programs, self.hardware, precision=self.plan.precision)
         if not times:
             return None
-        if self.replanner is None:
-            raise PlanError("a job that was loaded cannot be planned again: make it with compile, then ask it")
-        found = self.replanner.offer(times) if self._feed.device in (None, 0) else None
-        first = self.of_all_ranks(None if found is None else found.to_data())[0]
+        first = self.of_all_ranks(self._pages.offer(times) if self._feed.device in (None, 0) else None)[0]
         return None if first is None else Offer.from_data(first)
 
     @one_call
@@ -304,9 +299,14 @@ class Job:
         From the first step to this call the model has the weights from before; whoever then uses, copies or saves it is
         told by a `StaleModelWarning`.
         """
-        states, source = self._run.states(), self._run.source() if self._run.has_source else None
-        sync_model(self.model, self._ties, states, source)
-        self._run.note_sync()
+        self._run.sync(self._ties)
+
+    @one_call
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Give the devices the weights and buffers of a state dict of the model, which itself gets them at the next
+        `sync`; optimizer states stay, as in eager. Raises `CheckpointError` as torch does for keys and shapes."""
+        self._run.load_state_dict(state, strict)
+        self._inputs.forget()
 
     @one_call
     def save_pretrained(self, directory: str | Path, merge: bool = False) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...ir.errors import PlanError
 from ...ir.program import Program
 from ...runtime import scratch
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -17,10 +18,11 @@ from ..replanner import Replanner
 from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
-from ..report.lengths import StepsOfAnySize
+from ..report.lengths import StepsOfAnySize, Throughput
 from ..report.page.content import ReportInputs, report_facts
 from ..report.page.write import page_of
 from ..search.what_helps import Help
+from ..steps import simulate_here
 from .run import JobRun
 
 
@@ -70,6 +72,27 @@ class Pages:
         with scratch.temporary("explain") as directory:
             self.folder.write(directory)
             return find_blocks(directory, self.folder.interface, self.trust)
+
+    def simulate(self, sizes: Mapping[str, int]) -> Timeline:
+        """One step on the described hardware, with micro-batches of these sizes."""
+        if self.any_size is not None:
+            return self.any_size.simulate(sizes)
+        if sizes:
+            raise PlanError(f"simulate({', '.join(sizes)}=...): the job was compiled without dynamic_shapes")
+        return simulate_here(self.programs, self.folder.hardware, self.folder.plan.precision)
+
+    def throughput(self, lengths: Iterable[Any]) -> Throughput:
+        """Simulated tokens a second over batches of these lengths."""
+        if self.any_size is None:
+            raise PlanError("throughput: the job was compiled without dynamic_shapes, all its batches have one length")
+        return self.any_size.throughput(lengths)
+
+    def offer(self, times: Mapping[int, float]) -> dict[str, Any] | None:
+        """A faster plan for devices that are slower than planned by these factors, as plain data."""
+        if self.replanner is None:
+            raise PlanError("a job that was loaded cannot be planned again: make it with compile, then ask it")
+        found = self.replanner.offer(times)
+        return None if found is None else found.to_data()
 
     def page(
         self, measured: Timeline | None, machines: Sequence[Mapping[str, Any]] = (), price_per_hour: float | None = None

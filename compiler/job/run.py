@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import CheckpointError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.errors import (
+    CheckpointError,
+    HardwareError,
+    NonFiniteLoss,
+    PenstockError,
+    PlanError,
+    StaleModelWarning,
+    WorkerError,
+)
 from ...ir.program import Program
 from ...runtime import scratch
 from ...runtime.device.file import device_file_name
@@ -39,9 +47,11 @@ from ...runtime.state.weights import (
 from ..folder import Folder
 from ..stale import Unsynced, hide_marks, mark, tell_if_marked, unmark
 from .bad_values import nan_text
+from .changes.tensors import OwnTensors, load_state_dict, shorten
 from .feed import Feed
+from .outputs import Outputs, join
 from .preflight import require_constants, require_machine
-from .state import Held, identity_of, load_checkpoint, require_base, require_one_checkpoint, stage_states
+from .state import Held, identity_of, load_checkpoint, require_base, require_one_checkpoint, stage_states, sync_model
 from .step_report import StepReport
 
 REPORTS = 1000  # of ended steps that are kept for `take_reports`
@@ -72,6 +82,7 @@ class JobRun:
         self._driver: Driver | None = None
         self._closed = False
         self._stale: Unsynced | None = None  # since the model's weights are older than those of the devices
+        self.own = OwnTensors(model, folder.interface)
 
     # --- the devices
 
@@ -86,12 +97,38 @@ class JobRun:
 
         Raises `WorkerError` where they broke off, `PlanError` after `close`.
         """
-        self.running()
+        self._start_once()
         self.finish_step()
         return self.running()
 
     def running(self) -> Driver:
-        """As `driver`, while the last step may still be under way."""
+        """As `driver`, while the last step may still be under way. What the script wrote into the model since the last
+        sync goes to the devices first."""
+        driver = self._start_once()
+        if self._stale is None and (changed := self.own.changes()) and not self.own.other_parameter():
+            self.finish_step()
+            if self.own.take_over(driver, changed):
+                self.base = None  # the frozen weights are no longer those of the source
+        return driver
+
+    def require_own(self, call: str) -> None:
+        """Raises `PlanError` where the script wrote into weights that are older than those of the devices, or put
+        another parameter in one's place."""
+        changed = self.own.changes()
+        if changed and (name := self.own.other_parameter()):
+            raise PlanError(
+                f"{call}: {name} is another parameter than at the last sync, or none; an optimizer would go on with "
+                "the old one. Write into it (with torch.no_grad(): parameter.copy_(values)), or call "
+                "job.load_state_dict(state)"
+            )
+        if changed and self._stale is not None:
+            raise PlanError(
+                f"{call}: {shorten(changed)} of the model changed since the last step, and there the model has older "
+                "weights than the devices. Call job.sync(), which drops that change, and make it again; or call "
+                "job.load_state_dict(state)"
+            )
+
+    def _start_once(self) -> Driver:
         if self.broken or (self._driver is not None and self._driver.closed):
             raise WorkerError(
                 f"the devices broke off and may hold half a step ({self.broken or 'they were stopped'}). Go on from a "
@@ -114,6 +151,7 @@ class JobRun:
                 driver.close()
                 raise
             self._driver, self.base = driver, self._identity(source)
+            self.own.note()
         return self._driver
 
     def _start(self) -> Driver:
@@ -221,7 +259,8 @@ class JobRun:
         """One step on these leaves of a batch. Returns the loss; the step may still be under way."""
         driver = self.running()
         with self.breaking():
-            values = driver.begin_step(leaves)
+            empty = self._trains_nothing(leaves)
+            values = driver.begin_step(leaves, stop_on_nan=not empty)
             refused = driver.undo_bad_step()
         loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
         if self._unfinished is not None:
@@ -234,19 +273,20 @@ class JobRun:
         self._unfinished = float(loss)
         if self._last is None:
             self.finish_step()  # the devices have seen the end of their first step
-        self._require_finite(float(loss))
+        if not empty:
+            self._require_finite(float(loss))
         driver.stop_if_interrupted()
         return loss
 
-    def evaluate(self, leaves: Mapping[str, Tensor], loss_only: bool) -> dict[str, list[Tensor]]:
-        """The results of an evaluation of these leaves of a batch, by name, one for each micro-batch."""
+    def evaluate(self, leaves: Mapping[str, Tensor], loss_only: bool) -> Outputs:
+        """The forward pass on these leaves of a batch."""
         driver = self.driver
         with self.breaking():
             result = driver.evaluate(leaves, loss_only)
         if result.refusal is not None:
             raise result.refusal
         driver.stop_if_interrupted()
-        return result.values
+        return Outputs({name: join(values) for name, values in result.values.items() if values})
 
     @property
     def has_stepped(self) -> bool:
@@ -313,6 +353,11 @@ class JobRun:
             "compile with stop_on_nan=False"
         )
 
+    def _trains_nothing(self, leaves: Mapping[str, Tensor]) -> bool:
+        """Whether nothing counts in a batch, so that its loss is 0 / 0 and its gradients are zero, as in eager."""
+        empty = [term for term in self.folder.settings.loss if term.input in leaves and not leaves[term.input].any()]
+        return bool(empty) and all(term.of_targets for term in empty)
+
     def _require_finite(self, loss: float) -> None:
         if math.isfinite(loss) or not self.folder.settings.stop_on_nan:
             return
@@ -330,10 +375,30 @@ class JobRun:
             self._stale = mark(self.model)
         self._stale.closed = False
 
-    def note_sync(self) -> None:
-        """Note that the model has the weights of the devices."""
+    def sync(self, ties: Mapping[str, str]) -> None:
+        """Give the user's model the weights of the devices."""
+        states, source = self.states(), self.source() if self.has_source else None
+        dropped = self.own.changes()
+        sync_model(self.model, ties, states, source)
         unmark(self.model)
         self._stale = None
+        self.own.note()
+        if dropped:
+            warnings.warn(
+                f"sync has replaced what was written into {shorten(dropped)} of the model while it had older weights "
+                "than the devices: change weights after job.sync()",
+                StaleModelWarning,
+                stacklevel=6,
+            )
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool) -> None:
+        """Give the devices these weights and buffers; their optimizer states stay."""
+        with hide_marks(self.model):
+            frozen = load_state_dict(self.driver, self.model, self.folder.interface, state, strict)
+        if frozen:
+            self.base = None
+        self._mark()
+        self.own.note()
 
     def resume(self, directory: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint, on the devices or, where they broke off or were closed, on new ones."""
@@ -355,6 +420,7 @@ class JobRun:
             restore_rng_state(dict(checkpoint.progress.rng))
             self.step_count = checkpoint.progress.step
             self._mark()
+            self.own.note()
             self.feed.load(checkpoint.progress.data)
         return dict(checkpoint.progress.data)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.errors import BatchError
+from ...ir.errors import BatchError, PenstockError, PlanError
 from ...ir.program import SIZES, place_of
 from ...runtime.processes.driver import Driver, loaded_names
 from ...runtime.state.weights import WeightSource, stage_buffers
@@ -22,6 +22,7 @@ from ..batches.shape import as_dicts
 from ..folder import COUNTS_FILE, Folder
 from ..packing.limit import DocumentLimit
 from .bad_values import PickCheck
+from .changes.model import Taken
 from .counts import BatchCounts, Counts, LossWeight, counts_spec, merge_lanes, mini_batches, open_counts, rows_of
 from .feed import PART, WHOLE
 from .run import JobRun
@@ -40,10 +41,11 @@ class ReadBatch:
 
 
 class StepInputs:
-    """The inputs of a run's steps. `loss_weight`: the user's own count of a micro-batch."""
+    """The inputs of a run's steps. `loss_weight`: the user's own count of a micro-batch. `taken`: what the plan took
+    from the model, which must still be so."""
 
-    def __init__(self, run: JobRun, loss_weight: LossWeight | None):
-        folder = run.folder
+    def __init__(self, run: JobRun, loss_weight: LossWeight | None, taken: Taken):
+        folder, self.taken = run.folder, taken
         self.run, self.loss_weight, self.feed = run, loss_weight, run.feed
         self.interface, self.rules = folder.interface, folder.settings.counts
         self._counter: BatchCounts | None = None
@@ -55,18 +57,27 @@ class StepInputs:
         if one batch is wrong, or if their calls differ."""
         batch = as_dicts(batch)
         if self.feed.device is None:
+            self._require_model(function)
             given = self._read(function, batch, ())
             return self._inputs(function, given, [given.counts], [given.sizes])
         driver = self.run.driver
-        refused, given = None, ReadBatch()
+        refused: PenstockError | None = None
+        given = ReadBatch()
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
+            self._require_model(function)
             given = self._read(function, batch, self.inputs_for(driver.inputs.get(function, ())))
-        except BatchError as error:
+        except (BatchError, PlanError) as error:
             refused = error
         rows = driver.agree_on_batch(call or function, given.kind, refused, [given.counts, given.sizes])
         self.feed.keep_to(function, given.kind)
         return self._inputs(function, given, [counts for counts, _ in rows], [sizes for _, sizes in rows])
+
+    def _require_model(self, function: str) -> None:
+        """Raises `PlanError` where the script has changed the model so that this call would not see it."""
+        self.run.require_own(function)
+        if function == "step":
+            self.taken.require_unchanged()
 
     def _read(self, function: str, batch: Any, needed: Collection[str]) -> ReadBatch:
         """Raises `BatchError` for a batch that the programs do not take."""

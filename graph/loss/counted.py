@@ -79,7 +79,7 @@ class _Rewrite:
         item = self._item(key, node, True, lambda: self._totals_of(targets))
         total = self._sum_loss(node, found, targets.weight)
         self._replace(node, self._divide(node, total, item))
-        return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item))
+        return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item), of_targets=True)
 
     def _is_countable(self, target: fx.Node) -> bool:
         """Whether targets are classes that depend on the batch alone, row by row."""
@@ -128,8 +128,10 @@ class _Rewrite:
             return LossTerm(kind="uncounted", source=source, counts=words)
         key = ("divisor", below, kind)
         item = self._item(key, node, kind == "sum", lambda: (below, {r: self._reduction_total(r) for r in reductions}))
+        terms = LinearPath.to(self.graph, above, self.view.depends).terms
+        of_targets = all(class_loss(self.graph, term) is not None for term in terms)
         self._replace(node, self._divide(node, above, item))
-        return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item))
+        return LossTerm(kind="counted", source=source, counts=words, input=_input_of(item), of_targets=of_targets)
 
     def _kind(self, numerator: Any) -> str:
         """ "sum" or "mean" if the numerator is made of sums, or of means, over all rows; else ""."""

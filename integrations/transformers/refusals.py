@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from typing import Any
 
 from transformers import Trainer
@@ -35,6 +37,15 @@ LIBRARIES = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "transform
 LOSS = "the loss of the model itself: put yours into its forward"
 OPTIMIZER = "optim and lr_scheduler_type of TrainingArguments, or optimizer_cls_and_kwargs=(class, arguments)"
 PRECISIONS = {"no": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}  # those of accelerate
+NOT_CALLED = {
+    "_get_num_items_in_batch": "leave it out: the loss is divided by what the whole batch counts",
+    "compute_loss_context_manager": "the context in forward of the model",
+    "autocast_smart_context_manager": "bf16 or fp16 of TrainingArguments",
+    "_wrap_model": "model=, already wrapped",
+    "create_optimizer_and_scheduler": OPTIMIZER,
+    "_clip_grad_norm": "max_grad_norm of TrainingArguments",
+    "_get_grad_norm": "leave it out: the norm is logged",
+}
 SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that follow an evaluation
 
 
@@ -60,9 +71,29 @@ def refuse_arguments(args: Any) -> None:
         )
 
 
+def overrides(trainer: Any, name: str) -> bool:
+    """Whether a class of the script has a method of this name before the classes of Penstock do."""
+    own = itertools.takewhile(lambda kind: not _is_ours(kind), type(trainer).__mro__)
+    return any(name in vars(kind) for kind in own)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith(str(__package__).partition(".integrations")[0])
+
+
 def refuse_trainer(trainer: Any, own_loss: Any) -> None:
-    """Raise `PlanError` for a trainer with a loss, an optimizer or a model of its own making, or a launcher's."""
+    """Raise `PlanError` for a trainer with a loss, an optimizer or a model of its own making, or a launcher's, and for
+    methods of its own that a step of a Job would not call, or in which none is made."""
     kind = type(trainer)
+    step = kind.training_step
+    for name, instead in NOT_CALLED.items():
+        if overrides(trainer, name):
+            raise PlanError(f"{kind.__name__}.{name} would not be called in a step of a Job; use: {instead}")
+    if overrides(trainer, "training_step") and "training_step" not in inspect.unwrap(step).__code__.co_names:
+        raise PlanError(
+            f"{kind.__name__}.training_step makes no step of the Job; use: super().training_step(model, inputs, "
+            "num_items_in_batch) in it"
+        )
     found = {
         "compute_loss_func": (trainer.compute_loss_func is not None, LOSS),
         "compute_loss": (kind.compute_loss is not own_loss, LOSS),

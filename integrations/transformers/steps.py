@@ -25,8 +25,16 @@ from ...training.live.server import PageServer
 from ...training.live.terminal import TerminalView, view_on
 from ...training.watch import StragglerWatch
 from .batches import TOKENS, BatchForm, count_rows, form_of, join_batches, why_not_fillable
+from .callbacks import SetOptions, SyncFirst, refuse_callbacks
 from .evaluation import evaluate, shifts_labels
-from .refusals import PRECISIONS, refuse_arguments, refuse_trainer, require_known_optimizer, require_whole_batches
+from .refusals import (
+    PRECISIONS,
+    overrides,
+    refuse_arguments,
+    refuse_trainer,
+    require_known_optimizer,
+    require_whole_batches,
+)
 from .schedule import make_schedule
 
 if TYPE_CHECKING:
@@ -65,6 +73,7 @@ class StepsByJob(Host):
         self.hardware, self.compile_options = hardware, dict(compile_options or {})
         self.max_length, self.listeners, self.serve = max_length, list(listeners), serve
         self.job: Job | None = None
+        self._options: SetOptions | None = None
         self._form: BatchForm | None = None
         self._broadcast: Broadcast | None = None
         self._watch: StragglerWatch | None = None
@@ -82,6 +91,7 @@ class StepsByJob(Host):
                 "lengths; leave it out, and rows are padded to max_length"
             )
         refuse_trainer(self, type(self).own_loss)
+        refuse_callbacks(self.callback_handler.callbacks)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The job's devices have the weights."""
@@ -101,7 +111,7 @@ class StepsByJob(Host):
                             logger.warning("a second Ctrl-C broke a step off: the model has older weights")
                     raise
         finally:
-            self.job = self._form = self._broadcast = self._watch = None
+            self.job = self._form = self._broadcast = self._watch = self._options = None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.optimizer, self.lr_scheduler = None, None
@@ -122,9 +132,14 @@ class StepsByJob(Host):
                 )
             state = torch.load(Path(resume_from_checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(state)
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
+                group["lr"] = rate
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
+        refuse_callbacks(self.callback_handler.callbacks)
+        others = [callback for callback in self.callback_handler.callbacks if not isinstance(callback, SyncFirst)]
+        self.callback_handler.callbacks = [SyncFirst(others, self._sync), *others]
         self.accelerator._models.append(self.model)  # or an evaluation would wrap the model's forward
         return self.model, train_dataloader
 
@@ -136,7 +151,8 @@ class StepsByJob(Host):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Nothing until all parts of the global batch are there; then a step of the job, whose loss is that of all."""
-        self._waiting.append(inputs)
+        self.model.train()
+        self._waiting.append(self._own_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
@@ -148,12 +164,27 @@ class StepsByJob(Host):
         if self.job is None:
             self.job, self._broadcast = self._begin_job(batch)
             self._watch = StragglerWatch(self.job, self._total_steps)
-        assert self._broadcast is not None and self._watch is not None
+        assert self._broadcast is not None and self._watch is not None and self._options is not None
+        self._set_options(self.job, self._options.take())
         loss = self._take_step(self.job, self._fill(batch))
+        self._options.step()
         self._broadcast.stepped(tokens)
         if (offer := self._watch.offer_after_step()) is not None:
             self._tell(offer)
         return loss.detach().to(self.args.device)
+
+    def _own_inputs(self, inputs: Any) -> Any:
+        """A batch as the script's own `_prepare_inputs` makes it, if there is one; a Trainer's moves it only."""
+        if not overrides(self, "_prepare_inputs"):
+            return inputs
+        return {key: v.cpu() if isinstance(v, Tensor) else v for key, v in self._prepare_inputs(inputs).items()}
+
+    def _set_options(self, job: Job, found: Iterable[tuple[int, str, Any]]) -> None:
+        """Set what callbacks have set in the Trainer's optimizer on the devices."""
+        for index, key, value in found:
+            for own, group in enumerate(self._group_numbers):
+                if group == index:
+                    job.param_groups[own][key] = value
 
     def _tell(self, offer: Offer) -> None:
         """Log what another plan would gain, leave it in the output directory, and say what takes it."""
@@ -246,16 +277,18 @@ class StepsByJob(Host):
     def _compile(self, batch: dict[str, Tensor]) -> Job:
         args = self.args
         self.model.train()
+        schedule = partial(
+            make_schedule,
+            name=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            warmup_steps=args.get_warmup_steps(self._total_steps),
+            total_steps=self._total_steps,
+            **(args.lr_scheduler_kwargs or {}),
+        )
+        self._options = SetOptions(self.optimizer, schedule, self.lr_scheduler.state_dict())
         options = {
             "optimizer": self._optimizer(),
             "param_groups": list(self._param_groups()),
-            "lr_scheduler": partial(
-                make_schedule,
-                name=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-                warmup_steps=args.get_warmup_steps(self._total_steps),
-                total_steps=self._total_steps,
-                **(args.lr_scheduler_kwargs or {}),
-            ),
+            "lr_scheduler": schedule,
             "max_grad_norm": args.max_grad_norm or None,
             "precision": PRECISIONS[args.mixed_precision],
             "seed": args.seed,
@@ -274,10 +307,12 @@ class StepsByJob(Host):
             for module in self.model.modules()
             if isinstance(module, nn.Embedding) and self._optimizer_options.get("optim_bits") == 8
         }
-        for group in self.optimizer.param_groups:
+        self._group_numbers: list[int] = []  # of the Trainer's, for each of the job's
+        for number, group in enumerate(self.optimizer.param_groups):
             for whole, own in ((False, {}), (True, {"optimizer": self._optimizer(optim_bits=32)})):
                 params = [param for param in group["params"] if (id(param) in embeddings) == whole]
                 if params:
+                    self._group_numbers.append(number)
                     yield {"params": params, "weight_decay": group["weight_decay"], **own}
 
     def _clip_grad_norm(self, model: Any) -> None:
@@ -322,7 +357,7 @@ class StepsByJob(Host):
         if self.job is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert self._form is not None
-        own = self._form.pad(inputs)
+        own = self._form.pad(self._own_inputs(inputs))
         whole = self._gather_batches([own])
         batch = self._each_once(whole)
         reason = self.job.folder.settings.evaluation or ""

@@ -256,15 +256,17 @@ class DeviceSession:
         values = self.begin_step(batch)
         return StepResult(values, self._finish(self.state.step_count))
 
-    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    def begin_step(self, batch: Mapping[str, Tensor], stop_on_nan: bool = True) -> dict[str, list[Tensor]]:
         """As `step`, but it returns as soon as results and all forwards are there. The rest of the step goes on while
         the next one begins, which waits for what it needs; at most one step is unfinished. The batch must stay as it
         is.
 
         What only the end of a step shows holds up the next one: the first step's measured bytes, and what `Drain`
         lists. Where the script `shares_generators`, a step that computes stages again that draw ends before it returns.
+        stop_on_nan: False where the loss is NaN as eager's is, and trains nothing.
         """
         self._check(batch, "step")
+        self.state.stop_on_nan = self.setup.stop_on_nan and stop_on_nan
         first = self.state.step_count == 0
         if first and self.device.type == "cuda":
             self._take_room()

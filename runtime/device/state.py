@@ -17,7 +17,7 @@ from ...ir.program import Account, Interface, StageHome, team_of
 from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
 from ..bad_step import BadStep
 from ..optimizer.gradients import LossScale, LossScales
-from ..optimizer.stage_optimizer import Workspace
+from ..optimizer.stage_optimizer import StageOptimizer, Workspace
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
@@ -234,6 +234,11 @@ class DeviceState:
 
     def stage_state(self, stage: str) -> StagePart:
         return self.stores[stage].state()
+
+    def optimizer_of(self, stage: str) -> StageOptimizer:
+        found = self.stores[stage].optimizer
+        assert found is not None, f"{stage} is not trained here"
+        return found
 
     def load_stage_state(self, stage: str, state: StagePart) -> None:
         self.stores[stage].load_state(state)

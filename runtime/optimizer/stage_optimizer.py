@@ -423,6 +423,17 @@ class StageOptimizer:
 
     # --- saving and loading
 
+    def options(self) -> list[dict[str, Any]]:
+        """The options of each group, such as its learning rate, as plain data."""
+        assert self.optimizer is not None
+        saved = saved_groups(self.optimizer)
+        return list(saved.get("groups", [saved]))
+
+    def set_option(self, index: int, key: str, value: Any) -> None:
+        """Set an option of a group from the next step on."""
+        assert self.optimizer is not None
+        load_groups(self.optimizer, [{} for _ in range(index)] + [{key: value}])
+
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` restores: `states` is parameter name to {state name: tensor}, not copied.
 

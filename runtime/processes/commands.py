@@ -35,7 +35,7 @@ def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) 
 def begin_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """As `run_step`, but the report is that of the step before; this one's comes from `finish_step`, or with the next
     step. See `DeviceSession.begin_step`."""
-    values = session.begin_step(tensors)
+    values = session.begin_step(tensors, args.get("stop_on_nan", True))
     return pack_result(StepResult(values, session.report_before, session.refusal()))
 
 
@@ -162,6 +162,17 @@ def load_counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tens
     return {}, {}
 
 
+def options(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """The options of each parameter group of `stage`, as its next step has them."""
+    return {"groups": session.state.optimizer_of(args["stage"]).options()}, {}
+
+
+def set_option(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Set the option `key` of the parameter group number `group` of `stage`."""
+    session.state.optimizer_of(args["stage"]).set_option(args["group"], args["key"], args["value"])
+    return {}, {}
+
+
 def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """The time span of each op of the last step, as fields of `timeline.Span`."""
     return {"spans": [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in session.spans]}, {}
@@ -173,7 +184,8 @@ COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer
         run_step, begin_step, finish_step, undo_step, run_evaluate, load_stage, stage_state, load_stage_state,
         write_shard,
         need_of_save, begin_save,
-        read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
+        read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters,
+        options, set_option, spans,
     )
 }  # fmt: skip
 

@@ -85,10 +85,10 @@ class Driver:
         values = self.begin_step(batch)
         return StepResult(values, self.finish_step())
 
-    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    def begin_step(self, batch: Mapping[str, Tensor], stop_on_nan: bool = True) -> dict[str, list[Tensor]]:
         """As `step`, but it returns the results as soon as they are there; the devices may still be at work when the
         next step begins. Any other call must come after `finish_step`."""
-        self._begun = self._run("begin_step", "step", batch, {})
+        self._begun = self._run("begin_step", "step", batch, {"stop_on_nan": stop_on_nan})
         return merge_values(self._begun)
 
     def undo_bad_step(self) -> PenstockError | None:
@@ -237,7 +237,7 @@ class InProcessDriver(Driver):
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         if command == "begin_step":
-            values = self.session.begin_step(self._own(batch))
+            values = self.session.begin_step(self._own(batch), args["stop_on_nan"])
             return [StepResult(values, self.session.report_before, self.session.refusal())]
         return [self.session.evaluate(batch, **args)]
 

@@ -79,11 +79,27 @@ def test_a_micro_batch_without_targets_adds_zero(devices: int, strategy: str) ->
     assert_whole(job_step(compile_job(model, batch, devices, strategy, 4), batch), eager_step(model, batch))
 
 
-def test_a_batch_without_targets_is_nan_as_in_eager() -> None:
+def test_a_batch_without_targets_is_nan_and_trains_nothing_as_in_eager() -> None:
     model, batch = Loss(plain), rows((0,) * ROWS)
-    with compile_job(model, batch, 1, "balanced", 2) as job, pytest.raises(NonFiniteLoss):
-        job.step(batch)
+    with compile_job(model, batch, 1, "balanced", 2) as job:
+        assert math.isnan(job.step(batch))
+        again = rows((6, 1, 0, 0, 5, 4, 2, 6))
+        assert float(job.step(again)) == pytest.approx(float(eager_step(model, again).loss), rel=1e-5)
     assert math.isnan(eager_step(model, batch).loss)
+
+
+def test_a_batch_without_targets_that_spoils_the_weights_is_told() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (self.linear(x).squeeze(-1) * mask).sum() / mask.sum()
+
+    batch = {"x": torch.randn(4, 4), "mask": torch.zeros(4)}
+    with compile_job(Masked(), batch, 1, "balanced", 2) as job, pytest.raises(NonFiniteLoss):
+        job.step(batch)
 
 
 class TakesCount(nn.Module):

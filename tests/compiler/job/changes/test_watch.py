@@ -1,0 +1,144 @@
+"""A step sees what the script has changed in Python since compile, or is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.compiler.job.changes.watch import PythonValues
+from penstock.errors import PlanError
+
+SCALE = 1.0
+
+
+class Config:
+    factor, unused = 1.0, 0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
+        self.config, self.steps, self.rates, self.shift = Config(), 0, [1.0], torch.zeros(4)
+        self.config.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.norm(self.a(x))) * self.config.factor + self.shift
+        return self.b(torch.tanh(h) * self.rates[0])
+
+
+def scale(value: Tensor) -> Tensor:
+    return value * SCALE
+
+
+def loss(output: Tensor, batch: Any) -> Tensor:
+    return scale(output.mean())
+
+
+@pytest.fixture(scope="module")
+def running() -> Any:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(8, 4)
+    with penstock.compile(net, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=loss) as job:
+        job.step(x)
+        yield net, x, job
+
+
+def change_global(net: Net) -> Callable[[], None]:
+    globals()["SCALE"] = 2.0
+    return lambda: globals().update(SCALE=1.0)
+
+
+def change_hook(net: Net) -> Callable[[], None]:
+    return net.a.register_forward_hook(lambda module, inputs, output: output * 2).remove
+
+
+def change_module(net: Net) -> Callable[[], None]:
+    before, net.drop = net.drop, nn.Identity()  # type: ignore[assignment]
+    return lambda: setattr(net, "drop", before)
+
+
+def change_list(net: Net) -> Callable[[], None]:
+    net.rates[0] = 0.5
+    return lambda: net.rates.__setitem__(0, 1.0)
+
+
+def change_forward(net: Net) -> Callable[[], None]:
+    net.a.forward = lambda x: x  # type: ignore[method-assign]
+    return lambda: delattr(net.a, "forward")
+
+
+def attribute(path: str, value: Any) -> Callable[[Net], Callable[[], None]]:
+    def change(net: Net) -> Callable[[], None]:
+        owner: Any = net
+        *parts, name = path.split(".")
+        for part in parts:
+            owner = getattr(owner, part)
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        return lambda: setattr(owner, name, before)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (attribute("drop.p", 0.1), r"p of drop: 0\.5 before, 0\.1 now"),
+        (lambda net: (net.norm.eval(), net.norm.train)[1], r"training of norm: True before, False now"),
+        (attribute("config.factor", 2.0), r"factor of Config of the model: 1\.0 before, 2\.0 now"),
+        (attribute("shift", torch.ones(4)), r"shift of the model"),
+        (change_global, r"SCALE in scale: 1\.0 before, 2\.0 now"),
+        (change_hook, "forward hooks of a: 0 before, 1 now"),
+        (change_module, "modules of the model"),
+        (change_list, "a list of the model"),
+        (change_forward, "attributes of a"),
+    ],
+)
+def test_a_change_that_forward_would_see_is_refused_until_it_is_undone(
+    running: Any, change: Callable[[Net], Callable[[], None]], name: str
+) -> None:
+    net, x, job = running
+    undo, count = change(net), job.step_count
+    with pytest.raises(PlanError, match=rf"{name}(.|\n)*Set it back, or sync the job and compile the model again"):
+        job.step(x)
+    undo()
+    job.step(x)
+    assert job.step_count == count + 1
+
+
+def test_a_constant_that_is_written_is_refused(running: Any) -> None:
+    net, x, job = running
+    net.shift.add_(1)
+    with pytest.raises(PlanError, match="a tensor of the model changed"):
+        job.step(x)
+    net.shift.sub_(1)
+    job.step(x)
+
+
+def test_a_change_without_effect_goes_on_and_is_soon_watched_no_more(running: Any) -> None:
+    net, x, job = running
+    net.config.unused = 5
+    for count in range(2):
+        net.steps = count + 1
+        job.step(x)
+    net.steps = 9
+    with pytest.warns(UserWarning, match="steps of the model has changed 3 times and made no difference"):
+        job.step(x)
+    net.steps = 10
+    assert not job._inputs.taken._watch.changes()
+
+
+def test_comparing_costs_no_more_than_some_microseconds_a_module() -> None:
+    import timeit
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)) for _ in range(100)))
+    watch = PythonValues(model, ())
+    assert watch.changes() == {}
+    seconds = min(timeit.repeat(watch.changes, number=10, repeat=5)) / 10
+    assert seconds / 301 < 20e-6  # about 1.5 us on an idle core
