@@ -25,7 +25,7 @@ from ..kernels.call_node import call_node
 from ..kernels.cuda_autocast import autocast_as
 from ..operators.calls import call_key
 from ..operators.pointwise import elementwise
-from ..operators.record import UNKNOWN, RowCall, nonlinear, operator_name, plain, record_name
+from ..operators.record import UNKNOWN, RowCall, constants, is_pointwise, nonlinear, operator_name, plain, record_name
 from ..operators.states import ByRow, Free, Kind, Mixed, RowState, Scale, whole
 from ..operators.table import operator_of
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
@@ -297,10 +297,10 @@ class Follower(TorchDispatchMode):
         if known.rows is not None:
             return known.rows(call)
         states = [self.state(tensor) for tensor in call.tensors()]
-        if torch.Tag.pointwise in call.func.tags:
+        if is_pointwise(call.func):
             return elementwise(call)
         if all(isinstance(state, Free) for state in states):
-            return [Free(varies=whole(range(t.dim()))) for t in call.results()]
+            return constants(call)
         if known is UNKNOWN and not any(isinstance(state, Mixed) for state in states):
             self.operator = record_name(call.func)
             return call.mix(Kind.NO_RECORD)
@@ -350,11 +350,12 @@ def _power(first: float, second: float, ratio: float) -> float | None:
 
 
 def _partly(old: Free, new: Free, written: torch.Tensor, other: torch.Tensor) -> Free:
-    """The state of a constant after a part of it was written."""
-    if written.dim() != other.dim():
-        return Free(varies=whole(range(other.dim())))
-    cut = whole(d for d in range(other.dim()) if written.shape[d] != other.shape[d])
-    return Free(varies=old.varies | new.varies | cut)
+    """The state of a constant after a part of it was written: along dimensions that both have, by their sizes and
+    strides, all of it was."""
+    places = {(size, step): dim for dim, (size, step) in enumerate(zip(other.shape, other.stride())) if size != 1}
+    along = {dim: places.get((size, step)) for dim, (size, step) in enumerate(zip(written.shape, written.stride()))}
+    moved = frozenset((d, low, high) for dim, low, high in new.varies if (d := along[dim]) is not None)
+    return Free(varies=old.varies | moved | whole(set(places.values()) - set(along.values())))
 
 
 class _Unsmoothed(TorchFunctionMode):

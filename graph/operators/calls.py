@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ...runtime.torch_names import FakeTensor, TorchDispatchMode, tree_map_only
 from ..opgraph import OpGraph, value_tensors
-from .record import UNKNOWN, Elements, OperatorCall, no_record, operator_name, record_name
+from .record import UNKNOWN, Elements, OperatorCall, is_pointwise, no_record, operator_name, record_name
 from .table import operator_of
 
 Known = TypeVar("Known")
@@ -87,7 +87,7 @@ def only_operator(graph: OpGraph, node: fx.Node) -> str:
 def unknown_call(graph: OpGraph, node: fx.Node) -> str:
     """The refusal of a node that calls an operator without a record; empty for any other node."""
     unknown = (func for func in operators(graph, node) or () if operator_of(func) is UNKNOWN)
-    names = (record_name(func) for func in unknown if not func.is_view and torch.Tag.pointwise not in func.tags)
+    names = (record_name(func) for func in unknown if not func.is_view and not is_pointwise(func))
     name = next(names, "")
     return no_record(name, str(node.meta.get("source", ""))) if name else ""
 

@@ -1,15 +1,20 @@
-"""Records of products of matrices and what is made of them: attention, convolution, embedding."""
+"""Records of products of matrices and what is made of them: attention, convolution, embedding, and of functions of
+matrices, of which a tensor may hold several: torch.linalg."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from .kernels import cpu_attention, one_product
-from .pointwise import spread
-from .record import RowCall, nonlinear, nothing, plain, record
-from .reductions import PER_ROW
-from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Stretch, differs, whole
+from .pointwise import Operand, spread, together
+from .record import RowCall, RowRule, constants, nonlinear, nothing, plain, record
+from .reductions import PER_ROW, drop_dims
+from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, Stretch, differs, whole
+from .views import move_dims
 from .workspace import indexing as workspace_indexing
 from .workspace import layers as workspace_layers
 
@@ -67,9 +72,10 @@ def matrices(call: RowCall) -> RowState:
 
 def added_product(call: RowCall) -> RowState:
     names = list(call.given)
-    if call.name in ("addbmm", "addr"):
-        return nonlinear(call, *map(call.tensor_state, call.tensors())) or call.mix(Kind.UNKNOWN)
-    found, value = product(call, names[1], names[2]), call["self"]
+    labels = {"addbmm": ("bnk", "bkm", "nm"), "addr": ("n", "m", "nm")}.get(call.name)
+    states = call.state(names[1]), call.state(names[2])
+    found = contract(call, *labels, *states) if labels is not None else product(call, names[1], names[2])
+    value = call["self"]
     offset = call.tensor_state(value)
     if call.given.get("beta") == 0 or isinstance(found, Mixed):
         return found
@@ -140,7 +146,8 @@ def convolution(call: RowCall) -> RowState:
     if isinstance(state, OverRows):
         return state if call["bias"] is None else call.mix(Kind.UNEVEN)
     if isinstance(weight, ByRow):
-        return call.mix(Kind.UNKNOWN)
+        is_output = weight.dim == int(call["transposed"]) and call["groups"] == 1 and call["bias"] is None
+        return replace(weight, dim=1) if is_output and isinstance(state, Free) else call.mix(Kind.ACROSS)
     return nonlinear(call, state) or (
         Free(varies=whole(range(call["input"].dim()))) if isinstance(state, Free) else state
     )
@@ -174,6 +181,27 @@ def embedding_bag(call: RowCall) -> RowState:
     return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
 
 
+def bilinear(call: RowCall) -> RowState:
+    """The product of three values, each with dimensions of one place put in, summed over dimensions."""
+    shapes, parts = [], list[Operand]()
+    for number in "123":
+        state, shape = call.state("i" + number), list(call["i" + number].shape)
+        for dim in sorted(call["expand" + number]):
+            shape.insert(dim, 1)
+        kept = [dim for dim in range(len(shape)) if dim not in call["expand" + number]]
+        parts.append((move_dims(state, kept), shape))
+        shapes.append(shape)
+    mixed = nonlinear(call, *(state for state, _ in parts))
+    if mixed is not None:
+        return mixed
+    whole_shape = torch.broadcast_shapes(*shapes)
+    found, summed = together(call, parts, whole_shape), set(call["sumdim"])
+    scale = functools.reduce(Scale.times, (state.scale for state, _ in parts))
+    if isinstance(found, ByRow) and found.dim in summed:
+        return OverRows(scale=scale.times(PER_ROW))
+    return replace(drop_dims(found, torch.empty(whole_shape, device="meta"), summed, keep=False), scale=scale)
+
+
 def grouped_product(call: RowCall) -> RowState:
     """Runs of places with a matrix each; `offs` counts the places of each run."""
     state, weight = call.state("self"), call.state("mat2")
@@ -185,8 +213,56 @@ def grouped_product(call: RowCall) -> RowState:
     return nonlinear(call, state, offsets) or (state if isinstance(state, Free) else call.mix(Kind.UNKNOWN))
 
 
+def matrix_rule(*own: int, columns: int | None = None) -> RowRule:
+    """The rule of a function of each of several matrices: its tensor operands have these numbers of dimensions of their
+    own, the last ones, and the others tell matrices apart. `columns`: the operand whose columns the function takes
+    apart from each other, as the right sides of equations."""
+
+    def rule(call: RowCall) -> RowState | list[RowState]:
+        values = list(call.tensors())
+        side = values[columns] if columns is not None and own[columns] == 2 else None
+        if side is not None and all(isinstance(call.tensor_state(v), Free) for v in values if v is not side):
+            state, place = plain(call.tensor_state(side)), -1 if call.given.get("left", True) else -2
+            if isinstance(state, ByRow) and state.dim == side.dim() + place:
+                return [replace(state, dim=call.results()[0].dim() + place), *constants(call)[1:]]
+        return batch_state(call, values, own)
+
+    return rule
+
+
+def batch_state(call: RowCall, values: Sequence[torch.Tensor], own: Sequence[int]) -> RowState | list[RowState]:
+    """The state of results whose first dimensions are those of the operands, without the last `own` of each."""
+    states = [call.tensor_state(value) for value in values]
+    mixed = nonlinear(call, *states)
+    if mixed is not None:
+        return mixed
+    parts: list[Operand] = []
+    for value, state, count in zip(values, states, own):
+        first = value.dim() - count
+        if isinstance(state, ByRow) and state.dim >= first:
+            return call.mix(Kind.ACROSS)
+        if isinstance(state, Free):
+            state = Free(varies=frozenset(span for span in state.varies if span[0] < first))
+        parts.append((state, value.shape[:first]))
+    found = plain(together(call, parts, torch.broadcast_shapes(*(shape for _, shape in parts))))
+    return constants(call) if isinstance(found, Free) else found
+
+
+def solve(call: RowCall) -> RowState | list[RowState]:
+    """Equations whose right side is a matrix, or a vector for each matrix."""
+    matrix, right = call["A"], call["B"]
+    is_vector = right.dim() == 1 or right.shape == matrix.shape[:-1]
+    return matrix_rule(2, 1 if is_vector else 2, columns=1)(call)
+
+
+def segments(call: RowCall) -> RowState | list[RowState]:
+    """Sums and the like of runs along a dimension, whose lengths or offsets may differ along those before it."""
+    values = list(call.tensors())
+    return batch_state(call, values, [call["data"].dim() - call["axis"], 1])
+
+
 record("mm", "bmm", rows=matrices, workspace=workspace_layers.product, kernel=one_product)
-record("mv", "vdot", rows=matrices)
+record("mv", "vdot", "_int_mm", rows=matrices)
 record("dot", rows=matrices, workspace=nothing)
 record("addmm", "baddbmm", rows=added_product, workspace=workspace_layers.product, kernel=one_product)
 record("addbmm", "addmv", "addr", rows=added_product)
@@ -201,7 +277,21 @@ record("convolution", "_convolution", rows=convolution, workspace=workspace_laye
 record("mkldnn_convolution", "convolution_overrideable", rows=convolution)
 record("embedding", rows=embedding, workspace=nothing)
 record("_embedding_bag", "_embedding_bag_forward_only", rows=embedding_bag)
+record("_trilinear", rows=bilinear)
 record("_grouped_mm", "_scaled_grouped_mm", rows=grouped_product)
 record("embedding_dense_backward", workspace=workspace_indexing.embedding)
 record("cudnn_convolution", workspace=workspace_layers.convolution)
 record("convolution_backward", workspace=workspace_layers.convolution_backward)
+record(
+    "_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_cholesky_ex", "cholesky", "cholesky_inverse",
+    "_linalg_svd", "_linalg_eigh", "linalg_eig", "_linalg_eigvals", "linalg_qr", "geqrf", "linalg_lu",
+    "linalg_lu_factor_ex", "linalg_ldl_factor_ex", "linalg_matrix_exp", rows=matrix_rule(2),
+)  # fmt: skip
+record("linalg_pinv", rows=matrix_rule(2, 0, 0))
+record("linalg_householder_product", "lu_unpack", rows=matrix_rule(2, 1))
+record("linalg_lstsq", rows=matrix_rule(2, 2))
+record("linalg_solve_triangular", rows=matrix_rule(2, 2, columns=1))
+record("cholesky_solve", "triangular_solve", rows=matrix_rule(2, 2, columns=0))
+record("linalg_lu_solve", "linalg_ldl_solve", "ormqr", rows=matrix_rule(2, 1, 2, columns=2))
+record("_linalg_solve_ex", rows=solve)
+record("segment_reduce", rows=segments)

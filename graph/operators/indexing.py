@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from .pointwise import Operand, combine, fill_state, operands, together
-from .record import Elements, RowCall, nonlinear, nothing, plain, record
+from .record import Elements, RowCall, constants, nonlinear, nothing, plain, record
 from .reductions import PER_ROW
 from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, differs, whole
 from .views import move_dims
@@ -51,6 +51,14 @@ def index_select(call: RowCall) -> RowState:
 def index(call: RowCall) -> RowState:
     value = call["self"]
     return state_at_numbers(call, value, [*call["indices"], *[None] * (value.dim() - len(call["indices"]))])
+
+
+def take(call: RowCall) -> RowState:
+    """Elements at numbers counted over all dimensions."""
+    state, numbers = call.state("self"), call.state("index")
+    if not isinstance(state, Free):
+        return nonlinear(call, state, numbers) or call.mix(Kind.REORDERED)
+    return nonlinear(call, numbers) or (plain(numbers) if state.varies else Free())
 
 
 def state_at_numbers(call: RowCall, value: torch.Tensor, numbers: Sequence[torch.Tensor | None]) -> RowState:
@@ -262,19 +270,23 @@ def _full(found: RowState, parts: Sequence[Operand]) -> RowState:
     return Free(varies=whole(range(len(parts[0][1])))) if isinstance(found, Free) else found
 
 
-def compact(call: RowCall) -> RowState:
+def compact(call: RowCall) -> RowState | list[RowState]:
     """The elements that are picked depend on the numbers of elements of earlier rows."""
     states = [call.tensor_state(tensor) for tensor in call.tensors()]
-    return nonlinear(call, *states) or (
-        Free(varies=whole(range(8))) if all(isinstance(s, Free) for s in states) else call.mix(Kind.REORDERED)
-    )
+    are_constants = all(isinstance(state, Free) for state in states)
+    return constants(call) if are_constants else nonlinear(call, *states) or call.mix(Kind.REORDERED)
 
 
 def write_part(call: RowCall) -> RowState:
-    source, state = call.state("src"), call.state("self")
-    value, dim = call["self"], call["dim"] % call["self"].dim()
-    if call.name == "select_scatter":
-        source = move_dims(source, [d + (d >= dim) for d in range(call["src"].dim())])
+    source, state, value = call.state("src"), call.state("self"), call["self"]
+    names = ("dim1", "dim2") if call.name == "diagonal_scatter" else ("dim",)
+    cut = {call[name] % value.dim() for name in names}
+    if call.name == "diagonal_scatter" and isinstance(source, ByRow) and source.dim == call["src"].dim() - 1:
+        return call.mix(Kind.ROW_NUMBER)
+    if call.name != "slice_scatter":
+        source = move_dims(source, [*(d for d in range(value.dim()) if d not in cut), *[None] * (len(cut) - 1)])
+    elif all(call["src"].shape[d] == value.shape[d] for d in cut):
+        cut = set()
     if any(isinstance(s, Mixed) for s in (source, state)):
         return Mixed()
     if not isinstance(source, ByRow | Free) or not isinstance(state, ByRow | Free):
@@ -282,8 +294,7 @@ def write_part(call: RowCall) -> RowState:
     for rows, other in ((state, source), (source, state)):
         if not isinstance(rows, ByRow):
             continue
-        part = call.name == "select_scatter" or call["src"].shape[dim] != value.shape[dim]
-        if rows.dim == dim and part:
+        if rows.dim in cut:
             return call.mix(Kind.ROW_NUMBER)
         if isinstance(other, Free) and differs(other, rows.dim, rows.inner, call.rows):
             call.watcher.note(Kind.ROW_NUMBER)
@@ -306,9 +317,10 @@ record("index", rows=index, elements=Elements.PICKED, workspace=nothing)
 record("_unsafe_index", rows=index, elements=Elements.PICKED)
 record("index_put", "_index_put_impl", "_unsafe_index_put", rows=put, workspace=workspace_indexing.index_put)
 record("index_add", "index_copy", rows=put_along, workspace=nothing)
-record("index_fill", rows=put_along)
+record("index_fill", "index_reduce", rows=put_along)
+record("take", rows=take)
 record("scatter", "scatter_add", "scatter_reduce", rows=scatter, workspace=nothing)
 record("masked_scatter", rows=compact, workspace=workspace_scans.masked_scatter)
 record("masked_select", "nonzero", "_unique2", "unique_consecutive", "unique_dim", rows=compact)
-record("slice_scatter", "select_scatter", rows=write_part)
+record("slice_scatter", "select_scatter", "diagonal_scatter", rows=write_part)
 record("triu", "tril", rows=triangle, workspace=nothing)

@@ -6,9 +6,9 @@ import torch
 
 from .kernels import no_kernel
 from .pointwise import combine, operands, spread
-from .record import Elements, RowCall, nonlinear, nothing, plain, record
+from .record import Elements, RowCall, constants, nonlinear, nothing, plain, record
 from .reductions import total_of
-from .states import ByRow, Free, Kind, OverRows, RowState, differs, whole
+from .states import ByRow, Free, Kind, Mixed, OverRows, RowState, differs, whole
 from .workspace import layers as workspace_layers
 
 
@@ -55,15 +55,16 @@ def pool(call: RowCall) -> RowState:
     return state if isinstance(state, OverRows) and linear else first_dims(call, "self", max(1, first))
 
 
-def grid_sample(call: RowCall) -> RowState:
-    parts = [(call.state("input"), call["input"].shape), (call.state("grid"), call["grid"].shape)]
-    states = [state for state, _ in parts]
-    mixed = nonlinear(call, *states)
+def first_dim(call: RowCall) -> RowState | list[RowState]:
+    """Each element depends on elements with the same place in the first dimension of all operands."""
+    states = [(call.tensor_state(tensor), tensor.shape) for tensor in call.tensors()]
+    mixed = nonlinear(call, *(state for state, _ in states))
     if mixed is not None:
         return mixed
-    if all((isinstance(state, ByRow) and state.dim == 0) or isinstance(state, Free) for state in states):
-        return next((plain(state) for state in states if isinstance(state, ByRow)), Free(varies=whole(range(5))))
-    return call.mix(Kind.ACROSS)
+    rows = {plain(state): (state.dim, shape[0]) for state, shape in states if isinstance(state, ByRow)}
+    if len(rows) == 1 and [*rows.values()] == [(0, call.results()[0].shape[0])]:
+        return next(iter(rows))
+    return call.mix(Kind.ACROSS) if rows else constants(call)
 
 
 def elementwise_loss(call: RowCall) -> RowState:
@@ -75,14 +76,19 @@ def elementwise_loss(call: RowCall) -> RowState:
     return total_of(call, [combine(call, parts, whole)], reduction)
 
 
-def class_loss(call: RowCall) -> RowState:
-    """A loss per row, with classes along dimension 1; with one dimension, of a single row."""
+def class_loss(call: RowCall) -> list[RowState]:
+    """The loss; of the results that only backward reads nothing is said."""
+    return [_loss_of_classes(call), *[Mixed()] * (len(call.results()) - 1)]
+
+
+def _loss_of_classes(call: RowCall) -> RowState:
+    """A loss per row, with classes along dimension 1; with one dimension, of a single row, along dimension 0."""
     value, state, target = call["self"], call.state("self"), call.state("target")
     mixed = nonlinear(call, state, target)
     if mixed is not None:
         return mixed
     rows = [s for s in (state, target) if isinstance(s, ByRow)]
-    if any(s.dim == 1 and v.dim() > 1 for s, v in ((state, value),) if isinstance(s, ByRow)):
+    if isinstance(state, ByRow) and state.dim == (1 if value.dim() > 1 else 0):
         return call.mix(Kind.ACROSS)
     dims = {_loss_dim(s, s is state and value.dim() > 1) for s in rows}
     if len(dims) > 1:
@@ -117,6 +123,8 @@ def distances(call: RowCall) -> RowState:
     places: set[tuple[int, int]] = set()
     for i, (state, value) in enumerate(zip(states, parts)):
         if isinstance(state, ByRow):
+            if state.dim == value.dim() - 1:
+                return call.mix(Kind.ACROSS)
             last = state.dim == value.dim() - 2
             places.add((out - 2 + i if last else state.dim + out - value.dim(), state.inner))
     if not places:
@@ -145,8 +153,9 @@ def create(call: RowCall) -> RowState:
 
 def arange(call: RowCall) -> RowState:
     out = call.results()[0]
-    starts_at_0 = call.given.get("start") in (None, 0) and call.given.get("step") in (None, 1)
-    counts = (0, 1) if call.name == "arange" and starts_at_0 and not out.is_floating_point() else None
+    step = call.given.get("step") or 1
+    is_counting = call.name == "arange" and not call.given.get("start") and not out.is_floating_point()
+    counts = (0, int(step)) if is_counting else None
     return Free(varies=whole(range(out.dim())), counts=counts)
 
 
@@ -185,9 +194,12 @@ record(
     "mkldnn_max_pool2d", "upsample_nearest1d", "upsample_nearest3d", "upsample_linear1d", "upsample_trilinear3d",
     "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "im2col", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "pixel_shuffle", "pixel_unshuffle", "col2im", "max_unpool2d",
-    "_upsample_nearest_exact3d", "channel_shuffle", rows=pool,
+    "_upsample_nearest_exact3d", "channel_shuffle", "max_unpool3d", rows=pool,
 )  # fmt: skip
-record("grid_sampler_2d", "grid_sampler_3d", rows=grid_sample)
+record(
+    "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator", "fractional_max_pool2d", "fractional_max_pool3d",
+    rows=first_dim,
+)  # fmt: skip
 record(
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", rows=elementwise_loss,

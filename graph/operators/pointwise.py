@@ -74,6 +74,16 @@ def elementwise(call: RowCall) -> RowState:
     return combine(call, operands(call), call.results()[0].shape)
 
 
+def channelwise(call: RowCall) -> RowState:
+    """Element by element, with numbers for each place along one dimension."""
+    value, axis = call["self"], call["axis"]
+    shape = [size if dim == axis else 1 for dim, size in enumerate(value.shape)]
+    numbers = [call.state(name) for name in ("scale", "zero_point")]
+    if not all(isinstance(state, Free) for state in numbers):
+        return nonlinear(call, *numbers) or call.mix(Kind.PAIRS)
+    return combine(call, [*operands(call, "self"), (Free(varies=whole({axis})), shape)], value.shape)
+
+
 def membership(call: RowCall) -> RowState:
     """Each element's place among those of another value, or whether it is one of them."""
     names = ("elements", "test_elements") if call.name == "isin" else ("self", "boundaries")
@@ -227,20 +237,25 @@ def masked_fill(call: RowCall) -> RowState:
 
 def fill_state(call: RowCall, value: Operand, mask: Operand, number: Sequence[Operand]) -> RowState:
     """The state of a value with one number in the places where a mask of its shape holds."""
-    found = combine(call, [value, mask, *number], value[1])
+    found = combine(call, [value, mask, *number], call.results()[0].shape)
     return replace(found, scale=value[0].scale) if isinstance(found, ByRow) else found
 
 
 record("native_dropout", "glu", rows=elementwise, workspace=nothing)
 record("bucketize", rows=membership, workspace=nothing)
 record(
-    "bernoulli", "rrelu_with_noise", "_fake_quantize_learnable_per_tensor_affine", "complex", "frexp",
-    "_fused_dropout", "log_sigmoid_forward", rows=elementwise,
+    "bernoulli", "poisson", "binomial", "_standard_gamma", "rrelu_with_noise", "rrelu_with_noise_functional",
+    "_fake_quantize_learnable_per_tensor_affine", "fake_quantize_per_tensor_affine_cachemask",
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "complex", "polar", "frexp", "_fused_dropout",
+    "log_sigmoid_forward", "hardswish", "_prelu_kernel", rows=elementwise,
+)  # fmt: skip
+record(
+    "fake_quantize_per_channel_affine_cachemask", "_fake_quantize_learnable_per_channel_affine", rows=channelwise,
 )  # fmt: skip
 record("isin", rows=membership)
 record("view_as_real", "view_as_complex", rows=complex_parts)
 record("clone", "_to_copy", rows=same, elements=Elements.SAME, workspace=nothing)
-record("detach", "alias", "lift_fresh", "lift_fresh_copy", rows=same, elements=Elements.SAME)
+record("detach", "alias", "lift_fresh", rows=same, elements=Elements.SAME)
 record("neg", "_conj", "_neg_view", rows=same)
 record("copy", rows=copy, workspace=nothing)
 record("add", "sub", "rsub", "lerp", rows=add)

@@ -15,7 +15,7 @@ import torch
 
 from ...ir.machine.call_mix import AttentionCall, Product
 from ..opgraph import value_tensors
-from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale
+from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, whole
 
 
 class Watcher(Protocol):
@@ -165,9 +165,20 @@ def no_record(operator: str, source: str) -> str:
 
 @functools.cache
 def operator_name(func: Any) -> str:
-    """The name of an operator without its namespace, and without the underscore of an in-place form."""
+    """The name of an operator without its namespace, without the underscore of an in-place form, and that of the view
+    for one that copies a view."""
     name = str(func._schema.name).rpartition("::")[2]
+    if torch.Tag.view_copy in func.tags:
+        name = name.removesuffix("_copy")
     return name if name.startswith("__") else name.rstrip("_")
+
+
+@functools.cache
+def is_pointwise(func: Any) -> bool:
+    """Whether torch marks an operator as pointwise, or the operator of which it is the in-place form."""
+    packet = getattr(getattr(torch.ops, func.namespace), operator_name(func), None)
+    other = getattr(packet, func._overloadname, func)
+    return torch.Tag.pointwise in func.tags or torch.Tag.pointwise in other.tags
 
 
 def plain(state: RowState) -> RowState:
@@ -180,6 +191,11 @@ def plain(state: RowState) -> RowState:
 def nonlinear_scale(scale: Scale) -> Scale:
     """The scale of something that is not linear in a value of this scale: none that could be told."""
     return Scale(unsure=scale != Scale())
+
+
+def constants(call: RowCall) -> list[RowState]:
+    """The states of results that no row has any influence on, whose elements all may differ."""
+    return [Free(varies=whole(range(tensor.dim()))) for tensor in call.results()]
 
 
 def nonlinear(call: RowCall, *states: RowState) -> Mixed | None:

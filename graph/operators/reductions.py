@@ -67,16 +67,6 @@ def cross_product(call: RowCall) -> RowState:
     return call.mix(Kind.ACROSS) if is_along else state
 
 
-def matrix_function(call: RowCall) -> RowState:
-    """A function of each of several matrices, which have their rows and columns along the last two dimensions."""
-    value = next(call.tensors())
-    state = call.tensor_state(value)
-    if isinstance(state, ByRow) and state.dim >= value.dim() - 2:
-        return call.mix(Kind.ACROSS)
-    free = Free(varies=whole(range(value.dim())))
-    return nonlinear(call, state) or (free if isinstance(state, Free) else plain(state))
-
-
 def extreme(call: RowCall) -> RowState:
     """A reduction that is not linear."""
     if isinstance(call.given.get("other"), torch.Tensor):  # max and min of two tensors
@@ -89,8 +79,19 @@ def normalise(call: RowCall) -> RowState:
     """The same dimensions; each element depends on all others along one of them."""
     if call.name == "_weight_norm_interface":
         return Free(varies=whole(range(call["v"].dim()))) if _all_free(call) else call.mix(Kind.UNKNOWN)
+    return reduce_along(call, "self", dims_of(call["dim"], call["self"]), keep=True)
+
+
+def renormalise(call: RowCall) -> RowState:
+    """Each slice along a dimension divided by what all of its elements give."""
     value = call["self"]
-    return reduce_along(call, "self", dims_of(call["dim"], value), keep=True)
+    others = set(range(value.dim())) - dims_of(call["dim"], value)
+    return reduce_along(call, "self", others, keep=True)
+
+
+def draw_classes(call: RowCall) -> RowState:
+    """Numbers drawn by probabilities along the last dimension."""
+    return reduce_along(call, "self", {call["self"].dim() - 1}, keep=True)
 
 
 def _all_free(call: RowCall) -> bool:
@@ -166,7 +167,6 @@ __all__ = ["Mixed", "dims_of", "drop_dims", "reduce_along", "total_of"]
 
 record("_fft_c2c", "_fft_r2c", "_fft_c2r", rows=fourier)
 record("linalg_cross", rows=cross_product)
-record("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_cholesky_ex", rows=matrix_function)
 record("sum", "mean", "nansum", rows=added_up, workspace=workspace_reductions.reduction)
 record("cumsum", rows=cumulative_sum, workspace=workspace_scans.scan)
 record(
@@ -177,12 +177,14 @@ record("var", "std", "var_mean", "std_mean", rows=extreme, workspace=workspace_r
 record("logsumexp", rows=extreme, workspace=workspace_reductions.logsumexp)
 record("argmax", "argmin", "max", "min", rows=extreme, workspace=workspace_reductions.largest)
 record("count_nonzero", rows=added_up)
-record("nanmedian", "median", "mode", "kthvalue", "aminmax", rows=extreme)
+record("nanmedian", "hash_tensor", "median", "mode", "kthvalue", "aminmax", rows=extreme)
 record("_softmax", "_log_softmax", rows=normalise, workspace=nothing)
 record("cumprod", "logcumsumexp", rows=normalise, workspace=workspace_scans.scan)
 record("cummax", "cummin", rows=normalise, workspace=workspace_scans.largest_so_far)
 record("topk", rows=normalise, workspace=workspace_orders.topk)
-record("_safe_softmax", "renorm", "_weight_norm_interface", rows=normalise)
+record("_safe_softmax", "_weight_norm_interface", rows=normalise)
+record("renorm", rows=renormalise)
+record("multinomial", "_sample_dirichlet", rows=draw_classes)
 record("sort", rows=sort, workspace=workspace_orders.sort)
 record("bincount", "histc", "histogram", rows=histogram)
 record("searchsorted", rows=search_places, workspace=nothing)

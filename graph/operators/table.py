@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...ir.extensions import entries
 from ...ir.machine.call_mix import AttentionCall, Product
 from . import contractions, indexing, layers, pointwise, reductions, views
-from .record import LARGEST, OPERATORS, GpuSize, OperatorCall, operator_of
+from .record import LARGEST, OPERATORS, GpuSize, OperatorCall, is_pointwise, operator_of
 
 __all__ = ["OPERATORS", "kernel_rows", "operator_of", "workspace_bytes"]
 FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its records
@@ -40,4 +38,4 @@ def workspace_bytes(func: Any, args: Any, kwargs: Any, out: Any, gpu: GpuSize = 
     if rule is not None:
         return rule(OperatorCall(func, args, kwargs, out, gpu))
     is_query = func.namespace == "prim"  # of a tensor's device or layout
-    return 0 if is_query or torch.Tag.pointwise in func.tags or func.is_view else None
+    return 0 if is_query or is_pointwise(func) or func.is_view else None

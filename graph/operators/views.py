@@ -137,6 +137,11 @@ def slice_dim(call: RowCall) -> RowState:
     return part(call, call.tensor_state(value), value, dim, start % max(1, value.shape[dim]), size, step)
 
 
+def narrow(call: RowCall) -> RowState:
+    value, dim = call["self"], call["dim"] % call["self"].dim()
+    return part(call, call.tensor_state(value), value, dim, call["start"] % max(1, value.shape[dim]), call["length"])
+
+
 def part(
     call: RowCall, state: RowState, value: torch.Tensor, dim: int, start: int, size: int, step: int = 1
 ) -> RowState:
@@ -236,6 +241,18 @@ def flip(call: RowCall) -> RowState:
     return replace(state, counts=None) if isinstance(state, Free) else state
 
 
+def turn(call: RowCall) -> RowState:
+    """A turn by right angles in the plane of two dimensions."""
+    value, state = call["self"], call.state("self")
+    times, (first, second) = call["k"] % 4, (dim % value.dim() for dim in call["dims"])
+    turned = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[times]  # their elements are in reverse order
+    if isinstance(state, ByRow | Permutation) and state.dim in turned:
+        return call.mix(Kind.REORDERED)
+    swapped = {first: second, second: first} if times % 2 else {}
+    found = move_dims(state, [swapped.get(dim, dim) for dim in range(value.dim())])
+    return replace(found, counts=None) if isinstance(found, Free) else found
+
+
 def unfold(call: RowCall) -> RowState:
     """Windows along a dimension; their elements become the last one."""
     value = call["self"]
@@ -253,6 +270,16 @@ def on_diagonal(call: RowCall) -> RowState:
     left = [d for d in range(value.dim()) if d not in taken]
     found = move_dims(state, [left.index(d) if d in left else None for d in range(value.dim())])
     return Free(varies=found.varies | whole({len(left)})) if isinstance(found, Free) else found
+
+
+def embed_diagonal(call: RowCall) -> RowState:
+    """The last dimension as the diagonal of two new ones, zeros beside it."""
+    value, state, count = call["self"], call.state("self"), call.results()[0].dim()
+    new = {call["dim1"] % count, call["dim2"] % count}
+    if isinstance(state, ByRow | Permutation) and state.dim == value.dim() - 1:
+        return call.mix(Kind.ROW_NUMBER)
+    found = move_dims(state, [*(d for d in range(count) if d not in new), None])
+    return Free(varies=found.varies | whole(new)) if isinstance(found, Free) else found
 
 
 def trace(call: RowCall) -> RowState:
@@ -277,15 +304,16 @@ def restride(call: RowCall) -> RowState:
     return state if isinstance(state, OverRows | Mixed) else call.mix(Kind.REORDERED)
 
 
-record("view", "_reshape_alias", "_reshape_copy", "view_copy", rows=reshape, elements=Elements.RESHAPED)
+record("view", "_reshape_alias", "_reshape_copy", rows=reshape, elements=Elements.RESHAPED)
 record("_unsafe_view", rows=reshape, elements=Elements.RESHAPED, workspace=nothing)
 record("permute", "transpose", "t", rows=permute, elements=Elements.MOVED)
 record("unsqueeze", rows=unsqueeze, elements=Elements.RESHAPED)
 record("squeeze", rows=squeeze, elements=Elements.RESHAPED)
-record("expand", "expand_copy", rows=expand, elements=Elements.SPREAD)
+record("expand", rows=expand, elements=Elements.SPREAD)
 record("repeat", rows=repeat, elements=Elements.SPREAD)
-record("slice", "slice_copy", rows=slice_dim, elements=Elements.PART)
-record("select", "select_copy", rows=select, elements=Elements.PART)
+record("slice", rows=slice_dim, elements=Elements.PART)
+record("narrow", rows=narrow, elements=Elements.PART)
+record("select", rows=select, elements=Elements.PART)
 record("unbind", rows=select)
 record("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", rows=split)
 record("cat", rows=concatenate, elements=Elements.JOINED, workspace=nothing)
@@ -296,8 +324,10 @@ record(
     "replication_pad3d", rows=pad,
 )  # fmt: skip
 record("flip", "roll", rows=flip, workspace=nothing)
+record("rot90", rows=turn)
 record("unfold", rows=unfold)
-record("diagonal", "diagonal_copy", rows=on_diagonal)
+record("diagonal", rows=on_diagonal)
+record("diag_embed", rows=embed_diagonal)
 record("trace", rows=trace)
-record("as_strided", "as_strided_copy", rows=restride)
+record("as_strided", rows=restride)
 record("select_backward", "slice_backward", workspace=nothing)

@@ -87,6 +87,15 @@ def _masked_columns(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     return (h.square() * mask).sum() / mask.sum()
 
 
+def _joined_angles(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """Angles of three axes, alike for all rows, of which one's are written into another's."""
+    angles = torch.arange(FEATURES * 1.0).expand(3, len(h), FEATURES) * 0.1
+    first = angles[0]
+    for axis in (1, 2):
+        first[..., axis::3] = angles[axis, ..., axis::3]
+    return (h * first.cos()).square().mean()
+
+
 def _written_by_mask(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
     hidden = h.clone()
     hidden[h > 0.5] = 0.0
@@ -118,6 +127,7 @@ MEANS: dict[str, Loss] = {
     "by a count of ones": lambda model, h, y: h.square().sum() / torch.ones(len(h)).sum().clamp(min=1),
     "by a number as a tensor": lambda model, h, y: h.square().sum() / torch.tensor(float(len(h))),
     "part of a constant": _masked_columns,
+    "parts of three constants": _joined_angles,
 }
 SUMS: dict[str, Loss] = {
     "sum": lambda model, h, y: F.cross_entropy(h, y, reduction="sum"),
