@@ -23,6 +23,7 @@ from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
 from ..passes.partition_mip.partition_mip import PartitionMip
+from ..runtime.state.quantised import unquantised_note
 from .compare import figure, price
 from .options import JobOptions, PlanOptions, natural_precision, with_ssds
 
@@ -199,6 +200,8 @@ def answer(
         _line("bound by", f"{_busiest(job)}; {_gain(job)}"),
         _line("plan", _stages(job)),
     ]
+    if note := unquantised_note(job.model):
+        lines.append(_line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
         lines.append(_line("proof", plan.notes[PartitionMip.name]))
     if tokens is not None:

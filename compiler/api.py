@@ -26,7 +26,7 @@ from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import call_hooks
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.source.trust import OWN
-from ..runtime.state.quantised import quantised_layers
+from ..runtime.state.quantised import quantised_layers, unquantised_note
 from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
 from .changed_params import require_lasting
@@ -108,7 +108,7 @@ def compile(
         if request.check:
             folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    _tell(request.batch.shape, best.draft.graph.notes)
+    _tell(request.batch.shape, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=OWN,
         replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn),

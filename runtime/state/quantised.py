@@ -7,6 +7,7 @@ whole weight is in memory for no longer than its library takes to pack it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from .tensor_file import CODES
 STATE = ".quant_state.bitsandbytes__"
 OFFSET = "nested_offset"
 UNNEEDED = ("weight.quant_map", "weight_format")  # of a layer: what its other tensors say, too
+MOST_WHOLE = 0.25  # of a quantised model's frozen weights, such as embeddings and heads, without a word about it
 Found = Mapping[str, Stored | Converted]
 
 
@@ -88,6 +90,21 @@ class QuantisedOnRead:
         return self.read()[begin:end].clone()
 
 
+def unquantised_note(model: nn.Module) -> str:
+    """The share of frozen weights that a quantised model keeps whole, in words; "" where it is small. Libraries
+    quantise linear layers alone, not the stacked weights of experts."""
+    packed = sum(math.prod(layer.shape) for _, layer in quantised_layers(model))
+    whole = {name: p for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad}
+    num = sum(p.numel() for p in whole.values())
+    if not packed or num <= MOST_WHOLE * (num + packed):
+        return ""
+    largest = max(whole, key=lambda name: whole[name].numel())
+    return (
+        f"{num / (num + packed):.0%} of the frozen weights stay as they are, as only linear layers are quantised: the "
+        f"largest is {largest} {list(whole[largest].shape)}"
+    )
+
+
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantisedLinear):
@@ -135,7 +152,6 @@ def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[st
     reading = QuantisingRead(whole, quantiser)
     shapes = {name: tuple(layer.get_parameter(name).shape) for name in layer.types}
     return {name: QuantisedOnRead(reading, name, shape) for name, shape in shapes.items()}
-
 
 
 def _packed_already(

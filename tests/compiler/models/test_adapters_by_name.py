@@ -10,6 +10,8 @@ import pytest
 from penstock.compiler.models.adapters import LoraChoice, linear_names
 from penstock.compiler.models.named import find_model
 from penstock.errors import PlanError
+from penstock.runtime.quantised.model import with_bytes
+from penstock.runtime.state.quantised import unquantised_note
 
 SMALL = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4,vocab_size=64"
 LLAMA = f"llama-8b:{SMALL},num_key_value_heads=2"
@@ -77,3 +79,19 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(PlanError, match=r"pip install 'penstock\[adapters\]'"):
         find_model(LLAMA, adapter="lora").on_meta()
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        (f"qwen3-30b-a3b:{SMALL},num_key_value_heads=2,moe_intermediate_size=64,num_experts=4,head_dim=8", "90%"),
+        (f"llama-8b:{SMALL},num_key_value_heads=2,vocab_size=16", ""),
+    ],
+)
+def test_experts_that_a_base_leaves_whole_are_said(name: str, note: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = with_bytes(find_model(name, adapter="lora:r=2,targets=q_proj", base="nf4").on_meta())
+    found = unquantised_note(model)
+    assert found.startswith(note) and bool(found) == bool(note), found
+    if note:
+        assert "the largest is base_model.model.model.layers.0.mlp.experts.gate_up_proj [4, 128, 32]" in found

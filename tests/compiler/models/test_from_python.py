@@ -48,9 +48,7 @@ def test_a_function_of_a_file(file: Path) -> None:
     model = named.on_meta()
     assert all(value.is_meta for value in model.parameters())
     assert named.batch_spec(2, 8)["input_ids"]["shape"] == [2, 8]
-    torch.testing.assert_close(
-        next(named.load(3).parameters()), next(named.load(3).parameters()), rtol=0, atol=0
-    )
+    torch.testing.assert_close(next(named.load(3).parameters()), next(named.load(3).parameters()), rtol=0, atol=0)
 
 
 def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
