@@ -31,6 +31,7 @@ from ..data.rows import Rows, evaluation_batches
 from ..ir.errors import CheckpointError, NoRoomForCopy, PenstockError, PlanError
 from ..ir.units import format_seconds
 from ..runtime.state.checkpoint import find_latest
+from ..runtime.state.durable import Lock
 from ..training.broadcast import Broadcast, facts_of, telling
 from ..training.listener import Listener
 from ..training.live.lines import memory_text
@@ -78,6 +79,9 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     if last is None and options.resume:
         raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
     with ExitStack() as pages:
+        if is_main:
+            options.out.mkdir(parents=True, exist_ok=True)
+            pages.callback(Lock(options.out / ".running", f"--out {options.out}: one run at a time writes there").drop)
         listeners = _listeners(options, screen, pages) if is_main else []
         planned = options.with_offer()
         hardware = planned.machine()

@@ -34,7 +34,7 @@ from ..emulate.throttle import shared_transfers
 from ..scratch import Scratch
 from ..simulate import simulate
 from ..turns import TurnServer
-from .commands import Answer, Tensors
+from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver, InProcessDriver, merge_results, result_of
 from .local_worker import Worker
 from .setup import RunSetup
@@ -181,6 +181,9 @@ class LocalWorkers(Driver):
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
     ) -> Answer:
         self._require_open()
+        if command in ("begin_checkpoint", "commit_checkpoint"):  # need no device, and a lock belongs to one process
+            no_session: Any = None
+            return COMMANDS[command](no_session, args or {}, tensors or {})
         return self._exchange({device: (command, args or {}, tensors or {})})[device]
 
     def call_all(self, command: str, requests: Mapping[int, tuple[Mapping[str, Any], Tensors]]) -> list[dict[str, Any]]:

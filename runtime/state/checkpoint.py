@@ -63,13 +63,14 @@ def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
     anything but a checkpoint.
     """
     target = Path(directory).resolve()
-    there = durable.locate(target)
-    strangers = _strangers(there) if there is not None and there.is_dir() else []
+    temporary = durable.begin(target, need_bytes)
+    strangers = _strangers(target) if target.is_dir() else []
     if strangers:
+        abort(temporary)
         raise CheckpointError(
             f"{target}: holds what is no checkpoint and would be lost: {', '.join(strangers[:8])}. Save elsewhere."
         )
-    return durable.begin(target, need_bytes)
+    return temporary
 
 
 def write_shard(
@@ -137,6 +138,8 @@ def commit(
     stays.
     """
     manifest = build_manifest(shards, progress, ties or {}, base)
+    for shard in shards:
+        _require_bytes(temporary / shard.file, shard.bytes)
     with durable.disk_errors(temporary / MANIFEST):
         durable.write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
     durable.replace(temporary, directory)
@@ -177,10 +180,7 @@ class Checkpoint:
         self.base = None if row is None else BaseIdentity(row.name, row.digest)
         self._files: dict[str, TensorFile] = {}
         for shard in self._manifest.shards:
-            found = (path / shard.file).stat().st_size if (path / shard.file).is_file() else None
-            if found != shard.bytes:
-                what = "is missing" if found is None else f"has {found} bytes, not the {shard.bytes} written"
-                raise damage(path / shard.file, what)
+            _require_bytes(path / shard.file, shard.bytes)
 
     @property
     def names(self) -> list[str]:
@@ -323,6 +323,13 @@ def _write(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str
     except CheckpointError:
         path.unlink(missing_ok=True)
         raise
+
+
+def _require_bytes(path: Path, num_bytes: int) -> None:
+    found = path.stat().st_size if path.is_file() else None
+    if found != num_bytes:
+        what = "is missing" if found is None else f"has {found} bytes, not the {num_bytes} written"
+        raise damage(path, what)
 
 
 def _strangers(directory: Path) -> list[str]:

@@ -4,16 +4,19 @@ A save writes into a hidden sibling, `.NAME.saving-*`. Once everything in the si
 renamed to `.NAME.ready`; from then on the save counts. Then `NAME` is renamed to `.NAME.old`, `.NAME.ready` to `NAME`,
 and `.NAME.old` is deleted. `locate` and `settle` know what each of these names means.
 
-Only one process at a time may save to a name; several processes may write files into its hidden sibling.
+Only one save at a time may be under way to a name: `begin` takes the lock `.NAME.lock`, which `replace` or `abort` in
+the same process drops, or the kernel with that process. Several processes may write files into the hidden sibling.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,22 +24,72 @@ from pathlib import Path
 from ...ir.errors import CheckpointError
 from ...ir.units import format_bytes
 
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_locks: dict[Path, Lock] = {}  # of this process, by the hidden directory
+
+
+class Lock:
+    """A file that one process at a time has, until `drop` or its end. Raises `CheckpointError` that begins with `what`
+    where another one has it. A file system without locks, as some of clusters are, refuses nobody."""
+
+    def __init__(self, path: Path, what: str):
+        self.path = path
+        self._handle = self._open(what)
+        while not self._is_at_path():  # its owner has just removed it
+            os.close(self._handle)
+            self._handle = self._open(what)
+        os.truncate(self._handle, 0)
+        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def _open(self, what: str) -> int:
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return handle
+            owner = os.read(handle, 200).decode("utf-8", "replace") or "another process"
+            os.close(handle)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise CheckpointError(
+                f"{what}, and {owner} does so now: wait for its end, or name another directory"
+            ) from None
+        return handle
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._handle))
+        except FileNotFoundError:
+            return False
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        fcntl.flock(self._handle, fcntl.LOCK_UN)  # for children that were forked, too
+        os.close(self._handle)
+
 
 def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
     """Make a hidden directory beside `directory`, which the caller fills and gives to `replace` (or `abort`).
 
-    Finishes or removes what an interrupted save left. Raises `CheckpointError` if the place cannot be written or has
-    less than `need_bytes` free.
+    Finishes or removes what an interrupted save left. Raises `CheckpointError` if the place cannot be written, has less
+    than `need_bytes` free, or another save to it is under way.
     """
     target = Path(directory).resolve()
     with disk_errors(target, need_bytes):
-        if target.exists() and not target.is_dir():
-            raise CheckpointError(f"{target}: is a file; name a directory to save into.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        settle(target)
-        require_space(target.parent, need_bytes, what=str(target))
-        temporary = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
-        temporary.mkdir()
+        lock = Lock(_sibling(target, "lock"), f"{target}: one save at a time may replace it")
+        try:
+            if target.exists() and not target.is_dir():
+                raise CheckpointError(f"{target}: is a file; name a directory to save into.")
+            settle(target)
+            require_space(target.parent, need_bytes, what=str(target))
+            temporary = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
+            temporary.mkdir()
+        except BaseException:
+            lock.drop()
+            raise
+    _locks[temporary] = lock
     return temporary
 
 
@@ -49,11 +102,17 @@ def replace(temporary: Path, directory: str | os.PathLike[str]) -> None:
         temporary.rename(ready)
         _sync(target.parent)
         settle(target)
+    _locks.pop(temporary).drop()
 
 
 def abort(temporary: Path) -> None:
     """Remove the directory that `begin` made. The directory that it was to replace is untouched."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    lock = _locks.pop(temporary, None)
+    if lock is not None:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            lock.drop()
 
 
 @contextmanager

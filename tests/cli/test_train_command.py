@@ -25,6 +25,7 @@ from penstock.cli.training import train
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import CheckpointError, PenstockError, PlanError
 from penstock.runtime.processes.driver import InProcessDriver
+from penstock.runtime.state.durable import Lock
 from penstock.runtime.state.tensor_file import TensorFile
 from penstock.tests.cli.small_runs import GPT, TEXT, options, run
 from penstock.training.live import lines
@@ -114,6 +115,15 @@ def test_other_data_is_not_resumed_on(text: Path, tmp_path: Path) -> None:
     text.write_text("something else entirely, and long enough for a few rows of sixteen bytes each")
     with pytest.raises(CheckpointError, match="was saved with rows"):
         run(options(text, tmp_path / "out", max_steps=2, resume=True))
+
+
+def test_a_second_run_into_one_directory_is_refused_at_its_start(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    first = Lock(tmp_path / "out" / ".running", "the first run")
+    with pytest.raises(CheckpointError, match=rf"--out .*out: one run at a time.*process {os.getpid()} on .* does so"):
+        run(options(text, tmp_path / "out", max_steps=1))
+    first.drop()
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_checkpoint_is_neither_overwritten_nor_made_up(text: Path, tmp_path: Path) -> None:
