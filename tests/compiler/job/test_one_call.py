@@ -35,10 +35,10 @@ def hold(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, th
     begun, leave = threading.Event(), threading.Event()
     real = job.driver.begin_step
 
-    def step(batch: Any) -> Any:
+    def step(batch: Any, **options: Any) -> Any:
         begun.set()
         assert leave.wait(20)
-        return real(batch)
+        return real(batch, **options)
 
     monkeypatch.setattr(job.driver, "begin_step", step)
     return begun, leave
@@ -89,9 +89,9 @@ def test_a_signal_handler_is_refused(running: tuple[Job, Any], monkeypatch: pyte
 
     real = job.driver.begin_step
 
-    def step(batch: Any) -> Any:
+    def step(batch: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
-        return real(batch)
+        return real(batch, **options)
 
     monkeypatch.setattr(job.driver, "begin_step", step)
     before = signal.signal(signal.SIGUSR1, handler)
