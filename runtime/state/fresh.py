@@ -97,7 +97,8 @@ def _initialise_adapter(root: nn.Module, name: str) -> bool:
     """Initialise a tensor of an adapter as PEFT does, which knows nothing of the model's own initialisers. False for
     other tensors. Raises `PlanError` for adapters that begin with anything but numbers of their own."""
     parts = name.split(".")
-    depth = next((i for i in range(len(parts)) if hasattr(_submodule(root, parts[:i]), "adapter_layer_names")), None)
+    places = (i for i in range(len(parts)) if hasattr(_submodule(root, parts[:i]), "adapter_layer_names"))
+    depth = max(places, default=None)  # the innermost: the adapter of a second parameter wraps that of the first
     if depth is None or parts[depth] in ("base_layer", "original_module", "modules_to_save"):
         return False
     tuner: Any = _submodule(root, parts[:depth])

@@ -8,12 +8,14 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
@@ -313,6 +315,39 @@ def test_fresh_values_have_the_distribution_of_construction(make) -> None:
         elif float(tensor.std()) == 0:
             assert torch.equal(drawn, tensor), name
     assert all(tensor.is_meta for tensor in empty.parameters())  # the model is left as it was
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.up @ self.down
+
+
+def put_adapters_on(how: str | bool, parameters: list[str]) -> nn.Module:
+    model = nn.Sequential(OrderedDict(tokens=nn.Embedding(50, 8), experts=Experts(), head=nn.Linear(8, 50)))
+    modules = ["tokens", "head"] if how is True else ["head"]
+    config = LoraConfig(r=16, target_modules=modules, target_parameters=parameters, init_lora_weights=how)
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("how", [True, "gaussian", False])
+@pytest.mark.parametrize("parameters", [["experts.up"], ["experts.up", "experts.down"]])
+def test_adapters_on_meta_begin_as_peft_begins_them(how: str | bool, parameters: list[str]) -> None:
+    """Also that of a parameter whose module another adapter wraps."""
+    torch.manual_seed(0)
+    model, empty = put_adapters_on(how, parameters), on_meta(lambda: put_adapters_on(how, parameters))
+    source = FreshWeights(empty, seed=3)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * (len(parameters) + 1 + (how is True))
+    for name, tensor in trained.items():
+        drawn = source.read(name)
+        if float(tensor.abs().max()) == 0:
+            assert not drawn.any(), name
+        else:
+            assert 0.75 < float(drawn.std() / tensor.std()) < 1.33, name
 
 
 def test_a_fresh_value_depends_on_seed_and_name_only() -> None:
