@@ -15,13 +15,14 @@ from torch import nn
 from ...ir.documents import Unreadable, is_inside, read_json
 from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, ties_of, unsaved_buffers
-from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, places_in_files, quantised_layers
+from .quantised import UNNEEDED, QuantisedOnRead, StoredBytes, dtype_of, places_in_files, quantised_layers
 from .stored import Converted, Stored, to_model_names
 from .tensor_file import TensorFile
 from .wrapped import ModelPart, part_by_names, parts_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
 # The files of an earlier save, which a loader would take for parts of a later one.
 REPLACED = re.compile(
     r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_|adapter_)?config\.json"
@@ -142,6 +143,45 @@ def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], 
         {name: pair for name, pair in shapes.items() if pair[0] != pair[1]},
         sorted(key for key in unexpected if not any(p.search(key) for p in ignored)),
     )
+
+
+def require_kinds(directory: Path, model: nn.Module, match: Match) -> None:
+    """Raise `CheckpointError` where files have numbers of another kind than the model: quantised weights, which are not
+    those of layers of the library that quantised them, would train as what their codes say."""
+    how = _quantisation_of(directory)
+    words = f" (quantization_config in {CONFIG_FILE} says {how})" if how else ""
+    remedy = "give weights that are not quantised, or a model that was built with the quantization_config of the files"
+    tensors = named_tensors(model)
+    for name, place in match.where.items():
+        kinds = [dtype_of(place), tensors[name].dtype] if isinstance(place, (Stored, Converted)) else []
+        if len({_kind(dtype) for dtype in kinds}) > 1:
+            found, wanted = (str(dtype).removeprefix("torch.") for dtype in kinds)
+            raise CheckpointError(
+                f"{directory}: {place.keys[0]!r} is {found} in the files, {name!r} of the model is {wanted}{words}: "
+                f"{remedy}"
+            )
+    if how and match.missing and match.unexpected and not any(quantised_layers(model)):
+        raise CheckpointError(
+            f"{directory}: {match.missing[0]!r} is not in the files, which have {match.unexpected[0]!r} instead"
+            f"{words}: {remedy}"
+        )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """The kind of numbers: those of one kind can be converted into each other. Floats of 8 bits have scales."""
+    if dtype.is_floating_point:
+        return "float" if dtype.itemsize > 1 else str(dtype)
+    return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "integer"
+
+
+def _quantisation_of(directory: Path) -> str:
+    """The method by which the weights in a directory of transformers were quantised; "" for none."""
+    try:
+        config = read_json(directory / CONFIG_FILE) if (directory / CONFIG_FILE).is_file() else {}
+    except Unreadable:
+        return ""
+    how = config.get("quantization_config") if isinstance(config, dict) else None
+    return str(how.get("quant_method", "it")) if isinstance(how, dict) else ""
 
 
 def _prefix_rules(front: str) -> list[Callable[[str], str]]:

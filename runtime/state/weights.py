@@ -22,7 +22,7 @@ from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
 from .fresh import FreshValues
 from .quantised import quantised_layers
-from .weight_files import Place, match_names, open_files
+from .weight_files import Place, match_names, open_files, require_kinds
 from .wrapped import ModelPart
 
 WHOLE_BYTES = 2 * MASTER_BYTES  # of the weights that are packed in one byte, two at most
@@ -107,13 +107,23 @@ class DirectoryWeights(WeightSource):
     unexpected_keys: tuple[str, ...] = ()
 
     def read(self, name: str) -> Tensor:
-        if name in self.held:
-            return self.held[name]
-        return self.where[name].read()
+        """Raises `CheckpointError` for a tensor of a file that has NaN in it."""
+        return self.held[name] if name in self.held else self._refuse_nan(name, self.where[name].read())
 
     def read_rows(self, part: RowPart) -> Tensor:
         stored = self.where.get(part.parameter)
-        return super().read_rows(part) if stored is None else stored.read_rows(part.begin, part.end)
+        if stored is None:
+            return super().read_rows(part)
+        return self._refuse_nan(part.parameter, stored.read_rows(part.begin, part.end))
+
+    def _refuse_nan(self, name: str, tensor: Tensor) -> Tensor:
+        # A sum makes no tensor of answers beside a large weight; infinities of both signs make NaN, too.
+        if tensor.is_floating_point() and tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
+            keys = ", ".join(self.where[name].keys)
+            raise CheckpointError(
+                f"{keys} in the files of {name!r} has NaN in it: give weights from before they diverged"
+            )
+        return tensor
 
     def is_shared(self, name: str) -> bool:
         return name in self.held
@@ -150,6 +160,7 @@ def open_directory(
     match = match_names(model, open_files(Path(directory)), prefix)
     allowed = match.missing if missing_ok is True else _matching(match.missing, missing_ok or ())
     refused = [name for name in match.missing if name not in allowed or not match.where]
+    require_kinds(Path(directory), model, match)
     if refused or match.misshapen:
         raise match.error(Path(directory), refused)
     fresh, ties, tensors = FreshValues(model, seed), ties_of(model), named_tensors(model)

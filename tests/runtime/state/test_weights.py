@@ -299,6 +299,54 @@ def test_real_pretrained_weights_go_into_a_classifier() -> None:
     assert same(stage_buffers(source, spec_of(empty)), dict(reference.named_buffers()))
 
 
+def write_changed(directory: Path, model: nn.Module, changes: dict[str, torch.Tensor], config: dict | None) -> Path:
+    """The weights of a model, some of them replaced, and a config.json if there is one."""
+    directory.mkdir(exist_ok=True)
+    save_file({**model.state_dict(), **changes}, directory / "model.safetensors")
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_of_another_kind_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Codes of quantised weights, whose scales nobody uses."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    changes = {"0.weight": torch.ones(3, 4).to(dtype), "0.SCB": torch.ones(3)}
+    write_changed(tmp_path, model, changes, config)
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=f"'0.weight' is {kind} in the files, '0.weight' of the model is float32"):
+        open_directory(tmp_path, model, missing_ok=True)
+    with pytest.raises(CheckpointError, match=r"quantization_config in config\.json says bitsandbytes"):
+        open_directory(tmp_path, model, missing_ok=True)
+
+
+def test_quantised_files_under_other_names_are_refused(tmp_path: Path) -> None:
+    """Weights that such files do not have would begin anew, as a head does that files lack."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    codes = {"0.bias": model[0].bias.detach(), "0.qweight": torch.ones(1, 3, dtype=torch.int32)}
+    save_file(codes, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"'0\.weight' is not in the files, which have '0\.qweight' .*gptq"):
+        open_directory(tmp_path, model, missing_ok=True)
+
+
+def test_a_nan_is_named_when_its_tensor_is_read(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    low = torch.full((3, 4), 6e4, dtype=torch.float16)  # whose sum is not finite
+    bad = torch.tensor([float("inf"), float("-inf")])  # whose sum is NaN
+    source = open_directory(write_changed(tmp_path, model, {"0.weight": low, "1.bias": bad}, None), model)
+    assert torch.equal(source.read("0.weight"), low) and torch.equal(source.read("1.bias"), bad)
+    spoilt = model[1].weight.detach().clone()
+    spoilt[1, 2] = float("nan")
+    source = open_directory(write_changed(tmp_path, model, {"1.weight": spoilt}, None), model)
+    assert source.read("1.bias") is not None
+    with pytest.raises(CheckpointError, match=r"1\.weight in the files of '1\.weight' has NaN"):
+        source.read("1.weight")
+
+
 # ---- initialisers
 
 
