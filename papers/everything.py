@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..ir.errors import PenstockError
+from ..runtime.children import start_module
 from .report import PAPERS, markdown_table, reproduce, to_stderr, write
 from .table import DIFFERS
 from .tally import Tally
@@ -25,12 +29,22 @@ def reproduce_all(
     `only`: findings by paper; without it, all.
     """
     written: list[Path] = []
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_one, paper, out / paper, (only or {}).get(paper, ())): paper for paper in LONGEST_FIRST}
+    with ThreadPoolExecutor(jobs) as pool:
+        wanted = only or {}
+        calls = {paper: partial(_run_alone, paper, out / paper, wanted.get(paper, ())) for paper in LONGEST_FIRST}
+        running = {pool.submit(call): paper for paper, call in calls.items()}
         for done in as_completed(running):
             written += done.result()
             say(f"{running[done]} is done")
     return [*written, *write_summary(out)]
+
+
+def _run_alone(paper: str, out: Path, only: Sequence[str]) -> list[Path]:
+    child = start_module(f"{__package__}.everything", [paper, str(out), *only], stdout=subprocess.PIPE, text=True)
+    told, _ = child.communicate()
+    if child.returncode:
+        raise PenstockError(f"{paper}: its process has ended with exit code {child.returncode}, and has said why")
+    return [Path(path) for path in json.loads(told)]
 
 
 def _one(paper: str, out: Path, only: Sequence[str]) -> list[Path]:
@@ -108,3 +122,7 @@ def _differences(page: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         for row in finding["rows"]:
             if row["verdict"] == DIFFERS:
                 yield finding["key"], f"{row['setting']}, {row['quantity']}", row["paper"], row["ours"], row["why"]
+
+
+if __name__ == "__main__":
+    print(json.dumps([str(path) for path in _one(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])]))

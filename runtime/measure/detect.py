@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from ...ir.errors import HardwareError
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import PARTS, PCIE_X16, gpu, stated_reserve
 from ..accelerator import links_bandwidth, require_known_gpus
+from ..children import start_module
 from ..ssd.folder import free_space
 from .disks import disk_directories
 
@@ -228,18 +228,19 @@ def run_children(
 ) -> list[dict[str, Any]]:
     """Run `python -m penstock.runtime.measure.MODULE` once per argument list, all at once; the JSON that each printed.
 
-    `environment` defaults to this process's, with the threads and the waiting of workers. Raises HardwareError with a
-    child's error output when one fails, or when they take more than `timeout_s`. Leaves no child running.
+    `environment`: what it has beside this process's; by default the threads and the waiting of workers. Raises
+    HardwareError with a child's error output when one fails, or when they take more than `timeout_s`. Leaves no child
+    running.
     """
     package = __package__
     limit_s = MEASURE_TIMEOUT_S if timeout_s is None else timeout_s
     if environment is None:
         count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        environment = {**os.environ, **count, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+        environment = {**count, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     children = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"{package}.{module}", *each],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_module(
+            f"{package}.{module}", each,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, environment=environment,
         )
         for each in arguments
     ]  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from ...ir.errors import PlanError
 from .importable import FUNCTION, resolve
 from .spec import OptimizerSpec
+from .trial import options_of, try_groups
 
 # Its functions make schedulers; elsewhere only classes are known to.
 _SCHEDULE_FUNCTIONS = "transformers.optimization"
@@ -22,14 +23,20 @@ _HINT = "If you trust the files, load(..., trust=True) or --trust takes it as it
 
 
 def read_optimizer(text: str, where: str, trust: bool) -> OptimizerSpec:
-    """Raises `PlanError`, which begins with `where`, for what is no optimizer, and, without `trust`, for what could be
-    more than one."""
+    """Raises `PlanError`, which begins with `where`, for what is no optimizer, or one that does not work with its
+    arguments, and, without `trust`, for what could be more than one."""
     try:
         spec = OptimizerSpec.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(f"{where}: not the optimizer of a job: {type(error).__name__}: {error}") from error
-    if trust:
-        return spec
+    if not trust:
+        _require_safe(spec, where)
+    options_of(spec.path, spec.kwargs, f"{where}: optimizer")
+    try_groups(spec)
+    return spec
+
+
+def _require_safe(spec: OptimizerSpec, where: str) -> None:
     for path in dict.fromkeys((spec.path, *spec.paths)):
         found = _import(path, f"{where}: optimizer")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
@@ -40,7 +47,6 @@ def read_optimizer(text: str, where: str, trust: bool) -> OptimizerSpec:
     for kwargs in (spec.kwargs, spec.scheduler_kwargs, *own):
         for name, value in kwargs.items():
             _check_plain(value, f"{where}: argument {name!r}")
-    return spec
 
 
 def _import(path: Any, where: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
 from .. import scratch
 from ..accelerator import queues
+from ..children import import_environment, start_module
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
@@ -123,14 +123,15 @@ class LocalWorkers(Driver):
         arguments = ["--channel", str(theirs.fileno()), "--board", str(board_path), "--parent", str(os.getpid())]
         arguments += ["--reports", str(their_reports.fileno())]
         with open(log, "wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.worker", *arguments],
+            process = start_module(
+                f"{__package__}.worker",
+                arguments,
                 pass_fds=[theirs.fileno(), their_reports.fileno(), self.keeper.handle],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=worker_environment(self.setup.num_threads(device)),
+                environment=worker_environment(self.setup.num_threads(device)),
             )
         theirs.close()
         their_reports.close()
@@ -338,12 +339,9 @@ class LocalWorkers(Driver):
 def worker_environment(num_threads: int) -> dict[str, str]:
     """This process's environment and import paths, settings that keep idle threads from spinning, and a hardware queue
     for every stream of a GPU (see `accelerator`)."""
-    paths = [path or os.getcwd() for path in sys.path]
     return {
-        **os.environ,
+        **import_environment(),
         **queues(),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "PYTHONSAFEPATH": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "OMP_NUM_THREADS": str(num_threads),

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,6 +22,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from ...ir.errors import SsdError
+from ..children import start_python
 
 ALIGN_BYTES = 4096  # of addresses, positions and lengths; what O_DIRECT asks of every disk
 IN_FLIGHT = 4  # pieces under way on each disk and in each direction
@@ -182,12 +182,14 @@ def why_no_ring() -> str:
     tries it. What else goes wrong there is told, by its exception, where a ring is made.
     """
     try:
-        done = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, check=False, timeout=60)
+        trial = start_python(_TRIAL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            code = trial.wait(60)
+        finally:
+            trial.kill()
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it could not be tried in another process: {error}"
-    if done.returncode >= 0:
-        return ""
-    return f"the wheel liburing dies on this processor ({signal.Signals(-done.returncode).name})"
+    return "" if code >= 0 else f"the wheel liburing dies on this processor ({signal.Signals(-code).name})"
 
 
 class Ring:

@@ -196,6 +196,10 @@ def build_manifest(
     if base is not None:
         manifest["base"] = asdict(base)
     manifest["sha256"] = _own_digest(manifest)
+    try:
+        Manifest.model_validate(manifest)
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"this run cannot be saved, as it could not be resumed: {plain_errors(error)}") from error
     return manifest
 
 

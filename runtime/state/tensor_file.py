@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -171,6 +172,10 @@ class TensorFile:
         if end != self.bytes:
             what = "truncated" if end > self.bytes else "longer than its header says"
             raise CheckpointError(f"{path}: {what}: {self.bytes} bytes, not {end}. {_RESTORE}")
+        places = sorted((entry.begin, entry.end, name) for name, entry in self.entries.items())
+        for (_, end, first), (begin, _, second) in itertools.pairwise(places):
+            if begin < end:
+                raise CheckpointError(f"{path}: {first!r} and {second!r} have the same bytes. {_RESTORE}")
 
     def read(self, name: str, digest: str | None = None) -> Tensor:
         """Read a tensor into new host memory, in the dtype of the file.

@@ -57,6 +57,19 @@ def test_looking_at_a_folder_runs_nothing(
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_an_optimizer_that_does_not_work_is_refused_when_it_is_read(trust: bool, tmp_path: Path) -> None:
+    model, _, out = compile_job(tmp_path)
+    text = (out / "settings.json").read_text()
+    for kwargs in ({"evil": 1}, {"lr": ""}):
+        settings = json.loads(text)
+        optimizer = json.loads(settings["optimizer"])
+        optimizer["kwargs"] |= kwargs
+        (out / "settings.json").write_text(json.dumps(settings | {"optimizer": json.dumps(optimizer)}))
+        with pytest.raises(PlanError, match=rf"settings\.json: optimizer torch\.optim:SGD .*{next(iter(kwargs))}"):
+            penstock.load(out, model, trust=trust)
+
+
 def test_only_trust_runs_more_than_is_printed(tmp_path: Path) -> None:
     model, batch, out = compile_job(tmp_path)
     with_canary(out, tmp_path / "canary")

@@ -216,6 +216,14 @@ def test_progress_comes_back_exactly(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_a_step_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    model, opt = train()
+    save(tmp_path / "c", model, opt, "one", RunPosition(step=2**63 - 1))
+    with pytest.raises(CheckpointError, match=r"cannot be saved, as it could not be resumed: step: .*9223372036854775"):
+        save(tmp_path / "c", model, opt, "one", RunPosition(step=2**63))
+    assert open_checkpoint(tmp_path / "c", verify=True).progress.step == 2**63 - 1
+
+
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     model, opt = train()
     save(tmp_path / "c", model, opt, "one")

@@ -85,6 +85,15 @@ def test_damage_is_refused_by_name(tmp_path: Path, damage, reason: str) -> None:
         TensorFile(path)
 
 
+def test_tensors_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"v": torch.randn(4), "w": torch.randn(4), "x": torch.randn(4), "empty": torch.randn(0)})
+    assert TensorFile(path).entries.keys() == {"v", "w", "x", "empty"}
+    path.write_bytes(path.read_bytes().replace(b"[16,32]", b"[8,24] "))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: 'v' and 'w' have the same bytes"):
+        TensorFile(path)
+
+
 def test_a_missing_file_and_an_unknown_dtype(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.safetensors: cannot be read"):
         TensorFile(tmp_path / "none.safetensors")
