@@ -352,9 +352,14 @@ class Job:
             return self._saves.save(directory, data or {}, wait)
 
     @one_call
-    def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
+    def resume(
+        self, directory: str | Path, missing_ok: bool = False, options: Literal["checkpoint", "script"] = "checkpoint"
+    ) -> dict[str, Any]:
         """Go on from a checkpoint, whatever partition and devices it was saved from. Returns its `data`. With
         `missing_ok`, and where nothing was saved yet, it does nothing and returns an empty dict.
+
+        `options`: whose rates, decays and schedule hold: those of the checkpoint, with a warning that names what this
+        script has otherwise, or those of this script, its schedule at the checkpoint's step.
 
         After an error or `close` it starts the devices again. A checkpoint that is damaged or of another model raises
         `CheckpointError`; where that shows only while devices read it, they need a whole checkpoint before they can go
@@ -363,7 +368,7 @@ class Job:
         self._saves.wait()
         if missing_ok and not self._run.any_has(directory):
             return {}
-        data = self._run.resume(directory)
+        data = self._run.resume(directory, options)
         self._inputs.forget()
         return data
 

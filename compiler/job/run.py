@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ...ir.errors import (
 from ...ir.program import Program
 from ...runtime import scratch
 from ...runtime.device.file import device_file_name
+from ...runtime.optimizer.saving import other_settings, own_settings
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.driver import Driver
 from ...runtime.processes.interrupt import finishing
@@ -400,9 +402,21 @@ class JobRun:
         self._mark()
         self.own.note()
 
-    def resume(self, directory: str | Path) -> dict[str, Any]:
+    def resume(self, directory: str | Path, options: str = "checkpoint") -> dict[str, Any]:
         """Go on from a checkpoint, on the devices or, where they broke off or were closed, on new ones."""
+        if options not in ("checkpoint", "script"):
+            raise PlanError(f'resume(options={options!r}): it is "checkpoint" or "script"')
         checkpoint = open_checkpoint(directory)
+        spec, held = OptimizerSpec.from_json(self.folder.settings.optimizer), checkpoint.progress
+        if options == "script":
+            optimizer, schedule = own_settings(spec, held.optimizer, held.scheduler.get("last_epoch", held.step))
+            checkpoint.progress = replace(held, optimizer=optimizer, scheduler=schedule)
+        elif differences := other_settings(spec, held.optimizer, held.scheduler):
+            warnings.warn(
+                f"resume: what the checkpoint has holds, not what this script has: {'; '.join(differences)}. "
+                'job.resume(directory, options="script") goes on with what the script has',
+                stacklevel=4,
+            )
         checkpoint.require(*self.folder.interface.stages.values())
         source = self.source() if checkpoint.base is not None else None
         base = None if source is None else self._identity(source)

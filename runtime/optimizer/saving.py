@@ -6,6 +6,7 @@ with what a fresh optimizer has, and tried on a small parameter, before the run'
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,61 @@ def saved_parts(
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"no step can be made with the checkpoint's optimizer or schedule: {error}") from error
     return found
+
+
+def other_settings(spec: OptimizerSpec, group: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[str]:
+    """The options and the numbers of the schedule that were saved with other values than the spec has, in words. What
+    steps change, such as a scheduled rate, is left out."""
+    optimizer = spec.build_tiny()
+    scheduler = spec.build_scheduler(optimizer)
+    firsts = _rows(saved_groups(optimizer)), saved_schedule(scheduler)
+    _step_twice(optimizer, scheduler)
+    laters = _rows(saved_groups(optimizer)), saved_schedule(scheduler)
+    moving = {"lr"} if scheduler is not None else set()
+    texts = []
+    for index, (saved, first, later) in enumerate(zip(_rows(group), firsts[0], laters[0])):
+        where = f"param_groups[{index}]" if len(firsts[0]) > 1 else "optimizer"
+        texts += _differences(where, saved, first, later, moving)
+    return texts + _differences("lr_scheduler", schedule, firsts[1], laters[1], {"base_lrs", "last_epoch"})
+
+
+def own_settings(spec: OptimizerSpec, group: Mapping[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The groups and the schedule as the spec has them when the schedule has made that number of steps, in the forms
+    that are saved. What an optimizer changes in its groups by itself, such as a count, is that of the saved `group`."""
+    alone = spec.build_tiny()
+    first = _rows(saved_groups(alone))
+    step_plainly(alone)
+    states = [{key for key in own if own[key] != row.get(key)} for own, row in zip(_rows(saved_groups(alone)), first)]
+    optimizer = spec.build_tiny()
+    scheduler = spec.build_scheduler(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a schedule that steps more often than its optimizer
+        for _ in range(steps):
+            if scheduler is not None:
+                scheduler.step()
+    rows = [
+        {**own, **{key: saved[key] for key in keys & saved.keys()}}
+        for own, saved, keys in zip(_rows(saved_groups(optimizer)), _rows(group), states)
+    ]
+    return rows[0] if len(rows) == 1 else {"groups": rows}, saved_schedule(scheduler)
+
+
+def _rows(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list(group.get("groups", [group] if group else []))
+
+
+def _differences(
+    where: str, saved: Mapping[str, Any], first: Mapping[str, Any], later: Mapping[str, Any], moving: set[str]
+) -> list[str]:
+    texts = []
+    for key in first.keys() & saved.keys() - moving:
+        own, value = first[key], saved[key]
+        if isinstance(own, list) and own and isinstance(own[0], dict) and isinstance(value, list):
+            for inner, other, after in zip(own, value, later[key]):
+                texts += _differences(where, other, inner, after, moving)
+        elif not key.startswith("_") and own == later.get(key) and value != own:
+            texts.append(f"{where} {key}={value!r:.60} (the script has {own!r:.60})")
+    return sorted(texts)
 
 
 def load_groups(optimizer: torch.optim.Optimizer, found: Sequence[Mapping[str, Any]]) -> None:
