@@ -5,6 +5,7 @@ An `OptimizerSpec` travels in plans and to workers as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -297,9 +298,11 @@ class OptimizerSpec:
         return tuple(dict.fromkeys(found))
 
     def _is_whole(self, index: int, build: Build) -> bool:
-        if not is_elementwise(build):
-            return True
-        return any(shape != WHOLE for shape, _ in self._large(index, WHOLE, torch.float32).values())
+        # First the shapes: a step of a long vector takes minutes where states are matrices.
+        with contextlib.suppress(PlanError):  # of states that follow no rule
+            if any(shape != WHOLE for shape, _ in self._large(index, WHOLE, torch.float32).values()):
+                return True
+        return not is_elementwise(build)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -446,8 +446,8 @@ class StageOptimizer:
             return {"states": states, "scalars": scalars, "group": {}, "scheduler": {}}
         for name, param in self.params.items():
             for key, value in self.optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor):
-                    states.setdefault(name, {}).update(leaves_of(key, value))
+                if leaves := leaves_of(key, value):
+                    states.setdefault(name, {}).update(leaves)
                 elif value is not None:
                     scalars.setdefault(name, {})[key] = value
         group, schedule = saved_groups(self.optimizer), saved_schedule(self.scheduler)

@@ -21,7 +21,7 @@ from ...ir.errors import PlanError
 from ..forced_eager import forced_eager
 from ..script_caches import kept_caches
 from ..torch_names import FakeTensorMode, TorchDispatchMode
-from .leaves import row_leaves
+from .leaves import entries_of, rebuilt, require_movable, row_leaves
 
 Shape = tuple[int, ...]
 Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -33,6 +33,7 @@ PRIMES: dict[int, tuple[Shape, Shape]] = {  # large where that is cheap: some op
     4: ((11, 13, 3, 5), (17, 19, 5, 7)),
 }
 SMALL = (2, 3, 5, 7, 11, 13, 17)
+MOST_OF_MATRIX = 64  # rows of a state that is tried for real
 FEW_ELEMENTS = 1 << 16  # of a parameter that is stepped for real
 
 
@@ -75,16 +76,39 @@ def find_states(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> St
     """The states of a parameter of this shape and dtype. Raises `PlanError` naming `what` if they follow no rule."""
     try:
         with kept_caches(build), FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), Numbers():
-            return _take_two_steps(build, shape, dtype)
+            row = _take_two_steps(build, shape, dtype)
     except Exception:  # whatever a library's step raises on tensors without values
-        if math.prod(shape) <= FEW_ELEMENTS:
-            return _take_two_steps(build, shape, dtype)
+        row = None
+    if row is None:
+        few = math.prod(shape) <= FEW_ELEMENTS and not _has_matrices(build, shape, dtype)
+        row = _take_two_steps(build, shape, dtype) if few else _row_by_rules(build, shape, dtype, what)
+    require_movable(row.later, what)
+    return row
+
+
+def _has_matrices(build: Build, shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether states have more elements than the parameter, such as a matrix for each dimension, with which a step of a
+    long vector would take minutes."""
+    few = tuple(min(size, MOST_OF_MATRIX) for size in shape)
+    if few == shape:
+        return False
+    small = _take_two_steps(build, few, dtype)
+    return any(t.numel() > math.prod(few) for t in row_leaves(small.later).values())
+
+
+def _row_by_rules(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> StateRow:
     small = _take_two_steps(build, SMALL[: len(shape)], dtype)
     numbers = {key: value for key, value in small.later.items() if not isinstance(value, Tensor) or value.dim() == 0}
     rules = find_rules(lambda of: row_leaves(_take_two_steps(build, of, dtype).later), len(shape), what)
     large = {key: rule.shape(shape) for key, rule in rules.items() if rule.is_large}
     tensors = {key: torch.empty(own, dtype=rules[key].dtype, device="meta") for key, own in large.items()}
-    return StateRow({key: tensors.get(key, small.first[key]) for key in small.first}, {**numbers, **tensors})
+    first, later = (
+        {key: rebuilt(key, value, tensors) for key, value in row.items() if entries_of(value) is not None}
+        for row in (small.first, small.later)
+    )
+    tensors = {key: t for key, t in tensors.items() if key not in row_leaves(later)}
+    plain = {key: tensors.get(key, value) for key, value in small.first.items()}
+    return StateRow({**plain, **first}, {**numbers, **tensors, **later})
 
 
 def _take_two_steps(build: Build, shape: Shape, dtype: torch.dtype) -> StateRow:

@@ -41,7 +41,7 @@ def job_of(model: nn.Module, x: Tensor, options: Any) -> penstock.Job:
     )
 
 
-def saved(path: Path, steps: int = 3) -> None:
+def save_old(path: Path, steps: int = 3) -> None:
     model, x = model_and_batch()
     with job_of(model, x, OLD) as job:
         for _ in range(steps):
@@ -58,7 +58,7 @@ def step_eager(model: nn.Module, optimizer: Any, scheduler: Any, x: Tensor) -> N
 
 @pytest.mark.parametrize("choice", ["checkpoint", "script"])
 def test_the_options_of_checkpoint_or_script_hold(tmp_path: Path, choice: str) -> None:
-    saved(tmp_path / "saved")
+    save_old(tmp_path / "saved")
     model, x = model_and_batch()
     eager = copy.deepcopy(model)
     optimizer = OLD["optimizer"](eager.parameters())
@@ -94,7 +94,7 @@ def test_the_options_of_checkpoint_or_script_hold(tmp_path: Path, choice: str) -
 
 
 def test_equal_options_are_not_told(tmp_path: Path) -> None:
-    saved(tmp_path / "saved")
+    save_old(tmp_path / "saved")
     model, x = model_and_batch()
     with job_of(model, x, OLD) as job, warnings.catch_warnings():
         warnings.simplefilter("error")
