@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from ...graph.dataflow import Dataflow
-from ...graph.edit import erase, set_evaluation
+from ...graph.edit import GraphEdit, erase, replace_uses, set_evaluation
 from ...graph.kernels.cuda_autocast import autocast_as
 from ...graph.loss_terms import NUM_ITEMS
 from ...graph.opgraph import OpGraph, build_module, missing_buffers
@@ -69,6 +69,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
     def finish(found: OpGraph) -> OpGraph:
         found.hooks = hooks
         _refuse_written_constants(found)
+        _copy_written_inputs(found)
         found.changes = changes_of(found)
         require_own_memory(found)
         take_out(found)
@@ -106,6 +107,17 @@ def _refuse_written_constants(graph: OpGraph) -> None:
                     f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not "
                     "register, so that the change would be lost: make it a buffer (register_buffer) or change a clone"
                 )
+
+
+def _copy_written_inputs(graph: OpGraph) -> None:
+    """Let forward change copies of the inputs that it changes in place: the batch is the caller's."""
+    written = {root: node for node in reversed(graph.nodes) for root in written_roots(node) if root.op == "placeholder"}
+    for placeholder, first in written.items():
+        replace_uses(graph, {placeholder: GraphEdit(graph, placeholder, after=True).call(torch.clone, placeholder)})
+        graph.notes += (
+            f"forward changes {str(placeholder.target)!r} of the batch in place ({first.meta['source']}); a job "
+            "changes a copy, so that the batch itself stays as it is",
+        )
 
 
 class _ForLoss(Exception):

@@ -167,13 +167,14 @@ class GraphWriter:
         """A tensor that is no input, parameter or buffer: kept with the graph under a name of its own."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_wrapped(tensor):
             raise CaptureError(f"{self.lines.where()}\n  uses a tensor that was made where the recorder cannot see")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"{self.lines.where()}\n  uses a trainable tensor, {self.held.constant_names.take(tensor)!r}, of "
+                f"shape {list(tensor.shape)} that is not registered in the model, so that nothing would train it: "
+                "assign it as an nn.Parameter attribute of a module, or detach() it; a teacher's weights are constants "
+                "under torch.no_grad(), or after teacher.requires_grad_(False)"
+            )
         if id(tensor) not in self.constant_of:
-            if tensor.requires_grad:
-                raise CaptureError(
-                    f"{self.lines.where()}\n  uses a trainable tensor, {self.held.constant_names.take(tensor)!r}, of "
-                    f"shape {list(tensor.shape)} that is not registered in the model, so that nothing would train it: "
-                    "assign it as an nn.Parameter attribute of a module, or detach() it"
-                )
             name = self.held.constant_names.take(tensor)
             self.busy = True
             with DisableTorchFunction(), self.fake_mode:
