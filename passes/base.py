@@ -1,7 +1,8 @@
 """The base of all passes, and the contracts between them.
 
 A pass is a small frozen dataclass: `plan` reads a `Draft` and returns one decision (plain data, a field of the saved
-plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`) are checked before anything runs.
+plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`, `precedes`, `closes`) state every order
+that a pass needs, and are checked before anything runs.
 
 A pass also declares what the rest of the compiler must know of it: the fields of the plan that it decides, its words in
 the name of a candidate and in `explain`, and the variants of itself that the search should try. `table.py` finds it.
@@ -67,6 +68,7 @@ class Pass:
     of_leaders: ClassVar[bool] = False  # whether the search gives its variants to other fast partitions, too
     synchronous: ClassVar[bool] = True  # False: the pass changes the training, so it must be asked for by name
     slow: ClassVar[bool] = False  # whether it takes longer than all others of its kind together
+    precedes: ClassVar[tuple[str, ...]] = ()  # what passes give, for what it changes: it may not come after them
     closes: ClassVar[tuple[str, ...]] = ()  # passes that may not come after it, as they would change what it has made
     final: ClassVar[str] = ""  # of a pass with several decisions, why no other pass may make one of them
 
@@ -143,6 +145,9 @@ def check_contracts(passes: Sequence[Pass]) -> None:
             raise PassError(f"pass {p.name!r} needs {', '.join(missing)}, which no pass before it gives{hint}")
         if p.name in seen:
             raise PassError(f"pass {p.name!r} comes twice")
+        late = next((other for other in seen.values() if set(p.precedes) & set(other.gives)), None)
+        if late is not None:
+            raise PassError(f"pass {p.name!r} comes after {late.name!r}, which reads what it changes; put it before it")
         closing = next((other for other in seen.values() if p.name in other.closes), None)
         if closing is not None:
             raise PassError(

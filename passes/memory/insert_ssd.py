@@ -37,6 +37,7 @@ class InsertSsd(Pass):
     rank: ClassVar[int] = 65
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
     gives: ClassVar[tuple[str, ...]] = ("ssd",)
+    precedes: ClassVar[tuple[str, ...]] = ("optimizer",)  # which steps a stage where it persists
     label_rank: ClassVar[int] = 9
     decides: ClassVar[tuple[Decision, ...]] = (SSD,)
     tier: str = "auto"

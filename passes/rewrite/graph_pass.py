@@ -18,6 +18,7 @@ class GraphPass(Pass):
 
     rank: ClassVar[int] = 19
     label_rank: ClassVar[int] = 4
+    precedes: ClassVar[tuple[str, ...]] = ("blocks",)
 
     def label(self, passes: Sequence[Pass]) -> Sequence[str]:
         return [] if self.everywhere and self == type(self)() else [self.text(short=True)]

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...ir import ops
 from ...ir.errors import PassError
 from ..base import Pass
 from ..decisions import Decision
@@ -38,6 +37,7 @@ class InsertTwoHop(Pass):
     rank: ClassVar[int] = 64
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers", "mesh")
     gives: ClassVar[tuple[str, ...]] = ("sums",)
+    precedes: ClassVar[tuple[str, ...]] = ("optimizer",)  # which reads the sums
     # how shared stages' gradients add up
     decides: ClassVar[tuple[Decision, ...]] = (
         Decision("sums", Literal["step", "two-hop", "micro-batch", "all-reduce"] | None, None, hashed=True),
@@ -81,5 +81,3 @@ class InsertTwoHop(Pass):
         require_shards(self, draft)
         if draft.sharding is None:
             raise PassError(f"{self.name}: the stages are not spread over their group yet; put insert-shard before it")
-        if any(node.target is ops.step for program in draft.programs for node in program.ops()):
-            raise PassError(f"{self.name} comes before the pass that updates: put insert-optimizer after it")

@@ -42,6 +42,7 @@ class Mesh(Pass):
     decides: ClassVar[tuple[Decision, ...]] = (Decision("mesh", Lanes | None, None, hashed=True),)
     needs: ClassVar[tuple[str, ...]] = ("blocks",)  # blocks have times for all the machine's devices
     gives: ClassVar[tuple[str, ...]] = ("mesh",)
+    precedes: ClassVar[tuple[str, ...]] = ("stages",)  # they are cut for the devices of a lane
     automatic: ClassVar[tuple[str, ...]] = ("shards", "team")
     shards: int = 1
     depth: int = 1
@@ -85,8 +86,6 @@ class Mesh(Pass):
         _check_lanes(decision, draft.machine.num_devices)
         _check_team(draft, decision.team)
         _check_crossed(draft, decision)
-        if draft.partition:
-            raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
         if len(lanes) == 1:
             return
         if decision.shards > 1 and draft.options.whole_optimizer:

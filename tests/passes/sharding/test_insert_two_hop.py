@@ -89,7 +89,7 @@ def test_what_the_pass_refuses() -> None:
     for wrong, said in [
         (line.replace("insert-shard{tier=device, hold=false}", "insert-fetch"), "put insert-shard before it"),
         (line.replace("insert-two-hop{every=two-hop}, insert-optimizer", "insert-optimizer, insert-two-hop"),
-         "put insert-optimizer after it"),
+         "pass 'insert-two-hop' comes after 'insert-optimizer'"),
     ]:  # fmt: skip
         draft = draft_of(chain(depth=2), Hardware.cpu(num_devices=4), micro_batches=4)
         with pytest.raises(PassError, match=said):
