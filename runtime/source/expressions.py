@@ -11,9 +11,9 @@ from .names import FileNames, excerpt, is_autograd_function, refuse
 
 
 class ExpressionCheck:
-    """Checks expressions of one function. `values`: its local names; `members`: the names that the file's classes give
-    parts of the model; `tiles`: the functions inside it. Raises `VerifyError` at the first that goes beyond what is
-    printed."""
+    """Checks expressions of one function. `values`: its local names; `members`: the names that its class, and the classes that it
+    builds, give parts of the model; `tiles`: the functions inside it. Raises `VerifyError` at the first that goes beyond
+    what is printed."""
 
     def __init__(self, names: FileNames, values: set[str], members: set[str], tiles: Collection[str] = ()):
         self.names, self.values, self.members, self.tiles = names, values, members, tiles
@@ -136,7 +136,8 @@ class ExpressionCheck:
             self.member(function)
         elif function.attr not in allowed.methods():
             if is_member_chain(function):
-                refuse(function, f"{excerpt(function)} is no member that a class of this file defines", beyond=False)
+                reason = "is no member that its class, or one that it builds, defines"
+                refuse(function, f"{excerpt(function)} {reason}", beyond=False)
             refuse(function, f"`.{function.attr}(...)` is no method of a tensor that a stage may call")
         else:
             self.value(function.value)

@@ -86,11 +86,11 @@ def _verify(tree: ast.Module, trust: Trust) -> FileNames:
             defined.add(node.name)
         elif not (_is_docstring(node) and position == 0) and not _is_table(node, names):
             refuse(node, f"{excerpt(node)}: a file holds its imports, classes, STAGES, step and evaluate, nothing else")
-    members: set[str] = set()
+    members: dict[str, set[str]] = {}  # of each class, with those of the classes that it builds
     for kind in classes:
-        members |= check_init(_function(kind, 0), names)
-    for kind in classes:
-        check_forward(_function(kind, 1), names, members)
+        own, built = check_init(_function(kind, 0), names)
+        members[kind.name] = own.union(*(members.get(name, ()) for name in built))
+        check_forward(_function(kind, 1), names, members[kind.name])
     return names
 
 

@@ -19,14 +19,15 @@ from .names import FileNames, excerpt, refuse
 _FIRST = "super().__init__()"
 
 
-def check_init(function: ast.FunctionDef, names: FileNames) -> set[str]:
-    """The names of the members that the function defines. Raises `VerifyError` where it goes beyond what is printed."""
+def check_init(function: ast.FunctionDef, names: FileNames) -> tuple[set[str], set[str]]:
+    """The names of the members that the function defines, and of the file's classes that it builds. Raises
+    `VerifyError` where it goes beyond what is printed."""
     first, *rest = function.body
     if not _is_first(first):
         refuse(first, f"`__init__` begins with {_FIRST}", beyond=False)
     check = _InitCheck(names, _loop_names(rest))
     check.body(rest)
-    return check.members
+    return check.members, check.built
 
 
 def _is_first(node: ast.stmt) -> bool:
@@ -63,6 +64,7 @@ class _InitCheck:
     def __init__(self, names: FileNames, indices: set[str]):
         self.names = names
         self.members: set[str] = set()
+        self.built: set[str] = set()
         self.expressions = ExpressionCheck(names, indices, self.members)
         for name in indices:
             names.check_new(ast.Name(name), name)
@@ -103,6 +105,7 @@ class _InitCheck:
         elif isinstance(function, ast.Name) and self._is_own(function.id):
             if node.args or node.keywords:
                 refuse(node, f"{excerpt(node)}: {function.id} takes no arguments", beyond=False)
+            self.built.add(function.id)
         elif self.names.root(function) is not None:
             self._build(node)
         else:

@@ -10,9 +10,11 @@ import pytest
 
 from penstock.ir.errors import VerifyError
 from penstock.runtime.device.file import open_directory, read_directory
-from penstock.runtime.source.trust import OWN, Trust
+from penstock.runtime.source.file import parse_file, verify_tree
+from penstock.runtime.source.trust import ONLY_VERIFIED, OWN, Trust
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
+from penstock.tests.runtime.source.grammar import derive_files
 from penstock.tests.runtime.source.hostile import PLACES, Hostile, payloads, tricks
 
 
@@ -73,3 +75,36 @@ def test_no_payload_runs_at_any_place(generated: Generated, tmp_path: Path) -> N
     ran, _, _ = outcomes(generated, files, tmp_path, OWN)
     parsed = ("a step's body", "a step's return", "a second step", "an evaluate")  # which no trust lets pass
     assert len(ran) > 0.98 * len(files) * (1 - len(parsed) / len(PLACES))
+
+
+def test_the_written_grammar_is_that_of_the_verifier(generated: Generated) -> None:
+    """Files that are derived from docs/security.md alone pass, so that it is the piece for which others are refused."""
+    for file, _ in derive_files(generated.text, "", 400, seed=0, hostile=False):
+        verify_tree(parse_file(file.text), ONLY_VERIFIED)
+
+
+@pytest.mark.parametrize(
+    ("number", "seed"), [(60, 1), *(pytest.param(500, seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
+def test_no_file_of_another_grammar_runs(generated: Generated, tmp_path: Path, number: int, seed: int) -> None:
+    """All of these files run code where they are trusted, and none where it is verified."""
+    generated.load(tmp_path)
+    files, kinds = zip(*derive_files(generated.text, str(tmp_path / "canary"), number, seed))
+    assert len(set(kinds)) > 10
+    ran, refused, other = outcomes(generated, files, tmp_path, None)
+    assert (ran, other) == ([], [])
+    assert len(refused) == number
+    ran, refused, other = outcomes(generated, files, tmp_path, OWN)
+    assert (refused, other) == ([], [])
+    assert len(ran) == number
+
+
+def test_a_class_calls_its_own_members_alone(generated: Generated) -> None:
+    """Members of another class are names that it has no part for."""
+    inside = generated.text.replace("        draw_at(self)\n", "        draw_at(self)\n        h = self.{}(h)\n")
+    for name in ("embed", "head"):
+        with pytest.raises(VerifyError, match=f"`self.{name}` is no member that its class, or one that it builds"):
+            verify_tree(parse_file(inside.replace("self.{}", f"self.{name}")), ONLY_VERIFIED)
+    verify_tree(parse_file(inside.replace("self.{}", "self.up")), ONLY_VERIFIED)
+    outside = generated.text.replace("self.blocks[i](x, mask)", "self.blocks[i].norm(x)")  # of a class that it builds
+    verify_tree(parse_file(outside), ONLY_VERIFIED)
