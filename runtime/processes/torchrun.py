@@ -46,7 +46,8 @@ from .worker import build_session
 
 # The call of a script that leads to each command.
 CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
-CALLS |= {"read_shard": "resume", "load_counters": "resume", "stage_state": "state_dict or save", "counters": "save"}
+CALLS |= {"read_shard": "resume", "load_counters": "resume", "counters": "save"}
+CALLS |= {"stage_state": "state_dict, save or weights that were changed"}
 CALLS |= {"need_of_save": "save", "begin_save": "save"}
 STUCK_S = 20.0  # how long after another rank's failure this process ends itself if it is still blocked
 

@@ -48,7 +48,7 @@ class _Row:
             now = ()
         rows = zip(self.names, self.before, now) if self.names else ()
         texts = {f"{name} {self.where}": (a, b) for name, a, b in rows if not _same(a, b)}
-        found = {name: f"{name}: {_short(a)} before, {_short(b)} now" for name, (a, b) in texts.items()}
+        found = {name: f"{name}: {_short(a, b)} before, {_short(b, a)} now" for name, (a, b) in texts.items()}
         return found or {self.where: f"{self.where} changed"}
 
 
@@ -58,19 +58,15 @@ class PythonValues:
 
     def __init__(self, model: nn.Module, functions: Iterable[Any], ignored: Collection[str] = ()):
         self._rows: list[_Row] = []
-        self._seen: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        own = (*model.parameters(), *model.buffers(), *model.modules())
+        self._seen: dict[int, Any] = {id(each): each for each in own}  # tensors are compared elsewhere
         self._names = set[str]()  # that any function reads
         self._ignored = ignored
-        for function in functions:
-            self._look_in(function, None)
+        self._look_at("of loss_fn", functions, _DEPTH)
         for kind in {type(module): None for module in model.modules()}:
             self._look_in(kind.forward, kind)
         for path, module in model.named_modules():
-            where, own = f"of {path or 'the model'}", vars(module)
-            keys = own.keys() - _OF_MODULES
-            self._note(where, own, keys)
-            self._add(where, partial(_form, own), _FORM)
-            self._look_at(where, [own[key] for key in keys - {"_modules"}], _DEPTH)
+            self._look_at_module(f"of {path or 'the model'}", module)
 
     def changes(self) -> dict[str, str]:
         """The name of each value that is other than it was, and a text with both values."""
@@ -86,16 +82,27 @@ class PythonValues:
         if chosen:
             self._add(where, partial(itemgetter(*chosen, chosen[0]), holder), chosen)  # of one alone comes no tuple
 
+    def _look_at_module(self, where: str, module: nn.Module) -> None:
+        own = vars(module)
+        keys = own.keys() - _OF_MODULES
+        self._note(where, own, keys)
+        self._add(where, partial(_form, own), _FORM)
+        self._look_at(where, [own[key] for key in keys - {"_modules"}], _DEPTH)
+
     def _look_at(self, where: str, values: Iterable[Any], depth: int) -> None:
         """Note what is inside of values: entries, attributes that some function reads, versions of tensors."""
         for value in values:
             if isinstance(value, FunctionType | MethodType | partial):
                 self._look_in(value, None)
-            elif depth and id(value) not in self._seen and not isinstance(value, type | nn.Module):
+            elif depth and id(value) not in self._seen and not isinstance(value, type):
                 self._seen[id(value)] = value
                 self._look_at(where, self._contents_of(where, value), depth - 1)
 
     def _contents_of(self, where: str, value: Any) -> Iterable[Any]:
+        if isinstance(value, nn.Module):  # beside the model, such as a criterion
+            self._look_in(type(value).forward, type(value))
+            self._look_at_module(f"of {type(value).__name__} {where}", value)
+            return [*value._parameters.values(), *value._buffers.values(), *value._modules.values()]
         if isinstance(value, Tensor):
             if not value.is_inference():
                 self._add(f"a tensor {where}", partial(getattr, value, "_version"))
@@ -108,6 +115,8 @@ class PythonValues:
                 self._add(f"a {type(value).__name__} {where}", partial(tuple, entries))
             return value.values() if isinstance(value, dict) else value
         module = value.__name__ if isinstance(value, ModuleType) else type(value).__module__
+        if callable(value):
+            self._look_in(type(value).__call__, type(value))
         if not hasattr(value, "__dict__") or module.partition(".")[0] in _LIBRARIES:
             return ()
         if not isinstance(value, ModuleType):
@@ -162,8 +171,9 @@ def _same(before: Any, now: Any) -> bool:
         return False
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, tuple):
-        return str(len(value))
+def _short(value: Any, other: Any) -> str:
+    if isinstance(value, tuple) and isinstance(other, tuple):  # modules or hooks
+        own = [each for each in value if not any(each is same for same in other)]
+        return ", ".join(getattr(each, "__qualname__", type(each).__name__) for each in own) or "none of that"
     text = repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
     return text if len(text) <= 40 else f"{text[:37]}..."

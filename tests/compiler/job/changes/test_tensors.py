@@ -98,6 +98,28 @@ def test_changes_after_a_sync_train_as_in_eager(devices: int) -> None:
         check_equal(job, eager)
 
 
+def test_class_weights_that_change_count_anew() -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0]))
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.linear(x), labels, weight=self.weights)
+
+    torch.manual_seed(0)
+    model, batch = Classes(), {"x": torch.randn(8, 4), "labels": torch.arange(8) % 3}
+    with penstock.compile(
+        model, penstock.Hardware.cpu(num_devices=1), example_inputs=batch, micro_batches=2, optimizer=SGD
+    ) as job:
+        job.step(batch)
+        job.sync()
+        model.weights.copy_(torch.tensor([5.0, 1.0, 0.5]))
+        want = float(model(**batch))
+        assert float(job.step(batch)) == pytest.approx(want, abs=1e-6)
+
+
 def test_a_state_dict_goes_to_the_devices_and_states_of_the_optimizer_stay() -> None:
     model, job, eager, optimizer, x = jobs_and_eager(1)
     with job:

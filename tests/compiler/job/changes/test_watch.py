@@ -94,8 +94,8 @@ def attribute(path: str, value: Any) -> Callable[[Net], Callable[[], None]]:
         (attribute("config.factor", 2.0), r"factor of Config of the model: 1\.0 before, 2\.0 now"),
         (attribute("shift", torch.ones(4)), r"shift of the model"),
         (change_global, r"SCALE in scale: 1\.0 before, 2\.0 now"),
-        (change_hook, "forward hooks of a: 0 before, 1 now"),
-        (change_module, "modules of the model"),
+        (change_hook, r"forward hooks of a: none of that before, .*lambda.* now"),
+        (change_module, "modules of the model: Dropout before, Identity now"),
         (change_list, "a list of the model"),
         (change_forward, "attributes of a"),
     ],
@@ -110,6 +110,29 @@ def test_a_change_that_forward_would_see_is_refused_until_it_is_undone(
     undo()
     job.step(x)
     assert job.step_count == count + 1
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return output.mean() * self.factor
+
+
+def test_a_loss_that_is_a_module_or_an_object_is_watched() -> None:
+    x, hardware = torch.randn(8, 4), penstock.Hardware.cpu(num_devices=1)
+    criterion, weighted = nn.SmoothL1Loss(beta=0.5), Weighted()
+
+    def loss_of_criterion(output: Tensor, batch: Any) -> Tensor:
+        return criterion(output, torch.zeros_like(output))
+
+    for function, holder, name in ((loss_of_criterion, criterion, "beta"), (weighted, weighted, "factor")):
+        with penstock.compile(nn.Linear(4, 1), hardware, example_inputs=x, loss_fn=function) as job:
+            job.step(x)
+            setattr(holder, name, 0.25)
+            with pytest.raises(PlanError, match=rf"{name} of .* before, 0\.25 now"):
+                job.step(x)
 
 
 def test_a_constant_that_is_written_is_refused(running: Any) -> None:
