@@ -11,9 +11,9 @@ from .names import FileNames, excerpt, is_autograd_function, refuse
 
 
 class ExpressionCheck:
-    """Checks expressions of one function. `values`: its local names; `members`: the names that its class, and the classes that it
-    builds, give parts of the model; `tiles`: the functions inside it. Raises `VerifyError` at the first that goes beyond
-    what is printed."""
+    """Checks expressions of one function. `values`: its local names; `members`: the names that its class, and the
+    classes that it builds, give parts of the model; `tiles`: the functions inside it. Raises `VerifyError` at the first
+    that goes beyond what is printed."""
 
     def __init__(self, names: FileNames, values: set[str], members: set[str], tiles: Collection[str] = ()):
         self.names, self.values, self.members, self.tiles = names, values, members, tiles
