@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from ...graph.masks.followers import heedless_attention
+from ...graph.masks.followers import meeting_nodes
 from ...graph.opgraph import OpGraph
 from ...ir.errors import PlanError
 from ...runtime.torch_names import FakeTensor
@@ -75,7 +75,17 @@ def require_borders(graph: OpGraph) -> None:
     begins = f"example_inputs[{POSITIONS!r}] begins anew inside of rows, where another document begins, but"
     silent = (*_SILENT, *graph.loss.rules.names)
     telling = [name for name in graph.inputs if name not in silent]  # a model may have an input of its own
-    places = heedless_attention(graph, telling)
+    contents = {name for name, value in graph.inputs.items() if value.is_floating_point()} | {"input_ids", "labels"}
+    meeting = meeting_nodes(graph, telling, contents - {"attention_mask"}, graph.inputs["input_ids"].shape[1])
+    others = [node for node, is_attention in meeting.items() if not is_attention]
+    if others:
+        module = f"{others[0].meta.get('module_path') or 'the model'} ({others[0].meta.get('module_type')})"
+        raise PlanError(
+            f"{begins} tokens of one document reach the next in {module}, at {others[0].meta.get('source')}: of all "
+            "that joins tokens, only attention by a mask is known to end with a document. Allowed: one document "
+            "in a row"
+        )
+    places = list(dict.fromkeys(str(node.meta.get("module_path", "")) or node.name for node in meeting))
     if places:
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
         without = "leave 'attention_mask' out of the batch, as transformers' models find documents only without one; "

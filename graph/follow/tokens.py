@@ -61,7 +61,8 @@ class TokenFacts:
     """`length`: the number of tokens of a sequence. `places`: for each node the place of the tokens in each tensor of
     its value, in order; None for a tensor without tokens. `work`: what each node does with them. `met`: in what ways
     tokens met in a node that mixes, and in which operators of torch, as far as rules can tell. `totals`: "sum" or
-    "mean" for each node that reduces one value over tokens so."""
+    "mean" for each node that reduces one value over tokens so. `joined`: the nodes with a result each of whose elements
+    depends on several tokens."""
 
     length: int
     places: dict[fx.Node, tuple[TokenPlace | None, ...]] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class TokenFacts:
     met: dict[fx.Node, tuple[Met, ...]] = field(default_factory=dict)
     totals: dict[fx.Node, str] = field(default_factory=dict)
     sorted_places: dict[fx.Node, tuple[TokenPlace | None, ...]] = field(default_factory=dict)
+    joined: set[fx.Node] = field(default_factory=set)
 
     def place(self, node: fx.Node) -> TokenPlace | None:
         """The place of the tokens in a node's tensor; None where it has none, or where its value is no single one."""
@@ -134,6 +136,8 @@ class _TokenFollower(Follower):
         elif operands or any(with_tokens):
             work = TokenWork.MIXES
             self.facts.met[node] = effect.met
+            if any(isinstance(state, Mixed | OverRows) for state in effect.states):
+                self.facts.joined.add(node)
             self._note_total(node, effect)
         else:
             work = TokenWork.WITHOUT

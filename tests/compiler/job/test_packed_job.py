@@ -318,6 +318,77 @@ def test_a_model_without_positions_is_refused() -> None:
         compile_job(model, flattened((3, 5)))
 
 
+def sinks(x: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    """gpt-oss's attention: a score of its own takes a share of the weights of all keys."""
+    scores = torch.cat([torch.where(mask, x @ x.mT, -torch.inf), sink.expand(*x.shape[:2], 1)], -1)
+    weights = (scores - scores.max(-1, keepdim=True).values).softmax(-1)
+    return weights[..., :-1] @ x
+
+
+class Joined(nn.Module):
+    """Between two layers tokens meet as `join` says, of hidden values, positions and the module."""
+
+    def __init__(self, join: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.join = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), join
+        self.cell, self.filter, self.sink = (
+            nn.GRU(8, 8, batch_first=True),
+            nn.Conv1d(8, 8, 3),
+            nn.Parameter(torch.ones(())),
+        )
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.table(input_ids)
+        logits = self.head(hidden + self.join(hidden + position_ids[..., None] / 9, position_ids, self))
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    document = (positions == 0).cumsum(-1)
+    return (document[..., None] == document[:, None]).tril()
+
+
+CAUSAL = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+JOINS: dict[str, Any] = {
+    "convolution": lambda x, p, m: m.filter(F.pad(x.mT, (2, 0))).mT,
+    "recurrence": lambda x, p, m: m.cell(x)[0],
+    "sum so far": lambda x, p, m: x.cumsum(1),
+    "token before": lambda x, p, m: F.pad(x, (0, 0, 1, -1)),
+    "first token": lambda x, p, m: x[:, :1],
+    "mean": lambda x, p, m: x.mean(1, keepdim=True),
+    "order": lambda x, p, m: x.sort(1).values,
+    "linear attention": lambda x, p, m: (x @ x.mT).tril() @ x,
+    "state of chunks": lambda x, p, m: x.unflatten(1, (2, -1)).cumsum(1).flatten(1, 2),
+    "sinks": lambda x, p, m: sinks(x, CAUSAL, m.sink),
+    "attention": lambda x, p, m: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_whatever_joins_tokens_across_borders_is_refused(name: str) -> None:
+    """And it does: what the second document gives depends on the first one."""
+    model, batch = Joined(JOINS[name]), pack_steps()[0]
+    is_attention = name in ("sinks", "attention")
+    said = "the attention of .* sees across" if is_attention else r"reach the next in .*, at test_packed_job\.py:\d+: "
+    with pytest.raises(PlanError, match=said):
+        compile_job(model, batch)
+    begin, ids = int((batch["position_ids"][0, 1:] == 0).nonzero()[0]) + 1, batch["input_ids"].clone()
+    ids[0, :begin] = (ids[0, :begin] + 1) % VOCABULARY
+    first, second = (model(**given)["logits"][0, begin:] for given in (batch, {**batch, "input_ids": ids}))
+    assert not torch.allclose(first, second, rtol=0, atol=1e-6)
+    compile_job(model, {**batch, "position_ids": torch.arange(SEQUENCE).expand(4, -1).contiguous()}).close()
+
+
+@pytest.mark.parametrize("name", ["sinks", "attention"])
+def test_attention_by_a_mask_of_documents_joins_none(name: str) -> None:
+    joins = {
+        "sinks": lambda x, p, m: sinks(x, document_mask(p), m.sink),
+        "attention": lambda x, p, m: F.scaled_dot_product_attention(x, x, x, document_mask(p)),
+    }
+    compile_job(Joined(joins[name]), pack_steps()[0]).close()
+
+
 def test_flash_attentions_numbers_are_neither_tensors_nor_part_of_the_flags() -> None:
     one, other = (flattened(lengths, **FLASH) for lengths in ((3, 5), (2, 2, 4)))
     model = without_cache(make("llama", "sdpa"))
