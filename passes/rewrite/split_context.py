@@ -258,6 +258,11 @@ class _Splitter:
                 may += 'use attn_implementation="sdpa", whose attention members can share'
             else:
                 may += "train without a team: with tiers and tiles of tokens one device takes longer sequences, too"
+            if name == "getitem":
+                may += (
+                    ". Where a loss leaves the last tokens out (logits[:, :-1]), move its targets instead: "
+                    "F.cross_entropy(logits.flatten(0, 1), F.pad(labels[:, 1:], (0, 1), value=-100).flatten())"
+                )
         raise PassError(f"split-context: {name} ({source}) {what}. {may}")
 
     def _place(self, node: fx.Node) -> TokenPlace | None:
