@@ -152,6 +152,7 @@ class JobRun:
             except BaseException:
                 driver.close()
                 raise
+            driver.end_loading()
             self._driver, self.base = driver, self._identity(source)
             self.own.note()
         return self._driver
@@ -430,6 +431,7 @@ class JobRun:
         with self.breaking():
             require_one_checkpoint(self._driver, checkpoint)
             load_checkpoint(self._driver, self.folder.interface, checkpoint, directory, source)
+            self._driver.end_loading()
             self.base = base
             restore_rng_state(dict(checkpoint.progress.rng))
             self.step_count = checkpoint.progress.step

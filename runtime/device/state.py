@@ -22,6 +22,7 @@ from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
 from ..stage.compiled_blocks import BACKEND, require_compiler
+from ..stage.saver import piece_bytes
 from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore, StoreSetup
 from .file import DeviceFile
@@ -234,6 +235,11 @@ class DeviceState:
 
     def stage_state(self, stage: str) -> StagePart:
         return self.stores[stage].state()
+
+    def state_to_write(self, stage: str) -> StagePart:
+        """As `stage_state`, but what is on SSD is read piece by piece while it is written, into memory of the arena."""
+        store = self.stores[stage]
+        return store.state_on_ssd(self.memory.staging(piece_bytes([store])))
 
     def optimizer_of(self, stage: str) -> StageOptimizer:
         found = self.stores[stage].optimizer

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,36 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ram_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """RAM of the machine, or of the container that this process is confined to."""
-    total = psutil.virtual_memory().total
-    limit = cgroup.read_text().strip() if cgroup.is_file() else "max"
-    return min(total, int(limit)) if limit.isdigit() else total
+def ram_bytes(root: Path = Path("/")) -> int:
+    """RAM of the machine, or the least of the limits that this process is confined to: of its control group, of those
+    above, and its own. `root`: of the file system that tells of groups."""
+    return min([psutil.virtual_memory().total, *_group_limits(root), *_own_limits()])
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    """In bytes. The group of `/proc/self/cgroup` may be seen from outside, in a container that has its top alone."""
+    known = root / "proc/self/cgroup"
+    for line in known.read_text().splitlines() if known.is_file() else ():
+        number, kinds, path = line.split(":", 2)
+        top, name = root / "sys/fs/cgroup", "memory.max"
+        if "memory" in kinds.split(","):
+            top, name = top / "memory", "memory.limit_in_bytes"
+        elif number != "0":
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                limit = (folder / name).read_text().strip()
+                yield from [int(limit)] if limit.isdigit() else []
+
+
+def _own_limits() -> Iterator[int]:
+    """In bytes: what a process may still take of addresses and of data, beside what this one has."""
+    taken = psutil.Process().memory_info()
+    for kind, taken_bytes in ((resource.RLIMIT_AS, taken.vms), (resource.RLIMIT_DATA, taken.data)):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            yield max(0, limit - taken_bytes)
 
 
 def cpu_peak_flops(threads: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, float]:

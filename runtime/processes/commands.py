@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...ir.errors import CheckpointError, error_from_data, error_to_data
 from ...ir.program import RowPart
+from ..device.host import trim_memory
 from ..device.session import DeviceSession, StepResult
 from ..stage.store import StagePart
 from ..state import checkpoint
@@ -61,6 +62,11 @@ def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors
     return {}, {}
 
 
+def end_loading(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    trim_memory()
+    return {}, {}
+
+
 def stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Weights, buffers and, with `optimizer` true, the optimizer's states of `stage`."""
     return pack_state(session.state.stage_state(args["stage"]), args.get("optimizer", True))
@@ -76,7 +82,7 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
     """Write the state of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`. `given` and
     `tensors` are the header and tensors of the whole state if this device has only a shard of it."""
     stage = args["stage"]
-    state = unpack_state(args["given"], tensors) if "given" in args else session.state.stage_state(stage)
+    state = unpack_state(args["given"], tensors) if "given" in args else session.state.state_to_write(stage)
     found = state.optimizer or {"group": {}, "scheduler": {}}
     record = checkpoint.write_shard(
         Path(args["temporary"]),
@@ -181,9 +187,8 @@ def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> 
 COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer]] = {
     f.__name__: f
     for f in (
-        run_step, begin_step, finish_step, undo_step, run_evaluate, load_stage, stage_state, load_stage_state,
-        write_shard,
-        need_of_save, begin_save,
+        run_step, begin_step, finish_step, undo_step, run_evaluate, load_stage, end_loading, stage_state,
+        load_stage_state, write_shard, need_of_save, begin_save,
         read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters,
         options, set_option, spans,
     )

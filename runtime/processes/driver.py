@@ -20,6 +20,7 @@ from ...ir.errors import NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import SIZES, Program, place_of
 from ..bad_step import BadStep
+from ..device.host import trim_memory
 from ..device.session import DeviceSession, StepResult
 from ..scratch import Keeper
 from ..simulate import Span, Timeline
@@ -177,6 +178,10 @@ class Driver:
         tensors |= {f"buffers/{name}": t for name, t in buffers.items()}
         for device in self.setup.stage_holders[stage]:
             self.call("load_stage", device, {"stage": stage}, tensors)
+
+    def end_loading(self) -> None:
+        """Give back the memory that loading has taken and freed, here and on all devices of this process."""
+        trim_memory()
 
     def timeline(self) -> Timeline:
         """The timeline of the last step on all devices."""

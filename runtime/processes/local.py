@@ -192,6 +192,10 @@ class LocalWorkers(Driver):
         answers = self._exchange({device: (command, *request) for device, request in requests.items()})
         return [answers[device][0] for device in requests]
 
+    def end_loading(self) -> None:
+        super().end_loading()
+        self.call_all("end_loading", {worker.device: ({}, {}) for worker in self.workers})
+
     def await_saved(self, number: int) -> list[dict[str, Any]]:
         return [self._receive_save(worker, number) for worker in self.workers]
 

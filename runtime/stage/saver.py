@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import error_to_data
-from ...ir.program import Account, StageSpec, aligned
+from ...ir.program import PAGE, Account, StageSpec, aligned
 from ..accelerator import settle
 from ..state.checkpoint import names_to_save, write_shard
 from .arena import allocate, pages
 from .store import StagePart, StageStore
 
-PIECE_BYTES = 16 << 20  # of a file on SSD that is read at once
+PIECE_BYTES = 16 << 20  # at most, of a file on SSD that is read at once
 Tell = Callable[[int, dict[str, Any]], None]
 
 
@@ -55,7 +55,7 @@ class Saver:
         found = state.optimizer or {"group": {}, "scheduler": {}}
         return {
             "bytes": _copied_bytes(state, names_to_save(self.specs[stage], with_frozen)),
-            "piece_bytes": PIECE_BYTES if self.stores[stage].file is not None else 0,
+            "piece_bytes": piece_bytes([self.stores[stage]]),
             "group": copy.deepcopy(found["group"]),
             "scheduler": copy.deepcopy(found["scheduler"]),
         }
@@ -74,8 +74,9 @@ class Saver:
         self.close()
         owned = {stage: names_to_save(self.specs[stage], with_frozen) for stage in stages}
         files = [file for stage in stages if stage not in given and (file := self.stores[stage].file) is not None]
-        if files and not len(self._piece):
-            self._piece = pages(PIECE_BYTES)
+        whole = [self.stores[stage] for stage in stages if stage not in given]
+        if piece_bytes(whole) > len(self._piece):
+            self._piece = pages(piece_bytes(whole))
         states = {stage: self.stores[stage].state_on_ssd(self._piece) for stage in stages if stage not in given}
         self._take(sum(_copied_bytes(state, owned[stage]) for stage, state in states.items()) + len(self._piece))
         offset, copies = 0, dict[str, StagePart]()
@@ -145,6 +146,12 @@ class Saver:
         states = {name: {key: put(value) for key, value in row.items()} for name, row in rows if name in owned}
         scalars = copy.deepcopy(state.optimizer["scalars"])
         return StagePart(weights, buffers, {"states": states, "scalars": scalars}), offset
+
+
+def piece_bytes(stores: Iterable[StageStore]) -> int:
+    """The bytes that are read from SSD at once of these stages: whole pages, and no more than a file has."""
+    files = [store.file.num_bytes for store in stores if store.file is not None]
+    return aligned(min(PIECE_BYTES, max(files, default=0)), PAGE)
 
 
 def _copied_bytes(state: StagePart, owned: set[str]) -> int:

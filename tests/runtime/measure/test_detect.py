@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,11 +87,42 @@ def test_median_is_of_the_work_given() -> None:
 
 
 def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
+    limit, groups = tmp_path / "sys/fs/cgroup/memory.max", tmp_path / "proc/self/cgroup"
+    for file in (limit, groups):
+        file.parent.mkdir(parents=True)
+    groups.write_text("0::/\n")
     limit.write_text("123456789\n")
-    assert detect.ram_bytes(limit) == 123456789
+    assert detect.ram_bytes(tmp_path) == 123456789
     limit.write_text("max\n")
-    assert detect.ram_bytes(limit) == psutil.virtual_memory().total == detect.ram_bytes(tmp_path / "none")
+    assert detect.ram_bytes(tmp_path) == psutil.virtual_memory().total == detect.ram_bytes(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits"),
+    [
+        ("0::/user/job/step\n", {"user": "max", "user/job": "300000", "user/job/step": "400000"}),
+        ("0::/user/job/step\n", {"user": "300000", "user/job/step": "max"}),
+        ("5:cpu:/x\n4:hugetlb,memory:/slurm/job\n", {"memory/slurm": "300000", "memory/slurm/job": str(2**63 - 4096)}),
+        ("4:memory:/docker/unseen\n0::/\n", {"memory": "300000"}),
+    ],
+)
+def test_the_least_limit_of_all_groups_counts(tmp_path: Path, groups: str, limits: dict[str, str]) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for path, limit in limits.items():
+        folder = tmp_path / "sys/fs/cgroup" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.limit_in_bytes" if path.startswith("memory") else "memory.max")).write_text(limit + "\n")
+    assert detect.ram_bytes(tmp_path) == 300000
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    taken = psutil.Process().memory_info()
+    most = {"RLIMIT_AS": taken.vms, "RLIMIT_DATA": taken.data}[kind] + (50 << 20)
+    found = {getattr(resource, kind): (most, most)}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: found.get(limit, 2 * (resource.RLIM_INFINITY,)))
+    assert 0 < detect.ram_bytes() <= 60 << 20
 
 
 @pytest.mark.parametrize(
