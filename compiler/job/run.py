@@ -107,16 +107,16 @@ class JobRun:
         """As `driver`, while the last step may still be under way. What the script wrote into the model since the last
         sync goes to the devices first."""
         driver = self._start_once()
-        if self._stale is None and (changed := self.own.changes()) and not self.own.other_parameter():
+        if self._stale is None and (changed := self.own.changes(whole=True)) and not self.own.other_parameter():
             self.finish_step()
             if self.own.take_over(driver, changed):
                 self.base = None  # the frozen weights are no longer those of the source
         return driver
 
-    def require_own(self, call: str) -> None:
-        """Raises `PlanError` where the script wrote into weights that are older than those of the devices, or put
-        another parameter in one's place."""
-        changed = self.own.changes()
+    def require_own(self, call: str) -> bool:
+        """Whether the script wrote into the model, for the devices to take over. Raises `PlanError` where the model has
+        older weights than the devices, or another parameter in one's place."""
+        changed = self.own.changes(whole=self._stale is None)
         if changed and (name := self.own.other_parameter()):
             raise PlanError(
                 f"{call}: {name} is another parameter than at the last sync, or none; an optimizer would go on with "
@@ -129,6 +129,7 @@ class JobRun:
                 "weights than the devices. Call job.sync(), which drops that change, and make it again; or call "
                 "job.load_state_dict(state)"
             )
+        return bool(changed)
 
     def _start_once(self) -> Driver:
         if self.broken or (self._driver is not None and self._driver.closed):
@@ -260,7 +261,7 @@ class JobRun:
 
     def step(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """One step on these leaves of a batch. Returns the loss; the step may still be under way."""
-        driver = self.running()
+        driver = self._start_once()
         with self.breaking():
             empty = self._trains_nothing(leaves)
             values = driver.begin_step(leaves, stop_on_nan=not empty)
@@ -283,7 +284,8 @@ class JobRun:
 
     def evaluate(self, leaves: Mapping[str, Tensor], loss_only: bool) -> Outputs:
         """The forward pass on these leaves of a batch."""
-        driver = self.driver
+        driver = self._start_once()
+        self.finish_step()
         with self.breaking():
             result = driver.evaluate(leaves, loss_only)
         if result.refusal is not None:
@@ -381,7 +383,7 @@ class JobRun:
     def sync(self, ties: Mapping[str, str]) -> None:
         """Give the user's model the weights of the devices."""
         states, source = self.states(), self.source() if self.has_source else None
-        dropped = self.own.changes()
+        dropped = self.own.changes(whole=True)
         sync_model(self.model, ties, states, source)
         unmark(self.model)
         self._stale = None

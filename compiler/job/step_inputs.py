@@ -75,8 +75,7 @@ class StepInputs:
 
     def _require_model(self, function: str) -> None:
         """Raises `PlanError` where the script has changed the model so that this call would not see it."""
-        self.run.require_own(function)
-        if self.run.own.changes():  # before anything is counted with buffers, such as class weights
+        if self.run.require_own(function):  # before anything is counted with buffers, such as class weights
             self.run.running()
             self.forget()
         if function == "step":

@@ -37,6 +37,11 @@ def set_data(model: nn.Module) -> None:
     model.b.weight.data = model.b.weight.data * 0.5
 
 
+def clamp_data(model: nn.Module) -> None:
+    """Leaves the version as it is."""
+    model.c.weight.data.clamp_(-0.05, 0.05)
+
+
 def load(model: nn.Module) -> None:
     model.load_state_dict(
         {key: value * 0.9 if value.is_floating_point() else value for key, value in model.state_dict().items()}
@@ -56,7 +61,7 @@ def run_forward(model: nn.Module) -> None:
     model(torch.ones(4, 8))
 
 
-CHANGES = [clamp, set_data, load, write_buffer, set_buffer, run_forward]
+CHANGES = [clamp, clamp_data, set_data, load, write_buffer, set_buffer, run_forward]
 
 
 def jobs_and_eager(devices: int, **options: Any) -> tuple[nn.Module, penstock.Job, nn.Module, Any, Tensor]:
@@ -161,6 +166,18 @@ def test_what_is_written_into_older_weights_is_refused_and_a_sync_says_that_it_d
         clamp(model)
         job.step(x)
         assert job.step_count == 2
+
+
+def test_older_weights_that_are_written_through_data_are_found_within_some_steps() -> None:
+    model, job, _, _, x = jobs_and_eager(1)
+    with job:
+        job.step(x)
+        clamp_data(model)
+        with pytest.raises(PlanError, match=r"c\.weight of the model changed"):
+            for _ in model.state_dict():
+                job.step(x)
+        with pytest.warns(StaleModelWarning, match=r"replaced what was written into c\.weight"):
+            job.sync()
 
 
 def test_another_parameter_in_its_place_is_refused() -> None:
