@@ -77,7 +77,7 @@ class ScriptCaches:
             if not _is_of_library(value):
                 self._before.append((value, _slots(value)))
                 self._expose(vars(value))
-                self._waiting += getattr(value, "__mro__", ())
+                self._waiting += value.__mro__ if isinstance(value, type) else ()  # modules may import at a name
         else:
             self._before.append((value, _slots(value)))
             held = (value.__wrapped__,) if kind is _lru_cache_wrapper else gc.get_referents(value)

@@ -15,6 +15,7 @@ from torch import fx, nn
 from ..dataflow import Dataflow, shared_nodes
 from ..loss.class_loss import class_loss
 from ..opgraph import OpGraph, build_module, value_tensors
+from ..sizes.named import Named
 
 MOST_TIMES = 8  # the elements of the numbers: what is larger takes too long before every step
 
@@ -50,7 +51,7 @@ def picked_rows(graph: OpGraph) -> tuple[fx.GraphModule | None, PickRules]:
             continue
         above = flow.ancestors([numbers])
         inputs = tuple(str(n.target) for n in graph.nodes if n in above and n.op == "placeholder")
-        if inputs and all(_is_small(n, numbers) for n in above):
+        if inputs and all(_is_small(n, numbers) and not _names_sizes(n) for n in above):
             of = f"{what} ({node.meta.get('source') or node.name})"
             found[numbers, size, ignored] = PickBound(inputs=inputs, size=size, ignored=ignored, of=of)
             wanted |= above
@@ -69,6 +70,13 @@ def _is_small(node: fx.Node, numbers: fx.Node) -> bool:
     most = MOST_TIMES * numbers.meta["val"].numel()
     whole = all(not t.is_floating_point() and not t.is_complex() and t.numel() <= most for t in tensors)
     return node.op in ("placeholder", "call_function", "call_method") and whole
+
+
+def _names_sizes(node: fx.Node) -> bool:
+    """Whether an argument is a size that differs from step to step."""
+    leaves = list[Any]()
+    fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
+    return any(isinstance(leaf, Named) for leaf in leaves)
 
 
 def _pick(graph: OpGraph, node: fx.Node) -> tuple[Any, int, int | None, str] | None:

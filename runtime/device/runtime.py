@@ -65,7 +65,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
         except Exception as error:  # of any kind, by what the user's lines call
             self.bad_step.note(self.number, issue, error)
             self.zeroed.add((issue.stage, issue.micro_batch))
-            return run([torch.zeros_like(value) for value in values])
+            try:
+                return run([torch.zeros_like(value) for value in values])
+            except Exception:  # a check of the model's own refuses zeros, too
+                raise error from None
 
     def _judge_losses(self, issue: Issue, outputs: Sequence[Tensor]) -> None:
         """Find the step bad by a loss that is not finite. In fp16 its scale is judged by the gradients."""

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,3 +271,19 @@ def test_objects_that_no_code_names_are_not_looked_at(monkeypatch: pytest.Monkey
         pass
     assert any(owner is DICT for owner in looked_at)
     assert not any(owner is ORDERED for owner in looked_at)
+
+
+def test_a_module_that_imports_at_a_name_is_asked_for_none() -> None:
+    """As tensorboard's modules do, which may not be there to import."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(name)
+
+    module = Lazy("of_a_script")
+
+    def read() -> str:
+        return module.__name__
+
+    with kept_caches(read):
+        assert read() == "of_a_script"

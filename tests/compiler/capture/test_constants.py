@@ -80,11 +80,15 @@ def test_written_files_carry_the_values_to_workers_that_have_no_model(tmp_path: 
     assert_close({"loss": again}, {"loss": weighted_loss(model(batch["x"]), batch).detach()}, 1e-6)
 
 
-def test_a_later_change_of_the_users_tensor_changes_no_program() -> None:
+def test_a_later_change_of_the_users_tensor_is_refused_and_changes_no_program() -> None:
     model, batch = model_and_batch()
     loss, expected = eager_step(model, batch)
     with compile_job(model, batch) as job:
+        before = model.scale.clone()
         model.scale.fill_(100.0)
+        with pytest.raises(PlanError, match="a tensor of the model changed"):
+            job.step(batch)
+        model.scale.copy_(before)
         assert_close({"loss": job.step(batch)}, {"loss": loss}, 1e-6)
         assert_close(job.state_dict(), expected, 1e-6)
 
