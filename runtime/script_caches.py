@@ -26,8 +26,12 @@ from .torch_names import FakeTensor
 
 _TRACED = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _LEAVES = {bool, int, float, complex, str, bytes, range, type(None), CodeType, GetSetDescriptorType, torch.dtype}
-_LIBRARIES = {"torch", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}
+_OWN = __name__.partition(".")[0]  # objects of ours note what fake tensors show on purpose
+# Of the standard library, what holds values of a script. A logger, for one, leads to all that a process has.
+_HOLDERS = {"None", "builtins", "types", "collections", "contextvars", "functools", "_thread", "_threading_local"}
+_LIBRARIES = {"torch", "numpy", _OWN, *sys.stdlib_module_names}
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "step")
+_NAME = ("__name__", "__module__")  # of a module, of a class
 _EMPTY = CellType()
 _Slots = dict[Any, Any]  # what an object holds, by key, name or place
 
@@ -54,6 +58,8 @@ class ScriptCaches:
         for module in modules:
             self._seen[id(module)] = module
             self._waiting += [type(module), *vars(module).values()]
+        holders = (each for each in self._waiting if isinstance(each, (type, FunctionType)))
+        self._asked = {_package_of(each) for each in holders}  # libraries that run as the script's own code
         while self._waiting:
             self._visit(self._waiting.pop())
 
@@ -74,11 +80,11 @@ class ScriptCaches:
         if kind is FunctionType:
             self._visit_function(value)
         elif issubclass(kind, (type, ModuleType)):
-            if not _is_of_library(value):
+            if not self._is_foreign(value):
                 self._before.append((value, _slots(value)))
                 self._expose(vars(value))
                 self._waiting += value.__mro__ if isinstance(value, type) else ()  # modules may import at a name
-        else:
+        elif _package_of(kind) in _HOLDERS or not self._is_foreign(kind):
             self._before.append((value, _slots(value)))
             held = (value.__wrapped__,) if kind is _lru_cache_wrapper else gc.get_referents(value)
             self._waiting += held
@@ -90,7 +96,7 @@ class ScriptCaches:
         self._waiting += held
         place = function.__globals__
         module = sys.modules.get(place.get("__name__", ""))
-        if _is_of_library(module):
+        if module is not None and self._is_foreign(module):
             return
         if module is None or vars(module) is not place:
             if id(place) not in self._seen:
@@ -105,6 +111,11 @@ class ScriptCaches:
             for imported in (name, f"{place.get('__package__')}.{name}"):
                 self._waiting.append(sys.modules.get(imported))
 
+    def _is_foreign(self, value: Any) -> bool:
+        """Whether a class or module is of a library that keeps nothing of what the script's code computes."""
+        package = _package_of(value)
+        return package in _LIBRARIES or (package not in self._asked and _is_installed(package))
+
     def _expose(self, namespace: Any) -> None:
         for name, value in namespace.items():
             if type(value) in _LEAVES:
@@ -115,10 +126,16 @@ class ScriptCaches:
                 self._unnamed.setdefault(name, []).append(value)
 
 
-def _is_of_library(value: Any) -> bool:
-    """Whether a class or module belongs to a library whose state no forward changes."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-    return str(name).partition(".")[0] in _LIBRARIES
+def _package_of(value: Any) -> str:
+    """The first part of the name of a class's, a function's or a module's own module."""
+    name = value.__module__ if isinstance(value, FunctionType) else vars(value).get(_NAME[isinstance(value, type)])
+    return str(name).partition(".")[0]
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is in a directory of packages, and not a script's own."""
+    place = str(vars(sys.modules.get(package, sys)).get("__file__"))
+    return "site-packages" in place or "dist-packages" in place
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -144,7 +161,7 @@ def _slots(owner: Any) -> _Slots:
         return {"": gc.get_referents(owner)}
     if isinstance(owner, (type, ModuleType)):
         return dict(vars(owner))
-    kinds = [kind for kind in type(owner).__mro__ if "__slots__" in vars(kind) and not _is_of_library(kind)]
+    kinds = [kind for kind in type(owner).__mro__ if "__slots__" in vars(kind) and _package_of(kind) not in _LIBRARIES]
     members = {name: each for kind in kinds for name, each in vars(kind).items()}
     found = {name: _content(owner, each) for name, each in members.items() if isinstance(each, MemberDescriptorType)}
     return {name: value for name, value in found.items() if value is not _EMPTY}
