@@ -7,7 +7,7 @@ paths) and a patched `Function.apply` (custom autograd).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ from ...runtime.torch_names import (
     enter_autocast,
     exit_autocast,
     set_grad_enabled,
+    tree_leaves,
     tree_map_only,
     unset_fake_temporarily,
 )
@@ -110,6 +111,7 @@ class Recorder(GraphWriter):
         self.steps: list[fx.Node] = []  # recorded calls in order, without get_attr, getitem and size nodes
         self.num_calls = 0
         self.calls: dict[Any, RecordedCall] = {}
+        self.other_gradients: dict[int, str] = {}  # ids of parameters with another requires_grad now -> what to say
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
         self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
@@ -175,6 +177,8 @@ class Recorder(GraphWriter):
         # Functions that the model compiled are traced through.
         with forced_eager(), replace_functions(*changes), self.fake_mode, EachFunction(self.on_function):
             yield
+        for text in self.other_gradients.values():
+            raise CaptureError(text)
 
     def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
         """A function that sets a generator's state, refused where the model calls it."""
@@ -199,8 +203,10 @@ class Recorder(GraphWriter):
         if call.kind == "query":
             return self.answer(call, func, args, kwargs)
         if call.asks_gradient:
-            self._require_same_gradient(*args, **kwargs)
+            self._note_gradient(*args, **kwargs)
             return args[0] if func is torch.Tensor.requires_grad_ else None
+        if self.other_gradients:
+            self._require_same_gradients(tree_leaves((args, kwargs)))
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
@@ -262,15 +268,23 @@ class Recorder(GraphWriter):
             return _tensor_text(args[0])
         return self.rows.answer(call.target, func, node, args[1:], kwargs, self.run(func, args, kwargs))
 
-    def _require_same_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> None:
-        """Raise CaptureError where forward trains a parameter from now on, or no longer. A gradient of any other tensor
-        would be computed for nobody: PEFT's and transformers' hooks on embeddings ask for it."""
+    def _note_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> None:
+        """Note where forward trains a parameter from now on, or no longer, until it sets that back, as PEFT does around
+        a forward without adapters. A gradient of any other tensor would be computed for nobody: PEFT's and
+        transformers' hooks on embeddings ask for it."""
         names = self.held.names.get(id(tensor), ())
+        self.other_gradients.pop(id(tensor), None)
         if names and tensor.requires_grad != requires_grad:
-            raise CaptureError(
+            self.other_gradients[id(tensor)] = (
                 f"{self.lines.where()}\n  forward sets requires_grad of {names[0]!r} to {requires_grad}, where it was "
                 f"{tensor.requires_grad}: set it before compile; detach() a weight to leave it out of one use"
             )
+
+    def _require_same_gradients(self, values: Iterable[Any]) -> None:
+        """Raise CaptureError for a parameter that is used while its `requires_grad` is another."""
+        for value in values if self.other_gradients and torch.is_grad_enabled() else ():
+            if id(value) in self.other_gradients:
+                raise CaptureError(self.other_gradients[id(value)])
 
     def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
@@ -288,6 +302,7 @@ class Recorder(GraphWriter):
         try:
             if path and id(module) in self.held.leaves:
                 step = RecordedCall("call_module", path)
+                self._require_same_gradients(module.parameters())
                 with DisableTorchFunction():
                     return self.perform(step, self.lower(args), self.lower(kwargs), call.__get__(module), args, kwargs)
             return call(module, *args, **kwargs)
