@@ -344,7 +344,7 @@ def test_a_loss_that_is_not_a_number_stops_the_job(tmp_path: Path) -> None:
         job.step(batch)
         job.save(tmp_path / "checkpoint")
         wanted = train_steps(job, batch, 1)
-        with pytest.raises(NonFiniteLoss, match="step 3 is nan"):
+        with pytest.raises(NonFiniteLoss, match="the loss is nan in step 3"):
             job.step({**batch, "x": batch["x"] * float("nan")})
         job.resume(tmp_path / "checkpoint")
         assert_same(train_steps(job, batch, 1), wanted)
