@@ -17,7 +17,7 @@ from penstock.compiler.job.job import Job
 from penstock.compiler.loss import capture
 from penstock.compiler.plan import Plan
 from penstock.compiler.strategies import PIPELINE
-from penstock.ir.errors import PassError, WorkerError
+from penstock.ir.errors import BatchError, PassError
 from penstock.ir.precision import Precision
 from penstock.passes.rewrite.chunk_loss import ChunkLoss
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
@@ -203,13 +203,13 @@ def test_logits_that_must_stand_whole_are_refused_by_their_reason() -> None:
     assert ChunkLoss().plan(draft) == {}
 
 
-def test_a_label_out_of_range_breaks_the_step_as_in_plain_pytorch() -> None:
+def test_a_label_out_of_range_is_found_before_the_step() -> None:
     model, batch = Reader(90), tokens_of(90, 4, 12)
     batch["labels"][2, 3] = 90
     with pytest.raises(IndexError, match="Target 90 is out of bounds"):
         model(**batch)
     with (
         job_of(model, batch) as job,
-        pytest.raises(WorkerError, match="IndexError: Target 90 is out of bounds; allowed"),
+        pytest.raises(BatchError, match=r"batch\['labels'\] has 90 in row 2: a loss over 90 classes"),
     ):
         job.step(batch)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
-from penstock.ir.errors import DoesNotFit, PassError, PenstockError
+from penstock.ir.errors import BatchError, DoesNotFit, PassError
 from penstock.tests.compiler.eager_baseline import (
     MICRO_BATCHES,
     SGD,
@@ -281,7 +281,7 @@ def test_tokens_of_no_row_are_refused_as_eager_refuses_them() -> None:
     for wrong in (64, -1):
         ids = batch["ids"].clone()
         ids[0, 0] = wrong
-        with job_of(model, batch) as job, pytest.raises(PenstockError, match="index out of range"):
+        with job_of(model, batch) as job, pytest.raises(BatchError, match=f"has {wrong} in row 0"):
             job.step({**batch, "ids": ids})
 
 

@@ -63,9 +63,9 @@ def test_what_is_no_document_is_refused(text: str) -> None:
 def test_trust_takes_functions_as_arguments() -> None:
     scheduler = {
         "scheduler_path": "torch.optim.lr_scheduler:LambdaLR",
-        "scheduler_kwargs": {"lr_lambda": "function:a:b"},
+        "scheduler_kwargs": {"lr_lambda": "function:math:exp"},
     }
     text = json.dumps(ADAMW | scheduler)
-    assert read_optimizer(text, "settings.json", trust=True).scheduler_kwargs == {"lr_lambda": "function:a:b"}
+    assert read_optimizer(text, "settings.json", trust=True).scheduler_kwargs == {"lr_lambda": "function:math:exp"}
     with pytest.raises(PlanError, match=r"trust=True"):
         read_optimizer(text, "settings.json", trust=False)
