@@ -1,8 +1,8 @@
 """The file of a folder that says what is counted, and checked, in a batch before each step.
 
 In: the graph from a micro-batch's rows to counts, the graph from the batch's counts to divisors, and the graph from a
-micro-batch's rows to the numbers of table rows and classes. Out: Python source
-with a class for each, in the form of a device's stages.
+micro-batch's rows to the numbers of table rows and classes. Out: Python source with a class for each, in the form of a
+device's stages.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def write_counts(graphs: Mapping[str, fx.GraphModule]) -> str:
     table = ", ".join(f'"{name}": {camel_case(name)}' for name in graphs)
     heads = [HEAD + (DIVISORS if "divisors" in graphs else "")] if "counts" in graphs else []
     heads += [PICKS] if "picks" in graphs else []
-    head = "\n\n".join(heads)
-    head = f'"""{head}\n"""\n\n{imports.text()}\n\n{BASES}'
-    parts = [head, *imports.copied.values(), *classes, f"STAGES = {{{table}}}"]
+    text = "\n\n".join(heads)
+    top = f'"""{text}\n"""\n\n{imports.text()}\n\n{BASES}'
+    parts = [top, *imports.copied.values(), *classes, f"STAGES = {{{table}}}"]
     return "\n\n\n".join(parts) + "\n"
 
 

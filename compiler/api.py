@@ -105,8 +105,7 @@ def compile(
         best = result.best
         _require_runnable(request, best)
         folder = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
-        if request.check:
-            folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
+        folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
     _tell(request.batch.shape, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
     return Job(
@@ -228,8 +227,10 @@ def _folder(
         sizes=request.batch.sizes,
     )
     own = print_all(draft, best.evaluation, plan)
-    return Folder(plan, request.machine, own.interface, settings, own.files, own.smaller,
-        print_counts(loss, picks[0]), own.constants)
+    return Folder(
+        plan, request.machine, own.interface, settings, own.files, own.smaller, print_counts(loss, picks[0]),
+        own.constants,
+    )  # fmt: skip
 
 
 def _model_name(model: nn.Module) -> str:

@@ -41,4 +41,3 @@ class BadStep:
 
     def spoils(self, number: int) -> bool:
         return self._cell[0] == number
-

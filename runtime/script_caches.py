@@ -27,7 +27,7 @@ from .torch_names import FakeTensor
 _TRACED = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _LEAVES = {bool, int, float, complex, str, bytes, range, type(None), CodeType, GetSetDescriptorType, torch.dtype}
 _OWN = __name__.partition(".")[0]  # objects of ours note what fake tensors show on purpose
-# Of the standard library, what holds values of a script. A logger, for one, leads to all that a process has.
+# The modules of types that hold values of a script ("None": of Python's own). A logger leads to all of a process.
 _HOLDERS = {"None", "builtins", "types", "collections", "contextvars", "functools", "_thread", "_threading_local"}
 _LIBRARIES = {"torch", "numpy", _OWN, *sys.stdlib_module_names}
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "step")
@@ -53,7 +53,7 @@ class ScriptCaches:
         self._before: list[tuple[Any, _Slots]] = []
         self._seen: dict[int, Any] = {}  # id -> the object, which keeps its id
         self._names = {*_CALLED_BY_TORCH}  # and those in code that was reached
-        self._unnamed: dict[str, list[Any]] = {}  # the values of names that none does yet
+        self._unnamed: dict[str, list[Any]] = {}  # values by name, which no code was seen to read yet
         self._waiting: list[Any] = [*roots]
         for module in modules:
             self._seen[id(module)] = module

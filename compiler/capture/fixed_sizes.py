@@ -44,8 +44,7 @@ class MaskedPut:
         return is_mask(self.key[0]) and all(rest) and fits
 
     def record(self, call: Caller, line: Callable[[], str]) -> Any:
-        """Record it as calls of a fixed size, with a check of the number of values. Returns the
-        target with the values."""
+        """Record it as calls of a fixed size, with a check of the number of values. Returns the target with them."""
         (mask,), values, target = self.masks, self.values, self.target
         inner = target.dim() - mask.dim()
         places = call(Tensor.__getitem__, mask, (..., *(None,) * inner))

@@ -177,8 +177,8 @@ class Recorder(GraphWriter):
         # Functions that the model compiled are traced through.
         with forced_eager(), replace_functions(*changes), self.fake_mode, EachFunction(self.on_function):
             yield
-        for text in self.other_gradients.values():
-            raise CaptureError(text)
+        if self.other_gradients:
+            raise CaptureError(next(iter(self.other_gradients.values())))
 
     def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
         """A function that sets a generator's state, refused where the model calls it."""

@@ -165,9 +165,9 @@ class Job:
         forward failed, and `NonFiniteLoss`: on CPU devices the step is undone, and the job is as before it; elsewhere
         `NonFiniteLoss` comes after a whole step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
         `resume` or `close` is possible; `CheckpointError`, before anything has run, where a save in the background has
-        failed. Ctrl-C raises
-        KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks the step off. Raises
-        `PlanError` after `close`, and where `requires_grad` of a parameter is another than at compile.
+        failed. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks
+        the step off. Raises `PlanError` after `close`, and where the model, or what forward and the loss read, is other
+        than the plan was made for.
         """
         self._saves.tell_failed()
         return self._run.step(self._inputs.for_call("step", batch))

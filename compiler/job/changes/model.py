@@ -70,7 +70,8 @@ class Taken:
         ignored = {name for name, count in self._without_effect.items() if count >= _TRIES}
         for name in ignored & changed.keys():
             warnings.warn(
-                f"{name} has changed {_TRIES} times and made no difference to the plan: it is watched no more"
+                f"{name} has changed {_TRIES} times and made no difference to the plan: it is watched no more, and the "
+                "plan would miss a difference that it makes later"
             )
         self._watch = PythonValues(self.model, self._functions, ignored)
 
