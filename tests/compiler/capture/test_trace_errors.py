@@ -361,6 +361,36 @@ def test_a_weight_is_trained_for_the_whole_run_or_not(how, is_trained):
     trace(model, torch.randn(3, 4))
 
 
+@pytest.mark.parametrize("use", ["not", "without gradients", "with gradients"])
+def test_a_weight_may_be_frozen_for_a_while_that_nobody_uses_it(use):
+    """PEFT does so around a forward without adapters."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.adapter.requires_grad_(False)
+            with torch.set_grad_enabled(use == "with gradients"):
+                meanwhile = self.linear(x) if use == "not" else self.adapter(x)
+            self.adapter.requires_grad_(True)
+            return (self.adapter(x) + meanwhile).square().sum()
+
+    model, x = Net(), torch.randn(3, 4)
+    if use == "with gradients":
+        with pytest.raises(CaptureError, match=r"sets requires_grad of 'adapter\.weight' to False"):
+            trace(model, x)
+        return
+    graph = trace(model, x)
+    graph.module(x)["loss"].backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(x).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+
+
 @pytest.mark.parametrize("name", ["late.weight", "linear.weight", "table"])
 def test_a_tensor_that_forward_registers_is_refused(name):
     class Net(nn.Module):
