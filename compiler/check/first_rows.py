@@ -8,7 +8,7 @@ own types, on the device that it is on, forward and backward. The model is left 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..job.counts import BatchCounts, part_of
 from ..loss import capture
 from ..packing.varying_inputs import Unread
 from ..request import Request
+from .borders import require_closed_borders
 from .check import LIMITS, LOW_LIMITS
 from .eager import Seeded
 from .model_draws import ModelDraws
@@ -140,8 +141,10 @@ class _Comparison:
             differing = self._differences(eager, graph)
             if differing:
                 raise CaptureError(self._complaint(differing, self._first_module(held, proxies)))
+            closed = self.request.batch.documents and self._require_closed_borders(held, proxies)
         rows = "row" if self.rows == 1 else f"{self.rows} rows"
-        return f"the op graph computes what the model computes in eager, on the first {rows} of example_inputs"
+        text = f"the op graph computes what the model computes in eager, on the first {rows} of example_inputs"
+        return f"{text}; another first document changes nothing in later ones" if closed else text
 
     def _side(self, held: Borrowed, proxies: _Proxies, run: Callable[[Any], dict[str, Tensor]]) -> _Side:
         """Run one side from the values that the model has."""
@@ -159,6 +162,17 @@ class _Comparison:
         }
         buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         return _Side({name: t.detach() for name, t in outputs.items()}, buffers, gradients)
+
+    def _require_closed_borders(self, held: Borrowed, proxies: _Proxies) -> bool:
+        def run(batch: Mapping[str, Any], nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+            held.restart()
+            proxies.reset()
+            seen: list[tuple[fx.Node, Tensor]] = []
+            with torch.no_grad():
+                self._graph_outputs(tree_map(self._own, batch), seen, nodes)
+            return dict(seen)
+
+        return require_closed_borders(self.graph, self.batch, run)
 
     def _own(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -178,7 +192,10 @@ class _Comparison:
                     raise
                 for_loss.add(key)
 
-    def _graph_outputs(self, batch: Any, seen: list[tuple[fx.Node, Tensor]] | None = None) -> dict[str, Tensor]:
+    def _graph_outputs(
+        self, batch: Any, seen: list[tuple[fx.Node, Tensor]] | None = None, nodes: Collection[fx.Node] = ()
+    ) -> dict[str, Tensor]:
+        """The outputs of the graph. `seen` gets what its nodes compute: all, or these `nodes`."""
         params = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, change in self.graph.changes.items():
@@ -187,7 +204,9 @@ class _Comparison:
         leaves = flatten(self.model, batch)[0] | self.counts
         draws = Draws("the op graph", module, self.device)
         with draws.seed_draws(self._seed):
-            outputs = _Watched(module, draws, seen).run(*(leaves[name].to(self.device) for name in self.graph.inputs))
+            outputs = _Watched(module, draws, seen, {node.name for node in nodes}).run(
+                *(leaves[name].to(self.device) for name in self.graph.inputs)
+            )
         return {**outputs, "loss": outputs["loss"] / self.factor}
 
     @property
@@ -280,13 +299,15 @@ class _Proxies:
 class _Watched(Seeded):
     """Runs a graph and notes what its nodes compute, if anybody wants to know."""
 
-    def __init__(self, module: fx.GraphModule, draws: Draws, seen: list[tuple[fx.Node, Tensor]] | None):
+    def __init__(
+        self, module: fx.GraphModule, draws: Draws, seen: list[tuple[fx.Node, Tensor]] | None, names: Collection[str]
+    ):
         super().__init__(module, draws)
-        self.seen = seen
+        self.seen, self.names = seen, names
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if self.seen is not None and n.op != "output":
+        if self.seen is not None and n.op != "output" and (not self.names or n.name in self.names):
             self.seen += [(n, t.detach().clone()) for t in value_tensors(value)]
         return value
 
