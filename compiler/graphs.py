@@ -71,7 +71,9 @@ class Graphs:
         a mini-batch with an update of its own; None where all of them have one update.
         """
         batch_size, kind = self.request.batch.shape.size, self.request.device_kind
-        self._facts, self._accumulate = find_facts(self, counts, batch_size, kind), accumulate
+        facts = find_facts(self, counts, batch_size, kind)
+        self._facts = facts if accumulate is None else facts.with_each_update()  # micro-batches of several updates mix
+        self._accumulate = accumulate
         for count, graph in self._known.items():
             self._scale(graph, count)
         return self._facts

@@ -316,6 +316,9 @@ class _Builder:
         trains = (None if self._is_live(n, inside=True) else False for n in boundary)
         inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
         trained, buffers = self._own_tensors(body)
+        ties = self.graph.ties()
+        written = {ties.get(name, name) for node in body for name in node.meta.get("updates_buffers", ())}
+        changing = [b.name for b in buffers if ties.get(b.name, b.name) in written]
         held = [n for n in body if n.op == "get_attr"]
         saved, absent = saved_classes(self.graph, self.cut.blocks[self.index], body, self.without, self.unread)
         costs = stage_costs(
@@ -343,7 +346,8 @@ class _Builder:
             loss=loss.name if loss is not None else None,
             rematerialisable=not self._reads_what_it_writes(body),
             draws=any(n.meta.get("random") for n in body),
-            updates_buffers=any(node.meta.get("updates_buffers") for node in body),
+            changing_buffers=tuple(changing),
+            repeated_buffers=tuple(n for n in changing if ties.get(n, n) in self.graph.repeated_buffers),
             pointwise_again=self.graph.pointwise_again,
             title=_title(self.cut.partition[self.index]),
             saved=saved,

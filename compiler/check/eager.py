@@ -171,11 +171,18 @@ def graph_runner(
     graph = scaled_loss(graph, rows, plan.micro_batches)
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     names = list(graph.inputs)
+    repeated = {name: buffer for name, buffer in model.named_buffers() if name in rows.repeated_buffers}
+    first: dict[str, Tensor] = {}  # the values that all micro-batches of a step begin with
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
         leaves, _ = flatten(model, batch)
         leaves |= counter.inputs(counter.count(batch, leaves, count))
         leaves = part_of(leaves, micro_batch, count)
+        for name, buffer in repeated.items():
+            if micro_batch == 0:
+                first[name] = buffer.clone()
+            else:
+                buffer.copy_(first[name])
         device = next(model.parameters()).device
         draws = Draws("the captured graph", graph.module, device)
         with draws.seed_draws(micro_batch_seed(seed, step, micro_batch)), precision.autocast(device):

@@ -31,7 +31,8 @@ def find_facts(trace: GraphOf, counts: Sequence[int], batch_size: int, device_ki
 
 def scaled_loss(graph: OpGraph, facts: RowFacts, num_micro_batches: int) -> OpGraph:
     """The graph with its loss multiplied by the facts' factor, in place: then the losses of `num_micro_batches`
-    micro-batches average to that of the whole batch."""
+    micro-batches average to that of the whole batch. It says which buffers each of them finds alike."""
+    graph.repeated_buffers = facts.repeated_buffers
     factor, loss = facts.factor(num_micro_batches), graph.outputs["loss"]
     if factor == 1:
         return graph
@@ -62,6 +63,11 @@ def fact_lines(facts: RowFacts, total_micro_batches: int, asynchronous: bool) ->
         factor = "M" if facts.power == 1 else f"M ** {facts.power}"
         what = "a sum over rows" if facts.power == 1 else f"proportional to the number of rows ** {facts.power}"
         yield f"the loss is {what}: that of each of M micro-batches is multiplied by {factor} before they are averaged"
+    if facts.updates and total_micro_batches > 1:
+        yield (
+            f"no row influences what forward writes into {_names(facts.repeated_buffers)}: each of "
+            f"{total_micro_batches} micro-batches begins with the same values, so that a step updates them once"
+        )
     if not facts.couplings:
         return
     if total_micro_batches == 1:
@@ -75,15 +81,18 @@ def fact_lines(facts: RowFacts, total_micro_batches: int, asynchronous: bool) ->
     yield from _coupling_lines(facts.couplings)
 
 
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
+
+
 def _coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
     norms = [coupling for coupling in couplings if coupling.kind is Kind.BATCH_NORM]
     others = [coupling for coupling in couplings if coupling.kind is not Kind.BATCH_NORM]
     if norms:
-        names = [norm.module for norm in norms[:MOST_NAMED]]
-        more = f" and {len(norms) - MOST_NAMED} more" if len(norms) > MOST_NAMED else ""
         yield (
-            f"  BatchNorm: {', '.join(names)}{more}: its statistics, also those it keeps for evaluation, are those of "
-            "a micro-batch"
+            f"  BatchNorm: {_names([norm.module for norm in norms])}: its statistics, also those it keeps for "
+            "evaluation, are those of a micro-batch"
         )
     yield from (f"  {coupling_text(coupling)}" for coupling in others[:MOST_NAMED])
     if len(others) > MOST_NAMED:

@@ -36,13 +36,15 @@ Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
 @dataclass
 class Trail:
     """The results of following. `met` has the ways in which rows met at each node, `reaching` the nodes of these that
-    the loss depends on, `numbers` the plain numbers that each node multiplied by.
+    the loss depends on, `numbers` the plain numbers that each node multiplied by, `by_rows` the nodes that write what
+    rows influence into buffers.
     `is_clear`: False where one row was too few to tell what happens."""
 
     loss: RowState = field(default_factory=Free)
     met: dict[fx.Node, list[Met]] = field(default_factory=dict)
     reaching: frozenset[fx.Node] = frozenset()
     numbers: list[list[float]] = field(default_factory=list)
+    by_rows: frozenset[fx.Node] = frozenset()
     is_clear: bool = True
 
 
@@ -115,6 +117,7 @@ class Follower(TorchDispatchMode):
         self.known: dict[Hashable, Effect] = {}
         self.found: dict[fx.Node, list[Met]] = {}
         self.numbers: list[list[float]] = []
+        self.by_rows: set[fx.Node] = set()
         self.now: tuple[list[Met], list[float]] = ([], [])
         self.own_powers: Sequence[float | None] | None = None
         self.counted = {divisor.input: divisor.spread for divisor in graph.loss.rules.divisors}
@@ -231,6 +234,10 @@ class Follower(TorchDispatchMode):
             for tensor in value_tensors(target.meta["val"]):
                 for other in self.sharing.get(tensor.untyped_storage()._cdata, ()):
                     self._set(other, self.state(other), origins | self.origins.get(id(other), frozenset()))
+        if node.meta.get("updates_buffers"):
+            written = [t for target in node.meta["mutates"] for t in value_tensors(target.meta["val"])]
+            if not written or not all(isinstance(self.state(tensor), Free) for tensor in written):
+                self.by_rows.add(node)
 
     def _set(self, tensor: torch.Tensor, state: RowState, origins: frozenset[fx.Node]) -> None:
         self.states[id(tensor)] = state
@@ -312,7 +319,8 @@ class Follower(TorchDispatchMode):
         state = self.state(tensor)
         is_clear = self.is_clear and not (isinstance(state, ByRow) and self.rows == 1)
         state = Mixed() if isinstance(state, ByRow) else state
-        return Trail(state, self.found, self.origins.get(id(tensor), frozenset()), self.numbers, is_clear)
+        reaching = self.origins.get(id(tensor), frozenset())
+        return Trail(state, self.found, reaching, self.numbers, frozenset(self.by_rows), is_clear)
 
 
 class _ConstantsByRow(Follower):

@@ -1,20 +1,22 @@
 """Find from op graphs where the rows of a batch depend on each other in a model's loss.
 
-In: a function that traces the model at a number of micro-batches. Out: `RowFacts`: where rows meet, and whether the
-loss is a mean or a sum over rows.
+In: a function that traces the model at a number of micro-batches. Out: `RowFacts`: where rows meet, whether the loss is
+a mean or a sum over rows, and which buffers forward updates whatever the rows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from pydantic import BaseModel, ConfigDict
 from torch import fx
 
 from ...ir.calls import function_name
 from ...ir.errors import CaptureError
+from ..blocks import structural_hash
+from ..dataflow import Dataflow
 from ..operators.states import Kind, Mixed
-from ..opgraph import OpGraph
+from ..opgraph import OpGraph, value_tensors
 from .engine import Powers, Trail, follow, powers_of
 
 GraphOf = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
@@ -32,11 +34,22 @@ class Coupling(BaseModel):
 
 class RowFacts(BaseModel):
     """`couplings`: where rows meet on the way to the loss, and every BatchNorm. `power`: the loss of the whole batch is
-    the mean of the losses of M micro-batches times M ** power: 0 for a mean over rows, 1 for a sum."""
+    the mean of the losses of M micro-batches times M ** power: 0 for a mean over rows, 1 for a sum. `updates`: what
+    forward writes into buffers and no row influences: each micro-batch of a step makes it from the same values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     couplings: tuple[Coupling, ...] = ()
     power: int = 0
+    updates: tuple[Coupling, ...] = ()
+
+    @property
+    def repeated_buffers(self) -> tuple[str, ...]:
+        """The buffers that every micro-batch of a step finds and leaves alike."""
+        return tuple(dict.fromkeys(update.operator for update in self.updates))
+
+    def with_each_update(self) -> RowFacts:
+        """The facts where each micro-batch goes on from the buffers that the last one left."""
+        return self.model_copy(update={"couplings": (*self.couplings, *self.updates), "updates": ()})
 
     def factor(self, num_micro_batches: int) -> float:
         """The factor of the loss of each micro-batch before the mean over them is taken."""
@@ -53,7 +66,8 @@ def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "c
         return RowFacts()
     graph, rows = trace(count), batch_size // count
     trail = follow(graph, rows, device_kind=device_kind)
-    if _says_all(trail, rows):
+    has_updates = any(node.meta.get("updates_buffers") and node not in trail.by_rows for node in graph.nodes)
+    if _says_all(trail, rows) and not has_updates:
         return _facts(graph, trail)
     other_count = _other(count, batch_size)
     try:
@@ -62,11 +76,13 @@ def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "c
         return _facts(graph, trail)
     other_trail = follow(other, other_rows, device_kind=device_kind)
     powers: Powers | None = powers_of(trail, rows, other_trail, other_rows)
+    repeated = _repeated_buffers(graph, trail) & _repeated_buffers(other, other_trail)
+    same = {name for name in repeated if _update_hash(graph, name) == _update_hash(other, name)}
     if rows == 1:  # more rows show more
         graph, rows, trail = other, other_rows, other_trail
     if powers is not None:
         trail = follow(graph, rows, powers, device_kind)
-    return _facts(graph, trail)
+    return _facts(graph, trail, same)
 
 
 def _says_all(trail: Trail, rows: int) -> bool:
@@ -82,15 +98,43 @@ def _other(count: int, batch_size: int) -> int:
     return min(others, key=lambda m: (m == batch_size, abs(m - count)))
 
 
-def _facts(graph: OpGraph, trail: Trail) -> RowFacts:
-    found = []
+def _repeated_buffers(graph: OpGraph, trail: Trail) -> set[str]:
+    """The buffers into which forward writes what neither a row nor chance influences."""
+    flow = Dataflow(graph.nodes)
+    writers: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for name in node.meta.get("updates_buffers", ()):
+            writers.setdefault(name, []).append(node)
+
+    def is_repeated(nodes: list[fx.Node]) -> bool:
+        made_of = flow.ancestors(nodes)
+        return trail.by_rows.isdisjoint(nodes) and not any(n.meta.get("random") or _enters(n) for n in made_of)
+
+    return {name for name, nodes in writers.items() if is_repeated(nodes)}
+
+
+def _enters(node: fx.Node) -> bool:
+    return node.op == "placeholder" and any(tensor.dim() for tensor in value_tensors(node.meta["val"]))
+
+
+def _update_hash(graph: OpGraph, name: str) -> tuple[str, list[int]]:
+    """Equal for graphs that update a buffer by the same calls, numbers and constants."""
+    flow = Dataflow(graph.nodes)
+    nodes = flow.sort_nodes(flow.ancestors(n for n in graph.nodes if name in n.meta.get("updates_buffers", ())))
+    constants = [id(graph.constants[str(n.target)]) for n in nodes if n.target in graph.constants]
+    return structural_hash(graph, "", tuple(nodes), []), constants
+
+
+def _facts(graph: OpGraph, trail: Trail, repeated: Set[str] = frozenset()) -> RowFacts:
+    found, updates = list[Coupling](), list[Coupling]()
     for node, met in trail.met.items():
         for kind, operator in met:
             if kind is Kind.BATCH_NORM or node in trail.reaching:
                 found.append(_coupling(node, kind, operator))
     for node in graph.nodes:
         if not any(kind is Kind.BATCH_NORM for kind, _ in trail.met.get(node, ())):
-            found += [_coupling(node, Kind.BUFFER, name) for name in node.meta.get("updates_buffers", ())]
+            for name in node.meta.get("updates_buffers", ()):
+                (updates if name in repeated else found).append(_coupling(node, Kind.BUFFER, name))
     scale = trail.loss.scale
     if scale.unsure or (isinstance(trail.loss, Mixed) and not found):
         source = str(graph.outputs["loss"].meta["source"])
@@ -100,7 +144,8 @@ def _facts(graph: OpGraph, trail: Trail) -> RowFacts:
         if term.kind == "uncounted" and term.source not in known:
             found.append(Coupling(kind=Kind.COUNT, operator=term.counts, source=term.source))
     is_scaled = not scale.unsure and not graph.loss.rules.by_user  # the user's own rule weighs what there is
-    return RowFacts(couplings=tuple(dict.fromkeys(found)), power=scale.power if is_scaled else 0)
+    power = scale.power if is_scaled else 0
+    return RowFacts(couplings=tuple(dict.fromkeys(found)), power=power, updates=tuple(dict.fromkeys(updates)))
 
 
 def _coupling(node: fx.Node, kind: Kind, operator: str) -> Coupling:

@@ -217,7 +217,8 @@ class StageSpec:
     backward_mix: CallMix = NO_CALLS
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     draws: bool = False  # whether it draws random numbers in training
-    updates_buffers: bool = False  # whether its forward writes buffers
+    changing_buffers: tuple[str, ...] = ()  # those that its forward writes
+    repeated_buffers: tuple[str, ...] = ()  # of these, those that every micro-batch of a step finds and leaves alike
     pointwise_again: bool = False  # whether backward computes pointwise results again (`recompute-pointwise`)
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
@@ -303,7 +304,7 @@ class StageSpec:
         """The reason for which the stage cannot run from a CUDA graph; "" if it can."""
         if self.draws:
             return "it draws random numbers, and the host sets the seed of each draw"
-        if self.updates_buffers:
+        if self.changing_buffers:
             return "its forward changes its buffers"
         if any(param.change for param in self.params):
             return "its forward changes its weights"

@@ -43,8 +43,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         def run() -> list[Any]:
             store.runner.bind(bound.value)
-            if self.bad_step is not None:
-                store.runner.note_buffers(self.step_count)
+            store.runner.prepare_buffers(self.step_count, undo=self.bad_step is not None)
             values = [box.value for box in boxes]
             outputs, kept = self._try(issue, values, lambda given: store.runner.forward(given, seed, keep))
             self._judge_losses(issue, outputs)

@@ -176,6 +176,7 @@ class ReferenceRuntime:
         self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool | Sequence[str] = True
     ) -> tuple[Any, ...]:
         runner = self._bound(stage, weights)
+        runner.prepare_buffers(self.world.step, undo=False)
         outputs, kept = runner.forward(inputs, self._seed(micro_batch), keep)
         return (*outputs, kept) if keep else tuple(outputs)
 

@@ -75,8 +75,8 @@ class StageRunner:
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._changes = [param for param in spec.params if param.change]
         self._buffers = _named_buffers(module)
-        self._changing: list[str] | None = None  # buffers that a forward changes, known after the first
         self._training = {m: m.training for m in module.modules()}
+        self._checked = False  # whether its first forward agreed with the interface
         self._noted: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and its buffers before the first forward
         self._evaluating = False
         self._bound: dict[str, Tensor] | None = None
@@ -133,10 +133,12 @@ class StageRunner:
         """The buffers as they are now, not copied."""
         return {name: owner._buffers[key] for name, (owner, key) in self._buffers.items()}  # type: ignore[misc]
 
-    def note_buffers(self, step: int) -> None:
-        """Note the buffers that forwards of a step change, before the first of them."""
-        if step != self._noted[0]:
-            names = self._buffers if self._changing is None else self._changing
+    def prepare_buffers(self, step: int, undo: bool) -> None:
+        """Before the first forward of a step note the buffers that its forwards change: all of them, to `undo` the
+        step, or those that later micro-batches find alike. Before a later forward, set these as noted."""
+        if step == self._noted[0]:
+            self._set_buffers({name: self._noted[1][name] for name in self.spec.repeated_buffers})
+        elif names := self.spec.changing_buffers if undo else self.spec.repeated_buffers:
             buffers = {name: buffer for name, buffer in self.buffers().items() if name in names}
             copies = {id(buffer): buffer.clone() for buffer in buffers.values()}  # one for all names of a tied buffer
             self._noted = step, {name: copies[id(buffer)] for name, buffer in buffers.items()}
@@ -144,10 +146,13 @@ class StageRunner:
     def put_back_buffers(self, step: int) -> None:
         """Be as noted before this step."""
         if step == self._noted[0]:
-            for name, tensor in self._noted[1].items():
-                owner, key = self._buffers[name]
-                owner._buffers[key] = tensor
+            self._set_buffers(self._noted[1])
             self._noted = -1, {}
+
+    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        for name, tensor in values.items():
+            owner, key = self._buffers[name]
+            owner._buffers[key] = tensor
             self._bound = None  # which storages no output may share
 
     # --- the ways to run
@@ -192,16 +197,14 @@ class StageRunner:
         if self.graphs is not None and isinstance(keep, bool):
             graphed, slot = self.graphs.forward(inputs, keep)
             return graphed, None if slot is None else Kept.from_graph(slot, self.graphs.kept_bytes)
-        first = self._changing is None
-        self._renew_changing()
-        before = self._noted[1] or ({name: b.clone() for name, b in self.buffers().items()} if first else {})
+        first = not self._checked
+        if not first:
+            self._renew_changing()
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping, first)
         if first:
             self._check_outputs(inputs, outputs)
-            self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
-            step, noted = self._noted
-            self._noted = step, {name: noted[name] for name in self._changing if name in noted}
+            self._checked = True
         kept = None
         if keeping is not None:
             keeping.finish()
@@ -425,7 +428,7 @@ class StageRunner:
     def _renew_changing(self) -> None:
         """Let a forward change copies of the buffers, so that what an earlier micro-batch has saved stays as it was.
         Norms save none of theirs."""
-        places = [self._buffers[name] for name in self._changing or ()]
+        places = [self._buffers[name] for name in self.spec.changing_buffers]
         fresh: dict[int, Tensor] = {}  # by the id of what each replaces: one for all names of a tied buffer
         for owner, key in places:
             old = owner._buffers[key]
@@ -437,7 +440,7 @@ class StageRunner:
     @contextmanager
     def _spare_buffers(self) -> Iterator[None]:
         """Let a second forward change copies of the buffers, which are then thrown away."""
-        places = [self._buffers[name] for name in (self._buffers if self._changing is None else self._changing)]
+        places = [self._buffers[name] for name in self.spec.changing_buffers]
         originals = [owner._buffers[key] for owner, key in places]
         for owner, key in places:
             owner._buffers[key] = owner._buffers[key].clone()  # type: ignore[union-attr]

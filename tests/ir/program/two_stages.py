@@ -93,6 +93,7 @@ def interface_of(
         "stage0": StageSpec("stage0", (ids,), (h,), _params(first, name), _buffers(first, name)),
         "stage1": StageSpec("stage1", (h, labels), (loss,), _params(second, name), (), (logits,), "loss"),
     }
+    stages["stage0"] = replace(stages["stage0"], changing_buffers=tuple(buffers_of(first)))
     if tied:
         head = next(p for p in stages["stage1"].params if p.name == "head.weight")
         rest = tuple(p for p in stages["stage1"].params if p.name != "head.weight")

@@ -52,7 +52,10 @@ def spec_of(module: nn.Module, saved: Sequence[SavedSpec] = CLASSES) -> StageSpe
     params = tuple(ParamSpec(n, tuple(p.shape), "float32") for n, p in module.named_parameters())
     buffers = tuple(ParamSpec(n, tuple(b.shape), str(b.dtype)[6:]) for n, b in module.named_buffers())
     inputs, loss = (TensorSpec("x", (ROWS, WIDTH), "float32", True),), (TensorSpec("loss", (), "float32", True),)
-    return StageSpec("stage0", inputs, loss, params, buffers, loss="loss", saved=tuple(saved))
+    changing = tuple(buffer.name for buffer in buffers)
+    return StageSpec(
+        "stage0", inputs, loss, params, buffers, loss="loss", saved=tuple(saved), changing_buffers=changing
+    )
 
 
 def runner_of(mode: str = "", saved: Sequence[SavedSpec] = CLASSES, device: torch.device = CPU) -> StageRunner:

@@ -45,9 +45,9 @@ def spec_of(module: nn.Module, inputs: list[TensorSpec], outputs: list[TensorSpe
     def rows(named: object) -> tuple[ParamSpec, ...]:
         return tuple(ParamSpec(n, tuple(t.shape), str(t.dtype)[6:], t.requires_grad) for n, t in named)  # type: ignore
 
-    return StageSpec(
-        "stage0", tuple(inputs), tuple(outputs), rows(module.named_parameters()), rows(module.named_buffers()), **fields
-    )
+    buffers = rows(module.named_buffers())
+    fields.setdefault("changing_buffers", tuple(dict(module.named_buffers(remove_duplicate=False))))
+    return StageSpec("stage0", tuple(inputs), tuple(outputs), rows(module.named_parameters()), buffers, **fields)
 
 
 MIXED_INPUTS = [TensorSpec("ids", (4,), "int64"), TensorSpec("h", (4, 8), "float32", True)]
