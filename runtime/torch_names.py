@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher  # symbolic sizes stay symbolic
+from torch._functorch import apis as functorch_apis
 from torch._ops import (
     OpOverload,  # an ATen operator
     OpOverloadPacket,  # all overloads of an ATen operator
@@ -100,6 +101,7 @@ storage_of_weak_ptr = torch.UntypedStorage._new_with_weak_ptr  # a storage by wh
 
 # Attributes that are replaced for a while: the owner and the attribute's name.
 CALL_OF_MODULES = (torch.nn.Module, "_call_impl")  # of `__call__`, Python would tell each of thousands of subclasses
+BATCHED = (functorch_apis, "vmap_impl")  # what a call of torch.vmap(function) comes to
 CHECKED = (torch, "_check_tensor_all_with")  # what torch._check_tensor_all comes to
 CONVERTED = (torch.nn.Module, "_apply")  # what `module.to`, `module.half` and the like come to
 CHECKPOINTED = (checkpoint, "_checkpoint_without_reentrant_generator")  # what torch.utils.checkpoint comes to

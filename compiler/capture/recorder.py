@@ -26,6 +26,7 @@ from ...runtime import accelerator
 from ...runtime.forced_eager import forced_eager
 from ...runtime.script_caches import kept_caches
 from ...runtime.torch_names import (
+    BATCHED,
     CALL_OF_MODULES,
     CHECKED,
     CHECKPOINTED,
@@ -35,6 +36,7 @@ from ...runtime.torch_names import (
     DynamicOutputShapeException,
     FakeTensorMode,
     NormBase,
+    OpOverload,
     TorchDispatchMode,
     assert_async,
     enter_autocast,
@@ -55,7 +57,7 @@ from .calls import (
 )
 from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .guard import Borrowed, autocast_aliases, replace_functions
-from .rows.sizes import ModeSwitch, settle
+from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
@@ -81,6 +83,24 @@ class EachFunction(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return self.on_function(func, args, kwargs or {})
+
+
+class EachPlainCall(TorchDispatchMode):
+    """Calls `on_call(operator, args, kwargs)` in place of every ATen call on plain tensors: below function transforms,
+    which are to be left before its first `error` is raised."""
+
+    def __init__(self, on_call: Callable[..., Any]):
+        super().__init__()
+        self.on_call = on_call
+        self.error: CaptureError | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self.error is None:
+            try:
+                return self.on_call(func, args, kwargs or {})
+            except CaptureError as error:
+                self.error = error
+        return func(*args, **(kwargs or {}))
 
 
 class DrawWatch(TorchDispatchMode):
@@ -152,6 +172,20 @@ class Recorder(GraphWriter):
             self.has_checkpoints = True
             return checkpointed(*args, **kwargs)
 
+        batched = getattr(*BATCHED)
+
+        def on_vmap(*args: Any, **kwargs: Any) -> Any:
+            if self.busy:
+                return batched(*args, **kwargs)
+            self.busy, calls = True, EachPlainCall(self.on_plain_call)
+            try:
+                with calls:
+                    return batched(*args, **kwargs)
+            finally:
+                self.busy = False
+                if calls.error is not None:
+                    raise calls.error
+
         check = getattr(*CHECKED)
 
         def on_check(kind: type[Exception], condition: Any, message: Callable[[], str] | None = None) -> None:
@@ -165,6 +199,7 @@ class Recorder(GraphWriter):
 
         changes = [
             *((owner, name, self._refusing(owner, name)) for owner, names in SEEDS.items() for name in names),
+            (*BATCHED, on_vmap),
             (*CHECKED, on_check),
             (*CHECKPOINTED, on_checkpoint),
             (*CONVERTED, on_conversion),
@@ -226,6 +261,30 @@ class Recorder(GraphWriter):
         args = (*reversed(args),) if call.reflected else args + call.extra
         run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
+
+    def on_plain_call(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An ATen call on plain tensors, below `torch.vmap`."""
+        given = list(tensors_in((args, kwargs)))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            raise CaptureError(f"{self.lines.where()}\n  needs a gradient through torch.vmap")
+        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+            raise CaptureError(f"{self.lines.where()}\n  draws, or writes in place, inside of torch.vmap")
+        if self.rows is not None and any(self.node_of.get(id(t)) in self.rows.follows for t in given):
+            raise OtherTrace(f"{self.lines.where()}\n  torch.vmap asks for sizes that cannot be followed")
+        call = RecordedCall("call_function", func)
+        try:
+            with DisableTorchFunction():
+                result = self.perform(call, self.lower(args), self.lower(kwargs), func, args, kwargs)
+        finally:
+            self.busy = True
+        return tree_map_only(torch.Tensor, self._again, result) if self.is_again else result
+
+    def _again(self, recorded: torch.Tensor) -> torch.Tensor:
+        """A tensor in place of a recorded one, which autograd takes for the result of a call only once."""
+        tensor: torch.Tensor = torch.ops.aten.alias.default(recorded)
+        self.node_of[id(tensor)] = self.node_of[id(recorded)]
+        self.alive.append(tensor)
+        return tensor
 
     def _call_of(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> RecordedCall:
         key = (func, len(args), bool(kwargs))

@@ -16,14 +16,11 @@ _WAYS_OUT = {
         "F.scaled_dot_product_attention with attn_mask, a mask of booleans in place of mask_mod or of numbers to add "
         'in place of score_mod (transformers: attn_implementation="sdpa")'
     ),
-    os.path.join("transformers", "masking_utils.py"): (
-        "transformers makes this mask by vmap, which cannot be captured here: make it with the batch, and pass "
-        'attention_mask={"full_attention": mask, "sliding_attention": mask of the window} for the kinds of layers that '
-        "the model has, each of booleans [rows, 1, queries, keys], True where a query sees a key"
-    ),
     os.path.join(_ROOT, "_functorch", ""): (
         "this function transform (torch.func, torch.vmap, torch.autograd.functional) cannot be captured here: write it "
-        "as operations on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
+        "as operations on whole batches, and a derivative as a torch.autograd.Function, which is one call to a "
+        "program; torch.vmap may stay where no gradient goes through it, and its function reads no value, draws "
+        "nothing and writes nothing in place"
     ),
 }
 
