@@ -87,7 +87,8 @@ class Graphs:
 
     def _capture(self, count: int) -> OpGraph:
         request = self.request
-        graph = rewrite_loss(self._graph(count), request.loss_weight is not None)
+        with hide_marks(request.model):
+            graph = rewrite_loss(self._graph(count), request.loss_weight is not None)
         if request.batch.documents:
             require_borders(graph)
         graph.packed = request.batch.documents
@@ -106,10 +107,9 @@ class Graphs:
     def _trace(self, count: int, dims: DynamicDims | None = None, any_rows: bool = False) -> OpGraph:
         request = self.request
         inputs, by_user = micro_batch_spec(request.batch.inputs, count), request.loss_weight is not None
-        with hide_marks(request.model):
-            return trace_loss(
-                request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind, dims, any_rows
-            )
+        return trace_loss(
+            request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind, dims, any_rows
+        )
 
     def _graph_of_rows(self, count: int) -> OpGraph:
         """The graph from the tape of the first trace, which this makes if there is none."""

@@ -157,6 +157,17 @@ def test_a_change_without_effect_goes_on_and_is_soon_watched_no_more(running: An
     assert not job._inputs.taken._watch.changes()
 
 
+@pytest.mark.filterwarnings("error::penstock.compiler.stale.StaleModelWarning")
+def test_a_new_trace_does_not_take_itself_for_the_script() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(4, 4)
+    net.steps = 0
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
+    with penstock.compile(net, hardware, example_inputs=x, optimizer=torch.optim.SGD, loss_fn=loss) as job:
+        job.step(x)
+        net.steps = 1
+        job.step(x)
+
+
 def test_comparing_costs_no_more_than_some_microseconds_a_module() -> None:
     import timeit
 
