@@ -270,7 +270,7 @@ class JobRun:
         if self._unfinished is not None:
             self._end_step(self._unfinished, driver.report_before())
         if refused is not None:
-            raise self._left_out(refused, leaves)
+            raise self._left_out(driver, refused, leaves)
         self.step_count += 1
         self._mark()
         self.feed.advance()
@@ -348,12 +348,13 @@ class JobRun:
                 warnings.warn(f"cuda_graphs: {stage} runs as written: {reason}", stacklevel=6)
         self.ungraphed = found
 
-    def _left_out(self, refused: PenstockError, leaves: Mapping[str, Tensor]) -> PenstockError:
+    def _left_out(self, driver: Driver, refused: PenstockError, leaves: Mapping[str, Tensor]) -> PenstockError:
         """The error of a step that was undone."""
         if not isinstance(refused, NonFiniteLoss):
             return refused
+        place = next(filter(None, driver.gather(nan_text(leaves))), "")  # all ranks raise the same
         return NonFiniteLoss(
-            f"{refused} in step {self.step_count + 1}{nan_text(leaves)}: the step was left out; weights, states and "
+            f"{refused} in step {self.step_count + 1}{place}: the step was left out; weights, states and "
             "step_count are as before it. Go on with another batch, lower the learning rate, set max_grad_norm, or "
             "compile with stop_on_nan=False"
         )

@@ -96,6 +96,7 @@ class Driver:
         """Undo the step that began last, where a device has found it bad. Returns why it has."""
         found = refusal_of(self._begun)
         if found is not None:
+            self.finish_step()
             self.call_all("undo_step", {device: ({}, {}) for device in range(self.setup.interface.world_size)})
         return found
 
@@ -220,7 +221,7 @@ class InProcessDriver(Driver):
 
         own = setup.for_device(0)
         share = replace(own.share, num_threads=None)
-        self.session: DeviceSession = build_session(replace(own, share=share), None, bad_step=BadStep([0]))
+        self.session: DeviceSession = build_session(replace(own, share=share), None, bad_step=BadStep.local())
         self.session.shares_generators = self.session.device.type == "cpu"  # a GPU's draws are issued before the return
         self._saved: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
         self.session.saver.tell = lambda number, answer: self._saved.put((number, answer))

@@ -248,6 +248,14 @@ class Ranks:
             except Told as error:
                 told = error
 
+    def tell_bad(self, step: int) -> None:
+        """Let all ranks know that a step is bad. Any thread may call it, also while this rank is in an exchange."""
+        self._watch.ask(lambda store: store.set(f"bad/{step}", "1"), self.timeout_s)
+
+    def is_told_bad(self, step: int) -> bool:
+        """Whether a rank has told that a step is bad. Any thread may call it."""
+        return self._watch.ask(lambda store: bool(store.check([f"bad/{step}"])), self.timeout_s)
+
     def await_rows(self, name: str, ranks: Sequence[int]) -> list[Any]:
         """The values that these ranks `put` under `name`, as soon as they have, however long that takes. A thread of
         its own may call it, also while this rank is in an exchange. Raises `Told` if a rank fails or is gone before."""

@@ -32,14 +32,14 @@ class Tail:
         self._thread = threading.Thread(target=self._follow, name="penstock-tail", daemon=True)
         self._thread.start()
 
-    def begin(self, batch: Mapping[str, Tensor]) -> StepResult:
+    def begin(self, batch: Mapping[str, Tensor], stop_on_nan: bool) -> StepResult:
         """See `DeviceSession.begin_step`; the report is that of the step before."""
         with self._lock:
             self._require_whole()
-            values = self._session.begin_step(batch)
+            values = self._session.begin_step(batch, stop_on_nan)
             self.number += 1
             self._begun.put((self.number, self._session.tail))
-            return StepResult(values, self._session.report_before)
+            return StepResult(values, self._session.report_before, self._session.refusal())
 
     def finish(self) -> None:
         """Wait for the end of the step that began last, and leave its report. Raises what broke it off."""

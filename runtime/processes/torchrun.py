@@ -13,11 +13,13 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +29,7 @@ from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, erro
 from ...ir.program import Program, place_of
 from .. import scratch
 from ..accelerator import gpu_of_rank, take_queues
+from ..bad_step import BadStep
 from ..device.named_streams import STREAM_SLOTS, describe_position
 from ..device.pacing import Paces
 from ..device.peers import INTERFACE_SETTING
@@ -112,14 +115,26 @@ class TorchrunDriver(Driver):
                     take_queues()
                     share = replace(share, gpu=gpu_of_rank(int(os.environ.get("LOCAL_RANK", "0"))))
                 with self._watch():
-                    self._session = build_session(replace(own, share=share, paces=paces), self.ranks.store)
+                    setup = replace(own, share=share, paces=paces)
+                    self._session = build_session(setup, self.ranks.store, bad_step=self._bad_step())
                 self._session.shares_generators = own.spec.kind == "cpu"
                 self._session.saver.tell = self._tell_saved
                 self._tail = Tail(self._session, self.ranks, self._fail_between)
             except Exception as error:
                 failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
+            self._bad_path.unlink(missing_ok=True)  # all have opened it
         self._raise_first(rows)
+
+    def _bad_step(self) -> BadStep:
+        """Ranks of several hosts ask the store once a step; those of one share memory."""
+        if len({member.node for member in self.ranks.members}) > 1:
+            return BadStep(self.ranks.tell_bad, self.ranks.is_told_bad)
+        return BadStep.open(self._bad_path)
+
+    @property
+    def _bad_path(self) -> Path:
+        return Path(tempfile.gettempdir(), f"penstock-{self.ranks.run}-bad-step")
 
     def _turns(self) -> str | None:
         """The address of the server that gives fetches on this rank's host their turns, in its first rank; None if the
@@ -288,13 +303,19 @@ class TorchrunDriver(Driver):
         part = self._own(part) if stepping else part
         with self._together():
             with self._watch():
-                own = self.tail.begin(part) if stepping else self.session.evaluate(part, **args)
+                own = self.tail.begin(part, args["stop_on_nan"]) if stepping else self.session.evaluate(part, **args)
             flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
             tensors = {} if stepping else {key: v for key, v in flat.items() if key not in scalars}
             mine = {"scalars": scalars, "tensors": _rows_of(tensors), "names": list(flat), "report": own.report}
+            refusal = None if own.refusal is None else error_to_data(own.refusal)
             rows = self.ranks.exchange(
-                {**mine, "interrupted": self._interrupt.is_noted, "save_failed": self.save_failed_here}
+                {
+                    **mine,
+                    "refusal": refusal,
+                    "interrupted": self._interrupt.is_noted,
+                    "save_failed": self.save_failed_here,
+                }
             )
             self._stops = any(row["interrupted"] for row in rows)
             self._save_failed = any(row["save_failed"] for row in rows)
@@ -306,7 +327,8 @@ class TorchrunDriver(Driver):
                 for key in other["names"]:
                     if key in given:
                         values.setdefault(key.rpartition(" ")[0], []).append(given[key])
-                results.append(own if rank == self.rank else StepResult(values, other["report"]))
+                told = other["refusal"] and self._error_of(rank, other["refusal"])
+                results.append(own if rank == self.rank else StepResult(values, other["report"], told))
         return results
 
     def finish_step(self) -> dict[str, Any]:

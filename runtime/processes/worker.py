@@ -57,8 +57,7 @@ def build_session(
     board: MutableSequence[int] | None = None,
     bad_step: BadStep | None = None,
 ) -> DeviceSession:
-    """The session of the device that `setup` describes, connected to the others. `bad_step`: None where these are not
-    all on this host."""
+    """The session of the device that `setup` describes, connected to the others."""
     device, rehearsed = torch.device("cpu"), setup.paces.waits_s is not None
     if setup.spec.kind == "cuda" and not rehearsed:
         device = torch.device("cuda", setup.share.gpu)

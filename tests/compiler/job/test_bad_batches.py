@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.ir.errors import BatchError, NonFiniteLoss
+from penstock.tests.compiler.job.agents import agents
 
+SLOW = pytest.mark.slow
+RANKS = Path(__file__).with_name("bad_batches_of_ranks.py")
 ROWS, WORDS, WIDTH = 8, 50, 16
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -70,23 +75,32 @@ KINDS = ("id", "negative id", "label", "nan", "inf", "check", "dtype")
 
 
 def job_of(
-    num_devices: int = 1, hidden: bool = False, memory: str = "64MB", buffers: bool = True, **options: Any
+    num_devices: int = 1,
+    hidden: bool = False,
+    memory: str = "64MB",
+    buffers: bool = True,
+    hosts: int = 1,
+    **options: Any,
 ) -> Any:
     torch.manual_seed(0)
     options = {"optimizer": ADAMW, "strategy": "balanced", "micro_batches": 2, **options}
-    hardware = penstock.Hardware.cpu(num_devices, memory=memory)
+    hardware = penstock.Hardware.cpu(num_devices, memory=memory, hosts=hosts)
     return penstock.compile(Net(hidden, buffers).train(), hardware, example_inputs=batch_of(0), **options)
 
 
-def results(job: Any, kinds: list[str], steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+def results(
+    job: Any, kinds: Sequence[str], steps: int, said: list[str] | None = None
+) -> tuple[list[float], float, dict[str, Tensor]]:
     """Losses of good steps, each after its share of the bad `kinds`, the loss of an evaluation, and all that was
-    trained."""
+    trained. `said` gets the errors."""
+    said = [] if said is None else said
     losses, each = [], len(kinds) // steps
     with job:
         for step in range(steps):
             for i, kind in enumerate(kinds[step * each : (step + 1) * each]):
-                with pytest.raises((BatchError, NonFiniteLoss)):
+                with pytest.raises((BatchError, NonFiniteLoss)) as error:
                     job.step(bad_batch(kind, step * each + i))
+                said.append(str(error.value))
             assert job.step_count == step
             losses.append(float(job.step(batch_of(step))))
         return losses, float(job.evaluate(batch_of(99))["loss"]), job.state_dict()
@@ -125,6 +139,19 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_bad_batches_leave_no_trace_in_any_way_to_run(way: str) -> None:
     without = results(job_of(hidden=True, **WAYS[way]), [], 3)
     require_equal(results(job_of(hidden=True, **WAYS[way]), [*KINDS, *KINDS, *KINDS], 3), without)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("way", "hosts"), [("gpipe", 1), pytest.param("gpipe", 2, marks=SLOW), pytest.param("data-parallel", 1, marks=SLOW)]
+)
+def test_all_ranks_of_torchrun_leave_a_bad_batch_out_together(way: str, hosts: int, tmp_path: Path) -> None:
+    """Ranks of several hosts tell each other through the store."""
+    words = [str(tmp_path), way, str(hosts)]
+    with agents(tmp_path, *words, nodes=hosts, per_node=2 // hosts, script=RANKS) as running:
+        assert set(running.wait(200)) == {0}, running.output()
+        said = running.results()
+    assert said[0] == said[1] and len(said[0]["errors"]) == 2 * len(KINDS)
 
 
 @pytest.mark.slow
