@@ -165,7 +165,7 @@ class Feed:
         return sampler
 
     def advance(self) -> None:
-        """Count the batch of a finished step."""
+        """Count the batch of a step that has ended, or has left the batch out."""
         self._resumed = None  # a sampler made after this reads other data
         if self.sampler is not None:
             self.sampler.advance()

@@ -163,14 +163,14 @@ class Job:
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run, or where a
         forward failed, and `NonFiniteLoss`: on CPU devices the step is undone, and the job is as before it; elsewhere
-        `NonFiniteLoss` comes after a whole step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
+        `NonFiniteLoss` comes after a step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
         `resume` or `close` is possible; `CheckpointError`, before anything has run, where a save in the background has
         failed. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks
         the step off. Raises `PlanError` after `close`, and where the model, or what forward and the loss read, is other
         than the plan was made for.
         """
         self._saves.tell_failed()
-        return self._run.step(self._inputs.for_call("step", batch))
+        return self._run.step(self._inputs.for_step(batch))
 
     @property
     def last(self) -> StepReport | None:
@@ -226,10 +226,10 @@ class Job:
     ) -> RankSampler:
         """The `batch_sampler` of a `DataLoader` that reads this process's rows of every batch; see `RankSampler`.
 
-        Each `step` counts as one of its batches. `save` keeps its position, `resume` restores it, whether the sampler
-        is made before or after, on any number of ranks. `start`: begin at this position, in samples. `seed`: of the
-        order; default: the job's. A sampler made later replaces this one. Raises `PlanError` for data sets without a
-        length and what `RankSampler` refuses, `CheckpointError` where the resumed run read other data.
+        Each `step` counts as one of its batches, also one that leaves it out. `save` keeps its position, `resume`
+        restores it, whether the sampler is made before or after, on any number of ranks. `start`: the first sample.
+        `seed`: of the order; default: the job's. A sampler made later replaces this one. Raises `PlanError` for data
+        without a length and what `RankSampler` refuses, `CheckpointError` where the resumed run read other data.
         """
         seed = self.folder.settings.seed if seed is None else seed
         return self._feed.sample(dataset, shuffle, seed, last, start)

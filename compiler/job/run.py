@@ -269,11 +269,11 @@ class JobRun:
         loss = torch.stack([_promote_to_fp32(value) for value in values["loss"]]).mean()
         if self._unfinished is not None:
             self._end_step(self._unfinished, driver.report_before())
+        self.feed.advance()
         if refused is not None:
             raise self._left_out(driver, refused, leaves)
         self.step_count += 1
         self._mark()
-        self.feed.advance()
         self._unfinished = float(loss)
         if self._last is None:
             self.finish_step()  # the devices have seen the end of their first step

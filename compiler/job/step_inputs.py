@@ -52,6 +52,14 @@ class StepInputs:
         self._picks: PickCheck | None = None
         self.documents = DocumentLimit.from_plan(folder.plan)
 
+    def for_step(self, batch: Any) -> dict[str, Tensor]:
+        """The inputs of a step. A batch that is refused counts as well, as its loader has handed it out."""
+        try:
+            return self.for_call("step", batch)
+        except BatchError:
+            self.feed.advance()
+            raise
+
     def for_call(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
         """The inputs of a call. A rank of torchrun starts its device first, and learns from the others: all ranks raise
         if one batch is wrong, or if their calls differ."""

@@ -185,3 +185,13 @@ def test_an_error_names_input_row_value_and_bounds() -> None:
         for call in (job.step, job.evaluate):
             with pytest.raises(BatchError, match=r"micro-batch 0.*index out of range[\s\S]*self\.table.*\n.*left out"):
                 call(batch)
+
+
+def test_a_batch_that_is_left_out_counts_in_the_sampler() -> None:
+    with job_of() as job:
+        sampler = job.sampler(range(10 * ROWS))
+        job.step(batch_of(0))
+        for kind in ("id", "nan"):  # found before the step, and after it
+            with pytest.raises((BatchError, NonFiniteLoss)):
+                job.step(bad_batch(kind))
+        assert sampler.position == 3 * ROWS
