@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -242,16 +243,30 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+original_apply = FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", None, _APPLY.__closure__)
+
+
+class _Late:
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # the code of `_APPLY`, whose class it finds
+        return __class__.__dict__["apply"].__get__(None, cls)(*args, **kwargs)  # type: ignore[name-defined]
+
+
 @contextmanager
 def replace_functions(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Set the function `owner.name = value` for each change; put back what was there on exit. Other threads, on which
-    devices may be at work on a step, still get what was there."""
-    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
+    devices may be at work on a step, still get what was there. Where the `apply` of autograd functions is replaced, so
+    are those that a script has taken from its classes before (`relu = Relu.apply`)."""
+    before, code = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes], _APPLY.__code__
     try:
         for (owner, name, old), (_, _, value) in zip(before, changes):
+            if owner is torch.autograd.Function and name == "apply":
+                old = classmethod(original_apply) if old.__func__ is _APPLY else old
+                _APPLY.__code__ = _Late.apply.__code__
             setattr(owner, name, _function_of_thread(value, old))
         yield
     finally:
+        _APPLY.__code__ = code
         for owner, name, value in before:
             setattr(owner, name, value)
 

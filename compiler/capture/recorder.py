@@ -56,7 +56,7 @@ from .calls import (
     is_random_module,
 )
 from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
-from .guard import Borrowed, autocast_aliases, replace_functions
+from .guard import Borrowed, autocast_aliases, original_apply, replace_functions
 from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
@@ -141,15 +141,14 @@ class Recorder(GraphWriter):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks; remove them on exit."""
-        call, apply = getattr(*CALL_OF_MODULES), torch.autograd.Function.__dict__["apply"]
+        call = getattr(*CALL_OF_MODULES)
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
         def on_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return call(module, *args, **kwargs) if self.busy else self.on_module(call, module, args, kwargs)
 
         def on_apply(kind: type, *args: Any) -> Any:
-            run = apply.__get__(None, kind)
-            return run(*args) if self.busy else self.on_autograd_function(kind, args)
+            return original_apply(kind, *args) if self.busy else self.on_autograd_function(kind, args)
 
         def on_enter(context: torch.autocast) -> Any:
             return enter(context) if self.busy else self.on_autocast(context, enter)

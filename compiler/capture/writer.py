@@ -122,8 +122,10 @@ class GraphWriter:
         if isinstance(value, torch.device):
             self.rebuild_args |= value.type in ACCELERATORS
             return torch.device("cpu") if value.type in ACCELERATORS else value
-        if isinstance(value, (np.generic, enum.Enum)):
-            return value.item() if isinstance(value, np.generic) else value.value
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, enum.Enum):
+            return value.value if isinstance(value, (int, float, str)) else value
         if isinstance(value, range):
             return list(value)
         if isinstance(value, Unread):

@@ -19,7 +19,7 @@ from ...graph.opgraph import OpGraph
 from ...runtime.stage.draws import Draws
 from ...runtime.torch_names import tree_leaves, tree_map
 from ..capture.calls import classify, is_random, is_random_module, leaf_modules
-from ..capture.guard import replace_functions
+from ..capture.guard import original_apply, replace_functions
 from ..capture.recorder import DrawWatch, EachFunction
 
 Shapes = Mapping[tuple[str, int], torch.Size]  # by place and number: of what one micro-batch draws
@@ -63,7 +63,7 @@ class ModelDraws:
         """For one forward of the micro-batches of these seeds, whose rows are those of `batch` in order."""
         self.seeds = seeds
         self.rows = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        call = nn.Module.__call__
 
         def on_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.path_of.get(id(module))
@@ -79,7 +79,7 @@ class ModelDraws:
                 self.places.pop()
 
         def on_apply(kind: type, *args: Any) -> Any:
-            run = apply.__get__(None, kind)
+            run = functools.partial(original_apply, kind)
             if kind is checkpoint.CheckpointFunction:
                 return args[0](*args[2:])
             return run(*args) if self.busy else self._custom(run, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 
 import torch
@@ -173,6 +174,18 @@ def test_custom_function_is_one_call_that_names_its_class():
     opgraph = trace(*zoo()["custom_function"]())
     call = next(n for n in opgraph.nodes if getattr(n.target, "__self__", None) is ScaledGradient)
     assert call.target.__name__ == "apply" and call.args[1] == 0.25 and not call.meta["random"]
+
+
+class Way(enum.Enum):
+    UP = 1
+
+
+def test_a_function_taken_from_its_class_is_the_same_call_with_the_same_members():
+    apply = ScaledGradient.apply
+    opgraph = record(lambda m, x: apply(m.linear(x), Way.UP).sum())
+    (call,) = (n for n in opgraph.nodes if getattr(n.target, "__self__", None) is ScaledGradient)
+    assert call.args[1] is Way.UP
+    assert apply(torch.ones(1), 2.0) == 1, "not redirected outside of a trace"
 
 
 class Noise(torch.autograd.Function):
