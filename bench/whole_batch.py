@@ -35,7 +35,7 @@ from penstock.ir.errors import PenstockError
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.reference.run import Reference
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.compiler.loss.whole_batch import Step, eager_step
 from penstock.tests.zoo import without_cache, zoo
@@ -113,8 +113,8 @@ def reference_of(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchC
     weights = {name: w for spec in specs for name, w in stage_weights(source, spec).items()}
     buffers = {name: b for spec in specs for name, b in stage_buffers(source, spec).items()}
     with tempfile.TemporaryDirectory() as folder:
-        files = open_directory(job.write(folder), interface, OWN)
-        counter = BatchCounts.from_file(job.folder.settings, Path(folder, COUNTS_FILE), {}, OWN)
+        files = open_directory(job.write(folder), interface, TRUSTED)
+        counter = BatchCounts.from_file(job.folder.settings, Path(folder, COUNTS_FILE), {}, TRUSTED)
     stages = {name: kind for file in files for name, kind in file.stages.items()}
     return Reference(job.programs, stages, weights, None, buffers), counter
 

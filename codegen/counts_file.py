@@ -26,9 +26,8 @@ PICKS = """`Picks` takes the rows of one micro-batch and gives the numbers of th
 losses, that the step picks: they are checked before it."""
 
 
-def write_counts(graphs: Mapping[str, fx.GraphModule]) -> str:
+def write_counts(graphs: Mapping[str, fx.GraphModule], imports: Imports) -> str:
     """The source of `counts`, `divisors` and `picks`, as far as they are there."""
-    imports = Imports()
     library = BlockLibrary(imports)
     sources = [StageSource(_spec(name, graph), graph, library) for name, graph in graphs.items()]
     library.name_classes([camel_case(name) for name in graphs])

@@ -60,13 +60,18 @@ class Header:
 
 
 def write_file(
-    program: Program, evaluate_program: Program | None, stages: Mapping[str, fx.GraphModule], header: Header
+    program: Program,
+    evaluate_program: Program | None,
+    stages: Mapping[str, fx.GraphModule],
+    header: Header,
+    imports: Imports | None = None,
 ) -> str:
-    """The file of one device. `stages`: name to graph, of the stages that the device runs.
+    """The file of one device. `stages`: name to graph, of the stages that the device runs. `imports`: where those of
+    the file are noted.
 
     Raises CaptureError where something in a graph has no form as text (a class that no file can import, for instance).
     """
-    imports = Imports()
+    imports = imports or Imports()
     library = BlockLibrary(imports)
     sources = [StageSource(program.interface.stages[name], module, library) for name, module in stages.items()]
     library.name_classes([camel_case(name) for name in stages])

@@ -13,13 +13,16 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ..ir.errors import CaptureError
+from ..runtime.source.allowed import is_function
 from ..runtime.source.homes import HOMES, IMPORT_LINES
+from ..runtime.source.names import STANDARD_LINES
+from ..runtime.source.trust import Trust
 from ..runtime.torch_names import OpOverload, OpOverloadPacket
 
 TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "draw_at", "step", "evaluate", "rt"}
@@ -33,6 +36,7 @@ class Imports:
         self.lines: dict[str, str] = {name: IMPORT_LINES[name] for name in ("torch", "nn")}
         self.copied: dict[str, str] = {}  # name -> source of a class or function that nothing can import
         self.homes: dict[str, Any] = {}  # name in the file -> the object that it stands for
+        self.calls: set[str] = set()  # names of functions that a stranger's file may not call
         self.draws = False  # random numbers
 
     def text(self) -> str:
@@ -44,8 +48,19 @@ class Imports:
         """Names of the file's top level so far, which no local variable may hide."""
         return {name.partition(".")[0] for name in self.lines} | self.homes.keys() | self.copied.keys()
 
+    def trust(self) -> Trust:
+        """Trust in what of the user's own the file holds."""
+        lines = sorted({*self.lines.values()} - STANDARD_LINES.keys())
+        return Trust(statements=(*lines, *self.copied.values()), calls=tuple(sorted(self.calls)))
+
     def function(self, target: Callable[..., Any]) -> str:
         """The expression that names a function in the file. Raises CaptureError if there is none."""
+        name = self._function(target)
+        if not is_function(target):
+            self.calls.add(name)
+        return name
+
+    def _function(self, target: Callable[..., Any]) -> str:
         name = getattr(target, "__name__", "")
         home, known = _public_names().get(id(target), ("", ""))
         if home:
@@ -145,6 +160,11 @@ class Imports:
             )
 
 
+def trust_in(files: Iterable[Imports]) -> Trust:
+    """Trust in the user's own code in all of these files."""
+    return functools.reduce(Trust.union, (imports.trust() for imports in files), Trust())
+
+
 @functools.cache
 def _public_names() -> dict[int, tuple[str, str]]:
     """id of a public function to its (home, name), the first home and the function's own name preferred."""
@@ -181,6 +201,8 @@ def is_importable(module: str) -> bool:
 
 
 def _resolve(module: str, path: str) -> Any:
+    if not all(part.isidentifier() for part in f"{module}.{path}".split(".")):
+        return None
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..codegen.imports import Imports
 from ..graph.follow.coupling import coupled_miss
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ..graph.tables.picked_rows import PickRules, picked_rows
@@ -25,7 +26,7 @@ from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import call_hooks
 from ..runtime.processes.setup import TIMEOUT_S
-from ..runtime.source.trust import OWN
+from ..runtime.source.trust import Trust
 from ..runtime.state.quantised import quantised_layers, unquantised_note
 from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
@@ -104,12 +105,12 @@ def compile(
         result = _search(request, graphs, wishes, rows)
         best = result.best
         _require_runnable(request, best)
-        folder = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
+        folder, trust = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
     _tell(request.batch.shape, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
     return Job(
-        request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=OWN,
+        request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn),
         loss_weight=loss_weight,
     )  # fmt: skip
@@ -202,7 +203,8 @@ def _picks(graphs: Graphs, shape: BatchShape, result: SearchResult) -> tuple[fx.
 
 def _folder(
     request: Request, result: SearchResult, rows: RowFacts, picks: tuple[fx.GraphModule | None, PickRules]
-) -> Folder:
+) -> tuple[Folder, Trust]:
+    """The files of the job, and trust in the user's own code in them."""
     best, shape = result.best, request.batch.shape
     draft, loss = best.draft, best.draft.graph.loss
     strategy = request.strategy if request.given_plan is None else request.given_plan.strategy
@@ -226,11 +228,10 @@ def _folder(
         rows=rows,
         sizes=request.batch.sizes,
     )
-    own = print_all(draft, best.evaluation, plan)
-    return Folder(
-        plan, request.machine, own.interface, settings, own.files, own.smaller, print_counts(loss, picks[0]),
-        own.constants,
-    )  # fmt: skip
+    own, imports = print_all(draft, best.evaluation, plan), Imports()
+    counts = print_counts(loss, picks[0], imports)
+    folder = Folder(plan, request.machine, own.interface, settings, own.files, own.smaller, counts, own.constants)
+    return folder, own.trust.union(imports.trust())
 
 
 def _model_name(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from ..codegen.counts_file import write_counts
 from ..codegen.file import Header, write_directory, write_file
+from ..codegen.imports import Imports, trust_in
 from ..graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ..graph.loss_terms import CountRules, LossRules, LossTerm
 from ..graph.tables.picked_rows import PickRules
@@ -32,6 +33,7 @@ from ..ir.program import Interface, Program, first_micro_batches, members_of, sh
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants, share_file
+from ..runtime.source.trust import Trust
 from ..runtime.state.tensor_file import write_tensors
 from .batches.sizes import BatchSizes
 from .plan import Plan, PrecisionName
@@ -168,6 +170,7 @@ class Printed:
     files: dict[int, str]
     smaller: dict[str, str]
     constants: dict[str, Tensor]
+    trust: Trust  # in the user's own code in the text
 
     def is_in(self, folder: Folder) -> bool:
         """Whether this is what the folder has."""
@@ -180,12 +183,13 @@ class Printed:
 
 def print_all(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> Printed:
     """The stages and programs of a plan, as text and tensors."""
-    interface = draft.programs[0].interface
+    interface, used = draft.programs[0].interface, list[Imports]()
     return Printed(
         interface,
-        print_files(draft, evaluation, plan),
-        print_smaller(draft, evaluation, plan),
+        print_files(draft, evaluation, plan, used),
+        print_smaller(draft, evaluation, plan, used),
         _values(draft.graph.constants, interface),
+        trust_in(used),
     )
 
 
@@ -195,18 +199,19 @@ def _values(constants: Mapping[str, Tensor], interface: Interface) -> dict[str, 
     return {name: t.detach().to("cpu", copy=True) for name, t in constants.items() if name in used and not t.is_meta}
 
 
-def print_files(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[int, str]:
-    """The text of each device's file, by device."""
+def print_files(draft: Draft, evaluation: Sequence[Program], plan: Plan, used: list[Imports]) -> dict[int, str]:
+    """The text of each device's file, by device. `used`: the imports of the files are added to it."""
     files = {}
     for program in draft.programs:
         stages = {stage.spec.name: stage.graph for stage in draft.stages_on(program.device)}
         predict = evaluation[program.device] if evaluation else None
-        files[program.device] = write_file(program, predict, stages, _header(draft, program, plan))
+        used.append(Imports())
+        files[program.device] = write_file(program, predict, stages, _header(draft, program, plan), used[-1])
     return files
 
 
-def print_smaller(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[str, str]:
-    """The text of the files of lanes that have fewer micro-batches than others, by name."""
+def print_smaller(draft: Draft, evaluation: Sequence[Program], plan: Plan, used: list[Imports]) -> dict[str, str]:
+    """The text of the files of lanes that have fewer micro-batches than others, by name. `used`: as above."""
     interface, found = draft.programs[0].interface, {}
     for share in interface.smaller_shares:
         lane = interface.lane_micro_batches.index(share)
@@ -215,15 +220,16 @@ def print_smaller(draft: Draft, evaluation: Sequence[Program], plan: Plan) -> di
             predict = first_micro_batches(evaluation[program.device], share) if evaluation else None
             path = share_file(Path(device_file_name(program.device)), interface, share)
             header = _header(draft, program, plan, lane)
-            found[path.name] = write_file(first_micro_batches(program, share), predict, stages, header)
+            used.append(Imports())
+            found[path.name] = write_file(first_micro_batches(program, share), predict, stages, header, used[-1])
     return found
 
 
-def print_counts(loss: LossRules, picks: fx.GraphModule | None = None) -> str:
-    """The text of `COUNTS_FILE`; "" where nothing is counted or checked."""
+def print_counts(loss: LossRules, picks: fx.GraphModule | None, imports: Imports) -> str:
+    """The text of `COUNTS_FILE`; "" where nothing is counted or checked. `imports`: where its own are noted."""
     graphs = {"counts": loss.counts, "divisors": loss.divisors, "picks": picks}
     there = {name: graph for name, graph in graphs.items() if graph is not None}
-    return write_counts(there) if there else ""
+    return write_counts(there, imports) if there else ""
 
 
 def _header(draft: Draft, program: Program, plan: Plan, lane: int = 0) -> Header:

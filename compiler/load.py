@@ -17,7 +17,7 @@ from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
-from ..runtime.source.trust import OWN, Trust
+from ..runtime.source.trust import TRUSTED, Trust
 from ..runtime.state.weights import settle_quantised
 from .folder import COUNTS_FILE, Folder
 from .job.counts import open_counts
@@ -49,7 +49,7 @@ def load(
     _check_model(model, folder)
     _check_loss_weight(loss_weight, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
-    trusted = OWN if trust else Trust.here([*folder.files.values(), *folder.smaller.values(), folder.counts])
+    trusted = TRUSTED if trust else Trust.here([*folder.files.values(), *folder.smaller.values(), folder.counts])
     read_optimizer(folder.settings.optimizer, f"{Path(directory, 'settings.json')}", trust)
     open_directory(directory, folder.interface, trusted)
     if folder.counts:

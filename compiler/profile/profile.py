@@ -11,12 +11,13 @@ import platform
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ...codegen.file import Header, write_directory, write_file
+from ...codegen.imports import Imports
 from ...graph.blocks import Block
 from ...graph.costs.stage_time import roofline
 from ...graph.opgraph import OpGraph
@@ -31,7 +32,7 @@ from ...passes.draft import MeasureBlocks
 from ...runtime import scratch
 from ...runtime.accelerator import num_gpus, properties_of
 from ...runtime.device.file import INTERFACE_FILE
-from ...runtime.measure.blocks import ROWS_FILE, STAGE_S
+from ...runtime.measure.blocks import ROWS_FILE, STAGE_S, TRUST_FILE
 from ...runtime.measure.detect import known_part, run_children, usable_cores
 from ...runtime.processes.local import worker_environment
 from .cache import EntryKey, ProfileCache
@@ -239,6 +240,9 @@ def write_samples(folder: str | Path, wanted: Sequence[BlockSample]) -> None:
     program = Program(0, interface)
     program.returns({})
     graphs = {sample.stage.spec.name: sample.stage.graph for sample in wanted}
-    text = write_file(program, None, graphs, Header(model="blocks to be timed", hardware="this machine"))
+    imports = Imports()
+    text = write_file(program, None, graphs, Header(model="blocks to be timed", hardware="this machine"), imports)
     rows: Mapping[str, Mapping[str, int]] = {sample.stage.spec.name: sample.rows for sample in wanted}
-    write_directory(folder, {0: text}, {INTERFACE_FILE: interface.to_json(), ROWS_FILE: json.dumps(rows)})
+    trust = json.dumps(asdict(imports.trust()))
+    extras = {INTERFACE_FILE: interface.to_json(), ROWS_FILE: json.dumps(rows), TRUST_FILE: trust}
+    write_directory(folder, {0: text}, extras)

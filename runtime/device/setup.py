@@ -9,7 +9,7 @@ from typing import Any
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import Interface, place_of
 from ..optimizer.spec import OptimizerSpec
-from ..source.trust import OWN, Trust
+from ..source.trust import ONLY_VERIFIED, Trust
 from .file import DeviceFile, open_device_file
 from .pacing import Paces
 
@@ -47,7 +47,7 @@ class DeviceSetup:
     timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
     share: HostShare = HostShare()
     paces: Paces = field(default_factory=Paces)
-    trust: Trust = OWN
+    trust: Trust = ONLY_VERIFIED
     compile_stages: bool = False
     stop_on_nan: bool = False
 
@@ -85,7 +85,7 @@ class DeviceSetup:
             "hardware": Hardware.from_any(raw["hardware"]),
             "optimizer": None if raw["optimizer"] is None else OptimizerSpec.from_json(raw["optimizer"]),
             "share": HostShare(**{**raw["share"], "ssd_dirs": tuple(raw["share"]["ssd_dirs"])}),
-            "trust": Trust(raw["trust"]["whole"], tuple(raw["trust"]["modules"])),
+            "trust": Trust.from_json(raw["trust"]),
             "paces": Paces.from_json(raw["paces"]),
         }
         return DeviceSetup(**{**raw, **typed})

@@ -1,10 +1,11 @@
 """Timing stages of a generated file on one device, one after the other, as a worker runs them.
 
 Run as `python -m penstock.runtime.measure.blocks FOLDER DEVICE PRECISION RANK WORLD THREADS`. FOLDER holds device0.py,
-interface.json and rows.json (stage -> input of indices -> number of rows); DEVICE is "cpu" or "cuda:0". For CPU devices
-one process per device of the machine runs, in step, since devices that share a memory bus slow each other down. Prints
-one line of JSON: stage -> seconds of a forward that keeps nothing, one that keeps what backward needs, backward, and,
-for a stage with classes of saved tensors, a second forward that takes all of them.
+interface.json, rows.json (stage -> input of indices -> number of rows) and trust.json (how far the file may run);
+DEVICE is "cpu" or "cuda:0". For CPU devices one process per device of the machine runs, in step, since devices that
+share a memory bus slow each other down. Prints one line of JSON: stage -> seconds of a forward that keeps nothing, one
+that keeps what backward needs, backward, and, for a stage with classes of saved tensors, a second forward that takes
+all of them.
 
 Weights are random, made for one stage on the device and dropped after it: a model larger than memory can be timed. The
 runtime's work around every op (seeds, detaching) is not in the times of forwards: the simulator charges it once per op,
@@ -30,12 +31,13 @@ from torch import Tensor
 from ...ir.program import Interface, ParamSpec, StageSpec, TensorSpec
 from ..device.file import INTERFACE_FILE, DeviceFile, open_device_file
 from ..device.host import keep_freed_memory
-from ..source.trust import OWN
+from ..source.trust import Trust
 from ..stage.runner import StageRunner
 from .detect import usable_cores
 from .waiting import waited_s
 
 ROWS_FILE = "rows.json"
+TRUST_FILE = "trust.json"
 STAGE_S = 0.5  # time for one stage, after one warm-up
 LEAST_ROUNDS = 3
 SEED = 0
@@ -161,7 +163,8 @@ def time_stages(folder: str, device: torch.device, precision: str, world: int = 
     together, shares_cores = world > 1, world * torch.get_num_threads() > usable_cores()
     interface = Interface.from_json(Path(folder, INTERFACE_FILE).read_text(encoding="utf-8"))
     rows = json.loads(Path(folder, ROWS_FILE).read_text(encoding="utf-8"))
-    file = open_device_file(Path(folder, "device0.py"), interface, 0, OWN)
+    trust = Trust.from_json(json.loads(Path(folder, TRUST_FILE).read_text(encoding="utf-8")))
+    file = open_device_file(Path(folder, "device0.py"), interface, 0, trust)
     found = {}
     for name, spec in interface.stages.items():
         if together:

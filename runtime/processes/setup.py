@@ -29,7 +29,7 @@ from ..device.setup import TIMEOUT_S, DeviceSetup, HostShare
 from ..emulate.throttle import SharedTransfers, shared_transfers
 from ..optimizer.stage_optimizer import OptimizerSpec
 from ..source.file import FUNCTIONS
-from ..source.trust import OWN, Trust
+from ..source.trust import ONLY_VERIFIED, Trust
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunSetup:
     timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
     ssd_dirs: Sequence[str] = ()
     ssd_verify: bool = False
-    trust: Trust = OWN
+    trust: Trust = ONLY_VERIFIED
     compile_stages: bool = False
     stop_on_nan: bool = False
 

@@ -58,6 +58,7 @@ _ARITHMETIC = {f"__{prefix}{name}__" for prefix in ("", "r") for name in (
 )}  # fmt: skip
 # ATen ops, which a model may call as torch.ops.aten.<name>, are allowed by their schema: they take tensors and plain
 # data. Ops with these names are refused, and so are private ops other than these, which only compute.
+OP_HOMES = ("aten", "prims")
 _DENIED_OPS = ("from_file", "*nested*", "*pack*", "sparse*", "cudnn_*", "*_backward")
 _PRIVATE_OPS = (
     "_adaptive_avg_pool*", "_assert_async", "_assert_tensor_metadata", "_cdist_forward", "_conj*", "_convolution",
@@ -112,7 +113,9 @@ def _is_like(name: str, patterns: Iterable[str]) -> bool:
 
 def _is_op(op: OpOverload) -> bool:
     schema = op._schema
-    name = schema.name.partition("::")[2]
+    home, _, name = schema.name.partition("::")
+    if home not in OP_HOMES:
+        return False
     if name.startswith("_"):
         return name in _ARITHMETIC or _is_like(name, _PRIVATE_OPS)
     if _is_like(name, (*_DENIED, *_DENIED_OPS)):

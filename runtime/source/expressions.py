@@ -124,6 +124,8 @@ class ExpressionCheck:
         return True
 
     def _function(self, function: ast.expr) -> None:
+        if self.names.is_called(function):
+            return
         owner = function.value if isinstance(function, ast.Attribute) and function.attr == "apply" else None
         if owner is not None and is_autograd_function(self.names.find(owner)):
             return

@@ -42,8 +42,8 @@ def run_verified(path: Path, text: str, trust: Trust) -> dict[str, Any]:
     """The objects that the file defines, by name. Raises `VerifyError` with the line that goes beyond the printed form;
     else whatever its classes raise when they are defined."""
     tree = parse_file(text)
-    names = verify_tree(tree, trust)
-    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    names = verify_tree(tree, trust, path)
+    kept = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom) and not names.is_own(n)]
     code = compile(ast.Module(kept, []), str(path), "exec", dont_inherit=True)
     scope: dict[str, Any] = {"__builtins__": dict(_BUILTINS), "__name__": path.stem, **names.objects}
     exec(code, scope)
@@ -60,20 +60,22 @@ def parse_file(text: str) -> ast.Module:
         raise VerifyError(f"not Python that can be read: {type(error).__name__}: {error}") from error
 
 
-def verify_tree(tree: ast.Module, trust: Trust) -> FileNames:
-    """The names at the top of the file. Raises `VerifyError` where it holds more than is printed."""
+def verify_tree(tree: ast.Module, trust: Trust, path: Path = Path("device.py")) -> FileNames:
+    """The names at the top of the file at `path`. Raises `VerifyError` where it holds more than is printed."""
     try:
-        return _verify(tree, trust)
+        return _verify(tree, trust, path)
     except RecursionError as error:
         raise VerifyError("an expression is nested too deeply to be read") from error
 
 
-def _verify(tree: ast.Module, trust: Trust) -> FileNames:
+def _verify(tree: ast.Module, trust: Trust, path: Path) -> FileNames:
     names = FileNames(trust)
     classes: list[ast.ClassDef] = []
     defined: set[str] = set()
     for position, node in enumerate(tree.body):
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if names.is_own(node):
+            names.run_own(node, str(path))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names.add_import(node)
         elif isinstance(node, ast.ClassDef):
             _check_class(node, names)

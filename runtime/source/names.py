@@ -7,6 +7,7 @@ through a module to what that module happens to have imported.
 from __future__ import annotations
 
 import ast
+import builtins
 import enum
 import importlib
 import keyword
@@ -18,15 +19,14 @@ import torch
 from ...ir.errors import VerifyError
 from ..modules import Scope, Stage, draw_at
 from ..torch_names import OpNamespace, OpOverload, OpOverloadPacket
-from .allowed import BUILTINS, methods
+from .allowed import BUILTINS, OP_HOMES, methods
 from .homes import BASES, DRAWING_BASES, HOMES, IMPORT_LINES
 from .trust import HINT, Trust
 
 _MODULES = {name: module for name, module in HOMES} | {"nn": torch.nn}
-_LINES = {line: (name, _MODULES[name]) for name, line in IMPORT_LINES.items()}
-_LINES |= {f"import {name}": (name, _MODULES[name]) for name in ("math", "operator")}
+STANDARD_LINES = {line: (name, _MODULES[name]) for name, line in IMPORT_LINES.items()}
+STANDARD_LINES |= {f"import {name}": (name, _MODULES[name]) for name in ("math", "operator")}
 _ABSENT = object()
-_OPS = ("aten", "prims")
 
 
 def refuse(node: ast.AST, message: str, *, beyond: bool = True) -> NoReturn:
@@ -49,6 +49,27 @@ class FileNames:
     objects: dict[str, Any] = field(default_factory=dict)
     blocks: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._statements = {ast.dump(node) for text in self.trust.statements for node in ast.parse(text).body}
+        self._scope: dict[str, Any] = {"__name__": "copied", "__builtins__": builtins}  # of those statements
+
+    def is_own(self, node: ast.stmt) -> bool:
+        """Whether the printer has copied a statement from the user's script."""
+        return bool(self._statements) and ast.dump(node) in self._statements
+
+    def run_own(self, node: ast.stmt, path: str) -> None:
+        """Run such a statement, with the names above it, and add the names that it defines."""
+        known = {*self._scope, *self.objects}
+        self._scope |= self.objects
+        exec(compile(ast.Module([node], []), path, "exec", dont_inherit=True), self._scope)
+        for name in self._scope.keys() - known:
+            self.check_new(node, name)
+            self.objects[name] = self._scope[name]
+
+    def is_called(self, function: ast.expr) -> bool:
+        """Whether the graphs of the user's model call a function of this name, which begins with one of the file's."""
+        return bool(self.trust.calls) and ast.unparse(function) in self.trust.calls
+
     def add_class(self, node: ast.ClassDef) -> None:
         self.check_new(node, node.name)
         self.blocks.add(node.name)
@@ -69,8 +90,8 @@ class FileNames:
         if line in (BASES, DRAWING_BASES):
             self.objects |= {"Scope": Scope, "Stage": Stage}
             self.objects |= {"draw_at": draw_at} if line == DRAWING_BASES else {}
-        elif line in _LINES:
-            name, module = _LINES[line]
+        elif line in STANDARD_LINES:
+            name, module = STANDARD_LINES[line]
             self.objects[name] = module
         elif isinstance(node, ast.ImportFrom) and node.module and self._is_known(node):
             for alias in node.names:
@@ -124,7 +145,7 @@ def _attribute(owner: Any, name: str) -> Any:
     if name.startswith("__") and not (is_ops and name in methods()):
         return _ABSENT
     if owner is torch.ops:
-        return getattr(torch.ops, name) if name in _OPS else _ABSENT
+        return getattr(torch.ops, name) if name in OP_HOMES else _ABSENT
     if is_ops or isinstance(owner, OpOverloadPacket):
         found = getattr(owner, name, _ABSENT)
         return found if isinstance(found, OpOverload | OpOverloadPacket) else _ABSENT

@@ -13,7 +13,7 @@ from torch import nn
 from penstock.codegen import imports as imports_module
 from penstock.codegen.imports import Imports, is_importable
 from penstock.ir.errors import CaptureError, VerifyError
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.codegen.generated import differences, generate
 
 FACTOR = 0.5
@@ -64,7 +64,7 @@ def test_the_source_of_a_script_s_class_goes_along(unimportable: None, tmp_path:
     assert "import math" in generated.text
     with pytest.raises(VerifyError, match=r"class Halved: a class derives from Scope or Stage|`FACTOR = 0.5`"):
         generated.load(tmp_path)
-    file = generated.load(tmp_path, OWN)
+    file = generated.load(tmp_path, TRUSTED)
     assert differences(model, generated, file, batch) == []
     scope = file.stages["stage0"].forward.__globals__
     assert scope["Halved"] is not Halved

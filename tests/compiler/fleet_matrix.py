@@ -29,7 +29,7 @@ from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.reference.run import Reference
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.zoo import gpt2, t5
 
@@ -152,7 +152,7 @@ def in_process(job: penstock.Job, model: nn.Module, seed: int = 0, optimizer: An
     weights |= {name: w for spec in interface.stages.values() for name, w in stage_weights(source, spec).items()}
     buffers = {name: b for spec in interface.stages.values() for name, b in stage_buffers(source, spec).items()}
     with tempfile.TemporaryDirectory() as folder:
-        files = open_directory(job.write(folder), interface, trust=OWN)
+        files = open_directory(job.write(folder), interface, trust=TRUSTED)
         stages = {name: kind for file in files for name, kind in file.stages.items()}
     spec = OptimizerSpec.from_callable(optimizer)
     return Reference(job.programs, stages, weights, spec, buffers, precision=job.plan.precision, seed=seed)
@@ -161,7 +161,7 @@ def in_process(job: penstock.Job, model: nn.Module, seed: int = 0, optimizer: An
 def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with what the job counts over all of it."""
     with tempfile.TemporaryDirectory() as folder:
-        counter = BatchCounts.from_file(job.folder.settings, job.write(folder) / COUNTS_FILE, {}, OWN)
+        counter = BatchCounts.from_file(job.folder.settings, job.write(folder) / COUNTS_FILE, {}, TRUSTED)
     counts = counter.count(batch, batch, job.folder.interface.total_micro_batches)
     return batch | counter.inputs(counts)
 

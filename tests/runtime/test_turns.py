@@ -16,6 +16,7 @@ from penstock.ir.program import PAGE
 from penstock.ir.units import parse_bytes
 from penstock.runtime.device.pacing import CHUNK_S, Paces, Pacing
 from penstock.runtime.device.setup import DeviceSetup
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.turns import Tokens, TurnClient, TurnServer, TurnsLost
 from penstock.tests.ir.program.handmade import in_turns, pipeline
 from penstock.tests.runtime.device.fake_cuda import FakeCudaSession, install
@@ -97,7 +98,9 @@ def in_chunks(folder: Path, server: TurnServer, moved: str = "") -> FakeCudaSess
     (program,) = in_turns(pipeline(1, STAGES, MICRO_BATCHES, width=WIDTH, rows=ROWS, moved=moved))
     folder.mkdir()
     (path,) = write_chain(folder, [program], WIDTH)
-    setup = DeviceSetup(0, path, program.interface, gpu("cuda"), ADAMW, paces=Paces(turns=server.address))
+    setup = DeviceSetup(
+        0, path, program.interface, gpu("cuda"), ADAMW, paces=Paces(turns=server.address), trust=TRUSTED
+    )
     session = FakeCudaSession(setup, setup.open_file())
     session.pacing.chunk_bytes, session.pacing.hand_over_bytes = 100, 40
     made = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from torch import nn
 import penstock
 from penstock.cli.main import main
 from penstock.ir.errors import PlanError, VerifyError
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 
 
@@ -77,7 +77,7 @@ def test_only_trust_runs_more_than_is_printed(tmp_path: Path) -> None:
         penstock.load(out, model)
     assert not (tmp_path / "canary").exists()
     with penstock.load(out, model, trust=True) as job:
-        assert job.driver.setup.trust == OWN
+        assert job.driver.setup.trust == TRUSTED
         job.step(batch)
     assert (tmp_path / "canary").exists()
 

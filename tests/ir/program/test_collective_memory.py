@@ -19,6 +19,7 @@ from penstock.ir.program import ParamSpec, Program, StageSpec, place_frees, plan
 from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.device.setup import DeviceSetup
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.stage.arena import allocate
 from penstock.runtime.stage.shards import FlatStage
 from penstock.tests.ir.program.handmade import pipeline
@@ -128,7 +129,7 @@ def test_places_are_planned_and_stay(tmp_path: Path) -> None:
     assert len([node for node in plan.offsets if node.target is ops.reduce_scatter]) == 1  # the sum grows in place
     paths = write_chain(tmp_path, programs, WIDTH)
     machine = Hardware.cpu(2, memory="8MB")
-    setups = [DeviceSetup(i, paths[i], programs[i].interface, machine, ADAMW) for i in range(2)]
+    setups = [DeviceSetup(i, paths[i], programs[i].interface, machine, ADAMW, trust=TRUSTED) for i in range(2)]
     files = [setup.open_file() for setup in setups]
     seen: dict[int, list[Any]] = {0: [], 1: []}
 

@@ -21,6 +21,7 @@ from penstock.runtime.device.named_streams import Streams
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.compiler.fleet_matrix import with_counts
 from penstock.tests.ir.program.handmade import pipeline
@@ -49,7 +50,7 @@ def open_session(folder: Path, kind: str, **shape: Any) -> DeviceSession:
     (path,) = write_chain(folder, [program], WIDTH)
     made_for = FakeCudaSession if kind == "cuda" else DeviceSession
     share = HostShare(ssd_dirs=(str(folder),))
-    setup = DeviceSetup(0, path, program.interface, gpu(kind), ADAMW, share=share)
+    setup = DeviceSetup(0, path, program.interface, gpu(kind), ADAMW, share=share, trust=TRUSTED)
     session = made_for(setup, setup.open_file())
     made = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=made) / 4 for _ in range(STAGES)]

@@ -24,7 +24,7 @@ from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
 from penstock.runtime.device.session import DeviceSession, StepResult
 from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -69,7 +69,14 @@ def open_session(
     **share: Any,
 ) -> DeviceSession:
     setup = DeviceSetup(
-        program.device, path, program.interface, hardware, ADAMW, precision=precision, share=HostShare(**share)
+        program.device,
+        path,
+        program.interface,
+        hardware,
+        ADAMW,
+        precision=precision,
+        share=HostShare(**share),
+        trust=TRUSTED,
     )
     return start(setup, setup.open_file(), link)
 
@@ -117,7 +124,9 @@ def run_devices(folder: Path, programs: list[Program]) -> tuple[list[list[StepRe
     """All devices as threads of this process, with real connections: results per device and step, final weights."""
     count, paths = len(programs), write_chain(folder, programs, WIDTH)
     machine = Hardware.cpu(count, memory="8MB")
-    setups = [DeviceSetup(p.device, path, p.interface, machine, ADAMW) for path, p in zip(paths, programs)]
+    setups = [
+        DeviceSetup(p.device, path, p.interface, machine, ADAMW, trust=TRUSTED) for path, p in zip(paths, programs)
+    ]
     files = [setup.open_file() for setup in setups]
     found: list[list[StepResult]] = [[] for _ in programs]
     weights: dict[str, Tensor] = {}
@@ -292,7 +301,7 @@ def test_a_file_without_stages_is_refused(tmp_path: Path) -> None:
     (path,) = write_chain(tmp_path, [program], WIDTH)
     path.write_text(path.read_text().replace("STAGES", "Stages"))
     with pytest.raises(VerifyError, match="no STAGES"):
-        open_device_file(path, program.interface, 0, OWN)
+        open_device_file(path, program.interface, 0, TRUSTED)
 
 
 def test_a_silent_peer_is_an_error_in_time(tmp_path: Path) -> None:

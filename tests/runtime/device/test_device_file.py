@@ -10,7 +10,7 @@ import torch
 
 from penstock.ir.errors import VerifyError
 from penstock.runtime.device.file import open_device_file, open_directory
-from penstock.runtime.source.trust import OWN, Trust
+from penstock.runtime.source.trust import TRUSTED, Trust
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
 
@@ -91,7 +91,7 @@ def test_a_wrong_edit_is_refused_with_its_place(
 def test_a_wrong_edit_of_a_trusted_file_is_refused_with_its_place(
     generated: Generated, tmp_path: Path, old: str, new: str, marked: str, message: str
 ) -> None:
-    assert_refused(generated, edit(generated, tmp_path, old, new), marked, message, OWN)
+    assert_refused(generated, edit(generated, tmp_path, old, new), marked, message, TRUSTED)
 
 
 def test_only_a_trusted_file_runs_what_is_never_printed(
@@ -102,7 +102,7 @@ def test_only_a_trusted_file_runs_what_is_never_printed(
         open_device_file(path, generated.interface, 0)
     assert caught.value.line == line_of(path, "print(")
     assert capsys.readouterr().out == ""
-    open_device_file(path, generated.interface, 0, OWN)
+    open_device_file(path, generated.interface, 0, TRUSTED)
     assert capsys.readouterr().out == "here\n"
 
 

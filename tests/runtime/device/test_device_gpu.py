@@ -14,6 +14,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.device.setup import DeviceSetup
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -31,7 +32,7 @@ def gpu(memory: str = "4GB") -> Hardware:
 def open_session(folder: Path, width: int, rows: int, **kind: bool) -> DeviceSession:
     (program,) = pipeline(1, 4, MICRO_BATCHES, width=width, rows=rows, **kind)
     (path,) = write_chain(folder, [program], width)
-    setup = DeviceSetup(0, path, program.interface, gpu(), ADAMW)
+    setup = DeviceSetup(0, path, program.interface, gpu(), ADAMW, trust=TRUSTED)
     session = DeviceSession(setup, setup.open_file())
     weights = weights_of(width)
     session.state.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))

@@ -22,6 +22,7 @@ from penstock.runtime.processes.local import LocalWorkers
 from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.simulate import simulate
 from penstock.runtime.simulate.sharing import Cost
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -126,7 +127,7 @@ def test_a_narrow_root_complex_is_shared() -> None:
 def real_step_s(programs: list[Program], hardware: Hardware, width: int, folder: Path) -> float:
     """The fastest of three steps of real workers, as their spans say."""
     sgd = OptimizerSpec("torch.optim:SGD", {"lr": 0.0})
-    setup = RunSetup(write_chain(folder, programs, width), programs[0].interface, hardware, sgd)
+    setup = RunSetup(write_chain(folder, programs, width), programs[0].interface, hardware, sgd, trust=TRUSTED)
     found = []
     driver = LocalWorkers(setup)
     with driver:

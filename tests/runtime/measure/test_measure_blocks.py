@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.ir.program import Interface
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.device.file import open_device_file
 from penstock.runtime.measure import blocks as measure_blocks
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import apply, draft_of, trace_case
 from penstock.tests.zoo import token_batch, zoo
@@ -48,7 +49,7 @@ def test_every_kind_of_block_can_be_timed(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
     interface = Interface.from_json((folder / "interface.json").read_text())
     rows = json.loads((folder / "rows.json").read_text())
-    file = open_device_file(folder / "device0.py", interface, 0, OWN)
+    file = open_device_file(folder / "device0.py", interface, 0, TRUSTED)
     for stage, spec in interface.stages.items():
         found = measure_blocks.time_stage(file, spec, rows[stage], CPU, "fp32", slice_s=0.0)
         assert len(found) == 3 + bool(spec.saved) and all(0 < x < math.inf for x in found)
@@ -59,7 +60,7 @@ def test_a_round_is_both_forwards_and_a_backward_that_reaches_every_weight(
 ) -> None:
     folder = folder_of("gpt2", tmp_path)
     interface = Interface.from_json((folder / "interface.json").read_text())
-    file = open_device_file(folder / "device0.py", interface, 0, OWN)
+    file = open_device_file(folder / "device0.py", interface, 0, TRUSTED)
     forwards: list[bool | list[str]] = []
     grads: list[dict[str, Any]] = []
     forward, backward = StageRunner.forward, StageRunner.backward
@@ -95,7 +96,7 @@ def test_low_precision_computes_as_its_plan_says(tmp_path: Path) -> None:
     write_samples(tmp_path, samples(graph, blocks, distinct(blocks)))
     interface = Interface.from_json((tmp_path / "interface.json").read_text())
     assert {param.dtype for spec in interface.stages.values() for param in spec.params} == {"bfloat16"}
-    file = open_device_file(tmp_path / "device0.py", interface, 0, OWN)
+    file = open_device_file(tmp_path / "device0.py", interface, 0, TRUSTED)
     assert len(measure_blocks.time_stage(file, interface.stages["stage2"], {}, CPU, "bf16", slice_s=0.0)) == 4
 
 
@@ -103,6 +104,7 @@ def test_an_error_names_the_block(tmp_path: Path) -> None:
     folder = folder_of("mlp", tmp_path)
     interface = Interface.from_json((folder / "interface.json").read_text())
     (folder / "rows.json").write_text(json.dumps({name: {} for name in interface.stages}))
+    (folder / "trust.json").write_text(json.dumps(asdict(TRUSTED)))
     text = (folder / "device0.py").read_text()
     (folder / "device0.py").write_text(text.replace("def forward(self", "def backwards(self", 1))
     title = next(iter(interface.stages.values())).title

@@ -26,6 +26,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.local import start_driver
 from penstock.runtime.processes.setup import RunSetup
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.turns import TurnClient
 from penstock.tests.ir.program.handmade import in_turns, pipeline
 from penstock.tests.runtime.generated_files import write_chain
@@ -51,7 +52,7 @@ def main(folder: Path, fault: str = "", victim: str = "") -> None:
     sgd = OptimizerSpec.from_callable(partial(torch.optim.SGD, lr=LEARNING_RATE))
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     hardware = Hardware.cpu(world, memory="8MB", hosts=world // per_host)
-    driver = start_driver(RunSetup(files, programs[0].interface, hardware, sgd, timeout_s=TIMEOUT_S))
+    driver = start_driver(RunSetup(files, programs[0].interface, hardware, sgd, timeout_s=TIMEOUT_S, trust=TRUSTED))
     for i, weight in enumerate(weights_at_first(2 * world)):
         driver.load_stage(f"stage{i}", {f"layer{i}.weight": weight}, {})
     pacing = driver.session.pacing  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from penstock.runtime.processes.local import LocalWorkers, start_driver, worker_
 from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.simulate import Span
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import in_turns, pipeline
 from penstock.tests.ir.program.two_stages import (
     batch_of,
@@ -48,7 +49,7 @@ def programs():
 def workers(programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorkers]:
     folder = tmp_path_factory.mktemp("files")
     files = write_files(folder, programs, HEAD, {"stage0": "First", "stage1": "Second"})
-    setup = RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), ADAMW, seed=5)
+    setup = RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), ADAMW, seed=5, trust=TRUSTED)
     driver = start_driver(setup)
     assert isinstance(driver, LocalWorkers)
     first, second = models(tied=True)
@@ -137,7 +138,9 @@ def test_waiting_is_cut_from_both_sides_of_a_transfer() -> None:
 
 def test_one_device_runs_in_this_process(tmp_path: Path) -> None:
     (program,) = pipeline(1, 2, 2, width=16)
-    setup = RunSetup(write_chain(tmp_path, [program], 16), program.interface, Hardware.cpu(1, memory="8MB"), ADAMW)
+    setup = RunSetup(
+        write_chain(tmp_path, [program], 16), program.interface, Hardware.cpu(1, memory="8MB"), ADAMW, trust=TRUSTED
+    )
     with start_driver(setup) as driver:
         assert isinstance(driver, InProcessDriver)
         for i in range(2):
@@ -152,7 +155,10 @@ def test_one_device_runs_in_this_process(tmp_path: Path) -> None:
 def test_dram_is_shared_out_between_the_devices_of_a_host(tmp_path: Path) -> None:
     programs = pipeline(2, 4, 2, width=16)
     setup = RunSetup(
-        write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.cpu(2, memory="8MB", dram="1MB")
+        write_chain(tmp_path, programs, 16),
+        programs[0].interface,
+        Hardware.cpu(2, memory="8MB", dram="1MB"),
+        trust=TRUSTED,
     )
     whole = setup.hardware.dram_budget_bytes(0)
     per_stage = 16 * 16 * (4 + 8) + PAGE  # weights, optimizer states; gradients in a page of the arena
@@ -168,7 +174,9 @@ def test_gpus_of_several_hosts_need_torchrun(tmp_path: Path) -> None:
     programs = pipeline(2, 2, 2, width=16)
     document = Hardware.cpu(2, memory="8MB", hosts=2).model_dump(mode="json")
     document["devices"] = [{**device, "kind": "cuda"} for device in document["devices"]]
-    setup = RunSetup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.from_any(document), ADAMW)
+    setup = RunSetup(
+        write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.from_any(document), ADAMW, trust=TRUSTED
+    )
     with pytest.raises(PlanError, match="torchrun --nnodes=2"):
         LocalWorkers(setup)
 
@@ -178,7 +186,7 @@ def test_cpu_devices_of_two_hosts_are_all_here_with_the_network_between_them(tmp
     programs = pipeline(2, 2, 2, width=64, rows=512)
     rate = 2e6
     hardware = Hardware.cpu(2, memory="8MB", hosts=2, network=rate)
-    setup = RunSetup(write_chain(tmp_path, programs, 64), programs[0].interface, hardware, ADAMW)
+    setup = RunSetup(write_chain(tmp_path, programs, 64), programs[0].interface, hardware, ADAMW, trust=TRUSTED)
     with LocalWorkers(setup) as driver:
         for stage in ("stage0", "stage1"):
             driver.load_stage(stage, {f"layer{stage[-1]}.weight": torch.eye(64)}, {})
@@ -202,7 +210,9 @@ def test_workers_take_turns_on_their_link(link: str | None, tmp_path: Path) -> N
     programs = in_turns(pipeline(2, 4, 2, width=16))
     machine = Hardware.cpu(2, memory="8MB", h2d=link)
     machine = machine if link is None else machine.with_(root_complex_bandwidth=link)
-    driver = start_driver(RunSetup(write_chain(tmp_path, programs, 16), programs[0].interface, machine, ADAMW))
+    driver = start_driver(
+        RunSetup(write_chain(tmp_path, programs, 16), programs[0].interface, machine, ADAMW, trust=TRUSTED)
+    )
     try:
         assert isinstance(driver, LocalWorkers)
         assert (driver.turns is None, driver.link_server is None) == ((True, False) if link else (False, True))

@@ -15,6 +15,7 @@ from penstock.ir.program import Program
 from penstock.runtime.processes.rehearse import RehearsingWorkers, rehearse
 from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.simulate import Timeline, simulate
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -25,7 +26,7 @@ TOPOLOGIES = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3"]
 
 def setup_for(programs: Sequence[Program], hardware: Hardware, folder: Path) -> RunSetup:
     folder.mkdir(exist_ok=True)
-    return RunSetup(write_chain(folder, programs, WIDTH), programs[0].interface, hardware)
+    return RunSetup(write_chain(folder, programs, WIDTH), programs[0].interface, hardware, trust=TRUSTED)
 
 
 @dataclass
@@ -100,7 +101,7 @@ def test_agrees_on_the_machines_of_the_papers(name: str, fetched: bool, tmp_path
     hardware = Hardware.preset(name)
     count = hardware.num_devices
     programs = pipeline(count, (2 if fetched else 1) * count, 4, width=12_000, rows=2000, flops=1e12, fetched=fetched)
-    setup = RunSetup(write_chain(tmp_path, programs, 12_000), programs[0].interface, hardware)
+    setup = RunSetup(write_chain(tmp_path, programs, 12_000), programs[0].interface, hardware, trust=TRUSTED)
     simulated_s = simulate(programs, hardware).step_s
     found_s = min(rehearse(setup, 6.0 / simulated_s).step_s for _ in range(2))
     assert found_s == pytest.approx(simulated_s, rel=0.05)

@@ -27,6 +27,7 @@ from penstock.ir.errors import CheckpointError
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.local import start_driver
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.source.trust import TRUSTED
 from penstock.runtime.stage.store import StageStore
 from penstock.tests.runtime.generated_files import write_chain
 from penstock.tests.ir.program.handmade import pipeline
@@ -37,7 +38,7 @@ folder.mkdir()
 programs = pipeline(2, 4, 2, width=16, kept=True)
 files = write_chain(folder, programs, 16)
 adamw = OptimizerSpec.from_callable(partial(torch.optim.AdamW, lr=1e-2))
-driver = start_driver(RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), adamw))
+driver = start_driver(RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), adamw, trust=TRUSTED))
 made = torch.Generator().manual_seed(0)
 for i in range(4):
     driver.load_stage(f"stage{i}", {f"layer{i}.weight": torch.randn(16, 16, generator=made) / 4}, {})
@@ -113,11 +114,14 @@ def eager() -> tuple[list[list[float]], list[torch.Tensor]]:
 def test_the_number_of_ranks_must_be_that_of_the_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from penstock.ir.machine.hardware import Hardware
     from penstock.runtime.processes.setup import RunSetup
+    from penstock.runtime.source.trust import TRUSTED
     from penstock.tests.ir.program.handmade import pipeline
     from penstock.tests.runtime.generated_files import write_chain
 
     programs = pipeline(2, 2, 2, width=16)
-    setup = RunSetup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.cpu(2, memory="8MB"))
+    setup = RunSetup(
+        write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.cpu(2, memory="8MB"), trust=TRUSTED
+    )
     assert not TorchrunDriver.is_present()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)

@@ -19,6 +19,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.local import LocalWorkers, worker_environment
 from penstock.runtime.processes.setup import RunSetup
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -34,6 +35,7 @@ import torch
 from penstock.runtime.processes.setup import RunSetup
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.local import LocalWorkers
+from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.runtime.generated_files import write_chain
 from penstock.tests.ir.program.handmade import pipeline
 
@@ -42,7 +44,7 @@ for node in programs[0].ops():
     if node.target.name == "step":
         programs[0].graph.erase_node(node)
 files = write_chain(Path(sys.argv[1]), programs, {WIDTH}, seconds=60.0)
-driver = LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
+driver = LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(1, memory="8MB"), trust=TRUSTED))
 print(driver.process_ids[0], driver.scratch, flush=True)
 driver.step({{"x": torch.ones(8, {WIDTH})}})
 """
@@ -53,7 +55,7 @@ def workers_of(folder: Path, seconds: float = 0.0, failing: str = "", timeout_s:
     files = write_chain(folder, programs, WIDTH, seconds, failing)
     adamw = OptimizerSpec.from_callable(torch.optim.AdamW)
     hardware = Hardware.cpu(2, memory="8MB")
-    driver = LocalWorkers(RunSetup(files, programs[0].interface, hardware, adamw, timeout_s=timeout_s))
+    driver = LocalWorkers(RunSetup(files, programs[0].interface, hardware, adamw, timeout_s=timeout_s, trust=TRUSTED))
     for i in range(2):
         driver.load_stage(f"stage{i}", {f"layer{i}.weight": torch.eye(WIDTH)}, {})
     return driver
@@ -160,7 +162,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     files = write_chain(tmp_path, programs, WIDTH)
     files[0].write_text("import penstock_has_no_such_module\n\n" + files[0].read_text())
     with pytest.raises(VerifyError, match=r"device0\.py:1: .*No module named 'penstock_has_no_such_module'"):
-        LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
+        LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(1, memory="8MB"), trust=TRUSTED))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from penstock.ir.errors import VerifyError
 from penstock.runtime.device.file import open_directory, read_directory
 from penstock.runtime.source.file import parse_file, verify_tree
-from penstock.runtime.source.trust import ONLY_VERIFIED, OWN, Trust
+from penstock.runtime.source.trust import ONLY_VERIFIED, TRUSTED, Trust
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
 from penstock.tests.runtime.source.grammar import derive_files
@@ -72,7 +72,7 @@ def test_no_payload_runs_at_any_place(generated: Generated, tmp_path: Path) -> N
     ran, refused, other = outcomes(generated, files, tmp_path, None)
     assert (ran, other) == ([], [])
     assert len(refused) == len(files) > 500
-    ran, _, _ = outcomes(generated, files, tmp_path, OWN)
+    ran, _, _ = outcomes(generated, files, tmp_path, TRUSTED)
     parsed = ("a step's body", "a step's return", "a second step", "an evaluate")  # which no trust lets pass
     assert len(ran) > 0.98 * len(files) * (1 - len(parsed) / len(PLACES))
 
@@ -94,7 +94,7 @@ def test_no_file_of_another_grammar_runs(generated: Generated, tmp_path: Path, n
     ran, refused, other = outcomes(generated, files, tmp_path, None)
     assert (ran, other) == ([], [])
     assert len(refused) == number
-    ran, refused, other = outcomes(generated, files, tmp_path, OWN)
+    ran, refused, other = outcomes(generated, files, tmp_path, TRUSTED)
     assert (refused, other) == ([], [])
     assert len(ran) == number
 
