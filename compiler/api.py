@@ -36,6 +36,7 @@ from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
 from .job.job import Job
 from .job.together import planned_once
+from .packing.varying_inputs import ANY
 from .plan import Plan
 from .planning import planning
 from .profile.profile import for_machines_like
@@ -215,7 +216,7 @@ def _folder(
         seed=request.seed,
         stop_on_nan=request.stop_on_nan,
         batch=[(name, dims, str(dtype).removeprefix("torch.")) for name, (dims, dtype) in shape.leaves.items()],
-        flags=shape.flags,
+        flags=shape.flags | dict.fromkeys(draft.graph.unread, ANY),
         weights=None if request.weights is None else str(request.weights),
         ssd_dirs=[str(path) for path in request.ssd_dirs or ()],
         ssd_verify=request.ssd_verify,

@@ -97,6 +97,7 @@ class OpGraph:
     changes: dict[str, ParamChange] = field(default_factory=dict)  # parameter -> what forward does to it in place
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
+    unread: frozenset[str] = frozenset()  # texts and numbers of the batch that neither forward nor the loss reads
     pointwise_again: bool = False  # whether backward computes pointwise results again instead of finding them saved
     symbols: dict[str, Any] = field(default_factory=dict)  # sizes that are not fixed, by name -> SymInt
     sizes: dict[str, SizeRange] = field(default_factory=dict)  # named sizes, of which `dims` are made

@@ -13,6 +13,7 @@ from torch import nn
 from ...ir.errors import BatchError, PlanError
 from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
 from ..packing.borders import with_unread
+from ..packing.varying_inputs import ANY
 from .plain_tensor import plain_tensor
 
 
@@ -22,7 +23,7 @@ class BatchShape:
 
     An input may have several entries for each row, such as the patches of an image: each micro-batch takes those of its
     rows, in order. `flags` are its other leaves (numbers, switches, None) as text: capture makes them
-    part of the programs.
+    part of the programs, but for those of `ANY` value.
     """
 
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -113,7 +114,7 @@ class BatchShape:
                 )
         for name in sorted(self.flags.keys() | flags.keys()):
             now, then = (given.get(name, "absent") for given in (flags, self.flags))
-            if now != then:
+            if now != then and (then != ANY or now == "absent"):
                 raise BatchError(
                     f"batch[{name!r}] is {now}, compiled as {then}; what is no tensor is part of the programs: compile "
                     "again for another value, or leave it out of example_inputs and batches if the model does without"

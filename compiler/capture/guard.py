@@ -48,6 +48,7 @@ class TraceOptions:
     evaluation: also find out which arguments differ in evaluation mode.
     count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
     for_loss: the keys of the batch that forward's `**kwargs` must not get: they are for `loss_fn` alone.
+    leaves: the texts and numbers of the batch that forward or the loss reads.
     any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
     """
 
@@ -62,6 +63,7 @@ class TraceOptions:
     input_dtype: torch.dtype | None = None
     any_rows: bool = False
     for_loss: frozenset[str] = frozenset()
+    leaves: frozenset[str] = frozenset()
 
 
 @dataclass

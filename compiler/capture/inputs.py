@@ -22,6 +22,7 @@ from ...graph.loss_terms import NUM_ITEMS
 from ...ir.errors import CaptureError
 from ...ir.names import identifier
 from ...runtime.torch_names import FakeTensorMode, tree_map
+from ..packing.varying_inputs import UnreadLeaf
 from .dynamic import DynamicDims, TracedSizes
 
 
@@ -32,6 +33,11 @@ class TraceInputs:
     batch: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # placeholder name -> fake tensor
     symbols: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, UnreadLeaf] = field(default_factory=dict)  # texts and numbers that nobody may have to read
+
+    def read_leaves(self) -> set[str]:
+        """The texts and numbers of the batch that forward or the loss has read."""
+        return {name for name, leaf in self.leaves.items() if leaf.is_read}
 
     def add_item_count(self, fake_mode: FakeTensorMode) -> None:
         """Add the input that holds `num_items_in_batch`: one number per micro-batch, like all inputs."""
@@ -55,14 +61,19 @@ def takes_item_count(model: nn.Module) -> bool:
 
 
 def fake_inputs(
-    model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode, dynamic: DynamicDims | None
+    model: nn.Module,
+    example_inputs: Any,
+    fake_mode: FakeTensorMode,
+    dynamic: DynamicDims | None,
+    given: Collection[str] | None = None,
 ) -> TraceInputs:
-    """Make the fake batch, with symbols for the sizes that are `dynamic`.
+    """Make the fake batch, with symbols for the sizes that are `dynamic`. `given`: the texts and numbers that stay as
+    they are; None for all of them.
 
     Raises CaptureError for a batch without tensors, or names that collide once made legal.
     """
     made = TraceInputs()
-    faker = _Faker(fake_mode, dynamic, made)
+    faker = _Faker(fake_mode, dynamic, made, given)
     if isinstance(example_inputs, Mapping) and not is_spec(example_inputs):
         made.batch = {str(key): faker.convert(str(key), value) for key, value in example_inputs.items()}
     elif isinstance(example_inputs, (tuple, list)):
@@ -81,8 +92,10 @@ def fake_inputs(
 class _Faker:
     """Turns each leaf of the batch into a fake tensor and names it."""
 
-    def __init__(self, fake_mode: FakeTensorMode, dynamic: DynamicDims | None, made: TraceInputs):
-        self.fake_mode, self.made = fake_mode, made
+    def __init__(
+        self, fake_mode: FakeTensorMode, dynamic: DynamicDims | None, made: TraceInputs, given: Collection[str] | None
+    ):
+        self.fake_mode, self.made, self.given = fake_mode, made, given
         self.sizes = None if dynamic is None else TracedSizes(dynamic, fake_mode, made.symbols)
 
     def convert(self, name: str, value: Any) -> Any:
@@ -92,7 +105,10 @@ class _Faker:
             return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, (tuple, list)):
             return rebuilt(value, [self.convert(f"{name}.{i}", item) for i, item in enumerate(value)])
-        return value  # a flag or number: part of the program, not an input
+        name = legal_name(name)
+        if type(value) in (str, int, float) and self.given is not None and name not in self.given:
+            return self.made.leaves.setdefault(name, UnreadLeaf(name, value))
+        return value  # part of the program, not an input
 
     def _fake(self, name: str, value: Any) -> torch.Tensor:
         if name in self.made.tensors:

@@ -125,17 +125,26 @@ class _ForLoss(Exception):
 
 
 def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
-    """`_record`, with forward given every key of the batch that it can take."""
-    try:
-        return _record(model, example_inputs, options)
-    except _ForLoss as error:
-        for_loss = options.for_loss | {str(error)}
-    return _record_all(model, example_inputs, replace(options, for_loss=for_loss))
-
-
-def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
+    """`_record`, with forward given every key of the batch that it can take, and the texts and numbers that it reads.
+    Where these cannot be told apart, as C code reads one, they count as read."""
     fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else LinedShapeEnv())
-    inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
+    inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic, options.leaves)
+    try:
+        found = _record(model, inputs, options, fake_mode)
+    except _ForLoss as error:
+        return _record_all(model, example_inputs, replace(options, for_loss=options.for_loss | {str(error)}))
+    except CaptureError:  # what stands for texts and numbers may have caused it
+        if not inputs.leaves:
+            raise
+        read = inputs.read_leaves() or {*inputs.leaves}
+    else:
+        read = inputs.read_leaves()
+        if not read:
+            return found
+    return _record_all(model, example_inputs, replace(options, leaves=options.leaves | read))
+
+
+def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_mode: FakeTensorMode) -> OpGraph:
     if options.count_items:
         inputs.add_item_count(fake_mode)
     with borrow(model, fakes_of(fake_mode, options.param_dtype), options) as held, _dispatch(options):
@@ -165,6 +174,8 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     _merge_grad_switches(recorder.graph)
     constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
 
+    unread = frozenset(inputs.leaves)
+
     def op_graph(graph: fx.Graph, inputs: TraceInputs, nodes: dict[str, fx.Node]) -> OpGraph:
         return OpGraph(
             module=build_module(model, graph, constants),
@@ -175,6 +186,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
             missing_buffers=missing_buffers(model),
             constants=dict(constants),
             symbols=inputs.symbols,
+            unread=unread,
             param_dtype=options.param_dtype,
             autocast=options.autocast,
             notes=_notes(recorder, inputs),

@@ -13,6 +13,7 @@ _READS = (
     "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",
     "__rpow__", "__neg__", "__abs__", "__round__", "__ceil__", "__floor__", "__trunc__",
 )  # fmt: skip
+ANY = "any value"
 
 
 class ValueRead(CaptureError, AttributeError):
@@ -26,7 +27,7 @@ class Unread:
         self._name = name
 
     def __repr__(self) -> str:
-        return "any value"
+        return ANY
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -47,5 +48,28 @@ class Unread:
         )
 
 
-for _method in _READS:
-    setattr(Unread, _method, Unread.refuse)
+class UnreadLeaf(Unread):
+    """Stands for a text or a number of the batch while forward is found not to read it. `is_read`: it does."""
+
+    is_read = False
+
+    def __init__(self, name: str, value: Any):
+        super().__init__(name)
+        self._kind = type(value)
+
+    @property
+    def __class__(self) -> type:  # for isinstance
+        return self._kind
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise TypeError
+
+    def refuse(self, *others: Any) -> NoReturn:
+        self.is_read = True
+        super().refuse()
+
+
+for _kind, _methods in ((Unread, _READS), (UnreadLeaf, (*_READS, "__hash__", "__str__", "__format__"))):
+    for _method in _methods:
+        setattr(_kind, _method, _kind.refuse)
