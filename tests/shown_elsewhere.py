@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-ALIKE = {"opt", "mistral", "qwen3", "roberta"}  # each is much like gpt2, llama or bert
 KINDS = ("gpt2", "t5", "mixtral", "wide_resnet", "custom_function", "in_place", "lstm")  # one of each kind
 
 
@@ -16,6 +15,6 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def with_alike_slow(names: Iterable[str]) -> list[Any]:
-    """The names as parameters of a test; those of models that are much like another are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in names]
+def slow_rows_but(fast: Collection[tuple[Any, ...]], rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The same of rows, each with the values of several parameters."""
+    return [row if row in fast else pytest.param(*row, marks=pytest.mark.slow) for row in rows]

@@ -103,7 +103,7 @@ def test_plan_refuses_to_prove(run: Run, more: list[str], said: str) -> None:
 
 
 def test_plan_as_data(run: Run) -> None:
-    code, out, _ = run("plan", "--model", GPT, *CPU, "--json", "--precision", "bf16", "--optimizer", "SGD")
+    code, out, _ = run("plan", "--model", GPT, *GPIPE, "--json", "--precision", "bf16", "--optimizer", "SGD")
     plan = json.loads(out)
     assert code == 0
     assert (plan["micro_batches"], plan["precision"], len(plan["hash"])) == (2, "bf16-mixed", 6)

@@ -142,6 +142,7 @@ def packable(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_it_trains_on_packed_texts(tmp_path: Path) -> None:
     """What it has written is compared with the model on other packed rows."""
     data = packable(tmp_path / "texts.jsonl")

@@ -61,7 +61,7 @@ def eager(chosen: TrainOptions) -> list[float]:
         pytest.param(
             SOURCES, {"model": BART}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels", marks=pytest.mark.slow
         ),
-        (ANSWERS, {}, "completion, 16 tokens each"),
+        pytest.param(ANSWERS, {}, "completion, 16 tokens each", marks=pytest.mark.slow),
         (ANSWERS, {"pack": True, "sequence": 7}, " documents "),
         (PAIRS, {"adapter": "lora:r=4,alpha=8"}, "preference, 16 tokens of chosen_input_ids"),
     ],

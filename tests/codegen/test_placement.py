@@ -24,7 +24,7 @@ def empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt2",
+        pytest.param("gpt2", marks=pytest.mark.slow),
         pytest.param("llama", marks=pytest.mark.slow),
         pytest.param("bert", marks=pytest.mark.slow),
         pytest.param("t5", marks=pytest.mark.slow),

@@ -17,6 +17,7 @@ from penstock.compiler.check.eager import Eager, module_runner
 from penstock.compiler.strategies import PIPELINE
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.tests.compiler.fleet_matrix import SGD, in_process, with_counts
+from penstock.tests.shown_elsewhere import slow_but
 
 STRATEGY = PIPELINE.replace("partition-balanced", "partition-balanced{stages=3}")
 MICRO_BATCHES = 2
@@ -87,7 +88,7 @@ def quiet_job_of(model: nn.Module, batch: dict[str, Tensor], devices: int = 2) -
         return job_of(model, batch, devices)
 
 
-@pytest.mark.parametrize("set_modes", MODES)
+@pytest.mark.parametrize("set_modes", slow_but([frozen_norms, whole], MODES))
 def test_losses_gradients_weights_and_statistics_are_eagers(set_modes) -> None:  # type: ignore[no-untyped-def]
     model, batch = model_and_batch()
     set_modes(model)

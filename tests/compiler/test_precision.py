@@ -20,6 +20,7 @@ from penstock.tests.compiler.eager_baseline import assert_close
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SSD, TIERS, in_process, with_counts
 from penstock.tests.compiler.plain_precision import WIDTH, Plain, PlainPure, Promotes, Upcasts, upcasting
 from penstock.tests.compiler.reasons import reasons_of
+from penstock.tests.shown_elsewhere import slow_but
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 MACHINE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
@@ -96,7 +97,7 @@ PLACES = {
     "two hops": (4, 2, 1, DEVICE, "schedule-1f1b"),
 }
 
-SELDOM = ("one device", "weights in DRAM", "two devices", "two hops")
+SELDOM = ("one device", "weights in DRAM", "two devices", "split backwards", "two hops")
 
 
 def placed(model: nn.Module, batch: Any, precision: str, place: str, **options: Any) -> penstock.Job:
@@ -151,7 +152,7 @@ def test_gradients_add_up_in_their_own_type_if_asked() -> None:
         compile_job(model, batch, "bf16-true", gradient_dtype="bf16")
 
 
-@pytest.mark.parametrize("place", ["two devices", "states on SSD", "two hops"])
+@pytest.mark.parametrize("place", slow_but(["two hops"], ["two devices", "states on SSD", "two hops"]))
 def test_the_run_holds_what_the_account_says(place: str) -> None:
     model, batch = upcasting()
     job = placed(model, batch, "bf16-true", place)
@@ -183,7 +184,7 @@ def crossing(job: penstock.Job) -> set[str]:
     return {output.dtype for output in job.folder.interface.stages["stage0"].outputs}
 
 
-@pytest.mark.parametrize("tier", [DEVICE, DRAM, SSD])
+@pytest.mark.parametrize("tier", slow_but([DEVICE, SSD], [DEVICE, DRAM, SSD]))
 def test_what_autocast_leaves_in_fp32_is_rounded_between_stages_alike_in_every_tier(tier: str) -> None:
     job, plain, batch = promoting(tier)
     assert crossing(job) == {"bfloat16"}
@@ -341,7 +342,7 @@ def weighted_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (output.float().sum(-1) * batch["weight"]).mean()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", slow_but([2], [1, 2]))
 def test_an_overflow_in_one_replica_undoes_the_step_in_all(shards: int) -> None:
     """The last row alone makes gradients beyond 65504 / 65536, which fp16 cannot hold once the loss is scaled."""
     torch.manual_seed(0)

@@ -121,6 +121,7 @@ def test_the_loss_is_equation_7_of_the_paper() -> None:
     torch.testing.assert_close(found["loss"].double(), want, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_resident_on_one_device(kind: str) -> None:
     model = penstock.DPO(adapt(kind, num_layers=1))

@@ -195,11 +195,10 @@ LAID_OUT = {name: PLANS[name] for name in ("one stage", "from DRAM, rematerialis
 LAID_OUT |= {"kept classes in DRAM": (1, OFFLOADED), "sent to devices": (4, CUT.replace("=5", "=4"))}
 
 
-@pytest.mark.parametrize(("devices", "strategy"), LAID_OUT.values(), ids=list(LAID_OUT))
+@pytest.mark.parametrize("layout", slow_but(("one stage", "kept classes in DRAM"), LAID_OUT))
 @pytest.mark.parametrize("kind", [Turned, pytest.param(Images, marks=pytest.mark.slow)])
-def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(
-    kind: type[nn.Module], devices: int, strategy: str
-) -> None:
+def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(kind: type[nn.Module], layout: str) -> None:
+    devices, strategy = LAID_OUT[layout]
     torch.manual_seed(1)
     model, (_, batch) = kind().double(), model_and_batch()
     losses, gradients, weights = by_eager(2, model)
@@ -212,7 +211,7 @@ def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(
     assert_close(machine.weights(), weights)
 
 
-@pytest.mark.parametrize("kind", [Turned, Images])
+@pytest.mark.parametrize("kind", slow_but([Images], [Turned, Images]))
 def test_a_device_that_moves_activations_draws_the_same_masks_again(kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     model, (_, batch) = kind().double(), model_and_batch()

@@ -178,7 +178,7 @@ def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
         ([{"chosen": 1, "rejected": 2}], {}, "line 1: found '1' and '2', allowed: two texts, or two lists"),
         ([{"prompt": 1, "completion": "x"}], {}, "line 1: found '1', allowed: a text or a list of messages"),
         ([{"text": "x"}], {"long_rows": "drop"}, "--long-rows drop: texts are one stream"),
-        ([{"text": 3}], {}, '"text" is \'3\', allowed: a text'),
+        ([{"text": 3}], {}, "\"text\" is '3', allowed: a text"),
         ([{"text": "x"}], {"columns": {"words": "text"}}, "--column words=.*text has the columns text"),
         ([{"text": "x", "label": 0.5}], {"head": "classification"}, "line 1: found the label 0.5"),
         ([{"text": "x"}], {"head": "classification"}, 'no column "label"'),

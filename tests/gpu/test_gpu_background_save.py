@@ -16,9 +16,7 @@ pytestmark = on_gpu
 
 
 @pytest.mark.parametrize("make", [compile_job, swapping_job])
-def test_the_state_between_two_steps_is_saved(
-    make: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_between_two_steps_is_saved(make: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the device and from pinned DRAM: every digest is that of a save at once; a resumed run goes on alike."""
     writer, data = HeldWriter(monkeypatch), batches(DROPPING)
     options = {"optimizer": partial(torch.optim.AdamW, lr=1e-2)}

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from penstock.compiler.capture.trace import trace
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 
@@ -27,7 +28,9 @@ class Layouts(fx.Interpreter):
         return result
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "wide_resnet", "lstm", "encoder"])
+@pytest.mark.parametrize(
+    "name", slow_but(("gpt2", "lstm", "encoder"), ["gpt2", "llama", "t5", "vit", "wide_resnet", "lstm", "encoder"])
+)
 def test_captured_strides_are_those_of_a_run(name: str) -> None:
     model, batch = zoo()[name](dropout=0.1)
     graph = trace(model.train(), batch)

@@ -156,7 +156,7 @@ def test_a_failed_save_does_not_hide_what_ended_a_script(tmp_path: Path, writer:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("call", ["step", "save", "close", "resume", "wait"])
+@pytest.mark.parametrize("call", slow_but(["step", "close"], ["step", "save", "close", "resume", "wait"]))
 def test_a_full_disk_is_told_by_the_next_call(call: str, tmp_path: Path, writer: HeldWriter) -> None:
     model, batch = zoo_case("mlp")
     job = job_of(model, batch)

@@ -119,7 +119,7 @@ def test_states_of_a_model_in_bf16(tmp_path: Path) -> None:
     assert sum(map(job.folder.interface.state_bytes, stages)) == 4 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("where", ["device", "dram"])
+@pytest.mark.parametrize("where", slow_but(["dram"], ["device", "dram"]))
 @pytest.mark.parametrize(
     "name",
     slow_but(("AdamW-fused", "Muon and AdamW"), ["AdamW-foreach", "NAdam-loop", "AdamW-fused", "Muon and AdamW"]),

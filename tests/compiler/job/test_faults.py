@@ -38,6 +38,7 @@ from penstock.runtime.processes.local import LocalWorkers
 from penstock.runtime.stage.runner import StageRunner
 from penstock.runtime.state.checkpoint import open_checkpoint
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, assert_close, zoo_case
+from penstock.tests.shown_elsewhere import slow_but
 
 STOP_S = 10.0  # within which a failure must have stopped everything
 
@@ -420,7 +421,7 @@ def test_data_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered", "manifest"])
+@pytest.mark.parametrize("damage", slow_but(["truncated", "altered"], ["truncated", "altered", "manifest"]))
 def test_a_damaged_checkpoint_is_refused_by_name(damage: str, tmp_path: Path) -> None:
     job, batch = job_of("mlp", memory="64MB", strategy="gpipe")
     with job:

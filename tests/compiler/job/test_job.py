@@ -43,6 +43,7 @@ def test_the_report_of_a_step() -> None:
         assert {"fetch", "forward", "backward", "offload", "step"} <= {span.op for span in timeline.spans}
 
 
+@pytest.mark.slow
 def test_predicted_peaks_are_the_accounted_ones() -> None:
     model, batch = zoo_case("gpt2")
     for memory in ("64MB", "250kB"):

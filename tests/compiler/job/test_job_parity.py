@@ -51,7 +51,8 @@ def assert_trains_like(job: Job, eager: Eager, batch: Any, tolerance: float, ste
     assert_close(job.state_dict(), eager.model.state_dict(), tolerance)
 
 
-@pytest.mark.parametrize("memory", slow_but([SWAPPED], [RESIDENT, SWAPPED]))
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [RESIDENT, SWAPPED])
 @pytest.mark.parametrize(
     "name",
     [

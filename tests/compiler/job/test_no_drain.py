@@ -66,7 +66,7 @@ def test_a_step_returns_before_its_updates_and_the_next_one_uses_them(monkeypatc
         assert_close(job.state_dict(), eager.model.state_dict(), REORDERED)
 
 
-@pytest.mark.parametrize("use", slow_but(("step", "save", "close"), ["step", "last", "evaluate", "save", "close"]))
+@pytest.mark.parametrize("use", slow_but(("step", "close"), ["step", "last", "evaluate", "save", "close"]))
 def test_what_breaks_the_end_of_a_step_is_raised_by_the_next_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, use: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_files_on_ssd_are_read_after_they_are_written(tmp_path: Any, strategy: s
     assert all(torch.equal(left_here[name], tensor) for name, tensor in left.items())
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", slow_but([0.5], [0.0, 0.5]))
 def test_a_step_that_draws_in_the_scripts_process_is_over_when_it_returns(
     dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

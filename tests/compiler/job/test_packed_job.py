@@ -18,6 +18,7 @@ from penstock.graph.masks.forms import DocumentBorders
 from penstock.ir.errors import BatchError, CaptureError, PlanError
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
 from penstock.tests.compiler.reasons import reasons_of
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import VOCABULARY, without_cache, zoo
 
 SEQUENCE = 8
@@ -69,8 +70,7 @@ def packed_job(name: str, attention: str) -> Job:
     ("name", "attention"),
     [
         ("llama", "sdpa"),
-        ("gpt2", "eager"),
-        pytest.param("llama", "eager", marks=pytest.mark.slow),
+        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("gpt2", "llama")),
         pytest.param("gpt2", "sdpa", marks=pytest.mark.slow),
         pytest.param("qwen3", "sdpa", marks=pytest.mark.slow),
         pytest.param("mistral", "sdpa", marks=pytest.mark.slow),
@@ -225,7 +225,7 @@ def test_borders_without_positions_are_refused(option: str) -> None:
         compile_job(make("llama", "sdpa"), batch)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", slow_but(["sdpa"], ["sdpa", "eager"]))
 def test_a_mask_that_hides_the_borders_is_refused(attention: str) -> None:
     """With a mask of its own in the batch transformers does not look for documents."""
     batch = flattened((3, 5))

@@ -36,6 +36,7 @@ from penstock.tests.compiler.job.ssd_jobs import (
     trained_in_dram,
 )
 from penstock.tests.runtime.ssd.on_disk import EIO, ENOSPC, Faults, directories
+from penstock.tests.shown_elsewhere import slow_rows_but
 
 STOP_S = 20.0  # within which a failure must have stopped everything
 
@@ -217,13 +218,16 @@ def no_direct_files(path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [
-        ("missing", "does not exist"),
-        ("file", "is a file"),
-        ("/dev/shm", r"is in memory \(tmpfs\)"),
-        ("buffered", "O_DIRECT"),
-        ("closed", "cannot be written"),
-    ],
+    slow_rows_but(  # test_ssd_folder.py has the others
+        [("buffered", "O_DIRECT")],
+        [
+            ("missing", "does not exist"),
+            ("file", "is a file"),
+            ("/dev/shm", r"is in memory \(tmpfs\)"),
+            ("buffered", "O_DIRECT"),
+            ("closed", "cannot be written"),
+        ],
+    ),
 )
 def test_directories_that_cannot_be_used(
     place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,7 +319,7 @@ def train_with_nan(options: dict[str, Any], name: str, batches: list[Any], strat
     ("precision", "norm", "choice"),
     [
         ("fp32", 0.5, {"clip": "speculative"}),
-        ("fp16", None, {}),
+        pytest.param("fp16", None, {}, marks=pytest.mark.slow),
         pytest.param("fp32", None, {}, marks=pytest.mark.slow),
         pytest.param("fp32", 0.5, {"clip": "exact"}, marks=pytest.mark.slow),
         pytest.param("bf16", 0.5, {"clip": "speculative", "tier": "states"}, marks=pytest.mark.slow),

@@ -147,6 +147,7 @@ def test_a_checkpoint_goes_from_ssd_to_dram_and_back(precision: str, tmp_path: P
     assert_same((told, left), wanted)
 
 
+@pytest.mark.slow
 def test_resume_behind_further_steps_brings_back_also_what_was_never_trained(tmp_path: Path) -> None:
     """Also from a checkpoint of the start, in which there are no states yet."""
     job, batch = job_of("gpt2", on_ssd(), directories(tmp_path), precision="bf16")

@@ -28,6 +28,7 @@ from penstock.tests.compiler.loss.rules import (
 )  # fmt: skip
 from penstock.tests.compiler.loss.whole_batch import ROWS, Step, compile_job, eager_step, job_step, token_rows
 from penstock.tests.compiler.reasons import reasons_of
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 TOLERANCE = 1e-5  # fp32: the same terms are added up in another order
@@ -115,7 +116,7 @@ class TakesCount(nn.Module):
         return total / count
 
 
-@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize("power", slow_but([0.5], [1.0, 0.5]))
 def test_a_model_that_takes_the_count_gets_that_of_the_whole_batch(power: float) -> None:
     model, batch = TakesCount(power), rows()
     count = (batch["labels"] != -100).sum()
@@ -220,7 +221,7 @@ def test_asynchronous_mini_batches_have_means_of_their_own(accumulate: int) -> N
     assert evaluated == pytest.approx(eager_step(model, batch).loss, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", slow_but(["fp16"], ["bf16", "fp16"]))
 def test_low_precision_sums_do_not_overflow(precision: str) -> None:
     """The logits' own dtype is half: a sum of 48 losses near 2000 is beyond fp16, its mean is not."""
 

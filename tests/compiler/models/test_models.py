@@ -23,14 +23,14 @@ def num_params(name: str) -> int:
     ("name", "head", "billions"),
     [
         ("gpt2", "causal-lm", 0.124),
-        ("gpt3-175b", "causal-lm", 174.6),
+        pytest.param("gpt3-175b", "causal-lm", 174.6, marks=pytest.mark.slow),
         ("opt-1.3b", "causal-lm", 1.316),
         ("llama-8b", "causal-lm", 8.03),
         ("mistral-7b", "causal-lm", 7.242),
         ("qwen3-4b", "causal-lm", 4.022),
         ("bert-large", "classification", 0.335),
         ("t5-11b", "seq2seq", 11.307),
-        ("gpt2-xl", "causal-lm", 1.558),
+        pytest.param("gpt2-xl", "causal-lm", 1.558, marks=pytest.mark.slow),
         ("vit-g", "image-classification", 1.013),
     ],
 )

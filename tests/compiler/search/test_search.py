@@ -255,6 +255,7 @@ def test_more_devices_than_blocks_and_one_block() -> None:
     assert plan.predicted is not None and plan.predicted.step_s > 0
 
 
+@pytest.mark.slow
 def test_candidates_that_do_not_fit_are_listed_with_the_reason() -> None:
     model, batch = zoo_case("gpt2")
     plan = penstock.compile(model, cpu(1, "260kB"), example_inputs=batch, optimizer=SGD, micro_batches=4).plan

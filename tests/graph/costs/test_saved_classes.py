@@ -28,7 +28,7 @@ from penstock.runtime.stage.kept import Kept
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, trace_case, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
-from penstock.tests.shown_elsewhere import KINDS, slow_but
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import mixtral, zoo
 
 # CPUs take no norms whose weights are bf16 and whose statistics are not.
@@ -105,11 +105,11 @@ def fresh(draft: Draft, batch: Batch, precision: str = "fp32") -> Stages:
 @pytest.mark.parametrize(
     "name, choose",
     [
-        *(pytest.param(name, some, marks=[pytest.mark.slow] * (name not in KINDS)) for name in FAMILIES),
         *(
-            pytest.param(name, everything, marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
+            pytest.param(name, some, marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
             for name in FAMILIES
         ),
+        *(pytest.param(name, everything, marks=[pytest.mark.slow] * (name != "gpt2")) for name in FAMILIES),
         ("gpt2", nothing),
         pytest.param("bert", nothing, marks=pytest.mark.slow),
     ],
@@ -201,7 +201,11 @@ def test_under_autocast_as_when_all_is_kept(name: str) -> None:
 @pytest.mark.parametrize(
     "name, precision",
     [
-        *((name, "fp32") for name in FAMILIES if name != "mixtral"),
+        *(
+            pytest.param(name, "fp32", marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
+            for name in FAMILIES
+            if name != "mixtral"
+        ),
         ("gpt2", "bf16"),
         *(pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("llama", "vit")),
     ],
@@ -227,7 +231,7 @@ def test_bytes_and_flops_are_those_of_the_real_stage(name: str, precision: str) 
 
 
 @pytest.mark.parametrize("level", ["layer", "operator"])
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "wide_resnet"])
+@pytest.mark.parametrize("name", slow_but(("gpt2",), ["gpt2", "llama", "wide_resnet"]))
 def test_which_classes_autograd_saves_too(name: str, level: str) -> None:
     """Backward then needs that much less beside what was kept."""
     graph, batches = trace_case(name)
@@ -250,7 +254,7 @@ def test_which_classes_autograd_saves_too(name: str, level: str) -> None:
         assert {row.name for row in spec.saved if row.is_saved} == {n for n, place in places.items() if place in saved}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "wide_resnet"])
+@pytest.mark.parametrize("name", slow_but(("gpt2",), ["gpt2", "llama", "t5", "wide_resnet"]))
 def test_workspaces_hold_what_a_partial_backward_needs(name: str) -> None:
     """Beside what was kept: everything that autograd saves, but for the classes themselves."""
     graph, batches = trace_case(name)
@@ -279,7 +283,7 @@ def test_classes_are_named_after_modules_and_numbered_through_the_stage() -> Non
     assert list(found.values()) == [(i,) for i in range(len(found))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "wide_resnet", "t5"])
+@pytest.mark.parametrize("name", slow_but(("gpt2", "wide_resnet"), ["gpt2", "llama", "wide_resnet", "t5"]))
 def test_operators_as_blocks_give_the_same_classes(name: str) -> None:
     graph, _ = trace_case(name)
     rows = [row for stage in one_device(graph, 1).stages for row in stage.spec.saved]

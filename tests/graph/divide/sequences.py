@@ -64,7 +64,6 @@ class Decoder(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.reshape(-1), reduction="sum")
         return {"loss": loss / wanted.ne(-100).sum() + 1e-3 * logits.square().mean(), "logits": logits}
 
-
     def mask(self, ids: Tensor) -> Tensor | None:
         return None
 
@@ -91,9 +90,11 @@ class Masked(Decoder):
             "window, padding": causal & window & padding,
             "any": (ids[:, None, None] + place[:, None]) % 3 != 0,
             # A query sees itself: of one that sees no key by numbers, torch's kernel for CPUs has other gradients.
-            "numbers": (place - place[:, None]).abs().neg().double().masked_fill(
-                ~(causal & padding | (place == place[:, None])), torch.finfo(torch.float64).min
-            ),
+            "numbers": (place - place[:, None])
+            .abs()
+            .neg()
+            .double()
+            .masked_fill(~(causal & padding | (place == place[:, None])), torch.finfo(torch.float64).min),
         }
         return masks[self.kind]
 

@@ -41,7 +41,7 @@ def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: li
     return row_facts(graph, count, size)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("count", slow_but([4], [1, 2, 4]))
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_over_rows(name: str, count: int) -> None:
     assert facts_of(model_of(MEANS[name]), batch_of(ROWS), count) == RowFacts()
@@ -53,7 +53,7 @@ def test_a_sum_over_rows(name: str, count: int) -> None:
     assert facts_of(model_of(SUMS[name]), batch_of(ROWS), count) == RowFacts(power=1)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("count", slow_but([4], [1, 2, 4]))
 @pytest.mark.parametrize("name", COUPLED)
 def test_rows_that_meet(name: str, count: int) -> None:
     try:
@@ -111,7 +111,7 @@ NORMS = 13  # of the wide ResNet
 LOOSE = sorted(set(zoo()) - {"wide_resnet", "in_place"})
 
 
-@pytest.mark.parametrize("name", slow_but(("gpt2", "mixtral", "lstm", "custom_function"), LOOSE))
+@pytest.mark.parametrize("name", slow_but(("gpt2", "lstm", "custom_function"), LOOSE))
 def test_models_whose_rows_never_meet(name: str) -> None:
     """Also from one micro-batch of one row, without another trace for most."""
     model, batch = zoo()[name]()

@@ -119,6 +119,7 @@ def test_a_reference_is_not_run_again(kind: str, tmp_path: Path) -> None:
             assert spec.again.flops < 0.6 * spec.forward_flops  # adapters are small beside the base
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_whole_forward(tmp_path: Path) -> None:
     job = job_of(penstock.DPO(adapt()))
     spec = job.folder.interface.stages["stage1"]

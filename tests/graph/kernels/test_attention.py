@@ -30,6 +30,7 @@ from penstock.passes.rewrite.drop_masks import DropMasks
 from penstock.runtime.functions import packed_attention, window_attention
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, one_device, stages_of
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import zoo
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 100, 16
@@ -224,7 +225,7 @@ def test_borders_let_documents_run_the_kernel(key_heads: int) -> None:
     assert FLASH not in {row.backend for row in calls.rows.attention}
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(("gpt2",), ["mistral", "gpt2"]))
 def test_saved_bytes_of_a_real_stage_without_masks(name: str) -> None:
     """On CPU: a window in blocks, and causal attention without a mask."""
     model, batch = zoo()[name](dropout=0.0)

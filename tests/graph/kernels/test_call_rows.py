@@ -23,7 +23,7 @@ CPU, GPU = Hardware.cpu(), Hardware.preset("rtx4090x1")
 
 
 @pytest.mark.parametrize("hardware", [pytest.param(CPU, marks=pytest.mark.slow), GPU], ids=["cpu", "cuda"])
-@pytest.mark.parametrize("name", slow_but(("gpt2", "t5", "lstm"), ["gpt2", "llama", "t5", "wide_resnet", "lstm"]))
+@pytest.mark.parametrize("name", slow_but(("gpt2", "lstm"), ["gpt2", "llama", "t5", "wide_resnet", "lstm"]))
 def test_a_blocks_calls_make_up_its_sums(name: str, hardware: Hardware) -> None:
     blocks = apply(draft_of(trace_case(name, dropout=0.0)[0], hardware), Coarsen()).blocks
     for block in blocks:

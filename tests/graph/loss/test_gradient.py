@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CaptureError
+from penstock.tests.shown_elsewhere import slow_but
 
 
 class Model(nn.Module):
@@ -70,6 +71,6 @@ def with_a_detached_part(h: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [written_in_place, with_a_detached_part])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", slow_but(["bf16"], ["fp32", "bf16"]))
 def test_a_gradient_is_followed_through_writes_in_place(loss: Callable[..., Tensor], precision: str) -> None:
     compile_job(loss, precision)

@@ -110,9 +110,7 @@ def routes(shape: tuple[int, ...], dtype: str = "int32") -> Value:
         ((), routes((32, 2)), 8, "without dimensions has no tokens or rows"),
     ],
 )
-def test_what_cannot_be_sent_by_count_is_refused(
-    op: ops.Op, shape: Any, given: Value, experts: int, said: str
-) -> None:
+def test_what_cannot_be_sent_by_count_is_refused(op: ops.Op, shape: Any, given: Value, experts: int, said: str) -> None:
     context = Context(lane().interface, 0)
     with pytest.raises(ValueError, match=said):
         op.infer(context, Value("tensor", 192, ops.DEVICE, shape, "float32"), given, group=ops.TEAM, experts=experts)

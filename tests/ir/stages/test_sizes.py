@@ -74,6 +74,4 @@ def test_sizes_without_their_input_are_refused() -> None:
     with pytest.raises(Unreadable, match="has no micro_batch_sizes of 2 sizes"):
         Interface.from_json(dataclasses.replace(SIZED, batch={"x": X}).to_json())
     with pytest.raises(Unreadable, match="its size 'length' is 5 to 4"):
-        Interface.from_json(
-            dataclasses.replace(SIZED, sizes={**SIZED.sizes, "length": SizeRange(5, 4)}).to_json()
-        )
+        Interface.from_json(dataclasses.replace(SIZED, sizes={**SIZED.sizes, "length": SizeRange(5, 4)}).to_json())

@@ -23,6 +23,7 @@ from penstock.ir.verify import verify
 from penstock.ir.verify.case import Case
 from penstock.ir.verify.devices import check_deadlock, check_device_memory
 from penstock.tests.ir.program.handmade import linear_stages, pipeline
+from penstock.tests.shown_elsewhere import slow_but
 
 SHAPES = [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 4, 3), (3, 7, 2)]
 KINDS: dict[str, dict[str, bool]] = {
@@ -409,7 +410,7 @@ def test_sets_of_programs_that_do_not_belong_together_are_refused() -> None:
     refusal(programs, "device 1 has `evaluate`, device 0 has `step`")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(("fetched late", "clipped", "split"), KINDS))
 def test_no_line_of_a_correct_program_can_be_left_out_or_doubled(kind: str) -> None:
     programs = pipeline(2, 2, 2, **KINDS[kind])
     for device, program in enumerate(programs):

@@ -116,6 +116,7 @@ def test_a_lane_stands_for_any_number_of_hosts(toy: Toy) -> None:
     assert simulate(moved, machine, precision="fp16").step_s == pytest.approx(made.step_s, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_steps_of_many_micro_batches_are_those_of_few_made_longer(toy: Toy) -> None:
     few, spec = ran(toy, each=6), Toy.models["BERT 10B"]
     trial = toy.plan("BERT 10B", MICS, hardware(V100, 4), 8, 6)

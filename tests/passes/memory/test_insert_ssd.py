@@ -217,10 +217,11 @@ def test_disks_slower_than_the_link_are_read_further_ahead() -> None:
 @pytest.mark.parametrize(
     ("precision", "clip", "name"),
     [
-        ("fp32", None, "chain"),
         ("fp32", 1.0, "gpt2"),
-        pytest.param("bf16", None, "gpt2", marks=pytest.mark.slow),
-        ("fp16", None, "chain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("fp32", None, "chain"), ("bf16", None, "gpt2"), ("fp16", None, "chain"))
+        ),
     ],
 )
 def test_bytes_are_those_of_the_finished_programs(precision: str, clip: float | None, name: str) -> None:

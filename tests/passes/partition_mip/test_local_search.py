@@ -37,6 +37,7 @@ def test_all_partitions_of_few_blocks_are_tried(p: MipProblem) -> None:
         assert (found[0] if found else math.inf) == pytest.approx(brute_force(p, objective), rel=1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(small_problems())
 def test_local_search_comes_close(p: MipProblem) -> None:

@@ -68,14 +68,10 @@ TEAMS = {
 }
 CASES = [(line, value) for line in TEAMS for value in VALUES]
 QUICK = [
-    ("drop-masks", "attention"),
     ("chunk-loss{tokens=4}", "loss"),
     ("split-vocabulary{parts=2}", "view of lookup"),
-    ("tile-sequence{tokens=4}", "columns"),
     ("split-context{team=2, by=heads}", "attention"),
-    ("split-context{team=2, by=heads}", "loss"),
     ("split-context{team=2, by=ring}", "attention"),
-    ("split-width{team=2}", "columns"),
     ("split-width{team=2}", "view of rows"),
 ]
 

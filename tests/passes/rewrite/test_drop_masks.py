@@ -394,6 +394,7 @@ def without_padding(name: str, **options: Any) -> tuple[nn.Module, list[dict[str
 TOLERANCE = 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("mistral",), ("mistral", "t5", "llama", "qwen3", "mixtral")))
 def test_models_train_like_eager(name: str) -> None:
     model, batches = without_padding(name)

@@ -154,7 +154,7 @@ def test_stages_off_the_device_train_as_the_sequential_loop_does(tier: str, max_
 
 
 LANES = {
-    "replicas": (1, "current", 2, None),
+    "replicas-current": (1, "current", 2, None),
     "replicas-stash": (1, "stash", 2, None),
     "replicas-clipped": (1, "predict", 4, 0.05),
     "shards": (2, "current", 4, None),
@@ -283,6 +283,7 @@ def test_a_frozen_stage_has_no_updates_and_no_staleness() -> None:
     assert frozen and not set(frozen) & ScheduleAsync().plan(draft)["staleness"].keys()
 
 
+@pytest.mark.slow
 def test_bf16_trains() -> None:
     """On fp32 masters, which the prediction starts from."""
     model, batch = zoo()["gpt2"](dropout=0.0)

@@ -90,7 +90,13 @@ def test_a_saved_decision_gives_the_same_programs() -> None:
 @pytest.mark.parametrize(
     ("shard", "rest", "mesh", "schedule"),
     [
-        ("tier=device, hold=false", "insert-two-hop, insert-optimizer", "shards=2, depth=2", "schedule-1f1b"),
+        pytest.param(
+            "tier=device, hold=false",
+            "insert-two-hop, insert-optimizer",
+            "shards=2, depth=2",
+            "schedule-1f1b",
+            marks=pytest.mark.slow,
+        ),
         ("tier=dram", "insert-two-hop, overlap-optimizer", "shards=2", "schedule-1f1b"),
         pytest.param(
             "tier=ssd", "insert-ssd, overlap-optimizer", "shards=4", "schedule-pipeline", marks=pytest.mark.slow

@@ -27,6 +27,7 @@ from penstock.tests.compiler.fleet_matrix import with_counts
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.device.fake_cuda import FakeCuda, FakeCudaSession, install
 from penstock.tests.runtime.generated_files import write_chain
+from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import gpt2
 
 WIDTH, ROWS, MICRO_BATCHES, STEPS, STAGES = 8, 4, 2, 3, 4
@@ -125,7 +126,7 @@ def test_memory_that_crosses_streams_must_be_held(
     assert any("rt.offload" in line for line in cuda.not_held)
 
 
-@pytest.mark.parametrize("memory", ["64MB", "300kB"], ids=["resident", "swapped"])
+@pytest.mark.parametrize("memory", slow_but(["300kB"], ["64MB", "300kB"]), ids=["resident", "swapped"])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_compiled_plans_with_tied_weights_and_clipping(
     memory: str, precision: str, cuda: FakeCuda, tmp_path: Path

@@ -18,6 +18,7 @@ from penstock.tests.ir.program.handmade import MAX_NORM, pipeline
 from penstock.tests.runtime.device import test_device
 from penstock.tests.runtime.device.test_device import MICRO_BATCHES, ROWS, STEPS, WIDTH, batch_of, eager
 from penstock.tests.runtime.generated_files import write_chain
+from penstock.tests.shown_elsewhere import slow_but
 
 MACHINE = Hardware.cpu(1, memory="8MB", dram="8MB", ssd="64MB")
 KINDS: list[dict[str, Any]] = [
@@ -69,7 +70,7 @@ def test_peaks_are_those_that_were_planned(kind: dict[str, Any], tmp_path: Path)
     session.close()
 
 
-@pytest.mark.parametrize("ssd", ["", "states", "all"])
+@pytest.mark.parametrize("ssd", slow_but(["all"], ["", "states", "all"]))
 @pytest.mark.parametrize("max_norm", [MAX_NORM, 1e-3])
 def test_a_speculative_step_is_undone_where_gradients_are_clipped(ssd: str, max_norm: float, tmp_path: Path) -> None:
     """The same bits as with steps that wait for the norm."""

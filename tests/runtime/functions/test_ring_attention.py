@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.runtime.functions.ring_attention import QUERIES, attend_block, attention_of, visible_steps, with_gradients
 from penstock.runtime.functions.token_parts import among_zeros, own_tokens
+from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
 
 TOKENS = 24
 WINDOWS = [(None, None), (None, 0), (3, 0), (9, 0), (2, 3), (0, 0), (40, 0)]
@@ -84,8 +85,8 @@ def mask_of(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, dtype=torch.double).masked_fill(~seen, float("-inf"))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize(("team", "zigzag"), LAYOUTS)
+@pytest.mark.parametrize("kind", slow_but(("padding", "documents", "any", "hidden by numbers"), MASKS))
+@pytest.mark.parametrize(("team", "zigzag"), slow_rows_but([(3, False), (4, True)], LAYOUTS))
 def test_a_ring_is_attention(team: int, zigzag: bool, kind: str) -> None:
     """Of queries that see no key, too, of which torch's makes 0."""
     made = torch.Generator().manual_seed(team)

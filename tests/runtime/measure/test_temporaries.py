@@ -16,10 +16,13 @@ from penstock.runtime.optimizer import stage_optimizer
 from penstock.runtime.optimizer.param_groups import ParamGroup
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER, KINDS, Replacing
+from penstock.tests.shown_elsewhere import slow_but
 
 CASES = {**EVERY_OPTIMIZER, "Muon": partial(torch.optim.Muon, lr=0.01), "Replacing": Replacing}
 SHAPES = {"a": (96, 160), "b": (160, 96), "c": (40, 30), "d": (96, 160), "e": (64, 7)}
 NUMEL = 96 * 160
+# One of each form, and those whose steps hold the most.
+TELLING = ("Adafactor-foreach", "AdamW-fused", "ASGD-foreach", "Rprop-loop", "SGD-momentum-fused", "Muon", "Replacing")
 
 
 def spec_of(name: str) -> OptimizerSpec:
@@ -51,7 +54,7 @@ def assert_counted(found: int, counted: int) -> None:
 
 
 @pytest.mark.parametrize("portion", [1 << 26, 2 * NUMEL], ids=["one call", "portions"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(TELLING, CASES))
 def test_a_step_takes_what_is_counted(name: str, portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (stage_optimizer, temporaries):
         monkeypatch.setattr(module, "PORTION_ELEMENTS", portion)
@@ -66,7 +69,7 @@ def test_the_dtype_of_the_step_counts() -> None:
     assert_counted(found_bytes(spec, torch.bfloat16), counted)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(("Adafactor", "AdamW", "ASGD"), KINDS))
 def test_each_device_has_its_own_form(name: str) -> None:
     """Where a class has no fused kernels, a GPU takes the foreach form; Adafactor alone is a loop everywhere."""
     spec, fused = OptimizerSpec.from_callable(KINDS[name]), f"{name}-fused" in EVERY_OPTIMIZER

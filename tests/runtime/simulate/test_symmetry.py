@@ -51,7 +51,12 @@ def test_a_machine_that_is_irregular_does_not_repeat() -> None:
 
 @pytest.mark.parametrize(
     ("shards", "depth", "nearest"),
-    [(4, 1, "shards"), (8, 1, "shards"), (1, 4, "shards"), (4, 2, "pipeline"), (32, 1, "shards")],
+    [
+        (4, 1, "shards"),
+        (8, 1, "shards"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 4, "shards"), (4, 2, "pipeline"))),
+        (32, 1, "shards"),
+    ],
 )
 def test_lanes_that_stand_for_all_cost_what_all_cost(
     shards: int, depth: int, nearest: str, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +69,9 @@ def test_lanes_that_stand_for_all_cost_what_all_cost(
             assert simulate(draft.programs, draft.machine).step_s == pytest.approx(few_s, rel=1e-9)
 
 
-@pytest.mark.parametrize(("shards", "depth"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow), (2, 4), (1, 4)])
+@pytest.mark.parametrize(
+    ("shards", "depth"), [(4, 1), (1, 4), *(pytest.param(2, depth, marks=pytest.mark.slow) for depth in (2, 4))]
+)
 def test_racks_slow_a_lane_as_they_slow_all(shards: int, depth: int) -> None:
     """Four hosts of two GPUs in racks of two: written out, and one lane for all. A narrow uplink costs time."""
     seconds = {}

@@ -22,6 +22,7 @@ from penstock.runtime.model_names import named_tensors, ties_of, unsaved_buffers
 from penstock.runtime.state import pretrained, tensor_file
 from penstock.runtime.state.pretrained import save_pretrained
 from penstock.runtime.state.weights import FreshWeights, open_directory, stage_weights
+from penstock.tests.shown_elsewhere import slow_but
 
 Stage = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
 
@@ -115,7 +116,7 @@ def assert_loads(directory: Path, model: nn.Module) -> nn.Module:
     [gpt2, llama, lambda: llama(tied=True), t5, bert, lambda: bert("MaskedLM"), vit, mixtral]
     + [lambda: gpt2().bfloat16(), lambda: llama().half()],
 )
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 8000])
+@pytest.mark.parametrize("max_shard_bytes", slow_but([8000], [10**9, 8000]))
 def test_transformers_loads_it_with_nothing_missing(tmp_path: Path, make, max_shard_bytes: int) -> None:
     model = make()
     before = model.config.to_dict()

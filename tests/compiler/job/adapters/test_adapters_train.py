@@ -45,7 +45,7 @@ def assert_trains(model: Any, steps: int = 3, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(["dora", "tied tokens"], MODELS),
+    slow_but(["tied tokens"], MODELS),
 )
 @pytest.mark.filterwarnings("ignore:.*gradient checkpointing")
 def test_adapters_train_as_in_eager(name: str) -> None:

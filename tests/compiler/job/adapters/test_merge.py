@@ -67,6 +67,7 @@ def logits(model: nn.Module) -> Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", slow_but(["dora"], CASES))
 def test_the_merged_model_computes_what_was_trained(name: str, tmp_path: Path) -> None:
