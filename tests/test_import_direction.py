@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.tests.syntax import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 # Per room what it may import besides itself. `penstock reproduce` reaches `papers` through an entry point.
 MAY_IMPORT = {
@@ -112,7 +114,7 @@ def inside_a_room(target: tuple[str, ...], path: Path) -> str:
 def violations(source: str, path: Path) -> list[str]:
     """One line per import in `source` that breaks the rules for the file at `path`, relative to the repository root."""
     found = []
-    for node in statements(ast.parse(source)):
+    for node in statements(tree_of(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             why = sorted({complaint(target, path) for target in targets(node, path)} - {""})
             found += [f"{path}:{node.lineno}: {ast.unparse(node)}: {reason}" for reason in why]

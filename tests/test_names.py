@@ -7,6 +7,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from penstock.tests.syntax import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("ir", "runtime", "graph", "passes", "codegen", "compiler", "data", "training", "integrations", "cli", "papers")
 # Names that several files may have, each with the reason.
@@ -20,7 +22,7 @@ def definitions() -> dict[str, list[str]]:
     found = defaultdict(list)
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
-            for node in ast.parse(file.read_text("utf-8")).body:
+            for node in tree_of(file.read_text("utf-8")).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     found[node.name].append(file.relative_to(ROOT).as_posix())
                 elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

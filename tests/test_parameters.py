@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from penstock.tests.syntax import nodes_of
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("ir", "runtime", "graph", "passes", "codegen", "compiler", "data", "training", "integrations", "cli", "papers")
 MOST = 10  # `self` and a `**` among them
@@ -18,7 +20,7 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def long_signatures(source: str) -> list[str]:
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [n for n in nodes_of(source) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [function.name for function in functions if num_parameters(function) > MOST]
 
 

@@ -6,6 +6,8 @@ import ast
 from pathlib import Path
 from typing import TypeGuard
 
+from penstock.tests.syntax import nodes_of
+
 ROOT = Path(__file__).resolve().parent.parent
 KNOWS = "runtime/accelerator.py"
 NAMES = "runtime/torch_names.py"
@@ -19,7 +21,7 @@ def lines_with_cuda(path: Path) -> list[int]:
     source = path.read_text("utf-8")
     if "cuda" not in source:
         return []
-    return sorted(node.lineno for node in ast.walk(ast.parse(source)) if uses_cuda(node))
+    return sorted(node.lineno for node in nodes_of(source) if uses_cuda(node))
 
 
 def uses_cuda(node: ast.AST) -> TypeGuard[ast.stmt | ast.expr]:

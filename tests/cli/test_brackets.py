@@ -16,6 +16,7 @@ from penstock.cli.answer import print_answer
 from penstock.cli.main import add_commands, app
 from penstock.cli.tables import console, table
 from penstock.cli.working import working
+from penstock.tests.syntax import nodes_of
 
 TEXT = "needs peft: pip install 'penstock[adapters]' :warning:"
 ROOT = Path(penstock.__file__).resolve().parent
@@ -40,7 +41,7 @@ def test_the_line_of_a_search_prints_brackets(monkeypatch: pytest.MonkeyPatch) -
 
 
 def calls(file: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    return [node for node in nodes_of(file.read_text("utf-8")) if isinstance(node, ast.Call)]
 
 
 def test_no_console_reads_markup() -> None:

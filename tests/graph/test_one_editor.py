@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.ir.edges import META_EDGES
+from penstock.tests.syntax import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITOR = "graph/edit.py"
@@ -23,7 +24,7 @@ WRITES = {"update", "pop", "setdefault", "clear", "popitem"}
 
 def edits(source: str) -> Iterator[tuple[int, str]]:
     """The lines that edit edges between nodes, each with its kind of edit."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in EDITS:
                 yield node.lineno, node.func.attr
@@ -75,7 +76,7 @@ def test_only_the_editor_writes_edges() -> None:
 
 def test_the_keys_of_edges_are_listed_once() -> None:
     def names_all(source: str) -> bool:
-        nests = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Tuple | ast.List | ast.Set))
+        nests = (n for n in nodes_of(source) if isinstance(n, ast.Tuple | ast.List | ast.Set))
         texts = ({e.value for e in nest.elts if isinstance(e, ast.Constant)} for nest in nests)
         return any(len(text.intersection(META_EDGES)) > 1 for text in texts)
 

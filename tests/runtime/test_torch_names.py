@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime import torch_names
+from penstock.tests.syntax import nodes_of
 from penstock.tests.test_import_direction import MAY_IMPORT, ROOT
 
 NAMES = Path(torch_names.__file__).resolve()
@@ -33,7 +34,7 @@ def full_name(node: ast.expr, known: dict[str, str]) -> str:
 def private_names(source: str) -> Iterator[str]:
     """The private modules and attributes of torch that a source names."""
     known: dict[str, str] = {}
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
