@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 from torch.export import Dim
@@ -10,6 +11,7 @@ from torch.export import Dim
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import GptSize, batch_of
 from penstock.tests.gpu.rehearsal import DEVICE, SIZE, compile_job, exact, model_of, on_gpu, swapping_job
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -22,8 +24,7 @@ KINDS = {
 LENGTHS = (32, 7, 20, 32, 3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.emulated_core)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "precision"), core_of([("swapped", "bf16")], product(KINDS, ("fp32", "bf16"))))
 def test_losses_and_weights_are_eagers_at_every_length(kind: str, precision: str) -> None:
     model = model_of()
     data = [batch_of(GptSize(**{**vars(SIZE), "length": n}), 4, seed) for seed, n in enumerate(LENGTHS)]

@@ -18,6 +18,7 @@ from penstock.runtime.stage.operators import CUDA_ATTENTION
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.gpu.rehearsal import DEVICE, exact, on_gpu, only_on_gpu
 from penstock.tests.passes.running import all_passes, apply, draft_of, generate_stages
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, only_on_gpu]
@@ -97,12 +98,12 @@ def away(kept: Any, place: str) -> Any:
     return moved.copied_to(torch.empty(kept.num_bytes, dtype=torch.uint8, device=DEVICE))
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("place", ["kept", "moved"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+KERNELS = [("bf16", False, FLASH), ("bf16", True, EFFICIENT), ("fp32", False, EFFICIENT)]
+CASES = [(*kernel, dropout, place) for kernel in KERNELS for dropout in (0.0, 0.1) for place in ("kept", "moved")]
+
+
 @pytest.mark.parametrize(
-    ("precision", "masked", "kernel"),
-    [("bf16", False, FLASH), ("bf16", True, EFFICIENT), ("fp32", False, EFFICIENT)],
+    ("precision", "masked", "kernel", "dropout", "place"), core_of([c for c in CASES if c[3:] == (0.1, "moved")], CASES)
 )
 def test_attention_that_is_taken_gives_the_same_bits(
     precision: str, masked: bool, kernel: Any, dropout: float, place: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from penstock.tests.gpu.rehearsal import (
     swapping_job,
 )
 from penstock.tests.gpu.test_gpu_parity import change
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -53,10 +55,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+CORE = {("resident", "bf16", "aot_eager"), ("2 stages", "fp32", "eager"), ("swapped", "fp32", "aot_eager")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "backend"), core_of(CORE, product(KINDS, ("fp32", "bf16"), BACKENDS)), indirect=["backend"]
+)
 def test_losses_and_weights_are_eagers(kind: str, precision: str, backend: str) -> None:
     model, data = model_of(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision)

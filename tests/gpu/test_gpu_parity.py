@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.tests.gpu.rehearsal import (
     session_of,
     swapping_job,
 )
+from penstock.tests.shown_elsewhere import core_of
 from penstock.tests.zoo import wide_resnet, zoo
 
 __all__ = ["exact"]  # a fixture
@@ -37,9 +39,10 @@ KINDS = {
 }
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+CORE = {("resident", "fp32"), ("2 stages", "fp16"), ("swapped", "fp32"), ("swapped", "bf16")}
+
+
+@pytest.mark.parametrize(("kind", "precision"), core_of(CORE, product(KINDS, ("fp32", "bf16", "fp16"))))
 def test_losses_and_weights_are_eagers(kind: str, precision: str) -> None:
     """Tied weights too: they are in the first and in the last stage."""
     model, data = model_of(), batches()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from penstock.tests.gpu.rehearsal import (
     session_of,
     swapping_job,
 )
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
@@ -65,9 +67,10 @@ def compile_job(model: Any, batch: Any, line: str, disk: str, **options: Any) ->
     )
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("line", LINES)
+CORE = [("all on SSD", "fp16"), ("states on SSD", "bf16"), *((line, "fp32") for line in LINES if " to " in line)]
+
+
+@pytest.mark.parametrize(("line", "precision"), core_of(CORE, product(LINES, ("fp32", "bf16", "fp16"))))
 def test_losses_and_weights_are_eagers(line: str, precision: str, disk: str) -> None:
     model, data = model_of(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision)

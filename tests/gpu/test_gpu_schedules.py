@@ -13,14 +13,14 @@ import torch
 from penstock.runtime.processes.local import worker_environment
 from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
 from penstock.tests.gpu.two_gpus import SCHEDULES, TEAMS, TURNS, is_within, train
+from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = [*on_gpu, only_on_gpu, two_gpus, pytest.mark.multi]
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("strategy", SCHEDULES)
+@pytest.mark.parametrize("strategy", core_of(("1f1b", "mobius", "mics", "fuyou"), SCHEDULES))  # torchrun has all
 def test_workers_on_two_gpus(strategy: str) -> None:
     apart = train(strategy)
     assert apart.fits("fp32"), apart
