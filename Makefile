@@ -70,11 +70,14 @@ help:
 
 install: .venv/penstock
 
+# Two processes, each of which runs whole files: what a file's tests share is made once.
+TWO := -n 2 --dist loadfile
+
 demo: install
 	$(BIN)/python examples/finetune_minilm.py
 
 test: install
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest $(TWO)
 
 # Debian's Chromium, or the one that is there.
 browser: install
@@ -96,10 +99,10 @@ slow: install
 	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile random --hypothesis-seed $(SEED) --examples $(EXAMPLES)
 
 oldest: .venv-oldest/penstock
-	.venv-oldest/bin/pytest -n 2
+	.venv-oldest/bin/pytest $(TWO)
 
 newest: .venv-newest/penstock
-	.venv-newest/bin/pytest -n 2
+	.venv-newest/bin/pytest $(TWO)
 
 mutants: install
 	$(BIN)/python tests/mutants.py --seed $(SEED)
@@ -124,7 +127,7 @@ $(EMULATED)/built: $(EMULATED)/site/torch $(EMULATED)/headers/nvidia $(wildcard 
 	touch $@
 
 # Operations start late and freed memory holds NaN, so that a missing wait gives wrong numbers.
-EMULATING = FAKECUDA_POISON=1 FAKECUDA_DELAY_US=500 tests/fakecuda/fakecuda-run $(BIN)/pytest -n 2 -p penstock.tests.fakecuda.no_skips
+EMULATING = FAKECUDA_POISON=1 FAKECUDA_DELAY_US=500 tests/fakecuda/fakecuda-run $(BIN)/pytest $(TWO) -p penstock.tests.fakecuda.no_skips
 
 gpu-emulated: install $(EMULATED)/built
 	set -e; for seed in $(SEEDS); do FAKECUDA_SEED=$$seed $(EMULATING) -m 'gpu and not real_gpu'; done
