@@ -40,7 +40,8 @@ def plain(model: GPT2LMHeadModel, epochs: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["with_accelerate", pytest.param("with_lightning", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["with_accelerate", "with_lightning"])
 def test_the_loop_trains_as_plain_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32; only the order of additions differs, 1e-5 of a loss of about 5.5 and of weights."""
     module, begun = load(name), []

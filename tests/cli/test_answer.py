@@ -24,7 +24,7 @@ from penstock.ir.errors import DoesNotFit, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.units import time_text
 
-SMALL = "gpt2:n_layer=2,n_embd=128,n_head=4,vocab_size=512"
+SMALL = "gpt2:n_layer=1,n_embd=64,n_head=4,vocab_size=512"
 
 
 def options(**changes: object) -> JobOptions:

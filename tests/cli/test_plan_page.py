@@ -11,7 +11,8 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.tests.compiler.report.test_page import facts_in
 
 GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
-PLAN = ["plan", "--model", GPT, "--batch", "4", "--sequence", "16", "--strategy", "balanced", "--no-alternatives"]
+PLAN = ["plan", "--model", GPT, "--batch", "4", "--sequence", "16", "--strategy", "balanced", "--no-alternatives",
+        "--micro-batches", "2"]  # fmt: skip
 
 
 def run(*words: str) -> int:

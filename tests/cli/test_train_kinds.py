@@ -75,6 +75,7 @@ def test_losses_of_eager(rows: list[dict[str, Any]], changes: dict[str, Any], sa
     assert result.losses == pytest.approx(eager(chosen), rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_chats_of_a_tokenizer(tmp_path: Path) -> None:
     """A directory with a model without weights, whose tokenizer has a template."""
     model = tmp_path / "model"
@@ -123,6 +124,7 @@ def test_held_out_files(tmp_path: Path) -> None:
     assert result.after["loss"] < result.before["loss"]
 
 
+@pytest.mark.slow
 def test_preferences_are_counted(tmp_path: Path) -> None:
     """Before training policy and reference are one, so no answer is preferred; then those of the pairs are learnt."""
     rows = [{"prompt": "ab", "chosen": "cd", "rejected": "ef"}] * 12

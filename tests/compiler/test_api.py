@@ -15,6 +15,7 @@ from penstock.ir.errors import PlanError
 from penstock.passes.draft import Draft
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 from penstock.tests.compiler.reasons import reasons_of
+from penstock.tests.shown_elsewhere import slow_but
 
 
 def machine(**figures: Any) -> penstock.Hardware:
@@ -62,7 +63,7 @@ def test_a_model_on_meta_and_shapes_instead_of_tensors() -> None:
     assert any("GPT2Block" in job.code(device) for device in range(4))
 
 
-@pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
+@pytest.mark.parametrize("form", slow_but(["tuple", "tensor"], ["dict", "tuple", "tensor"]))
 def test_forms_of_a_batch(form: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(8, 4)

@@ -166,6 +166,7 @@ def test_check_compares_in_the_modes_of_the_model() -> None:
     assert report.passed and report.skipped is None
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_trains_in_the_mode_that_it_is_in() -> None:
     import transformers
 

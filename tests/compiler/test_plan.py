@@ -108,8 +108,9 @@ def unknown_pass(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        renamed_block, lost_block, no_such_device, too_few_devices, other_blocks, remat_of_nothing, fetch_of_nothing,
-        optimizer_of_nothing, schedule_of_another_pass, unknown_pass,
+        renamed_block, no_such_device, too_few_devices, remat_of_nothing, fetch_of_nothing, optimizer_of_nothing,
+        schedule_of_another_pass, unknown_pass,
+        *(pytest.param(edit, marks=pytest.mark.slow) for edit in (lost_block, other_blocks)),
     ],
 )  # fmt: skip
 def test_an_edit_that_cannot_be_carried_out(edit: Callable[[dict[str, Any]], None], plan: Plan, tmp_path: Path) -> None:

@@ -66,7 +66,10 @@ def test_true_bf16_passes_the_check_against_eager() -> None:
     assert report.passed and report.skipped is None
 
 
-def test_names_are_what_plans_and_people_see_and_old_words_still_load(tmp_path: Path) -> None:
+def test_names_are_what_plans_and_people_see_and_old_words_still_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.compiler.search.what_helps.HELP_S", 0.0)
     model, batch = upcasting()
     job = compile_job(model, batch, "bf16")
     assert job.plan.precision == "bf16-mixed"
@@ -112,9 +115,9 @@ def placed(model: nn.Module, batch: Any, precision: str, place: str, **options: 
 @pytest.mark.parametrize(
     ("place", "precision"),
     [
-        *((place, "bf16-true") for place in PLACES if place not in SELDOM),
+        ("lanes with shards", "bf16-true"),
         ("two devices", "bf16-mixed"),
-        *(pytest.param(place, "bf16-true", marks=pytest.mark.slow) for place in SELDOM),
+        *(pytest.param(p, "bf16-true", marks=pytest.mark.slow) for p in PLACES if p != "lanes with shards"),
         *(pytest.param(p, "bf16-mixed", marks=pytest.mark.slow) for p in PLACES if p != "two devices"),
     ],
 )

@@ -149,6 +149,7 @@ def test_two_devices_with_dropout() -> None:
     assert_trains_like_eager(job, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["1f1b", pytest.param("ftpipe", marks=pytest.mark.slow)])
 def test_other_strategies(strategy: str) -> None:
     model = penstock.DPO(adapt("gpt2", num_layers=2))

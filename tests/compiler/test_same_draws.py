@@ -195,6 +195,7 @@ LAID_OUT = {name: PLANS[name] for name in ("one stage", "from DRAM, rematerialis
 LAID_OUT |= {"kept classes in DRAM": (1, OFFLOADED), "sent to devices": (4, CUT.replace("=5", "=4"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_but(("one stage", "kept classes in DRAM"), LAID_OUT))
 @pytest.mark.parametrize("kind", [Turned, pytest.param(Images, marks=pytest.mark.slow)])
 def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(kind: type[nn.Module], layout: str) -> None:

@@ -24,7 +24,7 @@ from penstock.tests.passes.test_random_plans import coarsen_graph, random_draft
 from penstock.tests.random_features import Featured, featured_model
 from penstock.tests.random_models import Batch
 
-MODELS, MANY_MODELS, STEPS = 8, 200, 3
+MODELS, MANY_MODELS, STEPS = 4, 200, 3
 # fp64; sums in another order, through three steps of a few layers. The norm to which max_norm scales a row twice, where
 # its stage computes forward again, is off by its own epsilon of 1e-7.
 TOLERANCE, RENORMED = 1e-11, 1e-6

@@ -31,6 +31,7 @@ from penstock.tests.runtime.device.test_cuda_order import (
     run,
 )
 from penstock.tests.runtime.generated_files import write_chain
+from penstock.tests.shown_elsewhere import slow_but
 
 PATIENCE_S = 10.0
 
@@ -109,7 +110,7 @@ def in_chunks(folder: Path, server: TurnServer, moved: str = "") -> FakeCudaSess
     return session
 
 
-@pytest.mark.parametrize("moved", ["", "dram"])
+@pytest.mark.parametrize("moved", slow_but(["dram"], ["", "dram"]))
 def test_weights_in_chunks_are_the_same_weights_without_a_race(
     moved: str, server: TurnServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def test_the_models_work_counts_whatever_the_plan_computes_again() -> None:
     assert 6 * matrices * tokens <= found < 1.5 * 6 * matrices * tokens  # the rest is attention
 
 
-def test_utilisation_is_work_over_time_and_the_peak_of_all_devices_in_the_precisions_arithmetic() -> None:
+def test_utilisation_is_work_over_time_and_peak() -> None:
     job, batch = compile_job()
     (device,) = job.hardware.devices
     assert peak_flops(job) == device.peak_flops["fp32"]
@@ -59,6 +59,9 @@ def test_utilisation_is_work_over_time_and_the_peak_of_all_devices_in_the_precis
     work = record.model_flops_utilisation * record.seconds * device.peak_flops["fp32"]
     assert work == pytest.approx(step_flops(job), rel=1e-9)
 
+
+@pytest.mark.slow
+def test_the_peak_is_of_all_devices_in_the_precisions_arithmetic() -> None:
     model, batch = zoo_case("gpt2")
     machine = penstock.Hardware.cpu(num_devices=2, memory="64MB")
     low = penstock.compile(

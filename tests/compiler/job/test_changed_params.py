@@ -159,6 +159,7 @@ def test_what_eager_would_do_once_a_step_is_refused_with_its_line(change: str, r
         compile_job(make(change))
 
 
+@pytest.mark.slow
 def test_asynchronous_training_and_the_check() -> None:
     with pytest.raises(PassError, match=r"forward changes first\.weight in place"):
         compile_job(make("clamp"), 2, strategy="async")

@@ -182,7 +182,7 @@ class PartlyUsed(nn.Module):
         return F.mse_loss(self.second(h), y)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", slow_but([3], [1, 3]))
 def test_frozen_shared_and_unused_parameters(stages: int) -> None:
     torch.manual_seed(0)
     model, batch = PartlyUsed(), {"x": torch.randn(8, 6), "y": torch.randn(8, 1)}

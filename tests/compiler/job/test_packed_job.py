@@ -87,6 +87,7 @@ def test_packed_training_is_that_of_each_document_by_itself(name: str, attention
         assert_close(job.state_dict(), eager.model.state_dict(), REORDERED)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_documents_in_a_job() -> None:
     """On CPU plans keep the mask; a plan for a GPU holds this decision."""
     model = make("llama", "sdpa")

@@ -315,6 +315,7 @@ def train_with_nan(options: dict[str, Any], name: str, batches: list[Any], strat
         return told, left_by(job, batches[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "norm", "choice"),
     [

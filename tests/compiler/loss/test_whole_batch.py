@@ -20,9 +20,14 @@ from penstock.tests.compiler.loss.rules import (
     Loss,
     Tokens,
     class_weights,
+    criterion,
+    labels_written_in_place,
+    likelihood,
+    masked_mean,
     masked_mean_at_least_one,
     plain,
     plain_mean,
+    ratio_of_means,
     rows,
     two_counts,
 )  # fmt: skip
@@ -44,7 +49,10 @@ def assert_whole(found: Step, wanted: Step) -> None:
     assert found.distance(wanted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+SEEN = (class_weights, likelihood, criterion, masked_mean, ratio_of_means, labels_written_in_place)
+
+
+@pytest.mark.parametrize("rule", slow_but(SEEN, RULES), ids=lambda rule: rule.__name__)
 def test_every_rule_counts_over_the_whole_batch(rule: Any) -> None:
     model, batch = Loss(rule), rows()
     assert_whole(job_step(compile_job(model, batch, 1, "balanced", 4), batch), eager_step(model, batch))

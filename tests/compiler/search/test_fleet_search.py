@@ -50,6 +50,7 @@ def test_words_for_lanes(count: int, shards: int, depth: int, words: str) -> Non
     assert lanes.describe() == f"{count} devices: {words}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [pytest.param("mics-p4d:2", marks=pytest.mark.slow), "mobius-topo2+2"])
 def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> None:
     """The layout's own, before any stage is cut, and that of its stages."""

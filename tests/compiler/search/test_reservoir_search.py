@@ -213,6 +213,7 @@ def test_the_fewest_stages_that_fit_are_counted_once(monkeypatch: pytest.MonkeyP
     assert min(stage_counts(other.lane(PLAIN))) < min(counts[0])
 
 
+@pytest.mark.slow
 def test_scouts_of_a_reservoir_also_use_fewer_devices() -> None:
     """Half of them, a quarter, under all root complexes; the plan says so, and the idle ones need nothing."""
     hardware = Hardware.preset("mobius-topo2+2")

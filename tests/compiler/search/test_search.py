@@ -134,7 +134,7 @@ FEW = {"roomy"}
 
 @pytest.mark.parametrize("machine", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MACHINES])
 @pytest.mark.parametrize("frozen", [0.0, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.4, 0.8))])
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))])
 def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str, frozen: float) -> None:
     """Whatever partition, mapping, schedule and tier, and whatever part of the model comes first and is not trained."""
     made, batch = zoo_case(model)
@@ -300,6 +300,7 @@ def test_a_model_without_anything_to_train() -> None:
         penstock.compile(Frozen(), cpu(1), example_inputs={"x": torch.zeros(4, 2)})
 
 
+@pytest.mark.slow
 def test_a_plan_is_replayed_without_a_search() -> None:
     model, batch = zoo_case("mlp")
     plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, micro_batches=4).plan

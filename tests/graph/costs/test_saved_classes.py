@@ -187,6 +187,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("gpt2",), IN_BF16))
 def test_under_autocast_as_when_all_is_kept(name: str) -> None:
     graph, batches = traced_in(name, "bf16")

@@ -86,6 +86,7 @@ def test_blocks_run_at_the_rate_that_the_paper_measured() -> None:
     assert half.hosts[0].optimizer_params_per_s == machine("A100").hosts[0].optimizer_params_per_s / 4
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_every_block_computed_again(toy: Toy) -> None:
     """Against the costs of the traced blocks: four forwards of each, and three of the head, which is not one."""
     blocks = toy.blocks(trial(toy, FUYOU).workload, machine("4090"))

@@ -144,6 +144,7 @@ def test_what_stages_share_is_added_up_after_their_own_sums() -> None:
         verify(draft.programs, draft.lane_hardware)
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_faster_where_a_light_stage_has_most_parameters() -> None:
     """As a pipeline of one stage a device, and as data parallelism in all layouts, which sum the large table."""
     hardware, steps = Hardware.cpu(num_devices=4, link="50MB/s"), dict[str, float]()

@@ -220,6 +220,7 @@ def test_a_stage_that_reads_what_it_writes_keeps_everything() -> None:
     assert ChooseActivations(to="dram", share=1.0).plan(draft)["rematerialise"] == ["stage1"]
 
 
+@pytest.mark.slow
 def test_two_devices_train_as_eager_pytorch_does() -> None:
     graph, batches = trace_case("wide_resnet")
     hardware = Hardware.cpu(num_devices=2, memory="500MB", ssd="1GB")

@@ -64,6 +64,7 @@ def test_the_last_stage_of_a_device_stays_for_its_backward() -> None:
         assert [fetched.count(f"{name}.weights") for name in own] == [2] * (len(own) - 1) + [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h2d", ["200MB/s", pytest.param("1GB/s", marks=pytest.mark.slow)])
 def test_looking_ahead_is_faster_on_a_slow_link(h2d: str) -> None:
     steps = []

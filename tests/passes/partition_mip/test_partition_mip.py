@@ -33,6 +33,7 @@ from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, trace_case
+from penstock.tests.shown_elsewhere import slow_but
 
 BEHIND = (MapRoundRobin(), SchedulePipeline(), InsertRemat(), InsertFetch(), InsertOptimizer())
 NAME = PartitionMip.name
@@ -103,7 +104,7 @@ def test_the_plan_beats_one_block_a_stage_and_says_what_is_proven() -> None:
     assert "linear relaxations" in said
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize("model", slow_but(["gpt2"], ["gpt2", "t5"]))
 def test_trains_like_eager(model: str) -> None:
     graph, batches = trace_case(model)
     draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=3)
@@ -125,6 +126,7 @@ def test_literal_objective() -> None:
     assert draft.notes[NAME].startswith("the paper's own objective") and "by closed form" in draft.notes[NAME]
 
 
+@pytest.mark.slow
 def test_without_prove_nothing_is_said_to_be_proved() -> None:
     for literal in (False, True):
         draft = small(16)
@@ -228,6 +230,7 @@ def test_unequal_devices_in_an_order() -> None:
         assert sizes[1] > sizes[0]
 
 
+@pytest.mark.slow
 def test_candidates_differ_in_their_number_of_stages() -> None:
     draft = small(16)
     found = candidates(draft, PartitionMip(deadline_s=2.0))

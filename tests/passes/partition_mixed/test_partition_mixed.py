@@ -81,8 +81,7 @@ def assert_well_formed(draft: Draft, decision: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "level", "num_devices"),
     [
-        ("gpt2", "operator", 3),
-        *(pytest.param("gpt2", *of, marks=pytest.mark.slow) for of in (("layer", 2), ("layer", 3), ("operator", 2))),
+        *(pytest.param("gpt2", *of, marks=pytest.mark.slow) for of in product(("layer", "operator"), (2, 3))),
         *(pytest.param("t5", *of, marks=pytest.mark.slow) for of in product(("layer", "operator"), (2, 3))),
         ("in_place", "operator", 3),
         pytest.param("wide_resnet", "operator", 2, marks=pytest.mark.slow),

@@ -278,6 +278,7 @@ def test_an_operand_of_attention_that_changes_later_is_refused() -> None:
         split(Scaled())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", slow_but(("ring",), ["heads", "ring", "rows"]))
 def test_members_with_different_tokens_divide_layers(by: str) -> None:
     """The rows of all go to every member's columns, and each member gets its own rows of the sum."""

@@ -83,6 +83,7 @@ def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str) -> None:
     assert all((first[key] == second[key]).all() for key in first)
 
 
+@pytest.mark.slow
 def test_swapped_stages() -> None:
     """A device whose stages do not fit fetches each for its turns."""
     hardware = Hardware.cpu(num_devices=2, memory="32kB")

@@ -113,6 +113,7 @@ def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str) -> None:
     assert all((first[key] == second[key]).all() for key in first)
 
 
+@pytest.mark.slow
 def test_the_bubble_shrinks_with_the_stages_of_a_device() -> None:
     """16 equal blocks on 4 devices, 4 micro-batches: (N - 1) / v turns of a device's whole work lie idle."""
     hardware, graph = Hardware.cpu(num_devices=4), chain(depth=16, width=512, rows=256)

@@ -140,6 +140,7 @@ def test_frozen_parts(frozen: str) -> None:
                      "norm": {"stage1", "stage2", "stage3", "stage4"}, "layers": set()}[frozen]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_stages_that_are_swapped_and_computed_again() -> None:
     """Weights come from DRAM: a stage's stay from its first half of a backward on. Saved tensors are made again for
     the first half, and kept for the second."""

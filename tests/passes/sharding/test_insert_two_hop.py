@@ -65,6 +65,7 @@ def test_an_all_reduce_brings_every_device_the_whole_sum() -> None:
     assert moved["all-reduce"]["nic0.up"] == moved["step"]["nic0.up"]
 
 
+@pytest.mark.slow
 def test_two_hops_need_less_memory() -> None:
     peaks = {e: profile_memory(make_draft(e).programs[0]).peak_bytes[ops.DEVICE] for e in ("step", "two-hop")}
     assert peaks["two-hop"] < peaks["step"]

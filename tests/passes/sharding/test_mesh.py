@@ -30,6 +30,7 @@ from penstock.tests.passes.running import (
     text_of,
     trace_case,
 )
+from penstock.tests.shown_elsewhere import slow_but
 
 # Gradients of micro-batches are added on each device and then over devices, in eager one after the other: another order
 # of fp32 additions of at most three terms of size below 10, after two steps of learning rate 0.05.
@@ -61,14 +62,14 @@ def test_training_is_eagers(strategy: str, name: str, num_devices: int, max_norm
     assert_trains_like_eager(draft, batches, TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
+@pytest.mark.parametrize("strategy", slow_but(["data-parallel"], ["data-parallel", "zero3-offload"]))
 def test_several_micro_batches_a_device(strategy: str) -> None:
     graph, batches = trace_case("gpt2", dropout=0.0)
     draft = make_draft(strategy, graph, 2, 4)
     assert_trains_like_eager(draft, [*batches, batches[0]], TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
+@pytest.mark.parametrize("strategy", slow_but(["data-parallel"], ["data-parallel", "zero3-offload"]))
 def test_replicas_stay_equal_and_evaluate_alike(strategy: str) -> None:
     graph, batches = trace_case("gpt2", dropout=0.0)
     alone = draft_of(graph, Hardware.cpu(num_devices=1), micro_batches=2)

@@ -15,6 +15,7 @@ from penstock.runtime.optimizer import stage_optimizer as stage_optimizers
 from penstock.runtime.optimizer.param_groups import ParamGroup
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer, Workspace
 from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER, Counting, Replacing
+from penstock.tests.shown_elsewhere import slow_but
 
 CASES = {**EVERY_OPTIMIZER, "Replacing": Replacing, "Counting": Counting}
 SHAPES: dict[str, tuple[int, ...]] = {"w": (6, 5), "b": (5,), "one": (1,), "scale": (), "conv": (3, 2, 2, 2)}
@@ -198,7 +199,7 @@ def test_at_first_the_states_of_one_parameter_exist_twice_at_most() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("portion", [1, 36, 1 << 20])
+@pytest.mark.parametrize("portion", slow_but([36], [1, 36, 1 << 20]))
 def test_converted_gradients_in_portions_are_the_same_bits(
     case: str, portion: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

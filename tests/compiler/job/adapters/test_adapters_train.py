@@ -43,6 +43,7 @@ def assert_trains(model: Any, steps: int = 3, **options: Any) -> None:
         assert torch.equal(found[name], value) and torch.equal(model.get_parameter(name), value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_but(["tied tokens"], MODELS),

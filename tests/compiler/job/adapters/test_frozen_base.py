@@ -58,6 +58,7 @@ def test_optimizer_states_and_gradients_are_those_of_the_adapters() -> None:
     assert job.folder.interface.grad_bytes(stage_of(last)) == 4 * adapters
 
 
+@pytest.mark.slow
 def test_resident_adapters_and_their_states_stay_on_the_device() -> None:
     job = compile_job(lora(llama(num_hidden_layers=1)), optimizer=ADAMW)
     assert set(job.plan.decisions.optimizer.values()) == {"device"}

@@ -14,6 +14,7 @@ from penstock.passes.partition_mip.proof.limits import ANY_LARGEST, BlockLimits,
 from penstock.passes.partition_mip.proof.most_kept import NONE, MostKept
 from penstock.passes.partition_mip.recurrence import _on, contended_s, residents
 from penstock.tests.passes.partition_mip.mip_instances import alike, problem, small_problems
+from penstock.tests.shown_elsewhere import slow_but
 
 
 def check_partitions(p: MipProblem) -> int:
@@ -59,7 +60,7 @@ def one_device(budget: float, blocks: int = 11) -> MipProblem:
     return problem([0] * blocks, [1.0], [0], [budget], micro_batches=8, weights=(0.1,), state_bytes=1.0)
 
 
-@pytest.mark.parametrize("budget", [5.9, 7.5])
+@pytest.mark.parametrize("budget", slow_but([7.5], [5.9, 7.5]))
 def test_no_partition_into_many_stages_of_a_device_keeps_more(budget: float) -> None:
     assert check_partitions(one_device(budget)) > 500
 
