@@ -69,7 +69,7 @@ class Issue:
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
     adds_on: bool = False  # another backward adds to its gradients
-    losses: tuple[int, ...] = ()  # the numbers of those of its results that are losses
+    losses: tuple[int, ...] = ()  # the numbers of those of its results that are losses, or a member's part of one
     waits: tuple[int, ...] = ()
     before: tuple[int, ...] = ()  # as `waits`, ops of the step before, where one may be under way
     least_s: float = 0.0  # the least seconds of a transfer on throttled links
@@ -124,6 +124,8 @@ def plan_issues(
     plan.has_sizes, plan.trains = bool(program.interface.sizes), program.function == "step"
     index_of: dict[fx.Node, int] = {}
     losses = set(program.results().get("loss", ()))
+    summed = [node for node in losses if node.target is ops.sum_parts]
+    losses.update(part for node in summed for part in node.all_input_nodes)  # an update does not wait for the sum
     for node in program.ops():
         work = work_of(program, node)
         index_of[node] = len(plan.ops)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.ir.errors import BatchError, NonFiniteLoss
+from penstock.ir.errors import BatchError, NonFiniteLoss, WorkerError
 from penstock.tests.compiler.job.agents import agents
 
 SLOW = pytest.mark.slow
@@ -25,14 +25,16 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 class Net(nn.Module):
     """Buffers that forward changes, dropout, a table, a loss of classes and a check of the model's own. With `hidden`
-    the numbers depend on floats, so that they are not known before the step. Lanes refuse `buffers`."""
+    the numbers depend on floats, so that they are not known before the step. Lanes refuse `buffers`. With `attends` its
+    tokens may be divided, so that it has attention and no dropout."""
 
-    def __init__(self, hidden: bool = False, buffers: bool = True):
+    def __init__(self, hidden: bool = False, buffers: bool = True, attends: bool = False):
         super().__init__()
         self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if buffers else nn.LayerNorm(WIDTH)
-        self.drop, self.hidden, self.buffers_change = nn.Dropout(0.1), hidden, buffers
+        self.drop, self.hidden, self.buffers_change = nn.Dropout(0.1 * (not attends)), hidden, buffers
+        self.attends = attends
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, ids: Tensor, x: Tensor, labels: Tensor) -> Tensor:
@@ -42,6 +44,9 @@ class Net(nn.Module):
             zero = (x[:, :1] * 0).nan_to_num().long()
             ids, labels = ids + zero, labels + zero
         y = self.table(ids) + x[:, None]
+        if self.attends:
+            h = y.unflatten(-1, (2, -1)).transpose(1, 2)
+            y = y + F.scaled_dot_product_attention(h, h, h, is_causal=True).transpose(1, 2).flatten(2)
         for layer in self.layers:
             y = y + self.drop(layer(y).relu())
         torch._assert_async(x[0, 0] < 1e6)
@@ -50,7 +55,7 @@ class Net(nn.Module):
 
 def batch_of(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids, labels = (torch.randint(0, WORDS, (ROWS, 5), generator=generator) for _ in range(2))
+    ids, labels = (torch.randint(0, WORDS, (ROWS, 8), generator=generator) for _ in range(2))
     return {"ids": ids, "x": torch.randn(ROWS, WIDTH, generator=generator), "labels": labels}
 
 
@@ -80,12 +85,13 @@ def job_of(
     memory: str = "64MB",
     buffers: bool = True,
     hosts: int = 1,
+    attends: bool = False,
     **options: Any,
 ) -> Any:
     torch.manual_seed(0)
     options = {"optimizer": ADAMW, "strategy": "balanced", "micro_batches": 2, **options}
     hardware = penstock.Hardware.cpu(num_devices, memory=memory, hosts=hosts)
-    return penstock.compile(Net(hidden, buffers).train(), hardware, example_inputs=batch_of(0), **options)
+    return penstock.compile(Net(hidden, buffers, attends).train(), hardware, example_inputs=batch_of(0), **options)
 
 
 def results(
@@ -122,6 +128,9 @@ def test_bad_batches_leave_no_trace(num_devices: int, hidden: bool) -> None:
 
 EARLY = "coarsen, partition-balanced{stages=4}, map-round-robin, schedule-pipeline, insert-remat, "
 EARLY += "insert-fetch{swap=true}, overlap-optimizer{clip=speculative}"
+ONE_STAGE = "coarsen, mesh, partition-balanced{stages=1}, map-round-robin, schedule-1f1b, insert-remat, insert-fetch, "
+ONE_STAGE += "insert-optimizer"
+APART: dict[str, Any] = {"num_devices": 2, "buffers": False, "attends": True}
 WAYS: dict[str, dict[str, Any]] = {
     "swapped": {"memory": "90kB", "strategy": "mobius", "micro_batches": 4},
     "clipped": {"max_grad_norm": 0.01},
@@ -129,6 +138,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "shards": {"num_devices": 2, "strategy": "zero3-offload", "buffers": False},
     "zero bubble": {"num_devices": 2, "strategy": "zero-bubble"},
     "early": {"max_grad_norm": 0.1, "strategy": EARLY, "memory": "90kB", "micro_batches": 4},
+    "width": {**APART, "strategy": f"drop-masks, split-width{{team=2}}, {ONE_STAGE}"},
+    "heads": {**APART, "strategy": f"drop-masks, chunk-loss, split-context{{by=heads, team=2}}, {ONE_STAGE}"},
+    "ring": {**APART, "strategy": f"drop-masks, chunk-loss, split-context{{by=ring, team=2}}, {ONE_STAGE}"},
     "low bits": {"precision": "bf16-true", "buffers": False},
 }
 
@@ -139,6 +151,24 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_bad_batches_leave_no_trace_in_any_way_to_run(way: str) -> None:
     without = results(job_of(hidden=True, **WAYS[way]), [], 3)
     require_equal(results(job_of(hidden=True, **WAYS[way]), [*KINDS, *KINDS, *KINDS], 3), without)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_an_asynchronous_job_finds_numbers_before_and_says_what_it_cannot_undo() -> None:
+    options: dict[str, Any] = {"strategy": "async", "buffers": False}
+    with job_of(2, **options) as job:
+        for kind in ("id", "label", "dtype"):
+            with pytest.raises(BatchError):
+                job.step(bad_batch(kind))
+            job.step(batch_of(0))
+        with pytest.raises(NonFiniteLoss, match="the weights have taken that step"):
+            job.step(bad_batch("nan"))
+    with job_of(2, hidden=True, **options) as job:
+        with pytest.raises(WorkerError, match="index out of range"):
+            job.step(bad_batch("id"))
+        with pytest.raises(WorkerError, match=r"may hold half a step[\s\S]*job\.resume\(directory\)"):
+            job.step(batch_of(0))
 
 
 @pytest.mark.multi
