@@ -57,9 +57,11 @@ def eager(chosen: TrainOptions) -> list[float]:
 @pytest.mark.parametrize(
     ("rows", "changes", "said"),
     [
-        (SOURCES, {"model": T5}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels"),
-        pytest.param(
-            SOURCES, {"model": BART}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels", marks=pytest.mark.slow
+        *(
+            pytest.param(
+                SOURCES, {"model": model}, "seq2seq, 16 tokens of input_ids, 5 tokens of labels", marks=pytest.mark.slow
+            )
+            for model in (T5, BART)
         ),
         pytest.param(ANSWERS, {}, "completion, 16 tokens each", marks=pytest.mark.slow),
         (ANSWERS, {"pack": True, "sequence": 7}, " documents "),

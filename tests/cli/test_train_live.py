@@ -99,6 +99,7 @@ def test_ctrl_c_stops_the_page_too(text: Path, tmp_path: Path, monkeypatch: pyte
     assert result.interrupted and (browser.seen[-1]["phase"], browser.seen[-1]["step"]) == ("interrupted", result.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", slow_but([PenstockError], [KeyboardInterrupt, PenstockError]))
 def test_a_run_that_breaks_off_stops_its_page(
     broken: type[BaseException], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

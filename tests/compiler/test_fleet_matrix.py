@@ -43,6 +43,7 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_some_train_as_eager(case: Combination) -> None:
     found = outcome_of(case)

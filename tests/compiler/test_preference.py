@@ -207,6 +207,7 @@ def test_nothing_of_the_reference_is_saved() -> None:
     assert abs(kept[0] - kept[1]) <= logits
 
 
+@pytest.mark.slow
 def test_the_adapter_is_saved(tmp_path: Path) -> None:
     model = penstock.DPO(adapt(num_layers=1))
     with job_of(model, "balanced") as job:

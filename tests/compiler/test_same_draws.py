@@ -212,6 +212,7 @@ def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(kind
     assert_close(machine.weights(), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but([Images], [Turned, Images]))
 def test_a_device_that_moves_activations_draws_the_same_masks_again(kind: type[nn.Module]) -> None:
     torch.manual_seed(1)

@@ -37,7 +37,7 @@ from penstock.tests.passes.running import assert_trains_like_eager
 from penstock.tests.random_models import MICRO_BATCHES, Batch, Layer, Traits, random_model
 
 MODELS, PLANS = 40, 5  # 200 cases, of which the first FEW models are fast enough for every run
-FEW = 2
+FEW = 1
 MANY_MODELS, MANY_PLANS = 250, 20  # 5000 cases
 
 # In a chain each gradient is one product of the same numbers, and micro-batches are added up in the same order: equal

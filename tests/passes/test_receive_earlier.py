@@ -148,6 +148,7 @@ def test_without_room_for_a_message_there_is_no_other_order() -> None:
     assert receive_earlier(programs, Hardware.cpu(2, memory=2 * need_bytes)) is not None
 
 
+@pytest.mark.slow
 def test_a_trial_is_timed_in_the_order_in_which_it_can_run() -> None:
     draft = swapping_job(SchedulePipeline(), 2, 6, 4, 6, 29000)
     found = receive_earlier(draft.programs, draft.machine)

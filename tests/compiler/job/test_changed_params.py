@@ -88,7 +88,7 @@ def assert_equals_eager(job: penstock.Job, model: Changing) -> None:
         torch.testing.assert_close(job.state_dict(), dict(eager.state_dict()), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("change", slow_but(("clamp, tied", "data"), ["clamp", "clamp, tied", "two", "data", "copy"]))
+@pytest.mark.parametrize("change", slow_but(("clamp, tied",), ["clamp", "clamp, tied", "two", "data", "copy"]))
 def test_an_elementwise_change_lasts(change: str) -> None:
     model = make(change)
     assert_equals_eager(compile_job(model), model)

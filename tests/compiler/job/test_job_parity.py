@@ -229,6 +229,7 @@ def test_clipping_follows_clip_grad_norm() -> None:
         assert_close(job.state_dict(), eager.model.state_dict(), 1e-4)
 
 
+@pytest.mark.slow
 def test_learning_rate_schedule_follows_torch() -> None:
     model, batch = zoo_case("mlp")
     options: dict[str, Any] = {

@@ -122,6 +122,7 @@ def test_a_model_on_meta_is_trained_from_a_directory_and_made_real(tmp_path: Pat
         job.step(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["gpt2"], ["gpt2", "t5", "bert"]))
 def test_save_pretrained_is_loaded_by_transformers(name: str, tmp_path: Path) -> None:
     model, batch = zoo_case(name)

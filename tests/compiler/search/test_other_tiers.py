@@ -100,6 +100,7 @@ def text_of(compiler: CandidateCompiler, candidate: Candidate) -> list[str]:
     return [print_program(program) for program in compiler.finish(compiler.place(candidate)).draft.programs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "options"), slow_rows_but([("250kB", {})], [("250kB", {}), ("64MB", CLIPPED)]))
 def test_what_is_called_the_same_plan_is(memory: str, options: dict[str, Any]) -> None:
     """Without a norm, or where nothing lies in DRAM, no stage is stepped earlier; and what stays does not move."""

@@ -105,10 +105,7 @@ def fresh(draft: Draft, batch: Batch, precision: str = "fp32") -> Stages:
 @pytest.mark.parametrize(
     "name, choose",
     [
-        *(
-            pytest.param(name, some, marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
-            for name in FAMILIES
-        ),
+        *(pytest.param(name, some, marks=[pytest.mark.slow] * (name != "gpt2")) for name in FAMILIES),
         *(pytest.param(name, everything, marks=[pytest.mark.slow] * (name != "gpt2")) for name in FAMILIES),
         ("gpt2", nothing),
         pytest.param("bert", nothing, marks=pytest.mark.slow),

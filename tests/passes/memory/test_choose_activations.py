@@ -76,7 +76,7 @@ def test_none_is_plain_rematerialisation(memory: int) -> None:
     assert ChooseActivations(to="none").plan(draft) == {"rematerialise": wanted, "activations": {}}
 
 
-@pytest.mark.parametrize("to", ["dram", "ssd"])
+@pytest.mark.parametrize("to", slow_but(["ssd"], ["dram", "ssd"]))
 def test_all_goes_where_it_is_told(to: str) -> None:
     draft = schedule(stages=8)
     p = ChooseActivations(to=to, share=1.0)

@@ -248,6 +248,7 @@ def train(name: str, move: bool) -> tuple[dict[str, Tensor], int]:
     return {**found, **machine.buffers()}, counts(draft.programs[0])["write"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("wide_resnet", marks=pytest.mark.slow)])
 def test_training_is_the_same_bit_for_bit(name: str) -> None:
     """With dropout, tied weights and batch norm, and some of everything in DRAM and on SSD."""

@@ -161,6 +161,7 @@ def test_a_small_device_gets_chunks_of_large_logits() -> None:
         assert set(job.evaluate(batch)) == {"loss"}
 
 
+@pytest.mark.slow
 def test_a_large_device_keeps_logits_whole_as_that_is_faster() -> None:
     with job_of(Reader(), tokens_of(), "auto", "4GB", micro_batches=1) as job:
         assert not job.plan.decisions.chunks

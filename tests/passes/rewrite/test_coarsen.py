@@ -230,7 +230,7 @@ def test_equal_operators_of_equal_layers_have_one_hash() -> None:
     assert_in_order(draft)
 
 
-@pytest.mark.parametrize("level", ["layer", "operator"])
+@pytest.mark.parametrize("level", slow_but(["layer"], ["layer", "operator"]))
 def test_what_a_compiled_layers_backward_holds_counts_in_its_peaks(level: str) -> None:
     """The gradients of all its parameters, and the one that came to it; not those of what is no repeated layer."""
     model, batch = gpt2(num_layers=3)
@@ -272,7 +272,7 @@ def test_what_reads_a_storage_before_its_last_write_stays_with_it() -> None:
     assert home["before"] != home["first"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "in_place"])
+@pytest.mark.parametrize("name", slow_but(["in_place"], ["gpt2", "in_place"]))
 def test_operators_cut_anywhere_train_like_eager(name: str) -> None:
     double = name != "in_place"  # it casts its buffers itself
     graph, batches = trace_case(name, double=double)

@@ -116,6 +116,7 @@ def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str, double: bool,
     assert all((first[key] - second[key]).abs().max() <= rounding for key in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["wide_resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "mixtral"))]
 )

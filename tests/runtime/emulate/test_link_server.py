@@ -67,11 +67,10 @@ def times_s(server: LinkServer, *asked: tuple[int, int]) -> list[float]:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ([(0, 0)], [0.2]),
         ([(0, 0), (1, 0)], [0.4, 0.4]),
-        ([(0, 1)], [0.3]),
         ([(0, 0), (1, 2)], [0.2, 0.4]),  # the urgent one first
-        ([(0, 3), (1, 0)], [0.4, 0.4]),
+        *(pytest.param([(0, index)], [s], marks=pytest.mark.slow) for index, s in ((0, 0.2), (1, 0.3))),
+        pytest.param([(0, 3), (1, 0)], [0.4, 0.4], marks=pytest.mark.slow),
     ],
 )
 def test_transfers_share(server: LinkServer, asked: list[tuple[int, int]], expected: list[float]) -> None:

@@ -15,6 +15,7 @@ from penstock.runtime.modules import Scope, Stage, draw_at
 from penstock.runtime.stage.block_trial import BlockRun, BlockTrial
 from penstock.runtime.stage.compiled_blocks import require_compiler
 from penstock.runtime.stage.runner import StageRunner
+from penstock.tests.shown_elsewhere import slow_but
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 3
@@ -99,7 +100,7 @@ def run(kind: type[Block], compiler: str | None, keep: bool = True):
     return runner, results
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", slow_but([True], [True, False]))
 def test_one_compilation_serves_all_blocks_and_every_place_of_their_weights(keep: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
