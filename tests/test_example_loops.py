@@ -63,7 +63,10 @@ def test_the_loop_trains_as_plain_pytorch(name: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(trained.state_dict()[key], value, atol=2e-5, rtol=0)
 
 
-def test_a_loop_takes_the_batches_of_a_tokenizer() -> None:
+@pytest.mark.parametrize(
+    "lengths", [None, pytest.param(torch.export.Dim("sequence", min=2, max=8), marks=pytest.mark.slow)]
+)
+def test_a_loop_takes_the_batches_of_a_tokenizer(lengths: Any) -> None:
     """They are no dicts, but wrap one."""
     torch.manual_seed(0)
     config = GPT2Config(
@@ -72,7 +75,6 @@ def test_a_loop_takes_the_batches_of_a_tokenizer() -> None:
     model = GPT2LMHeadModel(config).train()
     ids = torch.randint(0, 32, (4, 8))
     batch = BatchEncoding({"input_ids": ids, "labels": ids})
-    lengths = torch.export.Dim("sequence", min=2, max=8)
     options: dict[str, Any] = {"strategy": "balanced", "micro_batches": 2, "dynamic_shapes": lengths}
     options["optimizer"] = partial(torch.optim.SGD, lr=0.0)  # so that both steps see the same weights
     with penstock.compile(model, penstock.Hardware.cpu(num_devices=1), example_inputs=batch, **options) as job:

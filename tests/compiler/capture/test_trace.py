@@ -45,7 +45,7 @@ def both(name, **options):
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-@pytest.mark.parametrize("name", slow_but(("t5", "mixtral", "gpt2", "vit", "in_place", "custom_function", "lstm"), ALL))
+@pytest.mark.parametrize("name", slow_but(("gpt2", "vit", "in_place", "custom_function", "lstm"), ALL))
 def test_step_equals_eager(name, dropout):
     model, twin, batch = both(name, dropout=dropout)
     opgraph = trace(model, batch)

@@ -143,6 +143,7 @@ def test_changed_machines_are_whole_documents() -> None:
     assert dram is not None and dram.hosts[0].dram_bytes - hardware.hosts[0].dram_bytes == 64 * 10**9
 
 
+@pytest.mark.slow
 def test_lines_are_short_and_reasons_whole() -> None:
     """However many links and however long a reason."""
     job = job_on("mobius-8gpu", strategy="balanced")
