@@ -86,7 +86,6 @@ def test_a_run_ends_for_want_of_better_ones(text: Path, tmp_path: Path, monkeypa
     assert again.steps == 3 and not again.losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "count"), slow_rows_but([(3, 3)], [(4, 3), (3, 3)]))
 def test_the_last_evaluation_is_made_once(steps: int, count: int, text: Path, tmp_path: Path) -> None:
     result, said = run(options(text, tmp_path / "out", max_steps=steps, eval_every=2))

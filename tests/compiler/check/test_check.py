@@ -50,7 +50,6 @@ def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_
         assert size < 1e-6, difference
 
 
-@pytest.mark.slow
 def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -> None:
     """The whole batch is given to the model at once, and a recurrent layer's states do not begin with its rows."""
     report = check_model("lstm", dropout=0.1)

@@ -162,7 +162,6 @@ def test_what_has_no_gradient_of_a_whole_batch_is_refused() -> None:
         compile_job(model, 2, None, micro_batches=2, strategy="mics")
 
 
-@pytest.mark.slow
 def test_the_check_against_eager_has_the_hooks() -> None:
     model = make()
     job = compile_job(model, 1, 0.05, micro_batches=2)

@@ -73,7 +73,6 @@ def test_reports_are_handed_out_by_the_next_step(num_devices: int, monkeypatch: 
     assert job.take_reports() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_the_seconds_of_a_step_are_its_own(num_devices: int) -> None:
     """Not those of the step in which its report is asked for, nor of what the script does in between."""

@@ -75,7 +75,6 @@ def test_a_pipeline_is_offered_other_stages() -> None:
     assert blocks[0] > blocks[1] and "with other stages, " in str(offer)
 
 
-@pytest.mark.slow
 def test_an_asynchronous_pipeline_is_offered_others_of_its_kind_only() -> None:
     """With the same updates: a plan with one for the whole batch, though faster, would train otherwise."""
     schedule = "schedule-async{accumulate=4}"

@@ -126,7 +126,6 @@ def test_literal_objective() -> None:
     assert draft.notes[NAME].startswith("the paper's own objective") and "by closed form" in draft.notes[NAME]
 
 
-@pytest.mark.slow
 def test_without_prove_nothing_is_said_to_be_proved() -> None:
     for literal in (False, True):
         draft = small(16)

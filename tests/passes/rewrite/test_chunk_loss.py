@@ -177,7 +177,6 @@ def test_small_logits_are_left_alone() -> None:
     assert draft.graph is graph
 
 
-@pytest.mark.slow
 def test_a_decision_can_be_edited(tmp_path: Path) -> None:
     model, batch = Reader(90), tokens_of(90, 4, 12)
     with job_of(model, batch) as job:

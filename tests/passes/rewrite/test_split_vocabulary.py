@@ -169,7 +169,6 @@ class Smoothed(nn.Module):
         return loss + 1e-3 * logits.square().mean() if self.is_read else loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_read", slow_but([True], [False, True]))
 def test_smoothing_weights_of_classes_and_logits_read_otherwise(is_read: bool) -> None:
     torch.manual_seed(0)

@@ -254,7 +254,6 @@ def test_a_stage_at_distance_d_does_d_and_one_forwards_first() -> None:
     assert [n.args[2] is None for n in backwards] == 15 * [True] + 5 * [False]  # all but the last stage compute again
 
 
-@pytest.mark.slow
 def test_stashing_holds_a_copy_of_the_weights_for_each_version_under_way() -> None:
     graph, hardware = chain(depth=4, width=128, rows=2), Hardware.cpu(num_devices=4)
     peaks, copies = {}, {}

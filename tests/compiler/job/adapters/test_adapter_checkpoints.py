@@ -127,7 +127,6 @@ def test_a_base_on_meta_without_files_is_refused(saved: Any) -> None:
         job.resume(directory)
 
 
-@pytest.mark.slow
 def test_a_job_whose_weights_are_all_trained_keeps_full_checkpoints(tmp_path: Path) -> None:
     with compile_job(llama(num_hidden_layers=1)) as job:
         job.step(BATCH)
