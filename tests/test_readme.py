@@ -63,7 +63,6 @@ def test_every_block_is_of_a_kind_that_is_run_or_only_shown() -> None:
     assert not unknown, f"fences {unknown} in README.md: write shell as ```console and anything not run as ```text"
 
 
-@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.filterwarnings("ignore")
 def test_python_blocks_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
