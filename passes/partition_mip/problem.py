@@ -127,7 +127,7 @@ class MipProblem:
 def problem_of(draft: Draft, slices: Slices) -> MipProblem:
     """The problem of a draft on the devices in the order of `slices`.
 
-    Raises `PlanError` naming the block whose time is zero, negative or not a number.
+    Raises `PlanError` naming the block whose measured time is zero, negative or not a number.
     """
     hardware, options, blocks = draft.lane_hardware, draft.options, draft.blocks
     devices, order = slices.devices, slices.order
@@ -168,10 +168,11 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 def _seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
-    """The block's seconds, checked: a time that is not a positive number would make every plan look alike."""
+    """The block's seconds. Measured ones are checked: no positive number would make every plan look alike. By the
+    roofline a block without work, such as an `nn.Identity`, takes none."""
     took = block_seconds(block, device, precision)
     for what, seconds in (("forward", took.forward_s), ("backward", took.backward_s)):
-        if not (math.isfinite(seconds) and seconds > 0):
+        if device.name in block.seconds and not (math.isfinite(seconds) and seconds > 0):
             raise PlanError(
                 f"block {block.name!r}: its {what} takes {seconds} s on {device.name}; a time is a positive number. "
                 "Measure the block again, or take away its measured seconds, so that the roofline counts"

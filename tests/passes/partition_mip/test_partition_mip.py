@@ -16,7 +16,7 @@ import torch
 
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.models.named import find_model
-from penstock.graph.blocks import Block
+from penstock.graph.blocks import Block, BlockCost
 from penstock.graph.opgraph import OpGraph
 from penstock.graph.turn_seconds import TurnSeconds
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
@@ -193,6 +193,15 @@ def test_bad_numbers_and_options() -> None:
         PartitionMip(deadline_s=0).plan(small())
     with pytest.raises(PassError, match="order='0 0'"):
         PartitionMip(order="0 0").plan(small())
+
+
+@pytest.mark.parametrize("prove", [False, True])
+def test_a_block_without_work(prove: bool) -> None:
+    """An `nn.Identity` takes no time by the roofline."""
+    draft = small()
+    draft.blocks = [*draft.blocks[:2], draft.blocks[2].with_cost(BlockCost()), *draft.blocks[3:]]
+    stages = PartitionMip(prove=prove).plan(draft)["stages"]
+    assert [name for stage in stages for name in stage] == [block.name for block in draft.blocks]
 
 
 def test_memory_of_each_device() -> None:
