@@ -162,7 +162,7 @@ class Job:
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run, or where a
-        forward failed, and `NonFiniteLoss`: on CPU devices the step is undone, and the job is as before it; elsewhere
+        forward failed, and `NonFiniteLoss`: on CPU devices and one GPU the step is undone, as if it had not been; else
         `NonFiniteLoss` comes after a step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
         `resume` or `close` is possible; `CheckpointError`, before anything has run, where a save in the background has
         failed. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks

@@ -160,6 +160,7 @@ class Issuing:
         self.step_count = state.step_count  # the number of steps before this one
         self.bad_step, self.stop_on_nan = state.bad_step, state.stop_on_nan
         self.number = self.bad_step.number if plan.trains and self.bad_step is not None else 0  # as it counts steps
+        self.losses: list[tuple[Issue, Tensor]] = []  # of a GPU, in host memory once the op is over
         self.zeroed: set[tuple[str, int | None]] = set()  # stage and micro-batch of forwards that failed
         self.events: list[Event | None] = [None] * len(plan.ops)
         self._before = before

@@ -46,7 +46,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             store.runner.prepare_buffers(self.step_count, undo=self.bad_step is not None)
             values = [box.value for box in boxes]
             outputs, kept = self._try(issue, values, lambda given: store.runner.forward(given, seed, keep))
-            self._judge_losses(issue, outputs)
+            self._look_at_losses(issue, outputs)
             self._let_go(store, bound.value)
             return [*outputs, kept] if keep else outputs
 
@@ -59,7 +59,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             return run(values)
         try:
             return run(values)
-        except PenstockError:
+        except (PenstockError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of any kind, by what the user's lines call
             self.bad_step.note(self.number, issue, error)
@@ -69,16 +69,34 @@ class DeviceRuntime(Transfers, Messages, Versions):
             except Exception:  # a check of the model's own refuses zeros, too
                 raise error from None
 
-    def _judge_losses(self, issue: Issue, outputs: Sequence[Tensor]) -> None:
-        """Find the step bad by a loss that is not finite. In fp16 its scale is judged by the gradients."""
-        if self.bad_step is not None and self.stop_on_nan and self.state.loss_scale is None:
-            for i in issue.losses:
-                if not bool(torch.isfinite(outputs[i])):
-                    self.bad_step.note(self.number, issue, NonFiniteLoss(f"the loss is {float(outputs[i])}"))
+    def _look_at_losses(self, issue: Issue, outputs: Sequence[Tensor]) -> None:
+        """Find the step bad by a loss that is not finite: now, or on a GPU from a copy in host memory. In fp16 the
+        gradients judge the scale of the loss."""
+        if self.bad_step is None or not self.stop_on_nan or self.state.loss_scale is not None:
+            return
+        for i in issue.losses:
+            if outputs[i].is_cuda:
+                loss = torch.empty_like(outputs[i], device="cpu", pin_memory=True)
+                self.losses.append((issue, loss.copy_(outputs[i].detach(), non_blocking=True)))
+            else:
+                self._judge(issue, outputs[i])
+
+    def _judge(self, issue: Issue, loss: Tensor) -> None:
+        if self.bad_step is not None and not bool(torch.isfinite(loss)):
+            self.bad_step.note(self.number, issue, NonFiniteLoss(f"the loss is {float(loss)}"))
+
+    def judge_losses(self) -> None:
+        """Wait for the losses of a GPU, and find the step bad by them."""
+        for issue, loss in self.losses:
+            if (event := self.events[issue.index]) is not None:
+                event.wait()
+            self._judge(issue, loss)
 
     @property
     def _is_bad(self) -> bool:
-        """Whether no update is to be made in this step."""
+        """Whether no update is to be made in this step. An update of a GPU is issued before forwards are over, and so
+        waits for their losses; what backward has still to do keeps the GPU busy meanwhile."""
+        self.judge_losses()
         return self.bad_step is not None and self.bad_step.spoils(self.number)
 
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:

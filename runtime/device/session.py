@@ -119,8 +119,10 @@ class DeviceSession:
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
         if any(map(takes_turns, programs.values())) or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
-        # A GPU's updates are issued before its forwards are over; an asynchronous step has made some already.
-        undoable = self.device.type == "cpu" and not setup.interface.asynchronous
+        # An asynchronous step has made some updates already, a GPU issues its own before forwards of others are over,
+        # and CUDA graphs read buffers where they are.
+        one_gpu = setup.interface.world_size == 1 and not setup.interface.cuda_graphs
+        undoable = (self.device.type == "cpu" or one_gpu) and not setup.interface.asynchronous
         self.bad_step = bad_step if undoable else None
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device, self.bad_step)
         account = self.state.memory.accounts[ops.DRAM]
@@ -285,6 +287,7 @@ class DeviceSession:
             self._report_of_tail = self._end(before, run.number)
         self.report_before, self.tail = self._report_of_tail, run
         self._wait_for_results(run)
+        run.runtime.judge_losses()
         values = self._values_of(run)
         drawing = any(self.state.stores[stage].runner.draws.may_draw for stage in self._again)
         if first or (self.shares_generators and drawing):
