@@ -106,12 +106,14 @@ def assert_trains_like_eager(
         return int(job.programs[0].interface.total_micro_batches)
 
 
-WAYS = [(1, 1), (1, 2), (1, "auto"), (2, 1), (2, 2), (2, "auto")]
+SLOW = [pytest.mark.slow]
+WAYS = [
+    pytest.param(1, 1, marks=SLOW), (1, 2), (1, "auto"),
+    *(pytest.param(2, count, marks=[pytest.mark.multi, *SLOW * (count != "auto")]) for count in (1, 2, "auto")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "micro_batches"), [pytest.param(*way, marks=[pytest.mark.multi] * (way[0] > 1)) for way in WAYS]
-)
+@pytest.mark.parametrize(("num_devices", "micro_batches"), WAYS)
 def test_a_mask_of_images_and_text_trains_as_in_eager(num_devices: int, micro_batches: int | str) -> None:
     assert_trains_like_eager(Net(image_mask), num_devices, micro_batches, [batch_of(), batch_of()])
 
