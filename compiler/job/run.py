@@ -44,7 +44,7 @@ from ...runtime.state.weights import (
     WeightSource,
     open_directory,
     stage_buffers,
-    stage_weights,
+    weights_to_read,
 )
 from ..folder import Folder
 from ..stale import Unsynced, hide_marks, mark, tell_if_marked, unmark
@@ -149,12 +149,13 @@ class JobRun:
             try:
                 source = self.source()
                 for spec in self.folder.interface.stages.values():
-                    driver.load_stage(spec.name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
+                    driver.load_stage(spec.name, weights_to_read(source, spec), stage_buffers(source, spec))
+                base = self._identity(source)
             except BaseException:
                 driver.close()
                 raise
             driver.end_loading()
-            self._driver, self.base = driver, self._identity(source)
+            self._driver, self.base = driver, base
             self.own.note()
         return self._driver
 

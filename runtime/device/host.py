@@ -12,6 +12,7 @@ own, so the process keeps what it once had.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ FOR_ISSUING = 2  # cores: one for the thread that issues, one for disks and mess
 FEWEST_TO_SPLIT = 4  # a share below this keeps one core free, a single one none
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as in glibc's malloc.h
 _NEVER = 2**31 - 1
+TRIM_BYTES = 16 << 20
+PAGE = mmap.PAGESIZE
 _OWN_MAPPING_BYTES = 2**30  # larger blocks are still mapped alone, and unmapped
 
 
@@ -74,3 +77,27 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is no file's."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        _, resident, shared = file.read().split()[:3]
+    return (int(resident) - int(shared)) * PAGE
+
+
+class Trimmer:
+    """Trims the memory of this process at first, and then whenever it has grown by `TRIM_BYTES` and by a sixteenth.
+
+    In a first step each stage's gradients, and the temporaries of its update, get new memory beside those of the stage
+    before, which are free: glibc before 2.38 puts small blocks beside aligned ones (`posix_memalign`), and then a free
+    block is too small for the next one of its size. Later steps find the blocks of the first.
+    """
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+
+    def trim(self) -> None:
+        if resident_bytes() > max(self.kept_bytes + TRIM_BYTES, self.kept_bytes // 16 * 17):
+            trim_memory()
+            self.kept_bytes = resident_bytes()

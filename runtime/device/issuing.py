@@ -224,7 +224,7 @@ class Issuing:
         Weights are not among the boxes, because their memory is not given back during a step. `over`: the boxes whose
         memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
-        stream, loans, events = self.streams[issue.stream], self.loans, self.events
+        stream, loans, events, trimmer = self.streams[issue.stream], self.loans, self.events, self.state.trimmer
         number = self._first + issue.index
         waits = [event for i in issue.waits if (event := events[i]) is not None]
         if self._before is not None:
@@ -234,6 +234,8 @@ class Issuing:
         def task() -> None:
             for box, value in zip(made, run(), strict=True):
                 box.value = value
+            if trimmer is not None:
+                trimmer.trim()
 
         def keep_operands() -> None:  # all of it in the task: what a thread makes does not exist before
             assert loans is not None

@@ -37,6 +37,7 @@ from ..stage.saver import Saver
 from ..stage.warm import warm_up
 from ..turns import TurnsLost
 from .file import DeviceFile
+from .host import trim_memory
 from .issuing import Handle
 from .messages import warm_up_routes
 from .named_streams import Streams
@@ -403,6 +404,9 @@ class DeviceSession:
         report = self._report(run, seconds)
         if run.function == "step":
             self.state.commit()
+            if self.state.trimmer is not None:
+                self.state.trimmer = None
+                trim_memory()
         return report
 
     @contextlib.contextmanager

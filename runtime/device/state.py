@@ -26,7 +26,7 @@ from ..stage.saver import piece_bytes
 from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore, StoreSetup
 from .file import DeviceFile
-from .host import node_of
+from .host import Trimmer, node_of
 from .prepare import Issues
 from .setup import DeviceSetup
 
@@ -157,6 +157,7 @@ class DeviceState:
         self.evaluation_count = 0  # since the last step
         self.ungraphed: dict[str, str] = {}  # of stages that run as written though the plan has graphs, why
         self.loss_scale = LossScale() if Precision.of(setup.precision).scales_loss else None
+        self.trimmer: Trimmer | None = None  # until the end of the first step on these weights
         self.compiler = BACKEND if setup.compile_stages else None
         if self.compiler is not None:
             require_compiler(device, self.compiler)
@@ -253,6 +254,7 @@ class DeviceState:
     def _settle(self) -> None:
         """Wait until values loaded on the default stream are in place, before any other stream reads them."""
         settle(self.device)
+        self.trimmer = Trimmer() if self.device.type == "cpu" else None
 
     def counters(self) -> dict[str, Any]:
         """The counters that a checkpoint stores beside the stages."""

@@ -461,16 +461,13 @@ class StageOptimizer:
         """
         if self.optimizer is None:
             return
-        rows = {}
-        for name in self.params:
-            given = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
-            rows[name] = self._copy_states(name, given) if given else {}
-        parts = saved_parts(self.spec, state["group"], state["scheduler"] or {})
-        load_groups(self.optimizer, parts)
         shared: dict[tuple[int, str], Tensor] = {}
-        for name, row in rows.items():
+        for name in self.params:
             index, common = self.spec.group_of(name), self._rows[name].shared
+            given = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
             self.optimizer.state.pop(self.params[name], None)
+            row = self._copy_states(name, given) if given else {}
+            del given
             if row:
                 for key in row.keys() & common:
                     row[key] = shared.setdefault((index, key), row[key])
@@ -478,6 +475,7 @@ class StageOptimizer:
             elif not self.places:
                 self._give_birth(name)
             self._settle(name)
+        load_groups(self.optimizer, saved_parts(self.spec, state["group"], state["scheduler"] or {}))
         if self.scheduler is not None and state["scheduler"]:
             load_schedule(self.scheduler, state["scheduler"])
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ...ir.errors import CheckpointError, error_from_data, error_to_data
 from ...ir.program import RowPart
-from ..device.host import trim_memory
+from ..device.host import Trimmer, trim_memory
 from ..device.session import DeviceSession, StepResult
 from ..stage.store import StagePart
 from ..state import checkpoint
 from ..state.base_identity import BaseIdentity
 from ..state.manifest import RunPosition, ShardRecord, TensorRecord
 from ..state.plain_json import decode
+from ..state.tensor_file import Reads
 
 Tensors = dict[str, Tensor]
 Answer = tuple[dict[str, Any], Tensors]
@@ -57,8 +58,14 @@ def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tenso
 
 def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Set weights and buffers of `stage`, and reset its optimizer."""
-    parts = split(tensors)
-    session.state.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
+
+    def part(kind: str) -> Mapping[str, Tensor]:
+        front = f"{kind}{SEPARATOR}"
+        return Reads(
+            (key.removeprefix(front) for key in tensors if key.startswith(front)), lambda name: tensors[front + name]
+        )
+
+    session.state.load_stage(args["stage"], part("weights"), dict(part("buffers")))
     return {}, {}
 
 
@@ -122,11 +129,20 @@ def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors
     """Load the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's, `tensors`
     the frozen weights that the checkpoint does not hold."""
     stage = args["stage"]
-    found = checkpoint.open_checkpoint(args["directory"]).read(session.state.interface.stages[stage])
-    states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
-    scalars = {n: {k: v for k, v in row.items() if not isinstance(v, Tensor)} for n, row in found.optimizer.items()}
-    optimizer = {"states": states, "scalars": scalars, "group": args["group"], "scheduler": args["scheduler"]}
-    weights = split(tensors).get("weights", {}) | found.weights
+    found = checkpoint.open_checkpoint(args["directory"]).read_later(session.state.interface.stages[stage])
+    frozen, trimmer = split(tensors).get("weights", {}), Trimmer()
+
+    def weight(name: str) -> Tensor:
+        trimmer.trim()
+        return frozen[name] if name in frozen else found.weights[name]
+
+    def states_of(name: str) -> dict[str, Any]:
+        trimmer.trim()
+        return found.optimizer[name]
+
+    states = Reads(found.optimizer, states_of)
+    optimizer = {"states": states, "scalars": {}, "group": args["group"], "scheduler": args["scheduler"]}
+    weights = Reads([*frozen, *found.weights], weight)
     session.state.load_stage_state(stage, StagePart(weights, found.buffers, optimizer))
     return {}, {}
 

@@ -20,10 +20,11 @@ from ...ir.errors import NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import SIZES, Program, place_of
 from ..bad_step import BadStep
-from ..device.host import trim_memory
+from ..device.host import Trimmer, trim_memory
 from ..device.session import DeviceSession, StepResult
 from ..scratch import Keeper
 from ..simulate import Span, Timeline
+from ..state.tensor_file import Reads
 from .commands import COMMANDS, Answer, Tensors, unpack_result
 from .setup import RunSetup
 
@@ -174,10 +175,18 @@ class Driver:
         """Raise KeyboardInterrupt if the last run's ranks agreed on it, because one of them had got a Ctrl-C."""
 
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set a stage's weights and buffers on all devices that hold the stage."""
-        tensors = {f"weights/{name}": t for name, t in weights.items()}
-        tensors |= {f"buffers/{name}": t for name, t in buffers.items()}
-        for device in self.setup.stage_holders[stage]:
+        """Set a stage's weights and buffers on all devices that hold the stage. A device in this process reads one
+        weight after another."""
+        holders, trimmer = self.setup.stage_holders[stage], Trimmer()
+
+        def read(key: str) -> Tensor:
+            trimmer.trim()
+            kind, _, name = key.partition("/")
+            return (weights if kind == "weights" else buffers)[name]
+
+        reads = Reads([*(f"weights/{name}" for name in weights), *(f"buffers/{name}" for name in buffers)], read)
+        tensors: Any = reads if len(holders) == 1 else dict(reads)
+        for device in holders:
             self.call("load_stage", device, {"stage": stage}, tensors)
 
     def end_loading(self) -> None:

@@ -208,9 +208,11 @@ class StageFile:
         if not keep_states:
             flat[: self.num_bytes].zero_()
         staged = self.views(flat)
-        for own in (staged.weights, staged.masters):
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+        for name in {**staged.weights, **staged.masters}:
+            value = weights[name]
+            for own in (staged.weights, staged.masters):
+                if name in own:
+                    own[name].copy_(value)
 
 
 def staging_bytes(interface: Interface, homes: Mapping[str, StageHome]) -> int:

@@ -18,6 +18,7 @@ from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSnapshot, OptimizerSpec, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
 from ..state.part_params import member_part, whole_of_members
+from ..state.tensor_file import Reads
 from .arena import allocate, masters_layout, pages, staying_layout, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner
@@ -29,7 +30,7 @@ class StagePart:
     """One stage's part of a checkpoint, nothing copied: weights (masters if they exist), buffers, and the optimizer's
     `StageOptimizer.state_dict` (None if the stage is not trained)."""
 
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
     optimizer: dict[str, Any] | None
 
@@ -234,7 +235,9 @@ class StageStore:
 
     def _load_rest(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Load the tensors that are not on SSD."""
-        for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
+        own = self._own_weights(weights)
+        for name in self.weights:
+            given = own[name]
             self.weights[name].copy_(given)
             if name in self.masters and (self.file is None or name in self.staying):  # else masters are in the file
                 self.masters[name].copy_(given)
@@ -248,10 +251,13 @@ class StageStore:
         for param in self.spec.params:
             if param.name not in weights:
                 raise CheckpointError(f"{self.spec.name}: no value for the parameter {param.name!r}")
-            found = list(weights[param.name].shape)
-            shape = list(param.whole.shape if param.name in self._divided else param.shape)
-            if found != shape:
-                raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {shape}")
+            if not isinstance(weights, Reads):  # else when it is read
+                self._check_shape(param, weights[param.name])
+
+    def _check_shape(self, param: ParamSpec, weight: Tensor) -> None:
+        found, shape = list(weight.shape), list(param.whole.shape if param.name in self._divided else param.shape)
+        if found != shape:
+            raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {shape}")
 
     def state(self) -> StagePart:
         if self.file is None:
@@ -314,25 +320,30 @@ class StageStore:
         return member_part(whole, param, self.member)
 
     def _own_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This member's and this shard's pieces of whole weights."""
-        flat = self.flat_stage
-        weights = {name: self._own(name, weight) for name, weight in weights.items()}
-        return weights if flat is None else {name: flat.piece_of(name, weight) for name, weight in weights.items()}
+        """This member's and this shard's pieces of whole weights, each made when it is asked for."""
+        flat, params = self.flat_stage, {param.name: param for param in self.spec.params}
+
+        def piece(name: str) -> Tensor:
+            whole = weights[name]
+            self._check_shape(params[name], whole)
+            own = self._own(name, whole)
+            return own if flat is None else flat.piece_of(name, own)
+
+        return Reads(weights, piece)
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """This member's and this shard's pieces of whole states."""
-        flat, rows = self.flat_stage, optimizer["states"].items()
-        if self._divided:
-            states = {name: {key: self._own(name, t) for key, t in row.items()} for name, row in rows}
-            optimizer = {**optimizer, "states": states}
-        if flat is None:
-            return optimizer
+        """This member's and this shard's pieces of whole states, those of a parameter when they are asked for."""
+        flat, states = self.flat_stage, optimizer["states"]
         shapes = {param.name: param.shape for param in self.spec.params}
-        states = {
-            name: {key: flat.piece_of(name, t) if tuple(t.shape) == shapes[name] else t for key, t in row.items()}
-            for name, row in optimizer["states"].items()
-        }
-        return {**optimizer, "states": states}
+
+        def piece(name: str, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            own = self._own(name, value)
+            return flat.piece_of(name, own) if flat is not None and tuple(own.shape) == shapes[name] else own
+
+        own = Reads(states, lambda name: {key: piece(name, value) for key, value in states[name].items()})
+        return {**optimizer, "states": own}
 
 
 def member_params(spec: StageSpec) -> dict[str, ParamSpec]:

@@ -39,7 +39,7 @@ from .manifest import (
 )
 from .part_params import PartIndex, joined_rows
 from .plain_json import decode, encode
-from .tensor_file import StoredTensor, TensorFile, code_of, file_bytes, write_tensors
+from .tensor_file import Reads, StoredTensor, TensorFile, code_of, file_bytes, write_tensors
 
 __all__ = ["Checkpoint", "RunPosition", "SavedStage", "ShardRecord", "abort", "begin", "commit"]
 __all__ += ["find_latest", "names_to_save", "open_checkpoint", "save_checkpoint", "write_shard"]
@@ -51,9 +51,9 @@ Optimizer = Mapping[str, Mapping[str, Any]]
 class SavedStage:
     """The state of one stage: tensors on CPU that own their storage; tied names share one tensor."""
 
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Any]]
+    optimizer: Mapping[str, dict[str, Any]]
 
 
 def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
@@ -193,30 +193,35 @@ class Checkpoint:
         Frozen parameters have no optimizer states; those of `base` are left out. Raises `CheckpointError` if the
         checkpoint lacks a name or shape of the stage, or a file was altered.
         """
+        found = self.read_later(spec, {})
+        return SavedStage(dict(found.weights), found.buffers, dict(found.optimizer))
+
+    def read_later(self, spec: StageSpec, cache: dict[tuple[str, str, str], Tensor] | None = None) -> SavedStage:
+        """As `read`, but weights and states are read, and checked, each time that they are asked for. `cache`: where to
+        keep what was read."""
         self.require(spec)
-        cache: dict[tuple[str, str, str], Tensor] = {}
+
+        def one(kind: str, name: str, state: str) -> Tensor:
+            if cache is None:
+                return self._read(kind, name, state)
+            if (kind, name, state) not in cache:
+                cache[kind, name, state] = self._read(kind, name, state)
+            return cache[kind, name, state]
 
         def take(kind: str, row: ParamSpec, state: str = "") -> Tensor:
-            pieces = self._pieces(row)
-            for name, _ in pieces:
-                if (kind, name, state) not in cache:
-                    cache[kind, name, state] = self._read(kind, name, state)
-            return joined_rows([(cache[kind, name, state], rows) for name, rows in pieces])
+            return joined_rows([(one(kind, name, state), rows) for name, rows in self._pieces(row)])
 
-        optimizer: dict[str, dict[str, Any]] = {}
-        held = [param for param in spec.params if param not in self.left_out(spec)]
-        for param in held:
-            canonical, _ = self._pieces(param)[0]
-            states: dict[str, Any] = {
-                state: take("optimizer", param, state) for state in self._manifest.tensors.optimizer.get(canonical, {})
-            }
+        def states(name: str) -> dict[str, Any]:
+            canonical, _ = self._pieces(held[name])[0]
             where = f"{self.path / MANIFEST}: optimizer state of {canonical}"
-            scalars = self._manifest.scalars.get(canonical, {})
-            states |= {state: decode(value, where) for state, value in scalars.items()}
-            if states:
-                optimizer[param.name] = states
-        weights = {param.name: take("weights", param) for param in held}
-        return SavedStage(weights, {b.name: take("buffers", b) for b in spec.model_buffers}, optimizer)
+            row = {state: take("optimizer", held[name], state) for state in tensors.get(canonical, {})}
+            return row | {state: decode(value, where) for state, value in scalars.get(canonical, {}).items()}
+
+        left_out, tensors, scalars = self.left_out(spec), self._manifest.tensors.optimizer, self._manifest.scalars
+        held = {param.name: param for param in spec.params if param not in left_out}
+        stepped = [n for n, p in held.items() if (c := self._pieces(p)[0][0]) in tensors or c in scalars]
+        buffers = {buffer.name: take("buffers", buffer) for buffer in spec.model_buffers}
+        return SavedStage(Reads(held, lambda name: take("weights", held[name])), buffers, Reads(stepped, states))
 
     def require(self, *specs: StageSpec) -> None:
         """Raise `CheckpointError` if the checkpoint lacks tensors of these stages or has them in another shape."""

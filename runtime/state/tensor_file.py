@@ -14,10 +14,10 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ CODES = {
     "BOOL": torch.bool,
 }
 _CODE_OF = {dtype: code for code, dtype in CODES.items()}
+T = TypeVar("T")
 _CHUNK_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _RESTORE = "Restore the file from its origin, or take an earlier copy."
@@ -102,6 +103,27 @@ class StoredTensor:
     def chunks(self) -> Iterator[memoryview]:
         """Its bytes in order; each piece holds until the next one is asked for."""
         raise NotImplementedError
+
+
+class Reads(Mapping[str, T]):
+    """Values by name, each read whenever it is asked for, so that one at a time is in memory."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], T]):
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def create_file(path: Path, plan: FilePlan) -> None:

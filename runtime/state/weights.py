@@ -22,6 +22,7 @@ from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
 from .fresh import FreshValues
 from .quantised import quantised_layers
+from .tensor_file import Reads
 from .weight_files import Place, match_names, open_files, require_kinds
 from .wrapped import ModelPart
 
@@ -180,15 +181,25 @@ def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) ->
     them; without it, a live model's tensors of the right type are returned as they are.
     """
     found: dict[str, Tensor] = {}
-    trained = {source.ties.get(param.name, param.name) for param in spec.params if param.requires_grad}
-    for param in spec.params:
-        canonical = source.ties.get(param.name, param.name)
-        if canonical not in found:
-            stored = _read(source, param)
-            found[canonical] = stored.to(
-                _loaded_dtype(stored, param, canonical in trained), copy=own and source.is_shared(param.whole_name)
-            )
-    return {param.name: found[source.ties.get(param.name, param.name)] for param in spec.params}
+    later = weights_to_read(source, spec, own=own)
+    homes = {param.name: source.ties.get(param.name, param.name) for param in spec.params}
+    for name, home in homes.items():
+        if home not in found:
+            found[home] = later[name]
+    return {name: found[home] for name, home in homes.items()}
+
+
+def weights_to_read(source: WeightSource, spec: StageSpec, *, own: bool = False) -> Mapping[str, Tensor]:
+    """As `stage_weights`, but each is read, and quantised, when it is asked for."""
+    params = {param.name: param for param in spec.params}
+    trained = {source.ties.get(name, name) for name, param in params.items() if param.requires_grad}
+
+    def read(name: str) -> Tensor:
+        param, stored = params[name], _read(source, params[name])
+        dtype = _loaded_dtype(stored, param, source.ties.get(name, name) in trained)
+        return stored.to(dtype, copy=own and source.is_shared(param.whole_name))
+
+    return Reads(params, read)
 
 
 def _loaded_dtype(stored: Tensor, param: ParamSpec, trained: bool) -> torch.dtype:

@@ -95,7 +95,8 @@ def put(driver: Driver, interface: Interface, ties: Mapping[str, str], value: Re
     frozen = False
     for stage, spec in interface.stages.items():
         held, is_new = whole_state(driver, spec, with_optimizer=False), False
-        for params, tensors in ((spec.params, held.weights), (spec.model_buffers, held.buffers)):
+        weights = dict(held.weights)
+        for params, tensors in ((spec.params, weights), (spec.model_buffers, held.buffers)):
             for param in params:
                 own = tensors[param.name]
                 new = value(ties.get(param.whole_name, param.whole_name), param, own)
@@ -103,7 +104,7 @@ def put(driver: Driver, interface: Interface, ties: Mapping[str, str], value: Re
                     tensors[param.name], is_new = new, True
                     frozen = frozen or (params is spec.params and not param.requires_grad)
         if is_new:
-            driver.load_stage(stage, held.weights, held.buffers)
+            driver.load_stage(stage, weights, held.buffers)
     return frozen
 
 

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
+from penstock.compiler.job.run import JobRun
 from penstock.runtime.device.host import trim_memory
+from penstock.runtime.processes.driver import Driver
 from penstock.tests.compiler.job.ssd_jobs import on_ssd
 
 WIDTH, LAYERS = 768, 24  # 57 MB in fp32
@@ -82,20 +84,30 @@ def main(num_devices: int, disk: str) -> None:
     )  # fmt: skip
     gc.collect()
     trim_memory()
-    before, predicted = held_bytes(), job.plan.predicted
+    predicted, started, start = job.plan.predicted, list[int](), JobRun._start
     assert predicted is not None
+
+    def noting(run: JobRun) -> Driver:
+        driver = start(run)
+        started.append(held_bytes())
+        return driver
+
+    JobRun._start = noting  # type: ignore[method-assign]
     phases: dict[str, Callable[[], Any]] = {
         "load": lambda: job.driver,
         "steps": lambda: [job.step(batch) for _ in range(3)],
         "save": lambda: job.save(folder / "saved"),
         "background": lambda: num_devices == 0 and job.save(folder / "saved", wait=False).wait(),
+        "resume": lambda: job.resume(folder / "saved"),
+        "more steps": lambda: [job.step(batch) for _ in range(3)],
     }
     with job:
-        loaded = most_bytes(phases.pop("load")) - before
-        resting = held_bytes() - before
-        found = {"load": loaded, **{name: most_bytes(act) - before for name, act in phases.items()}}
+        loaded = most_bytes(phases.pop("load"))
+        resting = held_bytes()
+        found = {"load": loaded, **{name: most_bytes(act) for name, act in phases.items()}}
     planned = sum(num for memory, num in predicted.peak_bytes.items() if not memory.startswith("ssd"))
-    print(json.dumps({"planned": planned, "weights": num_bytes, "resting": resting, "held": found}))
+    held = {name: most - started[0] for name, most in found.items()}
+    print(json.dumps({"planned": planned, "weights": num_bytes, "resting": resting - started[0], "held": held}))
 
 
 if __name__ == "__main__":

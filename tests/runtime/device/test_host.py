@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.runtime.children import import_environment
 from penstock.runtime.device.host import available_cores, optimizer_cores, use_cores
 
 
@@ -69,3 +70,34 @@ def test_memory_freed_once_is_not_faulted_in_again():
         pytest.skip("this C library's malloc cannot be told")
     assert faults[0] > 20_000  # else this test measures nothing
     assert faults[-1] < 2_000  # small blocks in between may make the heap grow once more, not for ever
+
+
+GROWTH = """
+import torch
+
+from penstock.runtime.device.host import Trimmer, keep_freed_memory, resident_bytes
+
+keep_freed_memory()
+trimmer, small = Trimmer(), []
+trimmer.trim()
+first, most = resident_bytes(), 0
+for i in range(64):  # no free block is large enough for the next one, as in a first step: 256 MiB
+    block = torch.zeros((1 << 20) + 64 * i)
+    small.append(torch.zeros(1 << 10))
+    del block
+    trimmer.trim()
+    most = max(most, resident_bytes() - first)
+print(most)
+"""
+
+
+def test_freed_blocks_between_small_ones_go_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        env=import_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert int(done.stdout) < 64 << 20

@@ -457,6 +457,24 @@ def test_state_is_in_storage_of_its_own(tmp_path: Path) -> None:
     assert opened.read(spec).optimizer["norm.weight"]["step"] == 3
 
 
+def test_what_is_read_later_is_read_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = train()
+    opened, spec = open_checkpoint(save(tmp_path / "c", model, opt, "one")), partition(model, "one")[0]
+    whole, reads, read = opened.read(spec), list[tuple[str, str]](), opened._read
+    monkeypatch.setattr(opened, "_read", lambda kind, *rest: reads.append((kind, rest[0])) or read(kind, *rest))
+    later = opened.read_later(spec)
+    assert {kind for kind, _ in reads} <= {"buffers"}
+    assert list(later.weights) == list(whole.weights) and later.optimizer.keys() == whole.optimizer.keys()
+    reads.clear()
+    assert torch.equal(later.weights["norm.weight"], model.norm.weight)
+    assert reads == [("weights", "norm.weight")]
+    assert all(torch.equal(later.weights[name], weight) for name, weight in whole.weights.items())
+    for name, row in whole.optimizer.items():
+        assert all(
+            torch.equal(value, row[key]) for key, value in later.optimizer[name].items() if torch.is_tensor(value)
+        )
+
+
 # ---- memory
 
 STREAM = """
