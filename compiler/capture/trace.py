@@ -23,8 +23,8 @@ from ...graph.opgraph import OpGraph, build_module, missing_buffers
 from ...ir.edges import reads, written_roots
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
-from ...runtime.torch_names import FakeTensorMode, enable_python_dispatcher, set_grad_enabled
-from ..packing.varying_inputs import ValueRead
+from ...runtime.torch_names import FakeTensorMode, enable_python_dispatcher, set_grad_enabled, tree_map
+from ..packing.varying_inputs import UnreadLeaf, ValueRead
 from .calls import take_zeros
 from .dynamic import LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
@@ -126,7 +126,8 @@ class _ForLoss(Exception):
 
 def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
     """`_record`, with forward given every key of the batch that it can take, and the texts and numbers that it reads.
-    Where these cannot be told apart, as C code reads one, they count as read."""
+    Where these cannot be told apart, as C code reads one, or as forward does something else with the values themselves
+    (it asks for their types), they count as read."""
     fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else LinedShapeEnv())
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic, options.leaves)
     try:
@@ -158,7 +159,8 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
         _store_reassigned_buffers(recorder)
         recorder.graph.output(nodes)
-        require_repeatable(recorder, lambda again: _run(again, inputs, options.loss_fn), nodes, before)
+        known = replace(inputs, batch=tree_map(lambda x: x.value if type(x) is UnreadLeaf else x, inputs.batch))
+        require_repeatable(recorder, lambda again: _run(again, known, options.loss_fn), nodes, before)
         number_draws(recorder.graph)
         flow = Dataflow(recorder.graph.nodes)
         unused, removable = (flow.dead(draws=draws, writes=True) for draws in (False, True))

@@ -1,4 +1,4 @@
-"""Packed rows once more, with another first document: what later documents compute must stay as it is.
+"""Packed rows once more, with every second document another one: what the others compute must stay as it is.
 
 In: an op graph, a batch whose rows hold several documents, and a function that runs the graph. Out: a `CaptureError`
 that names the first module that lets a document see another one. `graph/masks` proves where tokens meet, and this shows
@@ -24,27 +24,32 @@ RunNodes = Callable[[Mapping[str, Any], Collection[fx.Node]], Mapping[fx.Node, T
 
 
 def require_closed_borders(graph: OpGraph, batch: Mapping[str, Any], run: RunNodes) -> bool:
-    """Run the graph twice, with two first documents, and compare the last hidden values of later tokens. Returns
-    whether there was something to compare."""
+    """Run the graph with other documents in the place of every second one, and compare the last hidden values of the
+    others' tokens. Returns whether there was something to compare."""
     ids, positions = batch["input_ids"], batch[POSITIONS]
-    first = (positions.diff(dim=-1) != 1).cumsum(-1) == 0
-    first = torch.cat([torch.ones_like(first[:, :1]), first], 1)  # the tokens of each row's first document
-    hidden = _hidden_nodes(graph, ids.shape)
-    if not hidden or bool(first.all()):
+    begins = torch.cat([torch.zeros_like(ids[:, :1]), (positions.diff(dim=-1) != 1).long()], 1)
+    document, hidden = begins.cumsum(-1), _hidden_nodes(graph, ids.shape)
+    if not hidden or not bool(begins.any()):
         return False
-    other = {**batch, "input_ids": torch.where(first, torch.where(ids > 0, ids - 1, ids + 1), ids)}
 
     def differing(nodes: list[fx.Node]) -> fx.Node | None:
-        ours, theirs = run(batch, nodes), run(other, nodes)
-        return next((node for node in nodes if not _same(ours[node], theirs[node], ~first.to(ours[node].device))), None)
+        ours = run(batch, nodes)
+        for parity in (0, 1):
+            changed = document % 2 == parity
+            other = torch.where(changed, torch.where(ids > 0, ids - 1, ids + 1), ids)
+            theirs = run({**batch, "input_ids": other}, nodes)
+            for node in nodes:
+                if not _same(ours[node], theirs[node], ~changed.to(ours[node].device)):
+                    return node
+        return None
 
     if differing(hidden[-1:]) is None:
         return True
     node = differing(hidden) or hidden[-1]
     place = f"{node.meta['module_path'] or 'the model'} ({node.meta['module_type']})"
     raise CaptureError(
-        f"example_inputs[{POSITIONS!r}] begins anew inside of rows, but what the next document computes changes with "
-        f"the first one: tokens see across borders first in {place}, at {node.meta['source']}. "
+        f"example_inputs[{POSITIONS!r}] begins anew inside of rows, but what a document computes changes with "
+        f"another one: tokens see across borders first in {place}, at {node.meta['source']}. "
         "Allowed: a mask that hides every other document; one document in a row"
     )
 
@@ -62,6 +67,6 @@ def _is_hidden(node: fx.Node, shape: torch.Size) -> bool:
     return tuple(tensors[0].shape[:2]) == tuple(shape) and tensors[0].shape[2] != shape[1]  # no scores of pairs
 
 
-def _same(ours: Tensor, theirs: Tensor, later: Tensor) -> bool:
-    ours, theirs = ours[later].double(), theirs[later].double()
+def _same(ours: Tensor, theirs: Tensor, tokens: Tensor) -> bool:
+    ours, theirs = ours[tokens].double(), theirs[tokens].double()
     return bool((ours - theirs).norm() <= LIMIT * ours.norm())

@@ -144,7 +144,7 @@ class _Comparison:
             closed = self.request.batch.documents and self._require_closed_borders(held, proxies)
         rows = "row" if self.rows == 1 else f"{self.rows} rows"
         text = f"the op graph computes what the model computes in eager, on the first {rows} of example_inputs"
-        return f"{text}; another first document changes nothing in later ones" if closed else text
+        return f"{text}; no document changes what another computes" if closed else text
 
     def _side(self, held: Borrowed, proxies: _Proxies, run: Callable[[Any], dict[str, Tensor]]) -> _Side:
         """Run one side from the values that the model has."""

@@ -55,7 +55,7 @@ class UnreadLeaf(Unread):
 
     def __init__(self, name: str, value: Any):
         super().__init__(name)
-        self._kind = type(value)
+        self.value, self._kind = value, type(value)
 
     @property
     def __class__(self) -> type:  # for isinstance

@@ -104,10 +104,12 @@ class DeviceRuntime(Transfers, Messages, Versions):
         runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
         assert issue.micro_batch is not None
         state = self.state
-        seed = evaluation_seed(state.seed, state.step_count, state.evaluation_count, issue.micro_batch)
+        evaluation = state.step_count, state.evaluation_count
+        seed = evaluation_seed(state.seed, *evaluation, issue.micro_batch)
 
         def run() -> list[Any]:
             runner.bind(bound.value)
+            runner.prepare_buffers(evaluation)
             values = [box.value for box in boxes]
             return self._try(issue, values, lambda given: runner.evaluate(given, seed))
 

@@ -176,13 +176,14 @@ class ReferenceRuntime:
         self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool | Sequence[str] = True
     ) -> tuple[Any, ...]:
         runner = self._bound(stage, weights)
-        runner.prepare_buffers(self.world.step, undo=False)
+        runner.prepare_buffers(self.world.step)
         outputs, kept = runner.forward(inputs, self._seed(micro_batch), keep)
         return (*outputs, kept) if keep else tuple(outputs)
 
     def evaluate(self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int) -> tuple[Tensor, ...]:
-        seed = evaluation_seed(self.world.seed, self.world.step, self.world.evaluations, micro_batch)
-        return tuple(self._bound(stage, weights).evaluate(inputs, seed))
+        evaluation, runner = (self.world.step, self.world.evaluations), self._bound(stage, weights)
+        runner.prepare_buffers(evaluation)
+        return tuple(runner.evaluate(inputs, evaluation_seed(self.world.seed, *evaluation, micro_batch)))
 
     def backward(
         self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor | None],

@@ -12,8 +12,6 @@ import builtins
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...ir.errors import VerifyError
 from ..modules import Scope, Stage
 from .allowed import BUILTINS
@@ -26,16 +24,16 @@ from .trust import Trust
 FUNCTIONS = ("step", "evaluate")
 
 
-def _torch_alone(name: str, *rest: Any) -> Any:
-    """Under a dispatch mode torch itself imports torch when an op runs for the first time, with the builtins of the
-    file that calls it. No verified source has a name for this function."""
-    if name != "torch":
+def _import_for_library(name: str, *rest: Any) -> Any:
+    """C code of torch and NumPy imports parts of these when a function is called for the first time, with the builtins
+    of the file that calls it. No verified source has a name for this function."""
+    if name.partition(".")[0] not in ("torch", "numpy"):
         raise ImportError(f"a device file imports nothing; {name!r} was asked for")
-    return torch
+    return __import__(name, *rest)
 
 
 _BUILTINS = {name: getattr(builtins, name) for name in (*BUILTINS, "super", "__build_class__")}
-_BUILTINS["__import__"] = _torch_alone
+_BUILTINS["__import__"] = _import_for_library
 
 
 def run_verified(path: Path, text: str, trust: Trust) -> dict[str, Any]:

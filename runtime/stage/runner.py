@@ -7,7 +7,7 @@ fetch. Gradients add up in `Parameter.grad`, micro-batch after micro-batch, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ class StageRunner:
         self._buffers = _named_buffers(module)
         self._training = {m: m.training for m in module.modules()}
         self._checked = False  # whether its first forward agreed with the interface
-        self._noted: tuple[int, dict[str, Tensor]] = -1, {}  # a step, and its buffers before the first forward
+        self._noted: tuple[Hashable, dict[str, Tensor]] = -1, {}  # a step, and its buffers before the first forward
         self._evaluating = False
         self._bound: dict[str, Tensor] | None = None
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
@@ -111,6 +111,7 @@ class StageRunner:
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set all buffers, persistent or not, to copies of `values` on the device."""
+        self._noted = -1, {}
         if self.graphs is not None:  # which read the buffers where they are
             for name, buffer in self.buffers().items():
                 buffer.copy_(values[name])
@@ -133,9 +134,10 @@ class StageRunner:
         """The buffers as they are now, not copied."""
         return {name: owner._buffers[key] for name, (owner, key) in self._buffers.items()}  # type: ignore[misc]
 
-    def prepare_buffers(self, step: int, undo: bool) -> None:
-        """Before the first forward of a step note the buffers that its forwards change: all of them, to `undo` the
-        step, or those that later micro-batches find alike. Before a later forward, set these as noted."""
+    def prepare_buffers(self, step: Hashable, undo: bool = False) -> None:
+        """Before the first forward of a step, or of an evaluation, note the buffers that its forwards change: all of
+        them, to `undo` the step, or those that later micro-batches find alike. Before a later one, set these as
+        noted."""
         if step == self._noted[0]:
             self._set_buffers({name: self._noted[1][name] for name in self.spec.repeated_buffers})
         elif names := self.spec.changing_buffers if undo else self.spec.repeated_buffers:
@@ -288,6 +290,8 @@ class StageRunner:
         """Evaluation mode, without gradients: all outputs, those that exist only here after the others."""
         self._set_mode(evaluating=True)
         self._change_params()
+        if self.spec.repeated_buffers:
+            self._renew_changing()
         with self.draws.seed_draws(seed), torch.no_grad(), self.precision.autocast(self.device):
             leaves = map(_laid_out, inputs, self.spec.inputs)
             return self._detach(_cast_to_plan(self.module(*leaves), self._dtypes), inputs)

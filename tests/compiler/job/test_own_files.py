@@ -117,3 +117,25 @@ def test_a_name_that_leaves_its_quotes_runs_nothing(monkeypatch: pytest.MonkeyPa
     ):
         loaded.step(batch)
     assert canary.exists(), "what is refused above would have run"
+
+
+class MakesTensors(nn.Module):
+    """Calls what lets torch's C code import parts of torch when it is first called in a process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)[:, [1, 0, 3, 2]] * torch.tensor(2.0)
+        return {"loss": (self.second(h) + h.new_tensor([1.0, 2.0, 3.0, 4.0])).square().mean()}
+
+
+def test_torch_may_import_its_own_parts_in_a_new_process() -> None:
+    model, batch = MakesTensors(), {"x": torch.randn(4, 4)}
+    eager = Eager(model, micro_batches=1)
+    hardware = penstock.Hardware.cpu(num_devices=2, memory="8MB")
+    options: dict[str, Any] = {"strategy": "gpipe", "micro_batches": 1, "optimizer": SGD}
+    with penstock.compile(model, hardware, example_inputs=batch, **options) as job:
+        assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 1e-6)

@@ -48,6 +48,13 @@ class Asking(Net):
             return 7.0
 
 
+class Typed(Net):
+    """Asks for a type, which nothing that stands for a number can hide."""
+
+    def scale(self, rest: dict[str, Any]) -> float:
+        return 0.5 if type(rest["step"]) is int else 1.0
+
+
 def loss_of(output: Tensor, batch: dict[str, Any]) -> Tensor:
     return (output - batch["y"]).square().mean()
 
@@ -105,3 +112,12 @@ def test_a_text_that_the_loss_reads_stays_as_compiled(loss_fn: Any) -> None:
         with pytest.raises(BatchError, match="'name'] is 'sample 1', compiled as 'sample 0'"):
             job.step(batch_of(1))
         job.step({**batch_of(0), **{key: batch_of(1)[key] for key in "xy"}})
+
+
+def test_a_type_that_forward_asks_for_is_that_of_the_value() -> None:
+    """Also where nothing is compared with eager, as a trace alone must see it."""
+    model = Typed()
+    wanted = loss_of(model(**batch_of(0)), batch_of(0))
+    options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": SGD, "micro_batches": 1, "check": False}
+    with penstock.compile(model, HARDWARE, example_inputs=batch_of(0), **options) as job:
+        assert float(job.step(batch_of(0))) == pytest.approx(wanted.item(), rel=1e-6)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,21 @@ def test_what_rows_or_chance_influence_leaves_auto_one_micro_batch(use: Callable
     with compile_job(Net(use), 1, micro_batches=2) as job:
         text = " ".join(job.explain().split())
         assert "forward updates the buffer" in text and "a step updates them once" not in text
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_an_evaluation_updates_them_once_and_a_resume_brings_them_back(micro_batches: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net(anneal)
+    eager = copy.deepcopy(net)
+    with compile_job(net, 1, strategy="balanced", micro_batches=micro_batches) as job:
+        job.save(tmp_path / "start")
+        for _ in range(2):
+            wanted = copy.deepcopy(eager).eval()(**batch(9))
+            assert float(job.evaluate(batch(9)).loss) == pytest.approx(wanted.item(), rel=TOLERANCE)
+            assert job.state_dict()["steps"] == 1
+            job.resume(tmp_path / "start")
+        assert float(job.step(batch(0))) == pytest.approx(eager(**batch(0)).item(), rel=TOLERANCE)
 
 
 def test_auto_may_take_several_micro_batches() -> None:
