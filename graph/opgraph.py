@@ -103,7 +103,7 @@ class OpGraph:
     sizes: dict[str, SizeRange] = field(default_factory=dict)  # named sizes, of which `dims` are made
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
     packed: int = 0  # the most documents that a row of the example batch holds; 0 where its rows are not packed
-    repeated_buffers: tuple[str, ...] = ()  # that all micro-batches of a step find and leave alike
+    repeated_buffers: tuple[str, ...] = ()  # buffers that are alike before each micro-batch of a step
     parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter
     team: int = 1  # the members of a team among which the work inside layers is divided
     apart: bool = False  # whether these have different tokens

@@ -2,8 +2,7 @@
 
     pytest -m hypothesis --hypothesis-profile random --hypothesis-seed 7 --examples 10
 
-tries ten times the number of examples that each test asks for, drawn from the seed 7. Without `--examples` it tries
-half of them, for the fast tests. Loaded by name from setup.cfg.
+tries ten times the number of examples that each test asks for, drawn from the seed 7. Loaded by name from setup.cfg.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--examples", type=float, default=0.5, help="times as many examples as a property-based test says")
+    parser.addoption("--examples", type=int, default=1, help="times as many examples as a property-based test says")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,4 +28,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for test in {item.function for item in items if isinstance(item, pytest.Function)}:
         if times != 1 and is_hypothesis_test(test):
             said = getattr(test, SETTINGS, settings())
-            setattr(test, SETTINGS, settings(said, max_examples=max(1, int(times * said.max_examples))))
+            setattr(test, SETTINGS, settings(said, max_examples=times * said.max_examples))

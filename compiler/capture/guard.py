@@ -250,7 +250,7 @@ original_apply = FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", None
 
 
 class _Late:
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # the code of `_APPLY`, whose class it finds
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # as `_APPLY`'s code, where `__class__` is Function
         return __class__.__dict__["apply"].__get__(None, cls)(*args, **kwargs)  # type: ignore[name-defined]
 
 

@@ -56,8 +56,8 @@ def require_closed_borders(graph: OpGraph, batch: Mapping[str, Any], run: RunNod
 
 def _hidden_nodes(graph: OpGraph, shape: torch.Size) -> list[fx.Node]:
     """The values on the way to the loss with a vector for each token."""
-    found = Dataflow(graph.nodes)
-    return [node for node in found.sort_nodes(found.ancestors([graph.outputs["loss"]])) if _is_hidden(node, shape)]
+    flow = Dataflow(graph.nodes)
+    return [node for node in flow.sort_nodes(flow.ancestors([graph.outputs["loss"]])) if _is_hidden(node, shape)]
 
 
 def _is_hidden(node: fx.Node, shape: torch.Size) -> bool:

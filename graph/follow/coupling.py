@@ -31,7 +31,7 @@ def find_facts(trace: GraphOf, counts: Sequence[int], batch_size: int, device_ki
 
 def scaled_loss(graph: OpGraph, facts: RowFacts, num_micro_batches: int) -> OpGraph:
     """The graph with its loss multiplied by the facts' factor, in place: then the losses of `num_micro_batches`
-    micro-batches average to that of the whole batch. It says which buffers each of them finds alike."""
+    micro-batches average to that of the whole batch. Notes which buffers are alike before each of these."""
     graph.repeated_buffers = facts.repeated_buffers
     factor, loss = facts.factor(num_micro_batches), graph.outputs["loss"]
     if factor == 1:

@@ -6,7 +6,7 @@ a mean or a sum over rows, and which buffers forward updates whatever the rows a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Hashable, Set
 
 from pydantic import BaseModel, ConfigDict
 from torch import fx
@@ -34,8 +34,8 @@ class Coupling(BaseModel):
 
 class RowFacts(BaseModel):
     """`couplings`: where rows meet on the way to the loss, and every BatchNorm. `power`: the loss of the whole batch is
-    the mean of the losses of M micro-batches times M ** power: 0 for a mean over rows, 1 for a sum. `updates`: what
-    forward writes into buffers and no row influences: each micro-batch of a step makes it from the same values."""
+    the mean of the losses of M micro-batches times M ** power: 0 for a mean over rows, 1 for a sum. `updates`: the
+    writes into buffers that no row influences: each micro-batch of a step makes them from the same values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     couplings: tuple[Coupling, ...] = ()
@@ -44,7 +44,7 @@ class RowFacts(BaseModel):
 
     @property
     def repeated_buffers(self) -> tuple[str, ...]:
-        """The buffers that every micro-batch of a step finds and leaves alike."""
+        """The buffers that are alike before each micro-batch of a step."""
         return tuple(dict.fromkeys(update.operator for update in self.updates))
 
     def with_each_update(self) -> RowFacts:
@@ -76,8 +76,8 @@ def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "c
         return _facts(graph, trail)
     other_trail = follow(other, other_rows, device_kind=device_kind)
     powers: Powers | None = powers_of(trail, rows, other_trail, other_rows)
-    repeated = _repeated_buffers(graph, trail) & _repeated_buffers(other, other_trail)
-    same = {name for name in repeated if _update_hash(graph, name) == _update_hash(other, name)}
+    ours, theirs = _repeated_updates(graph, trail), _repeated_updates(other, other_trail)
+    same = {name for name, update in ours.items() if theirs.get(name) == update}
     if rows == 1:  # more rows show more
         graph, rows, trail = other, other_rows, other_trail
     if powers is not None:
@@ -98,31 +98,24 @@ def _other(count: int, batch_size: int) -> int:
     return min(others, key=lambda m: (m == batch_size, abs(m - count)))
 
 
-def _repeated_buffers(graph: OpGraph, trail: Trail) -> set[str]:
-    """The buffers into which forward writes what neither a row nor chance influences."""
-    flow = Dataflow(graph.nodes)
+def _repeated_updates(graph: OpGraph, trail: Trail) -> dict[str, Hashable]:
+    """The buffers into which forward writes what neither a row nor chance influences. Their values are equal for graphs
+    that update a buffer by the same calls, numbers and constants."""
+    flow, found = Dataflow(graph.nodes), dict[str, Hashable]()
     writers: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         for name in node.meta.get("updates_buffers", ()):
             writers.setdefault(name, []).append(node)
-
-    def is_repeated(nodes: list[fx.Node]) -> bool:
-        made_of = flow.ancestors(nodes)
-        return trail.by_rows.isdisjoint(nodes) and not any(n.meta.get("random") or _enters(n) for n in made_of)
-
-    return {name for name, nodes in writers.items() if is_repeated(nodes)}
+    for name, written in writers.items():
+        nodes = flow.sort_nodes(flow.ancestors(written))
+        if trail.by_rows.isdisjoint(written) and not any(n.meta.get("random") or _enters(n) for n in nodes):
+            constants = tuple(id(graph.constants[str(n.target)]) for n in nodes if n.target in graph.constants)
+            found[name] = structural_hash(graph, "", tuple(nodes), []), constants
+    return found
 
 
 def _enters(node: fx.Node) -> bool:
     return node.op == "placeholder" and any(tensor.dim() for tensor in value_tensors(node.meta["val"]))
-
-
-def _update_hash(graph: OpGraph, name: str) -> tuple[str, list[int]]:
-    """Equal for graphs that update a buffer by the same calls, numbers and constants."""
-    flow = Dataflow(graph.nodes)
-    nodes = flow.sort_nodes(flow.ancestors(n for n in graph.nodes if name in n.meta.get("updates_buffers", ())))
-    constants = [id(graph.constants[str(n.target)]) for n in nodes if n.target in graph.constants]
-    return structural_hash(graph, "", tuple(nodes), []), constants
 
 
 def _facts(graph: OpGraph, trail: Trail, repeated: Set[str] = frozenset()) -> RowFacts:

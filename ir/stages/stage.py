@@ -217,8 +217,8 @@ class StageSpec:
     backward_mix: CallMix = NO_CALLS
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     draws: bool = False  # whether it draws random numbers in training
-    changing_buffers: tuple[str, ...] = ()  # those that its forward writes
-    repeated_buffers: tuple[str, ...] = ()  # of these, those that every micro-batch of a step finds and leaves alike
+    changing_buffers: tuple[str, ...] = ()  # buffers that its forward writes
+    repeated_buffers: tuple[str, ...] = ()  # changing buffers that are alike before each micro-batch of a step
     pointwise_again: bool = False  # whether backward computes pointwise results again (`recompute-pointwise`)
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model

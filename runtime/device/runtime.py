@@ -70,8 +70,8 @@ class DeviceRuntime(Transfers, Messages, Versions):
                 raise error from None
 
     def _look_at_losses(self, issue: Issue, outputs: Sequence[Tensor]) -> None:
-        """Find the step bad by a loss that is not finite: now, or on a GPU from a copy in host memory. In fp16 the
-        gradients judge the scale of the loss."""
+        """Note the step as bad where a loss is not finite: now, or on a GPU later, by a copy in host memory. In fp16
+        the gradients tell, as the scale of the loss is judged by them."""
         if self.bad_step is None or not self.stop_on_nan or self.state.loss_scale is not None:
             return
         for i in issue.losses:
@@ -86,7 +86,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             self.bad_step.note(self.number, issue, NonFiniteLoss(f"the loss is {float(loss)}"))
 
     def judge_losses(self) -> None:
-        """Wait for the losses of a GPU, and find the step bad by them."""
+        """Wait for the losses of a GPU, and note the step as bad where a loss is not finite."""
         for issue, loss in self.losses:
             if (event := self.events[issue.index]) is not None:
                 event.wait()

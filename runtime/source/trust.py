@@ -38,7 +38,6 @@ class Trust:
             named |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
         return Trust(modules=tuple(sorted(named & sys.modules.keys())))
 
-
     def union(self, other: Trust) -> Trust:
         """Trust in the user's own code of both."""
         statements, calls = {*self.statements, *other.statements}, {*self.calls, *other.calls}

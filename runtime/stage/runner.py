@@ -135,9 +135,8 @@ class StageRunner:
         return {name: owner._buffers[key] for name, (owner, key) in self._buffers.items()}  # type: ignore[misc]
 
     def prepare_buffers(self, step: Hashable, undo: bool = False) -> None:
-        """Before the first forward of a step, or of an evaluation, note the buffers that its forwards change: all of
-        them, to `undo` the step, or those that later micro-batches find alike. Before a later one, set these as
-        noted."""
+        """Before the first forward of a step or an evaluation, note buffers: all that forward changes, if the step can
+        be undone, else the repeated buffers. Before a later forward, set the repeated buffers to what was noted."""
         if step == self._noted[0]:
             self._set_buffers({name: self._noted[1][name] for name in self.spec.repeated_buffers})
         elif names := self.spec.changing_buffers if undo else self.spec.repeated_buffers:

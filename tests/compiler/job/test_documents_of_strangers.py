@@ -25,7 +25,7 @@ from penstock.ir.errors import PenstockError, WorkerError
 from penstock.runtime.state.weights import open_directory
 from penstock.tests.mutated_documents import CANARY, change_values, mutate, nasty_values
 
-FEW, MANY = 8, 290  # changes per kind of document: MANY for seven kinds are some 2,000
+FEW, MANY = 12, 290  # changes per kind of document: MANY for seven kinds are some 2,000
 BATCH = {"x": torch.linspace(-1, 1, 32).reshape(8, 4)}
 
 
