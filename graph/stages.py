@@ -316,7 +316,7 @@ class _Builder:
         trains = (None if self._is_live(n, inside=True) else False for n in boundary)
         inputs = [*map(self._crossing, boundary, trains), *(self._tensor(n, False) for n in batch)]
         trained, buffers = self._own_tensors(body)
-        ties = self.graph.ties()
+        ties = self.cut.ties
         written = {ties.get(name, name) for node in body for name in node.meta.get("updates_buffers", ())}
         changing = [b.name for b in buffers if ties.get(b.name, b.name) in written]
         held = [n for n in body if n.op == "get_attr"]

@@ -121,11 +121,11 @@ class ParamSpec:
         shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
         return replace(self, name=self.part.parameter, shape=shape, part=None)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return self.numel * dtype_bytes(self.dtype)
 
@@ -134,7 +134,7 @@ class ParamSpec:
         """The type of its gradient, from the first micro-batch on."""
         return self.sum_dtype or self.dtype
 
-    @property
+    @cached_property
     def grad_bytes(self) -> int:
         return self.numel * dtype_bytes(self.grad_dtype)
 
@@ -290,7 +290,7 @@ class StageSpec:
         """The offset of each parameter in the flat buffer, then the buffer's end; planning asks for them often."""
         return tuple(accumulate((0 if p.stays else aligned(p.bytes) for p in self.params), initial=0))
 
-    @property
+    @cached_property
     def grad_bytes(self) -> int:
         return sum(p.grad_bytes for p in self.params if p.requires_grad)
 
@@ -335,7 +335,7 @@ class StageSpec:
         """The buffers that the user's model holds."""
         return tuple(buffer for buffer in self.buffers if buffer.owner)
 
-    @property
+    @cached_property
     def trained_params(self) -> int:
         return sum(p.numel for p in self.params if p.requires_grad)
 

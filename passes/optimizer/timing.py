@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...graph.opgraph import OpGraph
 from ...ir.precision import Precision
 from ...ir.program import WORLD
 from ..draft import Draft
@@ -66,7 +67,7 @@ def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
 def tie_groups(draft: Draft) -> dict[str, TieGroup]:
     """The members (device, stage, parameter name) of each group, for each trained parameter in several stages: all
     devices of each."""
-    ties = draft.graph.ties()
+    ties = draft.graph.once(OpGraph.ties)
     members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
     for stage, home in zip(draft.stages, draft.devices):
         for param in stage.spec.params:
