@@ -37,6 +37,7 @@ logger = logging.getLogger("penstock.compiler.search")  # of each plan that was 
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a graph of its own
 SEARCH_S = 33.0  # of work
 TRACE_S = 3e-4  # of work, for a node of a graph of another number of micro-batches
+SAME = 1e-9  # the share by which the steps of equal plans may differ, by rounding
 NEAR = 0.01  # the share of a step that is not worth another candidate
 
 
@@ -223,8 +224,10 @@ class Attempts:
         return next(trial for trial in self.trials if (trial.count, trial.candidate) == (count, candidate))
 
     def keep(self, compiled: CompiledCandidate) -> None:
-        """Make this the best if it is faster; of equals the earlier one stays."""
-        if self.best is None or compiled.step_s < self.best.step_s:
+        """Make this the best if it is faster, or as fast with a smaller burden; of equals the earlier one stays."""
+        best = self.best
+        same = best is not None and abs(compiled.step_s - best.step_s) <= SAME * best.step_s
+        if best is None or (compiled.burden < best.burden if same else compiled.step_s < best.step_s):
             self.best = compiled
 
     def result(self) -> SearchResult:

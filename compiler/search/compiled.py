@@ -71,6 +71,13 @@ class CompiledCandidate:
         return simulate_here(draft.programs, draft.machine, draft.options.precision)
 
     @property
+    def burden(self) -> tuple[float, float, int]:
+        """What decides between plans that take the same time: bytes written to SSDs, bytes moved, instructions."""
+        moved = self.timeline.moved_bytes
+        disks = [f"ssd{host}.write" for host in range(len(self.draft.machine.hosts))]
+        return sum(moved.get(disk, 0) for disk in disks), sum(moved.values()), _num_ops(self.draft)
+
+    @property
     def count(self) -> int:
         """Micro-batches of all lanes together."""
         return self.draft.programs[0].interface.total_micro_batches

@@ -75,7 +75,7 @@ class Trial:
                 return why_not(self.reason)
         assert self.step_s is not None
         slower = self.step_s / best_s - 1
-        return "as fast, tried later" if slower <= 0 else f"{slower:.1%} slower ({format_seconds(self.step_s)})"
+        return "as fast, and moves no less" if slower <= 0 else f"{slower:.1%} slower ({format_seconds(self.step_s)})"
 
 
 def why_not(error: PenstockError) -> str:

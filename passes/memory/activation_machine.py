@@ -23,7 +23,8 @@ from .activation_plan import Half, Item, LinkRates, Room
 from .fetch_queue import Fetches, arena_bytes
 from .insert_fetch import swap
 
-BUFFERS = 4  # buffers of a stage in DRAM: one is read, one updated, one written, one receives gradients
+BUFFERS = 4  # of a stage on SSD, in DRAM: one is read, one updated, one written, one receives gradients
+GRADIENTS = 2  # of stages, in DRAM: one is received while one is updated
 SSD_SHARE = 0.9  # the share of the disks that is used; the rest is for what an update must be able to undo
 
 
@@ -221,17 +222,20 @@ def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> LinkRates:
 
 
 def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int], tier: str) -> Tiers:
-    """DRAM goes to weights first, then to states, then to activations. `tier`: as insert-ssd will get it; "" where all
-    weights and states stay on their devices."""
+    """DRAM goes to weights first, then to states, then to activations; buffers of whole stages are there only where
+    some are on SSD. `tier`: as insert-ssd will get it; "" where all weights and states stay on their devices."""
     homes = zip(draft.stages, draft.devices)
     specs = [stage.spec for stage, home in homes if tier and home in neighbours]
     weights = sum(spec.weight_bytes for spec in specs)
     states = sum(interface.states_bytes(spec) for spec in specs if not spec.staying)
     hardware = draft.lane_hardware
     disks = hardware.budget_bytes(f"ssd{host}") * SSD_SHARE if hardware.hosts[host].ssds else 0.0
-    updated = [interface.all_bytes(spec) for spec in specs if not spec.staying]
-    buffers = BUFFERS * len(neighbours) * max(updated, default=0)
-    dram = hardware.dram_budget_bytes(host) - buffers
+    updated = [spec for spec in specs if not spec.staying]
+    buffers = GRADIENTS * len(neighbours) * max((spec.grad_bytes for spec in updated), default=0)
+    dram = hardware.dram_budget_bytes(host)
+    if disks and (tier in ("states", "all") or weights + states + buffers > dram):
+        buffers = BUFFERS * len(neighbours) * max((interface.all_bytes(spec) for spec in updated), default=0)
+    dram -= buffers
     missing = weights + states - dram if disks else 0.0
     states_share = min(1.0, max(0.0, missing / states)) if states else 0.0
     weights_share = min(1.0, max(0.0, (missing - states) / weights)) if weights else 0.0

@@ -11,7 +11,7 @@ over it finds the optimum. Kept classes fill device memory first, then DRAM, the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...ir.ops import DEVICE, DRAM, SSD
@@ -68,11 +68,12 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of each memory that activations may take."""
+    """Bytes of each memory that activations may take. What goes to SSD passes through `passing_bytes` of the DRAM."""
 
     device_bytes: float
     dram_bytes: float
     ssd_bytes: float
+    passing_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -162,22 +163,34 @@ def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[
     """A memory for the inputs and the classes of every stage, and whether all of them have room.
 
     The last stages stay on the device: they are used again first, when there is least time to move them. What then
-    goes to DRAM is spread evenly over the others, so that the disks have work all the time.
+    goes to DRAM is spread evenly over the others, so that the disks have work all the time. Nothing goes to SSD that
+    DRAM holds.
     """
+    memories, room = problem.memories, problem.room
+    if SSD in memories and len(memories) > 1:
+        found, fits = _fill(problem, classes, [m for m in memories if m != SSD], room)
+        if fits:
+            return found, True
+    return _fill(problem, classes, memories, replace(room, dram_bytes=max(0.0, room.dram_bytes - room.passing_bytes)))
+
+
+def _fill(
+    problem: ActivationProblem, classes: Mapping[str, int], memories: Sequence[MemoryName], room: Room
+) -> tuple[dict[ClassPlace, MemoryName], bool]:
+    """The first of these memories with room for each; what none has room for goes to the last."""
     sizes = {(stage, INPUTS): problem.inputs.get(stage, 0) for stage in problem.stages}
     sizes |= {(stage, CLASSES): classes.get(stage, 0) for stage in problem.stages}
     late_first, spread = problem.orders
-    left = {DEVICE: problem.room.device_bytes, DRAM: problem.room.dram_bytes, SSD: problem.room.ssd_bytes}
+    left = {DEVICE: room.device_bytes, DRAM: room.dram_bytes, SSD: room.ssd_bytes}
     found: dict[ClassPlace, MemoryName] = {}
-    waiting = [key for key in late_first if sizes[key]]
-    for memory in problem.memories:
+    for memory in memories:
         for key in late_first if memory == DEVICE else spread:
             size = sizes[key]
             if size and key not in found and size <= left[memory]:
                 left[memory] -= size
                 found[key] = memory
     waiting = [key for key in spread if sizes[key] and key not in found]
-    found.update(dict.fromkeys(waiting, problem.memories[-1]))
+    found.update(dict.fromkeys(waiting, memories[-1]))
     return found, not waiting
 
 
@@ -207,9 +220,9 @@ def busiest(
 
 
 def best(points: Sequence[Point], share: float = -1.0) -> Point:
-    """Of the points that have room and a step about as short as the shortest, the one that moves the fewest bytes and,
-    of equals, keeps the most; the first point where none has room. With `share` in 0 to 1, the point that keeps that
-    share of all class bytes, as nearly as classes are cut."""
+    """Of the points that have room and a step about as short as the shortest, the one with the fewest bytes on SSD, of
+    equals the one that moves the fewest, and of these the one that keeps the most; the first point where none has room.
+    With `share` in 0 to 1, the point that keeps that share of all class bytes, as nearly as classes are cut."""
     if share >= 0:
         wanted = share * points[-1].kept_bytes
         return min(points, key=lambda point: abs(point.kept_bytes - wanted))
@@ -218,7 +231,7 @@ def best(points: Sequence[Point], share: float = -1.0) -> Point:
         return points[0]
     least_s = min(point.step_s for point in able)
     about = [point for point in able if point.step_s <= least_s * CLOSE]
-    return min(about, key=lambda point: (point.moved_bytes, -point.kept_bytes))
+    return min(about, key=lambda point: (point.ssd_bytes, point.moved_bytes, -point.kept_bytes))
 
 
 def table(points: Sequence[Point], chosen: Point, rows: int = 8) -> str:

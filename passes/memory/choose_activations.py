@@ -85,7 +85,7 @@ class ChooseActivations(Pass):
             model, outcome = once(known, machine.look(program), lambda: (machine, self.on_one(program, machine)))  # noqa: B023
             outcomes[program.device] = outcome
             choices = {**_as_on(machine, model, outcome.choices), **choices}
-        remark = _remark(draft, outcomes)
+        remark = _remark(draft, outcomes, self.to)
         if remark:
             draft.notes[self.name] = remark
         names = [stage.spec.name for stage in draft.stages if stage.spec.name in choices]
@@ -173,7 +173,7 @@ class ChooseActivations(Pass):
         room = machine.room(swapped, machine.room_bytes(trial, swapped))
         if ops.SSD in memories:  # what goes to SSD passes through DRAM
             turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
-            room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
+            room = replace(room, passing_bytes=PASSING_TURNS * max(turns, default=0))
         problem = ActivationProblem(
             forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped
         )
@@ -274,7 +274,7 @@ def _ahead(program: Program, choices: Mapping[str, Activations], machine: Machin
     return Ahead(fetch, max(1, passing))
 
 
-def _remark(draft: Draft, outcomes: Mapping[int, Outcome]) -> str:
+def _remark(draft: Draft, outcomes: Mapping[int, Outcome], to: str) -> str:
     """The decision on the device with the longest step, and the curve it was taken from."""
     rows = [(outcome.chosen.step_s, -device) for device, outcome in outcomes.items() if outcome.chosen is not None]
     if not rows:
@@ -283,9 +283,10 @@ def _remark(draft: Draft, outcomes: Mapping[int, Outcome]) -> str:
     outcome, name = outcomes[device], draft.lane_hardware.devices[device].name
     chosen = outcome.chosen
     assert chosen is not None
+    why = f" as {ops.DRAM} has no room for them" if chosen.ssd_bytes and ops.DRAM in MEMORIES[to] else ""
     head = (
         f"{name} keeps {format_bytes(chosen.kept_bytes)} of saved tensors and moves "
-        f"{format_bytes(chosen.moved_bytes)} of activations, {format_bytes(chosen.ssd_bytes)} of them to SSD: "
+        f"{format_bytes(chosen.moved_bytes)} of activations, {format_bytes(chosen.ssd_bytes)} of them to SSD{why}: "
         f"{format_seconds(chosen.step_s)} a step by the model, bound by {chosen.forward_bound} in forward and by "
         f"{chosen.backward_bound} in backward"
     )

@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, infer_all, place_frees, plan_arena
+from ...ir.units import format_bytes
 from ..base import Pass
 from ..decisions import SSD, Decision, OnSsd, StageTiers
 from ..draft import Draft
 from ..optimizer.dram_peak import weights_reads
-from ..optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom
+from ..optimizer.ssd_room import COMFORTS, MOST_READS_AHEAD, SsdRoom
 from ..phases import phases
 
 SSD_TIERS = ("auto", "states", "all")
@@ -65,7 +66,8 @@ class InsertSsd(Pass):
             tiers.update(found)
             ahead = min(ahead, depth)
         ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # only reads of weights go ahead
-        draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead)
+        lacks = max((room.missing([host], {}, *COMFORTS[0]) for host in room.hosts), default=0) if tier == "auto" else 0
+        draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead, lacks)
         return OnSsd(
             stages={s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers}, ahead=ahead
         )
@@ -112,9 +114,11 @@ def read_within(program: Program, stages: Sequence[str], ahead: int, arena_bytes
             return
 
 
-def _remark(tiers: StageTiers, num_stages: int, ahead: int) -> str:
+def _remark(tiers: StageTiers, num_stages: int, ahead: int, lacking_bytes: int) -> str:
+    """`lacking_bytes`: of DRAM, if nothing were on SSD; 0 where SSD was asked for."""
     if not tiers:
         return "DRAM holds everything"
+    why = f"DRAM lacks {format_bytes(lacking_bytes)} for everything: " if lacking_bytes > 0 else ""
     whole = list(tiers.values()).count("all")
-    text = f"on SSD are the optimizer states of {len(tiers)} of {num_stages} stages"
+    text = f"{why}on SSD are the optimizer states of {len(tiers)} of {num_stages} stages"
     return text + (f", and the weights of {whole}, read {ahead} phases before their fetch" if whole else "")

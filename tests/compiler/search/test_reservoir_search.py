@@ -25,6 +25,7 @@ from penstock.ir.errors import DoesNotFit, PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
 from penstock.passes.draft import Options
+from penstock.passes.memory.choose_activations import ChooseActivations
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_ssd import InsertSsd
 from penstock.passes.partition.partition_balanced import PartitionBalanced
@@ -195,6 +196,21 @@ def test_with_room_in_dram_ssds_are_tried_but_not_needed() -> None:
     tried = [*(rival.passes for rival in plan.rivals if rival.step_s is not None), plan.passes]
     assert any("overlap-optimizer" in line and "insert-remat" in line for line in tried)
     assert any("choose-activations{tier=none}" in line for line in tried)
+
+
+def test_activations_stay_in_dram_that_holds_everything() -> None:
+    """Also where buffers of whole stages, which states on disks would need, would not fit beside them."""
+    machine = Hardware.cpu(2, memory="300kB", dram="900kB", ssd="20MB")
+    compiler = compiler_for(machine)
+    cut = PartitionBalanced(stages=4)
+    chosen = compiler.finish(compiler.place(RESERVOIR.with_(cut, ChooseActivations(swap=True), InsertFetch(swap=True))))
+    moved = chosen.timeline.moved_bytes
+    assert moved["rc0.0.up"] > 0 and not moved.get("ssd0.write")
+    assert chosen.draft.notes["insert-ssd"] == "DRAM holds everything"
+    tight = compiler_for(Hardware.cpu(2, memory="300kB", dram="500kB", ssd="20MB"))
+    chosen = tight.finish(tight.place(RESERVOIR.with_(cut, ChooseActivations(swap=True), InsertFetch(swap=True))))
+    assert chosen.timeline.moved_bytes["ssd0.write"] > 0
+    assert chosen.draft.notes["insert-ssd"].startswith("DRAM lacks ")
 
 
 def with_order(candidates: list[Candidate]) -> list[Candidate]:

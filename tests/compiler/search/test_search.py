@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,6 +265,28 @@ def test_candidates_that_do_not_fit_are_listed_with_the_reason() -> None:
     assert short and all("cpu0 lacks" in rival.reason or "needs" in rival.reason for rival in short)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "burden", "is_kept"),
+    [
+        (0.9, (5, 50, 500), True),
+        (1.0, (3, 99, 999), True),
+        (1.0, (4, 39, 999), True),
+        (1.0 + 1e-12, (4, 40, 399), True),
+        (1.0, (4, 40, 400), False),
+        (1.0, (5, 0, 0), False),
+        (1.001, (0, 0, 0), False),
+    ],
+)
+def test_of_equals_the_one_that_writes_less_moves_less_and_is_shorter(
+    step_s: float, burden: tuple[int, int, int], is_kept: bool
+) -> None:
+    tried = Attempts(lambda _: pytest.fail("it is traced"), cpu(1), Wishes(None, 1, 8, Options()))
+    plans: list[Any] = [SimpleNamespace(step_s=1.0, burden=(4, 40, 400)), SimpleNamespace(step_s=step_s, burden=burden)]
+    for plan in plans:
+        tried.keep(plan)
+    assert tried.best is plans[is_kept]
+
+
 def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer stages come first, so that equal times give the simpler plan."""
     model, batch = zoo_case("mlp")
@@ -272,7 +295,7 @@ def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = penstock.compile(model, cpu(1), example_inputs=batch, optimizer=SGD).plan
     assert len(plan.decisions.stages) == 1 and plan.micro_batches == 1
     reasons = {rival.reason for rival in plan.rivals if rival.step_s and not rival.reason.startswith("the same plan")}
-    assert reasons == {"as fast, tried later"}
+    assert reasons == {"as fast, and moves no less"}
 
 
 @pytest.mark.slow

@@ -154,6 +154,13 @@ def test_of_equal_steps_the_one_that_moves_least_and_keeps_most() -> None:
     assert chosen.kept_bytes == 30 and chosen.moved_bytes == 0
 
 
+def test_of_equal_steps_the_one_with_the_fewest_bytes_on_disks() -> None:
+    """Although it moves as many."""
+    points = [point_of(problem([], (memory,), inputs={"stage0": 10}), 0, {}, 0, 0.0) for memory in ("ssd", "dram")]
+    assert points[0].step_s == points[1].step_s and points[0].moved_bytes == points[1].moved_bytes == 10
+    assert best(points) is points[1]
+
+
 def test_the_last_stages_stay_and_the_disks_get_what_has_no_room() -> None:
     inputs = dict.fromkeys(STAGES, 10)
     case = problem([], ("device", "dram", "ssd"), inputs=inputs, room=Room(25, 10, 1e12))
@@ -167,10 +174,13 @@ def test_the_last_stages_stay_and_the_disks_get_what_has_no_room() -> None:
 @given(
     st.lists(st.integers(0, 30), min_size=8, max_size=8),
     st.tuples(st.integers(0, 90), st.integers(0, 90), st.integers(0, 90)),
+    st.integers(0, 90),
 )
-def test_no_memory_is_given_out_twice(sizes: list[int], room: tuple[int, int, int]) -> None:
+def test_no_memory_is_given_out_twice_and_disks_only_get_what_dram_cannot_hold(
+    sizes: list[int], room: tuple[int, int, int], passing: int
+) -> None:
     classes, inputs = dict(zip(STAGES, sizes[:4])), dict(zip(STAGES, sizes[4:]))
-    case = problem([], ("device", "dram", "ssd"), inputs=inputs, room=Room(*room))
+    case = problem([], ("device", "dram", "ssd"), inputs=inputs, room=Room(*room, passing))
     places, fits = place(case, classes)
     taken = dict.fromkeys(case.memories, 0)
     for (stage, what), memory in places.items():
@@ -180,6 +190,8 @@ def test_no_memory_is_given_out_twice(sizes: list[int], room: tuple[int, int, in
         assert all(taken[memory] <= most for memory, most in zip(case.memories, room))
     else:
         assert taken["ssd"] > room[2]
+    if taken["ssd"]:
+        assert taken["dram"] <= max(0, room[1] - passing) and taken["dram"] + taken["ssd"] > room[1]
 
 
 def test_where_nothing_has_room_nothing_more_is_kept() -> None:
