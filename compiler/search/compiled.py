@@ -72,7 +72,7 @@ class CompiledCandidate:
 
     @property
     def burden(self) -> tuple[float, float, int]:
-        """What decides between plans that take the same time: bytes written to SSDs, bytes moved, instructions."""
+        """Bytes written to SSDs, bytes moved, and instructions: of plans that take the same time the lighter wins."""
         moved = self.timeline.moved_bytes
         disks = [f"ssd{host}.write" for host in range(len(self.draft.machine.hosts))]
         return sum(moved.get(disk, 0) for disk in disks), sum(moved.values()), _num_ops(self.draft)

@@ -64,7 +64,7 @@ GRADIENT_TOO = 3  # times a layer's weights: with their gradients, and a gradien
 
 
 def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> SearchResult:
-    """Try what `wishes` leave open and keep the fastest simulated candidate; the first of equals.
+    """Try what `wishes` leave open and keep the fastest simulated candidate; of equals the lightest one.
 
     Raises `DoesNotFit` with the nearest miss if none fits.
     """

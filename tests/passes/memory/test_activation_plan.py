@@ -155,7 +155,7 @@ def test_of_equal_steps_the_one_that_moves_least_and_keeps_most() -> None:
 
 
 def test_of_equal_steps_the_one_with_the_fewest_bytes_on_disks() -> None:
-    """Although it moves as many."""
+    """Both move the same bytes."""
     points = [point_of(problem([], (memory,), inputs={"stage0": 10}), 0, {}, 0, 0.0) for memory in ("ssd", "dram")]
     assert points[0].step_s == points[1].step_s and points[0].moved_bytes == points[1].moved_bytes == 10
     assert best(points) is points[1]
