@@ -33,8 +33,8 @@ ORDER = {
     ),
     "runtime": (
         "torch_names", "script_caches", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager",
-        "model_names", "children", "scratch", "bad_step", "nodes", "threads", "turns", "source", "simulate", "ssd",
-        "state", "optimizer", "stage", "reference", "device", "emulate", "measure", "processes",
+        "model_names", "children", "forks", "scratch", "bad_step", "nodes", "threads", "turns", "source", "simulate",
+        "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure", "processes",
     ),
     "graph": (
         "loss_terms", "opgraph", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit", "boundaries",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +24,13 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
 from .. import scratch
 from ..accelerator import queues
-from ..children import import_environment, start_module
+from ..children import import_environment
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
 from ..emulate.throttle import shared_transfers
+from ..forks import fork
 from ..scratch import Scratch
 from ..simulate import simulate
 from ..turns import TurnServer
@@ -120,18 +120,13 @@ class LocalWorkers(Driver):
         reports, their_reports = socket.socketpair()
         board_path, log = Path(self.scratch, f"board{device}"), Path(self.scratch, f"worker{device}.log")
         board = open_board(board_path, create=True)
-        arguments = ["--channel", str(theirs.fileno()), "--board", str(board_path), "--parent", str(os.getpid())]
-        arguments += ["--reports", str(their_reports.fileno())]
         with open(log, "wb") as output:
-            process = start_module(
+            process = fork(
                 f"{__package__}.worker",
-                arguments,
-                pass_fds=[theirs.fileno(), their_reports.fileno(), self.keeper.handle],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                environment=worker_environment(self.setup.num_threads(device)),
+                [str(board_path)],
+                [theirs.fileno(), their_reports.fileno(), self.keeper.handle],
+                output.fileno(),
+                worker_environment(self.setup.num_threads(device)),
             )
         theirs.close()
         their_reports.close()
@@ -297,7 +292,7 @@ class LocalWorkers(Driver):
         device = min(failures, key=lambda d: (bool(failures[d]), bool(failures[d]) and failures[d]["waited"]))
         worker = self.workers[device]
         if not failures[device] and not what:
-            _wait(worker.process, GRACE_S)
+            worker.process.wait(GRACE_S)
         error = self._error_of(device, failures[device], what)
         self._abandon()
         return error
@@ -336,7 +331,7 @@ class LocalWorkers(Driver):
                 continue  # the worker is gone already, or stopped in the middle of a message
         deadline = time.monotonic() + CLOSE_S
         for worker in self.workers:
-            _wait(worker.process, max(0.0, deadline - time.monotonic()))
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
         self._abandon()
 
 
@@ -353,13 +348,6 @@ def worker_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return  # the caller looks at `poll`
-
-
 def _stop_all(
     owner: int,
     workers: Iterable[Worker],
@@ -374,7 +362,7 @@ def _stop_all(
     for worker in workers:
         worker.process.kill()
     for worker in workers:
-        _wait(worker.process, CLOSE_S)  # one that the kernel cannot end now ends as soon as it can
+        worker.process.wait(CLOSE_S)  # one that the kernel cannot end now ends as soon as it can
         worker.channel.close()
         worker.reports.close()
     for server in servers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from ..device.named_streams import describe_position
+from ..forks import Fork
 
 LOG_TAIL_BYTES = 4000
 
@@ -23,7 +23,7 @@ class Worker:
 
     device: int
     name: str
-    process: subprocess.Popen[bytes]
+    process: Fork
     channel: socket.socket
     board: MutableSequence[int]
     file: Path

@@ -1,12 +1,12 @@
-"""The process of one device: `python -m penstock.runtime.processes.worker --channel FD --board FILE`.
+"""The process of one device.
 
-The driver starts it. It imports the device's generated file, never the user's script, and serves `commands.py` over
-the channel. It ends when the driver closes the channel or is gone, whatever it is doing at that moment.
+The driver starts it, as a fork (`runtime/forks.py`) of a process that has imported this file. It imports the device's
+generated file, never the user's script, and serves `commands.py` over the channel. It ends when the driver closes the
+channel or is gone, whatever it is doing at that moment.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import mmap
 import os
@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -125,8 +125,8 @@ def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.s
 
 
 def watch_driver(channel: socket.socket, parent: int) -> None:
-    """End this process as soon as the driver is gone, even while the main thread waits for a peer. The driver's keeper
-    then removes this process's files."""
+    """End this process as soon as the driver is gone, or this process's parent, which ends with it, even while the main
+    thread waits for a peer. The driver's keeper then removes this process's files."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP | select.POLLHUP)
     while os.getppid() == parent and not poll.poll(PARENT_CHECK_MS):
@@ -134,21 +134,19 @@ def watch_driver(channel: socket.socket, parent: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The process of one device; the launcher starts it.")
-    parser.add_argument("--channel", type=int, required=True, help="file descriptor of the socket to the driver")
-    parser.add_argument("--board", required=True, help="file in which to note the line at which each stream is")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the driver")
-    parser.add_argument("--reports", type=int, required=True, help="file descriptor of the socket for reports")
-    args = parser.parse_args()
-    channel = socket.socket(fileno=args.channel)
-    board = open_board(args.board)
-    threading.Thread(target=watch_driver, args=(channel, args.parent), daemon=True).start()
+def prepare() -> None:
+    """Import what PyTorch imports with the first optimizer."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))])
+
+
+def main(descriptors: Sequence[int], arguments: Sequence[str]) -> None:
+    """The descriptors are the sockets to the driver, for commands and for reports, and what the driver's keeper waits
+    for; the argument is the path of the board. Does not return."""
+    channel, reports = (socket.socket(fileno=descriptor) for descriptor in descriptors[:2])
+    (board_path,) = arguments
+    board = open_board(board_path)
+    threading.Thread(target=watch_driver, args=(channel, os.getppid()), daemon=True).start()
     sys.setswitchinterval(SWITCH_S)
-    serve(channel, board, socket.socket(fileno=args.reports))
+    serve(channel, board, reports)
     sys.stdout.flush()
     os._exit(0)  # streams and backends may still be at work that nobody waits for
-
-
-if __name__ == "__main__":
-    main()

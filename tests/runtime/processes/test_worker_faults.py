@@ -52,6 +52,7 @@ driver.step({{"x": torch.ones(8, {WIDTH})}})
 
 def workers_of(folder: Path, seconds: float = 0.0, failing: str = "", timeout_s: float = 600.0) -> LocalWorkers:
     programs = pipeline(2, 2, 2, width=WIDTH)
+    folder.mkdir(exist_ok=True)
     files = write_chain(folder, programs, WIDTH, seconds, failing)
     adamw = OptimizerSpec.from_callable(torch.optim.AdamW)
     hardware = Hardware.cpu(2, memory="8MB")
