@@ -40,12 +40,13 @@ def phases(program: Program) -> list[Phase]:
         for n in program.ops()
         if op_of(n).takes_kept and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
     }
+    last = {phase.stage: i for i, phase in enumerate(found)}
     halved: set[str] = set()  # stages with a half of a backward so far: the other half needs the same weights
     for i, phase in enumerate(found):
         if any(node.target is ops.backward_input for node in phase.nodes):
             halved.add(phase.stage)
         stays = phase.stage in keeps or phase.stage in halved
-        phase.last = max(j for j, p in enumerate(found) if p.stage == phase.stage) if stays else i
+        phase.last = last[phase.stage] if stays else i
     return found
 
 
