@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,14 +17,14 @@ from ..compiler.models.named import NamedModel
 from ..compiler.report.explain import device_name
 from ..compiler.report.failures import FailureReport, failure_text
 from ..compiler.report.tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
-from ..compiler.report.wear import wear_of
 from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
 from ..passes.partition_mip.partition_mip import PartitionMip
 from ..runtime.state.quantised import unquantised_note
-from .compare import figure, price
+from .compare import figure
+from .figures import Alternative, Figures, items_per_s
 from .options import JobOptions, PlanOptions, natural_precision, with_ssds
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -35,7 +35,6 @@ LORA, SSD = "lora:r=16", "2TB"
 # A short search, in seconds of computation, for what other passes may suit better.
 ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": None}
 FASTER = 1.05  # times; less is no advice
-SECONDS_AN_HOUR = 3600.0
 MANY_STAGES = 400  # above which each alternative takes as long as the plan itself
 LEFT_OUT = f"not tried, as a plan of more than {MANY_STAGES} stages takes a while"
 BUSY = {  # a device's stream -> what it does while it is busy
@@ -62,22 +61,6 @@ def require_tokens(options: JobOptions) -> None:
     _, item = options.named_model().items(options.batch, options.sequence)
     if item != "token":
         raise PlanError(f"--tokens: {options.model} takes {item}s; leave it out")
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another wish for the same model: the options that say it, and its items a second, or why it does not work."""
-
-    options: str
-    items_per_s: float | None
-    reason: str = ""
-
-
-def items_per_s(job: Job, named: NamedModel, options: JobOptions) -> float:
-    """Tokens a second, or images where the model takes these."""
-    predicted = job.plan.predicted
-    step_s = job.simulate().step_s if predicted is None else predicted.step_s
-    return named.items(options.batch, options.sequence)[0] / step_s
 
 
 @dataclass(frozen=True)
@@ -177,46 +160,36 @@ def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative
 
 
 def answer(
-    options: JobOptions,
-    job: Job,
-    tokens: float | None,
-    price_per_hour: float | None,
-    others: list[Alternative] | None,
-    failures: FailureReport | None = None,
+    options: JobOptions, job: Job, figures: Figures, failures: FailureReport | None = None
 ) -> list[str]:
-    """The answer, a line each. `others`: None where they were left out, as each takes as long as the plan."""
-    plan, hardware, named = job.plan, job.hardware, options.named_model()
-    predicted = plan.predicted
-    assert predicted is not None
-    count, item = named.items(options.batch, options.sequence)
-    rate = items_per_s(job, named, options)
-    rows = _many(count, item)
+    """The answer, a line each."""
+    plan, item, rate = job.plan, figures.item, figures.items_per_s
+    rows = _many(figures.items, item)
     if item == "token":
         rows = f"{_many(options.batch, 'row')} of {_many(options.sequence, item)}"
     lines = [
-        f"{options.model} on {hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
-        _line("fits", "yes: " + "; ".join(_peaks(job))),
-        _line("speed", f"{figure(rate)} {item}s a second, a step of {format_seconds(predicted.step_s)}"),
-        _line("bound by", f"{_busiest(job)}; {_gain(job)}"),
+        f"{options.model} on {job.hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
+        _line("fits", "yes: " + "; ".join(_peaks(figures))),
+        _line("speed", f"{figure(rate)} {item}s a second, a step of {format_seconds(figures.step_s)}"),
+        _line("bound by", f"{_busiest(job.hardware, figures)}; {_gain(figures)}"),
         _line("plan", _stages(job)),
     ]
     if note := unquantised_note(job.model):
         lines.append(_line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
         lines.append(_line("proof", plan.notes[PartitionMip.name]))
-    if tokens is not None:
-        useful = 1.0 if failures is None else failures.useful_share
-        lines.append(_line(f"{_short(tokens)} tokens", _duration(job, rate * useful, tokens)))
+    if figures.tokens is not None:
+        lines.append(_line(f"{_short(figures.tokens)} tokens", _duration(figures)))
     if failures is not None:
         lines.append(_line("failures", failure_text(failures)))
-    lines.append(_line("cost", _cost(hardware, rate, item, tokens, price_per_hour)))
-    if others is None:
+    lines.append(_line("cost", _cost(figures)))
+    if figures.alternatives is None:
         lines.append(_line("instead", f"{LEFT_OUT}; --alternatives plans a larger batch, more DRAM and others, too"))
-    lines += _instead(rate, item, others or [])
+    lines += _instead(rate, item, figures.alternatives or ())
     return [*lines, _line("more", "--full: stages, links, rivals; --html FILE: all of it as a page")]
 
 
-def _instead(rate: float, item: str, others: list[Alternative]) -> Iterator[str]:
+def _instead(rate: float, item: str, others: Sequence[Alternative]) -> Iterator[str]:
     """The faster alternatives, the fastest first; then, in one line, the others."""
     speeds = {other.options: other.items_per_s for other in others if other.items_per_s is not None}
     faster = sorted((text for text in speeds if speeds[text] >= FASTER * rate), key=lambda text: -speeds[text])
@@ -234,38 +207,31 @@ def _line(label: str, text: str) -> str:
     return f"{label:{LABEL - 1}} {text}"
 
 
-def _peaks(job: Job) -> Iterator[str]:
+def _peaks(figures: Figures) -> Iterator[str]:
     """Peaks against budgets; devices with equal figures share one."""
-    predicted = job.plan.predicted
-    assert predicted is not None
     alike: dict[str, list[str]] = {}
-    for memory, peak in ((name, num) for name, num in predicted.peak_bytes.items() if num):
-        budget = predicted.budget_bytes[memory]
+    for memory, peak in ((name, num) for name, num in figures.peak_bytes.items() if num):
+        budget = figures.budget_bytes[memory]
         alike.setdefault(f"{format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})", []).append(memory)
     for text, names in alike.items():
         yield f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} {text}"
 
 
-def _busiest(job: Job) -> str:
+def _busiest(hardware: Hardware, figures: Figures) -> str:
     """The stream or link that is busiest, in words and by the name that tables give it."""
-    timeline = job.simulate()
-    name, share = timeline.bottleneck()
-    if name in timeline.link_busy:
-        link = job.hardware.links()[name]
+    name, link = figures.busiest, hardware.links().get(figures.busiest)
+    if link is not None:
         text = f"the link {name} from {link.tail} to {link.head}"
     else:
         device, _, stream = name.partition(" ")
         text = f"{BUSY[stream]} {device}" if stream in BUSY else f"the stream {name}"
-    return f"{text}, busy {share:.0%} of a step"
+    return f"{text}, busy {figures.busy_share:.0%} of a step"
 
 
-def _gain(job: Job) -> str:
-    predicted = job.plan.predicted
-    assert predicted is not None
-    if not predicted.bound_s:
+def _gain(figures: Figures) -> str:
+    if figures.could_save_share is None:
         return "no bound is known"
-    left = max(0.0, 1 - predicted.bound_s / (predicted.from_rest_s or predicted.step_s))
-    return f"no plan for this machine could save more than {left:.0%} of it"
+    return f"no plan for this machine could save more than {figures.could_save_share:.0%} of it"
 
 
 def _stages(job: Job) -> str:
@@ -294,28 +260,23 @@ def _stages(job: Job) -> str:
     return "; ".join(parts) + (f", some wait {' and '.join(moved)}" if moved else "")
 
 
-def _duration(job: Job, rate: float, tokens: float) -> str:
-    predicted = job.plan.predicted
-    assert predicted is not None
-    seconds = tokens / rate
-    parts = [time_text(seconds)]
-    for wear in wear_of(predicted, job.hardware):
-        written = wear.written_bytes * seconds / wear.step_s
-        life = f", {written / wear.endurance_bytes:.1%} of its life" if wear.endurance_bytes else ""
-        parts.append(f"{figure(written / 1e12)} TB written to {wear.memory}{life}")
+def _duration(figures: Figures) -> str:
+    assert figures.training_s is not None
+    parts = [time_text(figures.training_s)]
+    for row in figures.written:
+        life = f", {row.share_of_life:.1%} of its life" if row.share_of_life is not None else ""
+        parts.append(f"{figure(row.bytes / 1e12)} TB written to {row.memory}{life}")
     return "; ".join(parts)
 
 
-def _cost(hardware: Hardware, rate: float, item: str, tokens: float | None, per_hour: float | None) -> str:
-    buy, rent = price(hardware)
-    rent = per_hour if per_hour is not None else rent
-    if rent is None and buy is None:
-        return "no price is known: --price DOLLARS_AN_HOUR"
-    if rent is None:
-        return f"{buy:,.0f} $ to buy"
-    each = rent / SECONDS_AN_HOUR / rate
-    total = f", {each * tokens:,.2f} $ for {_short(tokens)} tokens" if tokens is not None else ""
-    return f"{rent:g} $ an hour, {each * 1e6:.3g} $ a million {item}s{total}"
+def _cost(figures: Figures) -> str:
+    if figures.dollars_an_hour is None:
+        buy = figures.dollars
+        return "no price is known: --price DOLLARS_AN_HOUR" if buy is None else f"{buy:,.0f} $ to buy"
+    tokens, total = figures.tokens, figures.training_dollars
+    whole = f", {total:,.2f} $ for {_short(tokens)} tokens" if tokens is not None and total is not None else ""
+    each = f"{figures.dollars_a_million:.3g} $ a million {figures.item}s"
+    return f"{figures.dollars_an_hour:g} $ an hour, {each}{whole}"
 
 
 def _many(count: int, noun: str, ending: str = "s") -> str:

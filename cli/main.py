@@ -67,6 +67,7 @@ def plan(
     from ..compiler.report.failures import failure_report, with_failures
     from .answer import alternatives as other_plans
     from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
+    from .figures import figures_of
 
     count = None if shown.tokens is None else parse_tokens(shown.tokens)
     several = len(options.hardware or ()) > 1
@@ -74,8 +75,8 @@ def plan(
         raise PlanError("--out, --dump-passes, --plan and --full are for one machine; give one --hardware with them")
     if options.prove and (several or options.plan is not None):
         raise PlanError("--prove is for one machine and a plan that is searched; leave it, or --plan, out")
-    if (several or as_json) and (count is not None or shown.price is not None):
-        raise PlanError("--tokens and --price are for the answer in words about one machine; leave them out")
+    if several and (count is not None or shown.price is not None):
+        raise PlanError("--tokens and --price are for the answer about one machine; leave them out")
     if several and (shown.mtbf is not None or shown.storage is not None):
         raise PlanError("--mtbf and --storage are for one machine; give one --hardware with them")
     if count is not None:
@@ -88,7 +89,7 @@ def plan(
         if several:
             compare(options, as_json, html)
             return
-        looks = shown.alternatives is not False and not as_json and options.plan is None
+        looks = shown.alternatives is not False and options.plan is None
         failing = with_failures(options.machine(), shown.mtbf, shown.storage)
         try:
             compile_job = options.compile_with_proof if options.prove else options.compile
@@ -98,13 +99,15 @@ def plan(
         skips = looks and shown.alternatives is None and has_many_stages(job)
         others = None if skips else other_plans(options, job, tell) if looks else []
     failures = failure_report(job.plan, job.folder.interface, failing)
+    useful_share = 1.0 if failures is None else failures.useful_share
+    figures = figures_of(options, job, count, shown.price, others, useful_share)
     if out is not None:
         job.write(out)
         options.remember(out)
     if html is not None:
         job.report(html, price_per_hour=shown.price)
     if as_json:
-        document = {"hash": job.plan.hash, **job.plan.model_dump(mode="json")}
+        document = {"hash": job.plan.hash, **job.plan.model_dump(mode="json"), "answer": figures.document()}
         if failures is not None:
             document["failures"] = failures.document()
         print(json.dumps(document, indent=1))
@@ -112,7 +115,7 @@ def plan(
     from .tables import console, plan_tables
 
     screen = console()
-    print_answer(screen, answer(options, job, count, shown.price, others, failures))
+    print_answer(screen, answer(options, job, figures, failures))
     if shown.full:
         for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
             screen.print(table)

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from penstock.cli.answer import (
     ANEW,
-    Alternative,
     alternatives,
     answer,
     or_what_fits,
@@ -18,6 +17,7 @@ from penstock.cli.answer import (
     require_tokens,
     what_fits,
 )
+from penstock.cli.figures import Alternative, figures_of
 from penstock.cli.options import JobOptions, natural_precision
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import DoesNotFit, PlanError
@@ -37,6 +37,12 @@ def job() -> Job:
     return options().compile()
 
 
+def say(
+    asked: JobOptions, job: Job, tokens: float | None, price: float | None, others: list[Alternative]
+) -> list[str]:
+    return answer(asked, job, figures_of(asked, job, tokens, price, others))
+
+
 def print_screen(lines: list[str]) -> list[str]:
     screen = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_answer(screen, lines)
@@ -50,7 +56,7 @@ def test_it_answers_on_one_screen(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
     tried: list[str] = []
     others = alternatives(chosen, job, tried.append)
     assert tried == ["with --batch 8", "with --dram 128GB", "with --adapter lora:r=16"]
-    lines = print_screen(answer(chosen, job, parse_tokens("100M"), 0.4, others))
+    lines = print_screen(say(chosen, job, parse_tokens("100M"), 0.4, others))
     assert len(lines) <= 30 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
     parts: tuple[str, ...]
@@ -102,7 +108,7 @@ def test_only_what_is_faster_is_advice(job: Job) -> None:
         Alternative("--precision bf16-true", 0.9 * rate),
         Alternative("--batch 16", None, "does not fit"),
     ]
-    lines = answer(options(), job, None, None, others)[-4:-1]
+    lines = say(options(), job, None, None, others)[-4:-1]
     assert re.sub(r"[\d,]+ tokens", "N tokens", "\n".join(lines)) == (
         "instead     --adapter lora:r=16  N tokens a second, 3.00 times as many\n"
         "            --batch 8            N tokens a second, 1.50 times as many\n"
@@ -132,7 +138,7 @@ def test_what_does_not_fit_is_answered_with_what_would() -> None:
 def test_images_are_not_counted_in_tokens() -> None:
     images = options(model="vit-base:num_hidden_layers=2", batch=8)
     job = images.compile()
-    lines = answer(images, job, None, 1.0, [])
+    lines = say(images, job, None, 1.0, [])
     assert lines[0].startswith("vit-base:num_hidden_layers=2 on rtx4090x1: 8 images, ")
     assert f"speed       {8 / job.simulate().step_s:,.0f} images a second" in lines[2]
     assert "$ a million images" in "\n".join(lines)
@@ -150,11 +156,11 @@ def test_times_are_said_in_units_that_people_take(seconds: float, said: str) -> 
 
 
 def test_a_long_label_keeps_its_distance(job: Job) -> None:
-    assert re.search(r"^12\.5M tokens \d", "\n".join(answer(options(), job, 12.5e6, None, [])), re.MULTILINE)
+    assert re.search(r"^12\.5M tokens \d", "\n".join(say(options(), job, 12.5e6, None, [])), re.MULTILINE)
 
 
 def test_without_a_price_it_asks_for_one(job: Job) -> None:
-    assert "--price DOLLARS_AN_HOUR" in "\n".join(answer(options(), job, None, None, []))
+    assert "--price DOLLARS_AN_HOUR" in "\n".join(say(options(), job, None, None, []))
 
 
 @pytest.mark.parametrize(("text", "count"), [("100M", 1e8), ("2.5B", 2.5e9), ("1_000", 1e3), ("3k", 3e3), ("1e9", 1e9)])
@@ -212,7 +218,7 @@ def test_it_says_where_weights_and_activations_wait(job: Job) -> None:
     small = options(strategy="fuyou", batch=64, set=["memory=40MB"])
     plan = small.compile()
     assert any(row.classes_to == "dram" for row in plan.plan.decisions.activations.values())
-    line = next(line for line in answer(small, plan, None, None, []) if line.startswith("plan "))
+    line = next(line for line in say(small, plan, None, None, []) if line.startswith("plan "))
     assert "; weights on SSD; optimizer states on SSD; activations" in line and line.endswith(", some wait in DRAM")
-    resident = next(line for line in answer(options(), job, None, None, []) if line.startswith("plan "))
+    resident = next(line for line in say(options(), job, None, None, []) if line.startswith("plan "))
     assert "; weights on the device;" in resident and "wait" not in resident

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,11 +104,24 @@ def test_plan_refuses_to_prove(run: Run, more: list[str], said: str) -> None:
 
 
 def test_plan_as_data(run: Run) -> None:
-    code, out, _ = run("plan", "--model", GPT, *GPIPE, "--json", "--precision", "bf16", "--optimizer", "SGD")
+    """With the figures that words give."""
+    asked = ["plan", "--model", GPT, *GPIPE, "--precision", "bf16", "--optimizer", "SGD", "--no-alternatives"]
+    asked += ["--tokens", "1M", "--price", "2"]
+    code, out, _ = run(*asked, "--json")
     plan = json.loads(out)
     assert code == 0
     assert (plan["micro_batches"], plan["precision"], len(plan["hash"])) == (2, "bf16-mixed", 6)
-    assert plan["predicted"]["step_s"] > 0
+    figures = plan["answer"]
+    assert figures["step_s"] == plan["predicted"]["step_s"] > 0
+    assert figures["items_per_s"] * figures["step_s"] == pytest.approx(figures["items"]) and figures["item"] == "token"
+    assert figures["training_s"] * figures["items_per_s"] == pytest.approx(1e6) and figures["dollars_an_hour"] == 2
+    assert figures["training_dollars"] == pytest.approx(figures["dollars_a_million"])
+    assert figures["training_dollars"] == pytest.approx(2 * figures["training_s"] / 3600)
+    assert 0 < figures["busy_share"] < 1.001 and 0 <= figures["could_save_share"] < 1 and figures["alternatives"] == []
+    _, said, _ = run(*asked)
+    words = re.sub(r"\s+", " ", said)
+    for part in (f"{figures['items_per_s']:,.0f} tokens", figures["busiest"].split()[0], "2 $ an hour", "1M tokens"):
+        assert part in words, part
 
 
 def test_a_plan_can_be_carried_out_again(run: Run, written: Path, tmp_path: Path) -> None:
@@ -201,7 +215,7 @@ def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monk
         (["plan", "--model", GPT, *CPU, "--set", "ram=1GB"], "with --hardware cpu there are num_devices"),
         (["plan", "--model", GPT, *CPU, "--optimizer", "adamm"], "try adam"),
         (["plan", "--model", GPT, *CPU, "--tokens", "many"], "--tokens 'many': allowed is a number"),
-        (["plan", "--model", GPT, *CPU, "--tokens", "1M", "--json"], "--tokens and --price are for the answer"),
+        (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--tokens", "1M"], "--tokens and --price are for the"),
         (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--tokens and --price are"),
         (["plan", "--model", GPT, *CPU, "--precision", "fp8"], "allowed are"),
         (["plan", "--model", GPT, *CPU, "--strategy", "mobios"], "did you mean mobius"),
