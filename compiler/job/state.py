@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...ir.errors import CheckpointError
 from ...ir.program import Interface, StageSpec, whole_params
 from ...runtime.model_names import named_tensors
-from ...runtime.processes.commands import Tensors, pack_state, unpack_state
+from ...runtime.processes.commands import Tensors, add_kind, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
 from ...runtime.quantised.model import give_back, names_of_bytes
 from ...runtime.stage.store import StagePart, join_members, join_shards
@@ -26,7 +26,7 @@ from ...runtime.state.checkpoint import Checkpoint
 from ...runtime.state.part_params import PartJoiner
 from ...runtime.state.plain_json import encode
 from ...runtime.state.rng_state import rng_state
-from ...runtime.state.weights import WeightSource, stage_weights
+from ...runtime.state.weights import WeightSource, weights_to_read
 
 Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
 
@@ -220,14 +220,13 @@ def load_checkpoint(
             "group": dict(progress.optimizer),
             "scheduler": dict(progress.scheduler) or None,
         }
-        spec, tensors = interface.stages[stage], Tensors()
+        spec = interface.stages[stage]
+        weights: Mapping[str, Tensor] = {}
         left_out = found.left_out(spec)
         if left_out:
             assert source is not None, "a checkpoint without its base was let pass"
-            weights = stage_weights(source, dataclasses.replace(spec, params=left_out), own=False)
-            tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
-        for device in devices:
-            driver.call("read_shard", device, args, tensors)
+            weights = weights_to_read(source, dataclasses.replace(spec, params=left_out))
+        driver.call_holders("read_shard", devices, args, add_kind("weights", weights))
     counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
     for device in range(interface.world_size):
         driver.call("load_counters", device, counters)

@@ -58,15 +58,21 @@ def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tenso
 
 def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Set weights and buffers of `stage`, and reset its optimizer."""
-
-    def part(kind: str) -> Mapping[str, Tensor]:
-        front = f"{kind}{SEPARATOR}"
-        return Reads(
-            (key.removeprefix(front) for key in tensors if key.startswith(front)), lambda name: tensors[front + name]
-        )
-
-    session.state.load_stage(args["stage"], part("weights"), dict(part("buffers")))
+    session.state.load_stage(args["stage"], _take_kind("weights", tensors), dict(_take_kind("buffers", tensors)))
     return {}, {}
+
+
+def add_kind(kind: str, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors under names that begin with their kind, each read when it is asked for."""
+    front = f"{kind}{SEPARATOR}"
+    return Reads((front + name for name in named), lambda key: named[key.removeprefix(front)])
+
+
+def _take_kind(kind: str, tensors: Tensors) -> Mapping[str, Tensor]:
+    """The reverse of `add_kind`."""
+    front = f"{kind}{SEPARATOR}"
+    names = (key.removeprefix(front) for key in tensors if key.startswith(front))
+    return Reads(names, lambda name: tensors[front + name])
 
 
 def end_loading(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
@@ -130,7 +136,7 @@ def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors
     the frozen weights that the checkpoint does not hold."""
     stage = args["stage"]
     found = checkpoint.open_checkpoint(args["directory"]).read_later(session.state.interface.stages[stage])
-    frozen, trimmer = split(tensors).get("weights", {}), Trimmer()
+    frozen, trimmer = _take_kind("weights", tensors), Trimmer()
 
     def weight(name: str) -> Tensor:
         trimmer.trim()

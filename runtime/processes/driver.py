@@ -175,9 +175,8 @@ class Driver:
         """Raise KeyboardInterrupt if the last run's ranks agreed on it, because one of them had got a Ctrl-C."""
 
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set a stage's weights and buffers on all devices that hold the stage. A device in this process reads one
-        weight after another."""
-        holders, trimmer = self.setup.stage_holders[stage], Trimmer()
+        """Set a stage's weights and buffers on all devices that hold the stage, one tensor after another."""
+        trimmer = Trimmer()
 
         def read(key: str) -> Tensor:
             trimmer.trim()
@@ -185,9 +184,15 @@ class Driver:
             return (weights if kind == "weights" else buffers)[name]
 
         reads = Reads([*(f"weights/{name}" for name in weights), *(f"buffers/{name}" for name in buffers)], read)
-        tensors: Any = reads if len(holders) == 1 else dict(reads)
-        for device in holders:
-            self.call("load_stage", device, {"stage": stage}, tensors)
+        self.call_holders("load_stage", self.setup.stage_holders[stage], {"stage": stage}, reads)
+
+    def call_holders(
+        self, command: str, devices: Sequence[int], args: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """One command to all of these devices, each of which reads the tensors one after another."""
+        read: Any = tensors
+        for device in devices:
+            self.call(command, device, args, read)
 
     def end_loading(self) -> None:
         """Give back the memory that loading has taken and freed, here and on all devices of this process."""

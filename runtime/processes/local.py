@@ -7,6 +7,7 @@ process is killed, the workers see their channels close and end by themselves, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ir.errors import PenstockError, PlanError, WorkerError, error_from_data
+from ...ir.errors import PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
 from .. import scratch
@@ -33,6 +34,7 @@ from ..emulate.throttle import shared_transfers
 from ..forks import fork
 from ..scratch import Scratch
 from ..simulate import simulate
+from ..state.tensor_file import Reads
 from ..turns import TurnServer
 from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver, InProcessDriver, merge_results, result_of
@@ -40,7 +42,7 @@ from .local_worker import Worker
 from .setup import RunSetup
 from .torchrun import TorchrunDriver
 from .watch import RUNS, SET_UP, Lost, WorkerWatch, meeting_lines
-from .wire import LOOK_S, Packed, pack, receive_message, send
+from .wire import LOOK_S, WANTED, Packed, pack, receive_message, send
 from .worker import open_board
 
 GRACE_S = 1.0  # how long to wait for the culprit's report when several workers fail
@@ -89,6 +91,9 @@ class LocalWorkers(Driver):
             )
         self._folder = scratch.temporary("workers")
         self.scratch = str(self._folder.path)
+        self._source: Mapping[str, Tensor] = {}  # of the call under way, for what its workers ask for by name
+        self._wanted: dict[int, str] = {}
+        self._unread: PenstockError | None = None
         self.workers: list[Worker] = []
         self._watch = WorkerWatch(self.workers, meeting_lines(setup), self._patience_s())
         self.link_server: LinkServer | None = None
@@ -187,6 +192,12 @@ class LocalWorkers(Driver):
         answers = self._exchange({device: (command, *request) for device, request in requests.items()})
         return [answers[device][0] for device in requests]
 
+    def call_holders(
+        self, command: str, devices: Sequence[int], args: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        read: Any = tensors
+        self.call_all(command, {device: (args, read) for device in devices})
+
     def end_loading(self) -> None:
         super().end_loading()
         self.call_all("end_loading", {worker.device: ({}, {}) for worker in self.workers})
@@ -219,6 +230,8 @@ class LocalWorkers(Driver):
         """Send each device its command and wait for all answers; if a run fails anywhere, stop all workers."""
         command = next(iter(requests.values()))[0]
         messages = {device: pack({**args, "command": name}, found) for device, (name, args, found) in requests.items()}
+        tensors = next(iter(requests.values()))[2]  # the same for all devices, where they are read later
+        self._wanted, self._unread, self._source = {}, None, tensors if isinstance(tensors, Reads) else {}
         try:
             return self._answers(command, messages)
         except Lost as lost:
@@ -244,7 +257,7 @@ class LocalWorkers(Driver):
         if failures and all(failures.values()) and command not in (*RUNS, SET_UP):
             while waiting:
                 self._collect(waiting, answers, failures)
-            raise self._error_of(*next(iter(failures.items())))
+            raise self._unread or self._error_of(*next(iter(failures.items())))
         if failures:
             self._find_culprit(waiting, answers, failures)
             raise self._stopped_by(failures)
@@ -259,22 +272,40 @@ class LocalWorkers(Driver):
     ) -> None:
         """Receive what has arrived: answers, and errors as `failures` (empty for a process that is gone). Raises `Lost`
         if waiting longer is in vain."""
-        channels = {worker.channel: device for device, worker in waiting.items()}
+        if waiting.keys() == self._wanted.keys():
+            self._send_tensors()
+        channels = {worker.channel: device for device, worker in waiting.items() if device not in self._wanted}
         ready = wait(channels, timeout_s)
         if not ready:
             self._watch.look(waiting)
         for channel in ready:
             device = channels[channel]  # type: ignore[index]
-            del waiting[device]
             try:
                 header, tensors = receive_message(self.workers[device].channel, self._watch.idle(device))
             except EOFError:
                 failures[device] = {}
+                del waiting[device]
                 continue
+            if WANTED in header:
+                self._wanted[device] = header[WANTED]
+                continue
+            del waiting[device]
             if "error" in header:
                 failures[device] = header
             else:
                 answers[device] = header, tensors
+
+    def _send_tensors(self) -> None:
+        """Send the workers the tensors that they wait for: together, so that each is read once."""
+        for name in sorted(set(self._wanted.values())):
+            try:
+                message = pack({}, {name: self._source[name]})
+            except PenstockError as error:
+                self._unread, message = error, pack({"error": error_to_data(error)})
+            for device in [device for device, wanted in self._wanted.items() if wanted == name]:
+                with contextlib.suppress(OSError):  # the worker is gone, as its channel will say
+                    send(self.workers[device].channel, message, self._watch.idle(device))
+        self._wanted = {}
 
     # --- failure
 

@@ -1,4 +1,7 @@
-"""Messages between the driver and its workers: a JSON header, then the bytes of the tensors. Nothing is pickled."""
+"""Messages between the driver and its workers: a JSON header, then the bytes of the tensors. Nothing is pickled.
+
+Tensors that are read when they are asked for (`Reads`) are not part of the message: the worker asks for each by name.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ir.errors import error_from_data
+from ..device.host import Trimmer
+from ..state.tensor_file import Reads
+
 LOOK_S = 0.25  # between two looks at whether to go on waiting
 _LENGTH = struct.Struct("<QQ")  # the bytes of the header and of all tensors
 _ALIGNMENT = 64  # of each tensor, so that it can be used in the buffer that received it
 _TENSORS = "tensors"  # the header's key for names, dtypes and shapes
+LATER, WANTED = "later", "wanted"  # for the names of tensors to ask for, and of the one that a worker asks for
 
 
 Idle = Callable[[int], None]  # called with the bytes that are left, about every LOOK_S in which none has moved
@@ -32,6 +40,8 @@ class Packed:
 def pack(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Packed:
     """A message of JSON values (the key "tensors" is reserved) and tensors by name, which are not copied if they are
     contiguous in host memory."""
+    if isinstance(tensors, Reads):
+        return pack({**header, LATER: list(tensors)})
     rows: list[list[Any]] = []
     chunks: list[memoryview] = []
     total = 0
@@ -78,6 +88,21 @@ def receive_message(channel: socket.socket, idle: Idle | None = None) -> tuple[d
         numel = torch.Size(shape).numel()
         tensors[name] = flat[start : start + numel * dtype.itemsize].view(dtype).reshape(shape)
     return header, tensors
+
+
+def later_tensors(channel: socket.socket, names: Sequence[str]) -> Reads[Tensor]:
+    """The tensors that a message has only named, each received when it is read."""
+    trimmer = Trimmer()
+
+    def ask(name: str) -> Tensor:
+        trimmer.trim()
+        send(channel, pack({WANTED: name}))
+        header, tensors = receive_message(channel)
+        if "error" in header:
+            raise error_from_data(header["error"], "the driver", None)
+        return tensors[name]
+
+    return Reads(names, ask)
 
 
 def _read(channel: socket.socket, into: Any, idle: Idle | None) -> Any:

@@ -35,7 +35,7 @@ from ..device.setup import DeviceSetup
 from ..device.streams import SWITCH_S
 from ..emulate.rehearsed_device import RehearsedSession
 from .commands import COMMANDS
-from .wire import pack, receive_message, send
+from .wire import LATER, later_tensors, pack, receive_message, send
 
 PARENT_CHECK_MS = 1000
 SLOT = struct.calcsize("i")
@@ -97,6 +97,7 @@ def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.s
 
     session: DeviceSession | None = None
     while True:
+        tensors: Any
         try:
             header, tensors = receive_message(channel)
         except EOFError:
@@ -114,6 +115,8 @@ def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.s
                 answer = {"batch_names": session.batch_names}, {}
             else:
                 assert session is not None
+                if LATER in header:
+                    tensors = later_tensors(channel, header[LATER])
                 answer = COMMANDS[header["command"]](session, header, tensors)
         except Exception as error:
             answer = {"error": error_to_data(error), "waited": session is not None and session.waited}, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.simulate import Span
 from penstock.runtime.source.trust import TRUSTED
+from penstock.runtime.state.tensor_file import Reads
 from penstock.tests.ir.program.handmade import in_turns, pipeline
 from penstock.tests.ir.program.two_stages import (
     batch_of,
@@ -91,6 +93,34 @@ def test_workers_do_what_the_reference_does_bit_for_bit(workers, programs) -> No
     want, found = reference.evaluate(batch_of(9))["results"], workers.evaluate(batch_of(9)).values
     for name in ("loss", "logits"):
         assert all(torch.equal(a, b) for a, b in zip(found[name], want[name], strict=True))
+
+
+@pytest.mark.multi
+def test_weights_are_sent_one_after_another(workers) -> None:
+    """Each is read once, when the one before is gone; one that cannot be read breaks nothing."""
+    _, state = workers.call("stage_state", 1, {"stage": "stage1", "optimizer": False})
+    values = {name.removeprefix("weights/"): tensor for name, tensor in state.items()}
+    sent: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def read(name: str) -> torch.Tensor:
+        assert all(tensor() is None for _, tensor in sent)
+        if name == spoilt:
+            raise CheckpointError(f"{name} has NaN in it")
+        found = values[name] * 2
+        sent.append((name, weakref.ref(found)))
+        return found
+
+    for spoilt in ("", list(values)[-1]):
+        sent.clear()
+        if spoilt:
+            with pytest.raises(CheckpointError, match=r"has NaN in it$"):
+                workers.load_stage("stage1", Reads(values, read), {})
+        else:
+            workers.load_stage("stage1", Reads(values, read), {})
+            assert sorted(name for name, _ in sent) == sorted(values) and len(values) > 1
+        _, found = workers.call("stage_state", 1, {"stage": "stage1", "optimizer": False})
+        assert all(torch.equal(found[f"weights/{name}"], values[name] * 2) for name in values)
+    workers.load_stage("stage1", values, {})
 
 
 @pytest.mark.multi
