@@ -20,6 +20,7 @@ from ...ir import ops
 from ...ir.errors import BudgetExceeded
 from ...ir.program import Sizes
 from ..optimizer.gradients import Grads, LossScales
+from ..quantised.pieces import lending
 from ..stage.kept import Kept
 from .named_streams import Streams
 from .pacing import Pacing
@@ -230,10 +231,12 @@ class Issuing:
         if self._before is not None:
             waits += [event for i in issue.before if (event := self._before.events[i]) is not None]
         made = [Box(stream if issue.memory == ops.DEVICE else None) for _ in issue.results]
+        workspace = self.state.workspaces.get(issue.stream)
 
         def task() -> None:
-            for box, value in zip(made, run(), strict=True):
-                box.value = value
+            with lending(None if workspace is None else workspace.row):
+                for box, value in zip(made, run(), strict=True):
+                    box.value = value
             if trimmer is not None:
                 trimmer.trim()
 

@@ -32,6 +32,7 @@ from ...ir.program import (
 from ...ir.units import format_bytes
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
 from ..bad_step import BadStep
+from ..quantised.libraries import import_libraries
 from ..simulate import Span
 from ..stage.saver import Saver
 from ..stage.warm import warm_up
@@ -111,6 +112,8 @@ class DeviceSession:
     ):
         self.setup, self.file, self.link, self.index, self.spec = setup, file, link, setup.index, setup.spec
         self.device = self._find_device()
+        if any(param.dtype == "uint8" for stage in file.stages for param in setup.interface.stages[stage].params):
+            import_libraries(file.text)
         lane, _ = place_of(setup.interface, setup.index)
         programs = {name: bind_one(program, lane) for name, program in file.programs.items()}
         if link is not None:

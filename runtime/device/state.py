@@ -162,7 +162,7 @@ class DeviceState:
         if self.compiler is not None:
             require_compiler(device, self.compiler)
         self.memory = self._take_memory(setup, plans)
-        self._workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
+        self.workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
         try:
             self.memory.take_files(setup.share.ssd_dirs, setup.share.ssd_verify)
             homes = self._find_homes(plans)
@@ -196,7 +196,7 @@ class DeviceState:
             flat_stage=self._flat_stage(stage, home.group),
             folder=self.memory.folder,
             staging=self.memory.staging,
-            workspace=self._workspaces[ops.COMPUTE if ops.DEVICE in (home.weights, home.states) else ops.CPU],
+            workspace=self.workspaces[ops.COMPUTE if ops.DEVICE in (home.weights, home.states) else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),
             node=self.memory.node,
             compiler=self.compiler,

@@ -1,7 +1,8 @@
-"""The libraries whose own functions unpack quantised weights, imported when the first one is unpacked."""
+"""The libraries whose own functions unpack quantised weights, imported where a device file or a script needs them."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 from typing import Any
 
@@ -25,3 +26,14 @@ def _library(name: str, part: str = "") -> Any:
             f"model: its weights are quantised by {name}, which unpacks them and is not installed here ({error}): "
             f"pip install 'penstock[{name}]'"
         ) from error
+
+
+OF_FUNCTIONS = {"linear_4bit": bitsandbytes, "linear_8bit": bitsandbytes, "linear_torchao": torchao}
+
+
+def import_libraries(text: str) -> None:
+    """Import what the functions of a device file unpack weights by: a process has its memory from the start, and what
+    is not installed is told before a step."""
+    called = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+    for name in sorted(called & OF_FUNCTIONS.keys()):
+        OF_FUNCTIONS[name]()

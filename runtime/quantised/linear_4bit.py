@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
+from .pieces import empty_weight, is_on_host, row_pieces
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
@@ -42,6 +44,23 @@ class Format4bit:
             dtype=torch.float32,
         )
         return kind(absmax, offset=tensor_from_bytes(nested_offset, torch.float32).reshape(()), state2=outer, **common)
+
+    def unpack(self, weight: Tensor, absmax: Tensor, nested: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """The weight, cast to `dtype`; the next weight may get the same memory."""
+        dequantize = bitsandbytes().functional.dequantize_4bit
+        if not is_on_host(weight):
+            whole: Tensor = dequantize(weight, self.state(absmax, nested))
+            return whole.to(dtype)
+        (_, width), outer = self.shape, 1 if nested[0] is None else NESTED_BLOCKSIZE
+        absmax_bytes = absmax.numel() // -(-math.prod(self.shape) // self.blocksize)  # of a block
+        found, packed = empty_weight(weight, self.shape, dtype), weight.reshape(-1)
+        for begin, end in row_pieces(self.shape, self.blocksize * outer):
+            first, last = begin * width // self.blocksize, -(-end * width // self.blocksize)
+            of_blocks = absmax[first * absmax_bytes : last * absmax_bytes]
+            outers = None if nested[0] is None else nested[0][first // outer * 4 : -(-last // outer) * 4]
+            state = replace(self, shape=(end - begin, width)).state(of_blocks, (outers, *nested[1:]))
+            found[begin:end] = dequantize(packed[begin * width // 2 : -(-end * width // 2)], state)
+        return found
 
 
 def linear_4bit(
@@ -84,12 +103,11 @@ class _Linear4bit(torch.autograd.Function):
         *nested, form = rest
         ctx.form, ctx.bias = form, None if bias is None else (bias.shape, bias.dtype)
         ctx.save_for_backward(weight, absmax, *nested)
-        state = form.state(absmax, nested)
         if input.is_cuda:  # where the library may have a kernel that never writes the whole weight
-            product: Tensor = bitsandbytes().matmul_4bit(input, weight, state, bias=bias)
+            product: Tensor = bitsandbytes().matmul_4bit(input, weight, form.state(absmax, nested), bias=bias)
             return product
-        state.dtype = input.dtype
-        return F.linear(input, bitsandbytes().functional.dequantize_4bit(weight, state), bias)
+        plain = replace(form, dtype=input.dtype).unpack(weight, absmax, nested, input.dtype)
+        return F.linear(input, plain, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -97,8 +115,7 @@ class _Linear4bit(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             weight, absmax, *nested = ctx.saved_tensors
-            plain = bitsandbytes().functional.dequantize_4bit(weight, ctx.form.state(absmax, nested))
-            of_input = torch.matmul(grad, plain.to(grad.dtype))
+            of_input = torch.matmul(grad, ctx.form.unpack(weight, absmax, nested, grad.dtype))
         if ctx.needs_input_grad[3]:
             of_bias = gradient_of_bias(grad, *ctx.bias)
         return of_input, None, None, of_bias, None, None, None, None

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
+from .pieces import empty_weight
 from .raw_bytes import tensor_from_bytes
 
 
@@ -68,4 +69,4 @@ class _Linear8bit(torch.autograd.Function):
 def _unpack(weight: Tensor, scb: Tensor, dtype: torch.dtype) -> Tensor:
     """As the library writes it; it has no function for it."""
     rows = tensor_from_bytes(scb, torch.float32).unsqueeze(1).mul(1.0 / 127.0)
-    return tensor_from_bytes(weight, torch.int8).to(dtype, copy=True).mul_(rows)
+    return empty_weight(weight, weight.shape, dtype).copy_(tensor_from_bytes(weight, torch.int8)).mul_(rows)

@@ -1,7 +1,7 @@
 """Quantised layers in files: packed by their library already, or whole weights that are packed while they are read.
 
 In: a model with `QuantisedLinear` in it, and the tensors of files. Out: what stands for each of a layer's tensors. A
-whole weight is in memory for no longer than its library takes to pack it.
+whole weight is read and packed a few rows at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError
 from ..quantised.layers import Linear4bitBytes, LinearTorchaoBytes, QuantisedLinear
-from ..quantised.quantisers import Quantiser4bit, Quantiser8bit
+from ..quantised.quantisers import Quantiser4bit, Quantiser8bit, ReadRows
 from ..quantised.raw_bytes import as_bytes
-from .stored import Converted, Stored
+from .stored import Converted, Stored, refuse_nan
 from .tensor_file import CODES
 
 STATE = ".quant_state.bitsandbytes__"
@@ -60,15 +60,27 @@ class QuantisingRead:
 
     stored: Stored | Converted
     quantiser: Quantiser4bit | Quantiser8bit
+    shape: tuple[int, ...]  # as it is quantised
     packed: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str) -> Tensor:
+        """Raises `CheckpointError` for a weight that has NaN in it."""
         if name not in self.packed:
-            self.packed = self.quantiser.quantise(self.stored.read())
+            read = self._read_rows()
+            self.packed = self.quantiser.quantise(
+                lambda begin, end: refuse_nan(read(begin, end), self.stored.keys), self.shape
+            )
         return self.packed.pop(name)
 
+    def _read_rows(self) -> ReadRows:
+        """Reads rows of the weight, a few at a time where its file has them one after another."""
+        if isinstance(self.stored, Stored) and not self.quantiser.is_transposed:
+            return self.stored.read_rows
+        whole = self.stored.read().T if self.quantiser.is_transposed else self.stored.read()
+        return lambda begin, end: whole[begin:end]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"stored": self.stored, "quantiser": self.quantiser, "packed": {}}
+        return {**vars(self), "packed": {}}
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ def places_in_files(layer: QuantisedLinear, front: str, found: Found) -> dict[st
             f"{front}weight has shape {list(whole.shape)} and type {str(dtype_of(whole))[6:]} in these files; the "
             f"model quantises weights of shape {list(shape)} that are not quantised yet"
         )
-    reading = QuantisingRead(whole, quantiser)
+    reading = QuantisingRead(whole, quantiser, layer.shape)
     shapes = {name: tuple(layer.get_parameter(name).shape) for name in layer.types}
     return {name: QuantisedOnRead(reading, name, shape) for name, shape in shapes.items()}
 

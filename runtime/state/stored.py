@@ -8,7 +8,7 @@ time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,14 @@ class Converted:
 
     def read_rows(self, begin: int, end: int) -> Tensor:
         return self.read()[begin:end].clone()
+
+
+def refuse_nan(tensor: Tensor, keys: Sequence[str]) -> Tensor:
+    """The tensor, read from these keys of files. Raises `CheckpointError` where it has NaN in it."""
+    # A sum makes no tensor of answers beside a large weight; infinities of both signs make NaN, too.
+    if tensor.is_floating_point() and tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
+        raise CheckpointError(f"{', '.join(keys)} in the files has NaN in it: give weights from before they diverged")
+    return tensor
 
 
 def to_model_names(

@@ -22,6 +22,7 @@ from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, ties_of, unsaved_buffers
 from .fresh import FreshValues
 from .quantised import quantised_layers
+from .stored import refuse_nan
 from .tensor_file import Reads
 from .weight_files import Place, match_names, open_files, require_kinds
 from .wrapped import ModelPart
@@ -109,22 +110,13 @@ class DirectoryWeights(WeightSource):
 
     def read(self, name: str) -> Tensor:
         """Raises `CheckpointError` for a tensor of a file that has NaN in it."""
-        return self.held[name] if name in self.held else self._refuse_nan(name, self.where[name].read())
+        return self.held[name] if name in self.held else refuse_nan(self.where[name].read(), self.where[name].keys)
 
     def read_rows(self, part: RowPart) -> Tensor:
         stored = self.where.get(part.parameter)
         if stored is None:
             return super().read_rows(part)
-        return self._refuse_nan(part.parameter, stored.read_rows(part.begin, part.end))
-
-    def _refuse_nan(self, name: str, tensor: Tensor) -> Tensor:
-        # A sum makes no tensor of answers beside a large weight; infinities of both signs make NaN, too.
-        if tensor.is_floating_point() and tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
-            keys = ", ".join(self.where[name].keys)
-            raise CheckpointError(
-                f"{keys} in the files of {name!r} has NaN in it: give weights from before they diverged"
-            )
-        return tensor
+        return refuse_nan(stored.read_rows(part.begin, part.end), stored.keys)
 
     def is_shared(self, name: str) -> bool:
         return name in self.held

@@ -1,4 +1,4 @@
-"""Prints the most memory that a job's processes hold, in phases, beside the plan's: `held_memory.py DEVICES DISK`."""
+"""Prints the most memory that a job's processes hold, in phases, beside the plan's: `held_memory.py CASE DISK`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,49 @@ from penstock.runtime.device.host import trim_memory
 from penstock.runtime.processes.driver import Driver
 from penstock.tests.compiler.job.ssd_jobs import on_ssd
 
-WIDTH, LAYERS = 768, 24  # 57 MB in fp32
-
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, layers: int, kind: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(kind(width, width) for _ in range(layers))
+        self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer(x).relu()
-        return (x - y).square().mean()
+        return (x * self.scale - y).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`width`, `layers`: of the net; `memory`: of a device. Layers are quantised while they are read (`is_nf4`), or
+    trained, with their states on an SSD (`on_disk`)."""
+
+    devices: int
+    width: int = 768
+    layers: int = 24  # 57 MB in fp32
+    memory: str = "400MB"
+    is_nf4: bool = False
+    on_disk: bool = False
+
+    def model(self) -> nn.Module:
+        if not self.is_nf4:
+            return Net(self.width, self.layers).train()
+        import bitsandbytes
+
+        kind = partial(bitsandbytes.nn.Linear4bit, quant_type="nf4", compute_dtype=torch.float32)
+        model = Net(self.width, self.layers, kind).train().requires_grad_(False)
+        model.scale.requires_grad_(True)
+        return model
+
+
+CASES = {
+    "one on SSD": Case(1, memory="100MB", on_disk=True),
+    "one": Case(1),
+    "two": Case(2),
+    "NF4, one": Case(1, width=2048, layers=8, is_nf4=True),  # 128 MiB in fp32, 18 in NF4, and 16 for a layer at work
+    "NF4, two": Case(2, width=2048, layers=8, is_nf4=True),
+}
 
 
 def held_bytes() -> int:
@@ -66,18 +98,14 @@ def most_bytes(act: Callable[[], Any]) -> int:
     return found[0]
 
 
-def main(num_devices: int, disk: str) -> None:
-    folder = Path(tempfile.mkdtemp(dir=disk))
-    weights = Net().state_dict()
-    num_bytes = sum(weight.nbytes for weight in weights.values())
-    save_file(weights, folder / "model.safetensors")
-    del weights
+def main(name: str, disk: str) -> None:
+    case, folder = CASES[name], Path(tempfile.mkdtemp(dir=disk))
+    save_file(Net(case.width, case.layers).state_dict(), folder / "model.safetensors")
     with torch.device("meta"):
-        model = Net().train()
-    batch = {name: torch.randn(8, WIDTH) for name in "xy"}
-    options: dict[str, Any] = {"strategy": on_ssd(), "ssd_dirs": [folder]} if num_devices == 0 else {}
-    memory = "100MB" if num_devices == 0 else "400MB"
-    machine = penstock.Hardware.cpu(max(1, num_devices), memory=memory, dram="200MB", ssd="1GB")
+        model = case.model()
+    batch = {name: torch.randn(8, case.width) for name in "xy"}
+    options: dict[str, Any] = {"strategy": on_ssd(), "ssd_dirs": [folder]} if case.on_disk else {}
+    machine = penstock.Hardware.cpu(case.devices, memory=case.memory, dram="200MB", ssd="1GB")
     job = penstock.compile(
         model, machine, example_inputs=batch, weights=folder, micro_batches=2, search_s=1,
         optimizer=partial(torch.optim.AdamW, lr=1e-3), **options,
@@ -97,7 +125,7 @@ def main(num_devices: int, disk: str) -> None:
         "load": lambda: job.driver,
         "steps": lambda: [job.step(batch) for _ in range(3)],
         "save": lambda: job.save(folder / "saved"),
-        "background": lambda: num_devices == 0 and job.save(folder / "saved", wait=False).wait(),
+        "background": lambda: case.on_disk and job.save(folder / "saved", wait=False).wait(),
         "resume": lambda: job.resume(folder / "saved"),
         "more steps": lambda: [job.step(batch) for _ in range(3)],
     }
@@ -105,10 +133,11 @@ def main(num_devices: int, disk: str) -> None:
         loaded = most_bytes(phases.pop("load"))
         resting = held_bytes()
         found = {"load": loaded, **{name: most_bytes(act) for name, act in phases.items()}}
+    weights = 0 if case.on_disk else sum(spec.weight_bytes for spec in job.folder.interface.stages.values())
     planned = sum(num for memory, num in predicted.peak_bytes.items() if not memory.startswith("ssd"))
     held = {name: most - started[0] for name, most in found.items()}
-    print(json.dumps({"planned": planned, "weights": num_bytes, "resting": resting - started[0], "held": held}))
+    print(json.dumps({"planned": planned, "weights": weights, "resting": resting - started[0], "held": held}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], sys.argv[2])

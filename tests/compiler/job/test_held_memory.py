@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.children import import_environment
+from penstock.tests.compiler.job.held_memory import CASES
 
 # For each device: free blocks between those in use, up to `TRIM_BYTES` and a sixteenth before they go back, and the
 # buffers of messages.
@@ -18,23 +19,15 @@ REST_BYTES = 32 << 20
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.parametrize("num_devices", [0, 1, 2], ids=["one on SSD", "one", "two"])
-def test_memory_at_load_in_steps_and_in_saves(num_devices: int, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("held_memory.py")), str(num_devices), str(tmp_path)]
+@pytest.mark.parametrize("case", CASES)
+def test_memory_at_load_in_steps_and_in_saves(case: str, tmp_path: Path) -> None:
+    if CASES[case].is_nf4:
+        pytest.importorskip("bitsandbytes")
+    command = [sys.executable, str(Path(__file__).with_name("held_memory.py")), case, str(tmp_path)]
     done = subprocess.run(command, env=import_environment(), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    rest = max(1, num_devices) * REST_BYTES
-    assert found["resting"] <= (found["weights"] if num_devices else 0) + rest  # what reading took went back
+    rest = CASES[case].devices * REST_BYTES
+    assert found["resting"] <= found["weights"] + rest  # what reading took went back
     most = found["planned"] + rest
     assert {phase: held for phase, held in found["held"].items() if held > most} == {}
-
-
-@pytest.mark.slow
-def test_what_quantising_a_base_takes_goes_back(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    command = [sys.executable, str(Path(__file__).parent / "quantised" / "held_nf4.py"), str(tmp_path)]
-    done = subprocess.run(command, env=import_environment(), capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["resting"] <= found["weights"] + REST_BYTES

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
+from penstock.runtime.quantised import pieces
 from penstock.runtime.quantised.model import with_bytes
 from penstock.runtime.state.stored import Stored
 from penstock.runtime.state.weights import open_directory
@@ -32,23 +33,38 @@ def whole(tmp_path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def test_a_whole_weight_is_read_once_and_let_go(
+def test_a_whole_weight_is_read_once_by_rows(
     tmp_path: Path, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 20 * 64)
     model = with_bytes(layers())
     source = open_directory(tmp_path, model)
     assert source.unexpected_keys == ()
-    reads: list[str] = []
-    read = Stored.read
-    monkeypatch.setattr(Stored, "read", lambda self: (reads.append(self.key), read(self))[1])
+    reads: list[tuple[str, int, int]] = []
+    read = Stored.read_rows
+
+    def read_rows(stored: Stored, begin: int, end: int) -> Tensor:
+        reads.append((stored.key, begin, end))
+        return read(stored, begin, end)
+
+    monkeypatch.setattr(Stored, "read_rows", read_rows)
     found = {name: source.read(name) for name, _ in model[1].named_parameters(prefix="1")}  # type: ignore[index]
-    assert sorted(reads) == ["1.bias", "1.weight"]
+    assert reads == [("1.weight", 0, 20), ("1.weight", 20, 40), ("1.weight", 40, 60), ("1.weight", 60, 64)]
     readings = [place.reading for place in source.where.values() if hasattr(place, "reading")]
     assert readings and not any(reading.packed for reading in readings)
     wanted = bitsandbytes.nn.Params4bit(whole["1.weight"], quant_type="nf4", requires_grad=False).to("cpu")
     assert torch.equal(found["1.weight"], wanted.data)
     assert torch.equal(found["1.absmax"], wanted.quant_state.absmax)
     assert torch.equal(found["1.nested_offset"].view(torch.float32)[0], wanted.quant_state.offset)
+
+
+def test_a_nan_is_named_while_its_weight_is_packed(tmp_path: Path, whole: dict[str, Tensor]) -> None:
+    whole["2.weight"][63, 1] = float("nan")
+    save_file(whole, tmp_path / "model.safetensors")
+    source = open_directory(tmp_path, with_bytes(layers()))
+    source.read("1.weight")
+    with pytest.raises(CheckpointError, match=r"^2\.weight in the files has NaN in it"):
+        source.read("2.weight")
 
 
 def test_a_weight_of_another_shape(tmp_path: Path, whole: dict[str, Tensor]) -> None:

@@ -67,6 +67,8 @@ def test_steps_are_those_of_the_library(whole: Path, kind: str) -> None:
     with compile_job(own, SWAPPING) as job:
         assert "rt.fetch(" in job.folder.files[0]
         assert [float(job.step(batch(step))) for step in range(STEPS)] == losses
+        unpacked = job.driver.session.state.workspaces["compute"].bytes  # type: ignore[attr-defined]
+        assert unpacked == 192 * 64 * (2 if kind == "nf4-bf16" else 4)  # the largest, one after the other
         job.sync()
     require_equal(own, theirs)
 

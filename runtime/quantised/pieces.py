@@ -1,0 +1,54 @@
+"""Weights a few rows at a time: on a CPU libraries allocate several times what they pack or unpack.
+
+A device on a CPU lends one buffer to all weights that its layers unpack (`lending`). Memory of the heap would not do:
+small results between freed weights leave gaps in which the next weight has no room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from ..torch_names import FakeTensor
+
+PIECE = 2**18  # elements: libraries allocate at most 8 MiB for them
+Lend = Callable[[int], Tensor]
+_LEND: ContextVar[Lend | None] = ContextVar("_LEND", default=None)
+
+
+def row_pieces(shape: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
+    """The first and last + 1 rows of pieces of about `PIECE` elements, each of which begins where a block of `block`
+    elements does."""
+    rows, width = shape
+    step = block // math.gcd(width, block)
+    step *= max(1, PIECE // max(1, step * width))
+    yield from ((begin, min(begin + step, rows)) for begin in range(0, rows, step))
+
+
+def is_on_host(packed: Tensor) -> bool:
+    """Whether a weight is unpacked on a CPU, here and now."""
+    return packed.device.type == "cpu" and not isinstance(packed, FakeTensor) and not torch.compiler.is_compiling()
+
+
+@contextmanager
+def lending(lend: Lend | None) -> Iterator[None]:
+    """Let layers unpack weights into the memory that `lend(num_bytes)` returns; None: into memory of their own."""
+    token = _LEND.set(lend)
+    try:
+        yield
+    finally:
+        _LEND.reset(token)
+
+
+def empty_weight(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for an unpacked weight, until the next one is unpacked."""
+    lend = _LEND.get() if is_on_host(packed) else None
+    if lend is None:
+        return packed.new_empty(shape, dtype=dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return lend(num_bytes)[:num_bytes].view(dtype).view(shape)
