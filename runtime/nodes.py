@@ -78,9 +78,8 @@ def map_pages(num_bytes: int) -> mmap.mmap:
     """Zeros of this process alone, in large pages where the kernel has them: a copy or a step passes over gigabytes,
     which in pages of 4 KiB costs a miss of the address cache every 4 KiB."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

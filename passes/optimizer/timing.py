@@ -19,7 +19,7 @@ TieGroup = tuple[tuple[int, str, str], ...]
 class Timing:
     """The number of later offloads before a stage's step (`lag`), and of buffers for states from SSD (`buffers`)."""
 
-    lag: int = 1
+    lag: int
     buffers: int = 1
 
 

@@ -13,9 +13,18 @@ from penstock.compiler.report.graphs import graphs_text
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
 from penstock.ir.errors import PlanError
-from penstock.ir.program import graph_bytes, graphs_of_stages, persistent_bytes, profile_memory, reasons_without_graphs
+from penstock.ir.program import (
+    graph_bytes,
+    graphs_of_stages,
+    parse_program,
+    persistent_bytes,
+    print_program,
+    profile_memory,
+    reasons_without_graphs,
+)
 from penstock.ir.program.graphs import PRODUCTS_BYTES, SEGMENTS_BYTES
 from penstock.ir.stages.stage import aligned
+from penstock.tests.ir.program.handmade import pipeline
 
 ROWS, MICRO_BATCHES = 8, 4
 
@@ -86,6 +95,25 @@ def test_stages_are_rematerialised_where_their_graphs_do_not_fit_else() -> None:
     assert {(graphs.slots, graphs.again) for graphs in graphs_of_stages(job.programs[0]).values()} == {(0, True)}
     with pytest.raises(PlanError, match="its weights do not stay on the device"):
         job_of(hardware=small.with_(memory="100MB"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "leave"),
+    [
+        ("", "", set()),
+        ("c1 = ", "d1 = rt.offload(g1_m1)\n    c1 = ", {"stage1"}),
+        ('rt.step("stage1", c1)', 'd1 = rt.offload(c1)\n    rt.step("stage1", d1)', {"stage1"}),  # clipped in place
+        ('"loss": [', '"g": [c0], "loss": [', {"stage0"}),
+    ],
+)
+def test_a_stage_whose_gradients_are_read_beside_computation_runs_as_written(
+    old: str, new: str, leave: set[str]
+) -> None:
+    """Also by a copy of what took their memory over: the next step adds up gradients at the same place."""
+    (program,) = pipeline(1, 2, 2, fetched=False, kept=True, clip=True)
+    text = print_program(program).replace(old, new)
+    found = reasons_without_graphs(parse_program(text, program.interface, 0))
+    assert found == dict.fromkeys(leave, "its gradients are read beside computation")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.passes.run_again import TOGETHER, cheapest_again, cheapest_of_many, surely_again
@@ -38,6 +38,7 @@ def test_nothing_cheaper_fits(rows: list[tuple[int, int]], moments: list[tuple[i
 
 
 @given(stages, st.integers(1, 100))
+@example([(9, 9), *[(1, 8)] * 5], 40)  # so few that all sets are compared
 def test_of_many_stages_those_that_free_the_most_run_again(rows: list[tuple[int, int]], missing: int) -> None:
     seconds, frees = [s for s, _ in rows], [size for _, size in rows]
     found = cheapest_again(seconds, [missing], [frees])
@@ -45,6 +46,11 @@ def test_of_many_stages_those_that_free_the_most_run_again(rows: list[tuple[int,
         largest = sorted(range(len(rows)), key=lambda i: (-frees[i], -i))
         enough = next(n for n in range(len(rows) + 1) if sum(frees[i] for i in largest[:n]) >= missing)
         assert {*largest[: surely_again(len(rows), enough)]} <= {*found}
+        if enough <= TOGETHER // 2:  # no stage is rematerialised for its size alone
+            sizes = range(1, min(len(rows), TOGETHER) + 1)
+            sets = [some for size in sizes for some in itertools.combinations(largest[:TOGETHER], size)]
+            cheapest = min(sum(seconds[i] for i in some) for some in sets if sum(frees[i] for i in some) >= missing)
+            assert sum(seconds[i] for i in found) <= cheapest
 
 
 @given(st.integers(1, TOGETHER + 3), st.integers(0, 10**6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -191,6 +192,14 @@ def split(decision: TokenSplit, **options: Any) -> Draft:
     draft = Draft(mixture(), Hardware.cpu(num_devices=decision.team), Options(**options))
     SplitContext(by=decision.by, team=decision.team).rewrite(draft, decision)
     return draft
+
+
+def test_a_member_that_keeps_all_experts_counts_its_own_rows() -> None:
+    """Those of half of the tokens, by which it puts rows sorted by expert back in order."""
+    graph = split(TokenSplit(team=2, by="heads", experts=[])).graph
+    (placed,) = [node for node in graph.graph.nodes if node.target is operator.setitem]
+    (counted,) = [node for node in placed.all_input_nodes if node.target is torch.arange]
+    assert counted.args == (2 * TOKENS * TOP // 2,)
 
 
 @pytest.mark.slow

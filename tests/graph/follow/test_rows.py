@@ -195,6 +195,7 @@ STEPS: dict[str, Step] = {
     "repeat": lambda h, w: h.repeat(1, 2)[:, 4:12],
     "einsum": lambda h, w: torch.einsum("bi,ij->bj", h, w),
     "clamped": lambda h, w: h.clamp(min=0.1),
+    "row of weights": lambda h, w: h * w[:1],
     "doubled rows": lambda h, w: torch.cat([h, h.exp()]).tanh().chunk(2)[1],
     # what mixes
     "softmax over rows": lambda h, w: h.softmax(0),
@@ -254,6 +255,7 @@ def agrees(model: nn.Module, batch: dict[str, Any], power: int, parts: int = 2) 
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), st.sampled_from(sorted(ENDS)), st.sampled_from([1, 2]))
 @example(["sequence first", "attention"], "mean", 1)
 @example(["wrong flat", "flat"], "sum", 2)
+@example(["row of weights"], "mean", 2)
 def test_the_verdict_is_that_of_numbers(steps: list[str], end: str, count: int) -> None:
     """What is said not to mix has parts whose losses and gradients make those of the whole. What is said to mix may do
     so in a way that cancels, as a shift of rows does before a mean."""

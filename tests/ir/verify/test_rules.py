@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,10 @@ from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import (
     Interface,
+    ParamSpec,
     Program,
+    StageSpec,
+    TensorSpec,
     parse_program,
     place_frees,
     print_program,
@@ -22,6 +27,7 @@ from penstock.ir.program import (
 from penstock.ir.verify import verify
 from penstock.ir.verify.case import Case
 from penstock.ir.verify.devices import check_deadlock, check_device_memory
+from penstock.ir.verify.training import check_coverage
 from penstock.tests.ir.program.handmade import linear_stages, pipeline
 from penstock.tests.shown_elsewhere import slow_but
 
@@ -325,6 +331,19 @@ def test_steps_that_would_train_something_else_are_refused(name: str) -> None:
     changes, match = TRAINING[name]
     with pytest.raises(VerifyError, match=match):
         verify(edit(pipeline(2, 2, 2), 0, *changes))
+
+
+@pytest.mark.parametrize("needing", list(itertools.product((False, True), repeat=2)), ids=str)
+def test_a_frozen_stage_runs_backward_if_any_input_needs_a_gradient(needing: tuple[bool, bool]) -> None:
+    inputs = tuple(TensorSpec(name, (4,), "float32", requires_grad=needs) for name, needs in zip("xy", needing))
+    stage = StageSpec("stage0", inputs, (TensorSpec("h", (4,), "float32"),), (ParamSpec("w", (4,), "float32", False),))
+    interface = Interface({"stage0": stage}, {spec.name: spec for spec in inputs})
+    program = Program(0, interface)
+    (weights,) = program.emit(ops.resident, "stage0.weights")
+    loaded = [program.emit(ops.load, program.batch, spec.name, micro_batch=0)[0] for spec in inputs]
+    program.emit(ops.forward, "stage0", weights, *loaded, micro_batch=0)
+    with pytest.raises(VerifyError, match="no backward of stage0 for micro-batch 0") if any(needing) else nullcontext():
+        check_coverage(Case([program]))
 
 
 def test_backward_needs_the_weights_and_the_micro_batch_of_what_was_kept() -> None:

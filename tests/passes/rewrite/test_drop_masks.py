@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.compiler.capture.trace import trace
+from penstock.graph.edit import copy_graph
 from penstock.graph.masks import visible
 from penstock.graph.masks.forms import KeyWindow, MaskForm
 from penstock.graph.opgraph import OpGraph
@@ -54,7 +55,8 @@ def capture_mask(mask: MakeMask, keys: int = LENGTH, dropout: float = 0.0) -> Op
 
 
 def forms(graph: OpGraph) -> dict[str, MaskForm]:
-    return DropMasks().plan(draft_of(graph))
+    """Of a copy: a graph remembers what was proven of it."""
+    return DropMasks().plan(draft_of(copy_graph(graph)))
 
 
 def only_form(mask: MakeMask, keys: int = LENGTH) -> MaskForm | None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,6 +27,7 @@ from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.passes.draft import Draft
 from penstock.passes.rewrite.split_experts import SplitExperts, split_layers
+from penstock.runtime.experts.split_experts import join_part, member_result, member_rows, part_rows
 from penstock.tests import zoo
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, assert_close, assert_trains_like_eager
 from penstock.tests.shown_elsewhere import slow_but
@@ -73,6 +76,26 @@ def test_experts_in_parts_are_bit_for_bit_the_whole_layer(name: str, parts: int)
     assert {len(experts) - 1 for experts in job.plan.decisions.experts.values()} == {parts}
     assert len(job.plan.decisions.stages) == 6
     assert_trains_like_eager(job, batch)
+
+
+@given(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.integers(0, 2), st.sampled_from([(), (2,), (2, 1)]))
+@settings(max_examples=20, deadline=None)
+def test_results_of_all_parts_are_in_the_places_of_their_rows(
+    counts: list[int], after: int, shape: tuple[int, ...]
+) -> None:
+    """Also where an expert has no rows, and where rows belong to none. Parts are those of a device in turn (`begin` and
+    `end`), or those of members of a team, whose results are added up."""
+    offsets = torch.tensor(counts).cumsum(0)
+    rows = torch.rand(int(offsets[-1]) + after + 1, *shape) + 1
+    whole = rows.clone()
+    whole[offsets[-1] :] = 0
+    for members in (1, 2, 3, 6):
+        sums, found = torch.zeros_like(rows), None
+        for member in range(members):
+            number, begin, end = torch.tensor([member]), member * 6 // members, (member + 1) * 6 // members
+            sums += member_result(member_rows(rows, offsets, number, members), offsets, number, members)
+            found = join_part(found, part_rows(rows, offsets, begin), offsets, begin, end)
+        assert found is not None and torch.equal(sums, whole) and torch.equal(found, whole)
 
 
 @pytest.mark.slow

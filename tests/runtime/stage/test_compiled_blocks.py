@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from penstock.ir.errors import PlanError
 from penstock.ir.precision import Precision
 from penstock.ir.program import ParamSpec, StageSpec, TensorSpec
+from penstock.runtime.functions import packed_attention
 from penstock.runtime.modules import Scope, Stage, draw_at
 from penstock.runtime.stage.block_trial import BlockRun, BlockTrial
 from penstock.runtime.stage.compiled_blocks import require_compiler
@@ -36,6 +37,12 @@ class Drawing(Block):
     def forward(self, x: Tensor) -> Tensor:
         draw_at(self, "dropout")
         return F.dropout(super().forward(x), 0.5)
+
+
+class Bordered(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        q = super().forward(x).view(1, 1, *x.shape)
+        return packed_attention(q, q, q, documents=torch.zeros(1, len(x)), borders=torch.tensor([0, len(x)])).view_as(x)
 
 
 class Breaking(Block):
@@ -115,6 +122,7 @@ def test_one_compilation_serves_all_blocks_and_every_place_of_their_weights(keep
     ("kind", "backend", "reason"),
     [
         (Drawing, "aot_eager", "draws random numbers"),
+        (Bordered, "eager", "borders of documents"),
         (Breaking, "eager", "torch.compile failed"),
         (Asking, "eager", "does not run on fake tensors"),
         (Saving, "eager", "would save"),

@@ -25,7 +25,7 @@ SPLIT = {"fetched": False, "kept": True, "split": True}
 
 class Knotted(nn.Module):
     """A layer that is used twice with others between, a vector that enters before and after it, and an output that
-    no input reaches."""
+    no input reaches and that shares a function of a parameter with the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,8 @@ class Knotted(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         h = self.twice(torch.tanh(self.twice(x + self.vector)) + self.between(y)) * self.vector
-        return h + y, self.apart.exp() * self.between[1].bias
+        apart = self.apart.abs()  # of a sum of gradients it is exactly the sum of each
+        return (h + y) * apart, apart * self.between[1].bias
 
 
 def gradients(split: bool) -> dict[str, Tensor | None]:

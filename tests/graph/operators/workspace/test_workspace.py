@@ -82,6 +82,14 @@ def test_many_rows_fill_the_gpu_once() -> None:
     assert hold_back(aten.sum.dim_IntList, meta(16384, 4096), [0], gpu=LARGEST) == 4 * 4096 * larger * (32 * 4) + 4 * 32
 
 
+def test_columns_that_fill_the_gpu_share_out_rows_and_more_columns_do_not() -> None:
+    """`grid <= target_grid_size` in Reduce.cuh: a thread's 512 of 2048 rows are 256 for each of two blocks."""
+    filling = 12 * 128
+    columns, parts = filling * 128, 2 * (32 * 4)
+    assert hold_back(aten.sum.dim_IntList, meta(2048, columns), [0]) == 4 * columns * parts + 4 * filling
+    assert hold_back(aten.sum.dim_IntList, meta(2048, columns + 128), [0]) == 0
+
+
 @pytest.mark.parametrize(("shape", "dims"), [((300, 768), [0]), ((4096, 1024), [1]), ((0, 8), [0]), ((), [])])
 def test_few_rows_and_columns_leave_nothing(shape: Sequence[int], dims: list[int]) -> None:
     assert hold_back(aten.sum.dim_IntList, meta(*shape), dims) == 0

@@ -270,7 +270,7 @@ def test_whether_the_largest_stage_runs_again_matters() -> None:
 
 
 def test_programs_keep_no_more_blocks_than_they_may() -> None:
-    """Each layer that runs again takes 2 s longer."""
+    """Each layer that runs again takes 2 s longer. Of each device's six one does: 8 micro-batches pass 8 of them."""
     p = equal_layers(600.0)
     limits, stays = BlockLimits(p), (True,) * 8
     for make in (
@@ -278,7 +278,7 @@ def test_programs_keep_no_more_blocks_than_they_may() -> None:
         lambda kept: CountModel(limits, 24, stays, kept=kept),
     ):
         all_s, fewer_s = (optimum(make(kept).model, relax=True) for kept in (math.inf, 40))
-        assert fewer_s > all_s + 7 * 2.0
+        assert all_s + 7 * 2.0 < fewer_s <= all_s + (8 + 8 - 1) * 2.0
 
 
 def test_without_trials_a_node_takes_fewer_iterations() -> None:
