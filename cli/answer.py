@@ -24,7 +24,7 @@ from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
 from ..passes.partition_mip.partition_mip import PartitionMip
 from ..runtime.state.quantised import unquantised_note
 from .compare import figure
-from .figures import Alternative, Figures, items_per_s
+from .figures import Alternative, Figures, SsdWrites, items_per_s
 from .options import JobOptions, PlanOptions, natural_precision, with_ssds
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -37,6 +37,7 @@ ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": No
 FASTER = 1.05  # times; less is no advice
 MANY_STAGES = 400  # above which each alternative takes as long as the plan itself
 LEFT_OUT = f"not tried, as a plan of more than {MANY_STAGES} stages takes a while"
+LESS_WEAR = "--dram with more, or --adapter, writes less; --set ssds=N spreads it over N disks"
 BUSY = {  # a device's stream -> what it does while it is busy
     ops.COMPUTE: "computation on", ops.CPU: "the optimizer on the CPU, for", ops.H2D: "copies from DRAM to",
     ops.D2H: "copies to DRAM from", ops.READ: "reads from SSD for", ops.WRITE: "writes to SSD for",
@@ -174,12 +175,16 @@ def answer(
         _line("bound by", f"{_busiest(job.hardware, figures)}; {_gain(figures)}"),
         _line("plan", _stages(job)),
     ]
+    if idle := _idle(job):
+        lines.append(_line("not used", f"{', '.join(idle)}: no plan that was tried is faster with {_them(len(idle))}"))
     if note := unquantised_note(job.model):
         lines.append(_line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
         lines.append(_line("proof", plan.notes[PartitionMip.name]))
     if figures.tokens is not None:
         lines.append(_line(f"{_short(figures.tokens)} tokens", _duration(figures)))
+        worn = [row for row in figures.written if (row.share_of_life or 0.0) > 1]
+        lines += [_line("warning", f"{row.memory} ends before that: {_life(row)}; {LESS_WEAR}") for row in worn]
     if failures is not None:
         lines.append(_line("failures", failure_text(failures)))
     lines.append(_line("cost", _cost(figures)))
@@ -260,13 +265,29 @@ def _stages(job: Job) -> str:
     return "; ".join(parts) + (f", some wait {' and '.join(moved)}" if moved else "")
 
 
+def _idle(job: Job) -> list[str]:
+    """Devices of which the plan uses nothing."""
+    predicted = job.plan.predicted
+    if predicted is None or job.plan.decisions.mesh is not None:
+        return []
+    return [device.name for device in job.hardware.devices if not predicted.peak_bytes.get(device.name)]
+
+
+def _them(count: int) -> str:
+    return "it" if count == 1 else "them"
+
+
 def _duration(figures: Figures) -> str:
     assert figures.training_s is not None
     parts = [time_text(figures.training_s)]
     for row in figures.written:
-        life = f", {row.share_of_life:.1%} of its life" if row.share_of_life is not None else ""
+        life = f", {_life(row)}" if row.share_of_life is not None else ""
         parts.append(f"{figure(row.bytes / 1e12)} TB written to {row.memory}{life}")
     return "; ".join(parts)
+
+
+def _life(row: SsdWrites) -> str:
+    return f"{row.share_of_life:.1%} of its life"
 
 
 def _cost(figures: Figures) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +20,7 @@ from penstock.cli.answer import (
     require_tokens,
     what_fits,
 )
-from penstock.cli.figures import Alternative, figures_of
+from penstock.cli.figures import Alternative, SsdWrites, figures_of
 from penstock.cli.options import JobOptions, natural_precision
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import DoesNotFit, PlanError
@@ -115,6 +118,19 @@ def test_only_what_is_faster_is_advice(job: Job) -> None:
         "no faster   --dram 128GB; --precision bf16-true; --batch 16 (does not fit); as far as short "
         "searches tell"
     )
+
+
+def test_a_card_without_work_and_a_disk_that_will_not_last_are_said(job: Job) -> None:
+    figures = figures_of(options(), job, 1e6, None, [])
+    assert not any(line.startswith(("not used", "warning")) for line in answer(options(), job, figures))
+    two = Hardware.preset("rtx4090x2")
+    beside: Any = SimpleNamespace(plan=job.plan, folder=job.folder, model=job.model, hardware=two)
+    disks = (SsdWrites("ssd0", 3e15, 2.5), SsdWrites("ssd1", 3e14, 0.25), SsdWrites("ssd2", 3e14, None))
+    lines = answer(options(), beside, replace(figures, written=disks))
+    said = {line.split("  ")[0]: line for line in lines}
+    assert "gpu1: no plan that was tried is faster with it" in said["not used"]
+    assert [line.split()[1] for line in lines if line.startswith("warning")] == ["ssd0"]
+    assert "250.0% of its life; --dram with more" in said["warning"]
 
 
 @pytest.mark.slow
