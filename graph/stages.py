@@ -442,6 +442,8 @@ class _Builder:
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of a dense copy of the value in the order of memory; empty where their numbers have that order."""
+    if value.is_contiguous():
+        return ()
     copy = torch.empty_like(value)
     if copy.is_contiguous():
         return ()
