@@ -15,6 +15,7 @@ from penstock.compiler.own_copy import own_copy_bytes, reserve_copies, reserve_o
 from penstock.errors import DoesNotFit, PlanError
 from penstock.ir.program import slice_of
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 
 MEMORY = "250kB"
 
@@ -60,7 +61,7 @@ def test_a_plan_that_fits_beside_nothing_does_not_fit_beside_the_model() -> None
     need_bytes, model = dram_need_bytes(alone), zoo_case("gpt2")[0]
     own_bytes = own_copy_bytes(model)["cpu"]
     exactly = compile_job(meta, batch, need_bytes)
-    assert "own copy" not in exactly.explain()
+    assert "own copy" not in reasons_of(exactly)
     with pytest.raises(
         DoesNotFit, match=r"hold your own copy of the model; built on the meta device.*weights="
     ) as miss:
@@ -70,7 +71,7 @@ def test_a_plan_that_fits_beside_nothing_does_not_fit_beside_the_model() -> None
     assert both.code() == exactly.code()
     assert both.plan.hash == exactly.plan.hash
     assert both.hardware.dram_budget_bytes() == need_bytes
-    assert re.search(r"dram0 +your own copy of the model 120 KiB", both.explain())
+    assert re.search(r"dram0 +your own copy of the model 120 KiB", reasons_of(both))
     found = re.search(r'this hardware with dram="(\w+)"', str(miss.value))
     assert found, miss.value
     assert compile_job(model, batch, found[1]).plan.hash == both.plan.hash  # the advice counts it, too

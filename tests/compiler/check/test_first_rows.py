@@ -15,6 +15,7 @@ import penstock
 from penstock.compiler.check import first_rows
 from penstock.ir.errors import CaptureError
 from penstock.runtime.torch_names import FakeTensor
+from penstock.tests.compiler.reasons import reasons_of
 
 HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
 EQUAL = "the op graph computes what the model computes in eager, on the first {} of example_inputs"
@@ -170,4 +171,4 @@ def test_explain_says_what_was_compared() -> None:
     options = {"strategy": "balanced", "micro_batches": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
     job = penstock.compile(Net(), HARDWARE, example_inputs=batch_of(), **options)
     job.replanner = job._pages.replanner = None  # which would plan for other machines
-    assert EQUAL.format("2 rows") in job.explain()
+    assert EQUAL.format("2 rows") in reasons_of(job)

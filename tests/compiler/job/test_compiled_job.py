@@ -20,6 +20,7 @@ from penstock.bench.peers import parity
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.zoo import gpt2, mixtral, token_batch
 
 # AOTAutograd decomposes layer norm and GELU, whose terms then add up in another order: each addition rounds by at most
@@ -60,7 +61,7 @@ def test_blocks_of_all_stages_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
     with compile_job(model, batch, strategy=in_stages(2)) as job:
         assert_trains(job, eager, batch, REORDERED)
         assert job.last is not None and job.last.eager_blocks == {}
-        found = re.findall(r"(stage\d)  (\w+), (\d) blocks?: compiled", job.explain())
+        found = re.findall(r"(stage\d)  (\w+), (\d) blocks?: compiled", reasons_of(job))
     assert {stage for stage, _, _ in found} == {"stage0", "stage1"}
     assert sum(int(count) for _, _, count in found) == 4
     assert counters["stats"]["unique_graphs"] == 1
@@ -71,7 +72,7 @@ def test_blocks_that_draw_run_eagerly_by_name_and_exactly() -> None:
     model, batch = gpt2(num_layers=4)[0], batch_of(gpt2)
     eager = Eager(model)
     with compile_job(model, batch, strategy=in_stages(1)) as job:
-        assert "stage0  GPT2Block, 4 blocks: eagerly: it draws random numbers" in job.explain()
+        assert "stage0  GPT2Block, 4 blocks: eagerly: it draws random numbers" in reasons_of(job)
         with pytest.warns(UserWarning, match="compile_stages: GPT2Block of stage0 runs eagerly: it draws random"):
             loss = job.step(batch)
         assert torch.equal(loss, eager.step(batch))
@@ -103,7 +104,7 @@ def test_inductor_trains_like_eager(name: str, memory: str) -> None:
     with compile_job(model, batch, memory) as job:
         assert_trains(job, eager, batch, REORDERED)
         assert bool(job.plan.decisions.fetch) == (memory == SWAPPED)
-        page = job.explain()
+        page = reasons_of(job)
         assert job.last is not None and re.search(r"compiled$", page, re.MULTILINE), page
 
 

@@ -15,6 +15,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import HardwareError, PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, part_of, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 
 OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced"}
 
@@ -106,7 +107,7 @@ def test_nothing_starts_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> 
     model, batch = zoo_case("mlp")
     shapes = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in batch.items()}
     job = penstock.compile(model, "mobius-topo2+2", example_inputs=shapes, **OPTIONS)
-    assert job.explain() and job.code(3) and job.simulate().step_s > 0
+    assert reasons_of(job) and job.code(3) and job.simulate().step_s > 0
     with pytest.raises(PlanError, match="device=4; there are 0 to 3"):
         job.code(4)
     job.close()

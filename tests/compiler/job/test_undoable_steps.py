@@ -10,6 +10,7 @@ import penstock
 from penstock.ir import ops
 from penstock.ir.program import persistent_bytes, work_of
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 
 START = "coarsen, partition-balanced{stages=6}, map-round-robin, schedule-pipeline, insert-remat, "
 ALIGNMENT = 512  # of each tensor among the copies
@@ -39,7 +40,7 @@ def test_the_copies_of_a_run_are_those_predicted() -> None:
             copied_bytes[len(early)] = predicted.copied_bytes["dram0"]
             assert predicted.copied_bytes["dram0"] == sum(work_of(p, node).copied_bytes for p, node in nodes)
             assert predicted.copied_bytes["dram0"] == persistent_bytes(job.programs[0]).dram["undo"]
-            assert "copied a step, so that updates may be undone" in job.explain()
+            assert "copied a step, so that updates may be undone" in reasons_of(job)
             eager = Eager(model, max_grad_norm=0.1)
             for _ in range(3):
                 assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 1e-6)

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import penstock
 from penstock.compiler.strategies import STRATEGIES
+from penstock.tests.compiler.reasons import reasons_of
 
 ROWS, WIDTH, STEPS = 8, 8, 3
 TOLERANCE = 1e-5  # fp32: the same terms are added up in another order
@@ -136,7 +137,7 @@ def test_a_step_updates_them_once(name: str, devices: int, strategy: str, micro_
     losses, weights = train_eager(copy.deepcopy(net))
     with compile_job(net, devices, strategy=strategy, micro_batches=micro_batches) as job:
         found = [float(job.step(batch(step))) for step in range(STEPS)]
-        assert "a step updates them once" in " ".join(job.explain().split())
+        assert "a step updates them once" in " ".join(reasons_of(job).split())
         job.sync()
     assert found == pytest.approx(losses, rel=TOLERANCE)
     for key, wanted in weights.items():
@@ -148,7 +149,7 @@ def test_what_rows_or_chance_influence_leaves_auto_one_micro_batch(use: Callable
     with compile_job(Net(use), 2) as job:
         assert job.plan.micro_batches == 1
     with compile_job(Net(use), 1, micro_batches=2) as job:
-        text = " ".join(job.explain().split())
+        text = " ".join(reasons_of(job).split())
         assert "forward updates the buffer" in text and "a step updates them once" not in text
 
 

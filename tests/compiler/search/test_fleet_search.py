@@ -22,6 +22,7 @@ from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Options
 from penstock.passes.sharding.mesh import Mesh
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
+from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.compiler.search.search_process import searched
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
@@ -113,7 +114,7 @@ def test_replicas_of_pipelines_train_as_eager_and_are_loaded_again(tmp_path: Any
     )
     hardware = penstock.Hardware.cpu(num_devices=4)
     job = penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy=line, micro_batches=4)
-    assert "4 devices: 2 replicas of pipelines of 2" in job.explain()
+    assert "4 devices: 2 replicas of pipelines of 2" in reasons_of(job)
     job.write(tmp_path / "job")
     with penstock.load(tmp_path / "job", model) as loaded:
         losses = [float(loaded.step(batch)) for _ in range(2)]

@@ -12,6 +12,7 @@ import penstock
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.program import takes_turns
 from penstock.tests.compiler.eager_baseline import SGD
+from penstock.tests.compiler.reasons import reasons_of
 
 WIDTH, LAYERS, ROWS = 128, 8, 64
 GAIN = 0.01  # of a step, which is more than noise
@@ -42,9 +43,9 @@ def test_the_search_takes_turns_where_they_help_by_more_than_noise() -> None:
     assert found.plan.decisions.link_turns and all(takes_turns(program) for program in found.programs)
     code = "".join(found.code(device) for device in range(4))
     assert code.count("link_turn=0)") == 2  # the first fetch of a step, and of an evaluation
-    assert "turns on links\n" in found.explain()
+    assert "turns on links\n" in reasons_of(found)
     fair = plan_for("8MB/s", strategy=found.plan.passes.replace(", take-turns", ""))  # as a user fixes it
-    assert not fair.plan.decisions.link_turns and "turns on links" not in fair.explain()
+    assert not fair.plan.decisions.link_turns and "turns on links" not in reasons_of(fair)
     assert found.plan.predicted is not None and fair.plan.predicted is not None
     assert found.plan.predicted.step_s < (1 - GAIN) * fair.plan.predicted.step_s
     again = plan_for("8MB/s", plan=found.plan)
