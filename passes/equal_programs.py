@@ -51,4 +51,5 @@ def _stage(spec: StageSpec) -> Hashable:
     params = tuple((p.bytes, p.requires_grad, p.dtype, p.shared) for p in spec.params)
     costs = (spec.kept_bytes, spec.forward_workspace_bytes, spec.light_workspace_bytes, spec.backward_workspace_bytes)
     again = spec.whole_again
-    return params, tuple(b.bytes for b in spec.buffers), costs, again.workspace_bytes, spec.rematerialisable
+    buffers = tuple((b.bytes, b.name in spec.changing_buffers, b.name in spec.repeated_buffers) for b in spec.buffers)
+    return params, buffers, costs, again.workspace_bytes, spec.rematerialisable

@@ -77,8 +77,8 @@ def homes_of(program: Program) -> dict[str, StageHome]:
 def persistent_bytes(program: Program) -> Persistent:
     """Bytes that stay: each stage's weights, fp32 masters, optimizer states and buffers, where the program has them.
 
-    What a speculative update changes counts a second time, because the update may be undone. On the device also what
-    CUDA graphs hold.
+    What a speculative update changes counts a second time, because the update may be undone; so do buffers that forward
+    changes, for a step that may be undone. On the device also what CUDA graphs hold.
     """
     found, in_graphs = bytes_of_homes(program.interface, homes_of(program)), graph_bytes(program)
     if in_graphs:
@@ -95,6 +95,8 @@ def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Pers
         own["weights"] += aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else spec.weight_bytes
         where[ops.DEVICE]["weights"] += spec.staying_bytes
         where[ops.DEVICE]["buffers"] += sum(aligned(b.bytes) for b in spec.buffers)
+        noted = spec.noted_buffers(undo=not interface.asynchronous)
+        where[ops.DEVICE]["undo"] += sum(aligned(b.bytes) for b in spec.buffers if b.name in noted)
         if home.states is None:
             continue
         own = where[home.states]

@@ -325,6 +325,10 @@ class StageSpec:
         """Bytes that it takes to change parameters as forward does."""
         return max((_working_bytes(p, p.change) for p in self.params), default=0)
 
+    def noted_buffers(self, undo: bool) -> tuple[str, ...]:
+        """The buffers of which a copy is kept from before the step. `undo`: the step can be undone."""
+        return self.changing_buffers if undo else self.repeated_buffers
+
     @property
     def constants(self) -> tuple[ParamSpec, ...]:
         """The buffers that the programs have the values of: no model and no checkpoint holds them."""

@@ -139,7 +139,8 @@ class StageRunner:
         be undone, else the repeated buffers. Before a later forward, set the repeated buffers to what was noted."""
         if step == self._noted[0]:
             self._set_buffers({name: self._noted[1][name] for name in self.spec.repeated_buffers})
-        elif names := self.spec.changing_buffers if undo else self.spec.repeated_buffers:
+        elif names := self.spec.noted_buffers(undo):
+            self._noted = -1, {}  # frees the copies of the step before
             buffers = {name: buffer for name, buffer in self.buffers().items() if name in names}
             copies = {id(buffer): buffer.clone() for buffer in buffers.values()}  # one for all names of a tied buffer
             self._noted = step, {name: copies[id(buffer)] for name, buffer in buffers.items()}

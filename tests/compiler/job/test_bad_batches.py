@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.ir.errors import BatchError, NonFiniteLoss, WorkerError
+from penstock.ir.program import aligned, persistent_bytes
 from penstock.tests.compiler.job.agents import agents
 
 SLOW = pytest.mark.slow
@@ -225,3 +226,34 @@ def test_a_batch_that_is_left_out_counts_in_the_sampler() -> None:
             with pytest.raises((BatchError, NonFiniteLoss)):
                 job.step(bad_batch(kind))
         assert sampler.position == 3 * ROWS
+
+
+class Averages(nn.Module):
+    """An average that all rows influence, and a count that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros(700))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.calls += 1
+        return (y - self.average).square().mean() + 0 * self.calls.sum()
+
+
+def test_the_plan_counts_the_copies_of_buffers_that_a_step_holds() -> None:
+    batch, hardware = {"x": torch.randn(ROWS, WIDTH)}, penstock.Hardware.cpu(1, memory="64MB")
+    options: dict[str, Any] = {"optimizer": ADAMW, "strategy": "balanced", "micro_batches": 2}
+    with penstock.compile(Averages(), hardware, example_inputs=batch, **options) as job:
+        for _ in range(3):
+            job.step(batch)
+        state = job.driver.session.state
+        (store,) = state.stores.values()
+        _, copies = store.runner._noted
+        held_bytes = sum(aligned(copy.nbytes) for copy in copies.values())
+        assert held_bytes == sum(aligned(buffer.nbytes) for buffer in store.runner.buffers().values()) > 4 * 700
+        assert persistent_bytes(job.programs[0]).device["undo"] == held_bytes
+        assert state.memory.accounts["device"].live["all steps' undo"] == held_bytes
