@@ -162,8 +162,8 @@ class Job:
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run, or where a
-        forward failed, and `NonFiniteLoss`: on CPU devices and one GPU the step is undone, as if it had not been; else
-        `NonFiniteLoss` comes after a step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
+        forward failed, and `NonFiniteLoss`: the step is undone, as if it had not been, but where a schedule is
+        asynchronous; there it comes after a step. `WorkerError` or `BudgetExceeded` where the step broke off: then only
         `resume` or `close` is possible; `CheckpointError`, before anything has run, where a save in the background has
         failed. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C breaks
         the step off. Raises `PlanError` after `close`, and where the model, or what forward and the loss read, is other

@@ -23,7 +23,7 @@ from ..stages.stage import (
 )
 from .drain import Drain, computed_again, drain_of
 from .graphs import StageGraphs, graph_bytes, graphs_of_stages, no_graphs_text, reasons_without_graphs
-from .host_order import add_host_waits
+from .host_order import add_host_waits, judging_op, losses_of
 from .lanes import (
     WORLD,
     WRITTEN_OUT,
@@ -144,10 +144,12 @@ __all__ = [
     "infer",
     "infer_all",
     "join_orders",
+    "judging_op",
     "lane_of",
     "largest_values",
     "line_numbers",
     "link_turn_of",
+    "losses_of",
     "members_of",
     "memory_change",
     "micro_batch_of",

@@ -25,8 +25,10 @@ from ...ir.program import (
     build_order,
     donated_operands,
     homes_of,
+    judging_op,
     line_numbers,
     link_turn_of,
+    losses_of,
     operands,
     place_bytes,
     places_of,
@@ -70,6 +72,7 @@ class Issue:
     keeps: bool = False  # its last result is what backward needs
     adds_on: bool = False  # another backward adds to its gradients
     losses: tuple[int, ...] = ()  # the numbers of those of its results that are losses, or a member's part of one
+    judges: bool = False  # the host of a GPU looks at the step's losses after it
     waits: tuple[int, ...] = ()
     before: tuple[int, ...] = ()  # as `waits`, ops of the step before, where one may be under way
     least_s: float = 0.0  # the least seconds of a transfer on throttled links
@@ -123,14 +126,13 @@ def plan_issues(
     plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
     plan.has_sizes, plan.trains = bool(program.interface.sizes), program.function == "step"
     index_of: dict[fx.Node, int] = {}
-    losses = set(program.results().get("loss", ()))
-    summed = [node for node in losses if node.target is ops.sum_parts]
-    losses.update(part for node in summed for part in node.all_input_nodes)  # an update does not wait for the sum
+    losses, judging = losses_of(program), judging_op(program)
     for node in program.ops():
         work = work_of(program, node)
         index_of[node] = len(plan.ops)
         plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(work)))
         plan.ops[-1].losses = tuple(i for i, value in enumerate(values_of(node)) if value in losses)
+        plan.ops[-1].judges = node is judging
         if node in staging:
             plan.ops[-1].staging = staging[node], work.workspace_bytes
         if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:

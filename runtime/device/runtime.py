@@ -7,6 +7,7 @@ of DRAM, so an op that would exceed one raises, whatever has run so far.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,10 +24,12 @@ from ..stage.store import StageStore
 from .issuing import Box, Handle
 from .messages import Messages
 from .prepare import Issue
+from .streams import CudaEvent, CudaStream
 from .transfers import Transfers
 from .versions import Versions
 
 Made = TypeVar("Made")
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks at what a host waits for
 
 
 class DeviceRuntime(Transfers, Messages, Versions):
@@ -86,18 +89,57 @@ class DeviceRuntime(Transfers, Messages, Versions):
             self.bad_step.note(self.number, issue, NonFiniteLoss(f"the loss is {float(loss)}"))
 
     def judge_losses(self) -> None:
-        """Wait for the losses of a GPU, and note the step as bad where a loss is not finite."""
+        """Wait for the losses of a GPU, note the step as bad where a loss is not finite, and tell the other devices."""
+        if self.bad_step is None:
+            return
+        events = [event for issue, _ in self.losses if (event := self.events[issue.index]) is not None]
+        self._wait_on_host(lambda: all(event.done for event in events))
         for issue, loss in self.losses:
-            if (event := self.events[issue.index]) is not None:
-                event.wait()
             self._judge(issue, loss)
+        self.losses.clear()
+        self.bad_step.pass_losses(self.number)
+
+    def _await_verdict(self, issue: Issue) -> None:
+        """Before an update of a GPU is issued, wait until all devices have looked at their losses. What backward has
+        still to do keeps the GPU busy meanwhile."""
+        bad_step, stream = self.bad_step, self.streams[issue.stream]
+        if bad_step is not None and stream.is_cuda:
+            self._wait_on_host(lambda: bad_step.verdict(self.number) is not None)
 
     @property
     def _is_bad(self) -> bool:
-        """Whether no update is to be made in this step. An update of a GPU is issued before forwards are over, and so
-        waits for their losses; what backward has still to do keeps the GPU busy meanwhile."""
-        self.judge_losses()
-        return self.bad_step is not None and self.bad_step.spoils(self.number)
+        """Whether no update is to be made in this step."""
+        if self.bad_step is None:
+            return False
+        while (is_bad := self.bad_step.verdict(self.number)) is None:  # a thread of a GPU's host
+            time.sleep(LONGEST_PAUSE_S)
+        return is_bad
+
+    def _wait_on_host(self, is_over: Callable[[], bool]) -> None:
+        """Let the thread that issues ops wait. As the end of a step does (`streams.follow`), show on the board how far
+        the GPU is, by which other processes tell a slow device from one that hangs."""
+        pause_s, shown = SHORTEST_PAUSE_S, 0
+        while not is_over():
+            if not self._is_quiet():
+                self.all_streams.raise_fault()
+            shown = self._show_place(shown)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+    def _show_place(self, first: int) -> int:
+        """Show the first op on the GPU's streams, from this one on, that is not over. Returns its number."""
+        board, count = self.all_streams.board, self._cursor
+        for stream in self.streams.values():
+            if isinstance(stream, CudaStream):
+                board[stream.slot] = -abs(board[stream.slot])
+        for index in range(first, count):
+            event = self.events[index]
+            if isinstance(event, CudaEvent):
+                board[event.stream.slot] = -self.issues[index].line
+                if not event.done:
+                    board[event.stream.slot] = self.issues[index].line
+                    return index
+        return count
 
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
         issue = self._next("evaluate")
@@ -155,7 +197,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
             self._let_go(store, bound.value)
             return [*dinputs, Grads(total, flats=flats)]
 
-        return tuple(self._launch(issue, reads, run, () if grads_box is None else (grads_box,)))
+        handles = self._launch(issue, reads, run, () if grads_box is None else (grads_box,))
+        if issue.judges:
+            self.judge_losses()
+        return tuple(handles)
 
     def _inputs_again(self, issue: Issue, boxes: Sequence[Box | None]) -> list[Tensor | None]:
         """The inputs on which a backward runs forward again: those that forward ran on."""
@@ -202,7 +247,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
             return [*dinputs, rest]
 
         reads = [box for box in (*boxes, kept_box, *given) if box is not None]
-        return tuple(self._launch(issue, reads, run, part_of=reads))  # autograd saved them, or notes them as they are
+        handles = self._launch(issue, reads, run, part_of=reads)  # autograd saved them, or notes them as they are
+        if issue.judges:
+            self.judge_losses()
+        return tuple(handles)
 
     def backward_weight(
         self, stage: str, weights: Handle, rest: Handle, grads: Handle | None = None, *, micro_batch: int
@@ -331,6 +379,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
                 store.skip(staged)
             return [] if staged is None else [staged]
 
+        self._await_verdict(issue)
         made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)
         return made[0] if made else None
 

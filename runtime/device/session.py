@@ -123,11 +123,10 @@ class DeviceSession:
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
         if any(map(takes_turns, programs.values())) or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
-        # An asynchronous step has made some updates already, a GPU issues its own before forwards of others are over,
-        # and CUDA graphs read buffers where they are.
-        one_gpu = setup.interface.world_size == 1 and not setup.interface.cuda_graphs
-        undoable = (self.device.type == "cpu" or one_gpu) and not setup.interface.asynchronous
-        self.bad_step = bad_step if undoable else None
+        self.bad_step = None if setup.interface.asynchronous else bad_step  # such a step has made some updates already
+        if self.bad_step is not None:
+            has_losses = any(issue.judges for issue in self.plans["step"].ops)
+            self.bad_step.looks_later = self.device.type == "cuda" and has_losses
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device, self.bad_step)
         account = self.state.memory.accounts[ops.DRAM]
         self.saver = Saver(self.state.stores, setup.interface.stages, self.device, account, f"{LASTING}copy to save")
@@ -284,7 +283,7 @@ class DeviceSession:
         before, self.tail = self.tail, None
         self._counters_before = self.state.counters(), self.state.evaluation_count
         if self.bad_step is not None:
-            self.bad_step.number += 1
+            self.bad_step.begin()
         run = self._issue("step", batch, before)
         self.state.count_step()
         if before is not None:

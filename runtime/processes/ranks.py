@@ -248,13 +248,15 @@ class Ranks:
             except Told as error:
                 told = error
 
-    def tell_bad(self, step: int) -> None:
-        """Let all ranks know that a step is bad. Any thread may call it, also while this rank is in an exchange."""
-        self._watch.ask(lambda store: store.set(f"bad/{step}", "1"), self.timeout_s)
+    def tell_step(self, number: int) -> None:
+        """Let all ranks know this rank's cell (`BadStep`). Any thread may call it, also while this rank is in an
+        exchange."""
+        self._watch.ask(lambda store: store.set(f"told/{self.rank}", str(number)), self.timeout_s)
 
-    def is_told_bad(self, step: int) -> bool:
-        """Whether a rank has told that a step is bad. Any thread may call it."""
-        return self._watch.ask(lambda store: bool(store.check([f"bad/{step}"])), self.timeout_s)
+    def told_steps(self) -> list[int]:
+        """The cells of all ranks, once each has told one. Any thread may call it."""
+        names = [f"told/{rank}" for rank in range(self.size)]
+        return [int(row) for row in self._watch.ask(lambda store: store.multi_get(names), self.timeout_s)]
 
     def await_rows(self, name: str, ranks: Sequence[int]) -> list[Any]:
         """The values that these ranks `put` under `name`, as soon as they have, however long that takes. A thread of

@@ -127,10 +127,10 @@ class TorchrunDriver(Driver):
         self._raise_first(rows)
 
     def _bad_step(self) -> BadStep:
-        """Ranks of several hosts ask the store once a step; those of one share memory."""
+        """Ranks of several hosts ask the store once a step or more often; those of one share memory."""
         if len({member.node for member in self.ranks.members}) > 1:
-            return BadStep(self.ranks.tell_bad, self.ranks.is_told_bad)
-        return BadStep.open(self._bad_path)
+            return BadStep(self.ranks.tell_step, self.ranks.told_steps)
+        return BadStep.open(self._bad_path, self.rank, len(self.ranks.members))
 
     @property
     def _bad_path(self) -> Path:

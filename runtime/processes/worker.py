@@ -110,7 +110,8 @@ def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.s
                 setup = DeviceSetup.from_json(header["setup"])
                 store = dist.FileStore(header["store"], setup.interface.world_size)
                 store.set_timeout(timedelta(seconds=setup.timeout_s))
-                session = build_session(setup, store, board, BadStep.open(Path(header["bad_step"])))
+                cells = BadStep.open(Path(header["bad_step"]), setup.index, setup.interface.world_size)
+                session = build_session(setup, store, board, cells)
                 session.saver.tell = tell
                 answer = {"batch_names": session.batch_names}, {}
             else:

@@ -55,6 +55,10 @@ class Model:
         self.queues: dict[str, deque[int]] = {name: deque() for name in self.streams}
         self.done: set[int] = set()
         self.cursor = 0
+        self.losses = {issue.index for issue in self.issues if issue.losses and issue.op == "forward"}
+        self.judging = next((issue.index for issue in self.issues if issue.judges), None)
+        self.looked = -1  # the last step whose losses the host has seen
+        self.all = [self]  # of all devices
         self.loans = Loans()
         self.boxes: dict[fx.Node, Box] = {}
         self.taken: Counter[str] = Counter()
@@ -79,8 +83,12 @@ class Model:
             return False
         if self.cursor % self.per_step == 0 and not self.begin():
             return False
+        if not self.look():
+            return False
         issue = self.issue_of(self.cursor)
         node = self.nodes[issue.index]
+        if issue.op == "step" and issue.stream not in THREADS and not self.has_verdict(self.cursor):
+            return False
         if op_of(node).streams:
             waits = self.waits(self.cursor) if issue.stream not in THREADS else []
             if {i for i in waits if self.issue_of(i).stream in THREADS} - self.done:
@@ -91,6 +99,20 @@ class Model:
             self.boxes.pop(value, None)
         self.cursor += 1
         return True
+
+    def look(self) -> bool:
+        """After the op that its plan says, the host waits for the losses of its device. Whether it need not."""
+        step, index = divmod(self.cursor - 1, self.per_step)
+        if index != self.judging or self.looked == step:
+            return True
+        if self.done.issuperset(step * self.per_step + i for i in self.losses):
+            self.looked = step
+        return self.looked == step
+
+    def has_verdict(self, number: int) -> bool:
+        """Whether all hosts have seen the losses of an op's step: only then an update is issued, or begins on a
+        thread."""
+        return all(model.looked >= number // self.per_step for model in self.all if model.judging is not None)
 
     def begin(self) -> bool:
         """What the host waits for between two steps, in `DeviceSession.begin_step`: results and forwards of the step
@@ -143,6 +165,7 @@ class Model:
     def heads(self) -> list[int]:
         """The ops at the front of their streams whose waits are over."""
         rows = [row[0] for row in self.queues.values() if row]
+        rows = [index for index in rows if self.issue_of(index).op != "step" or self.has_verdict(index)]
         return [index for index in rows if self.done.issuperset(self.waits(index))]
 
     def end(self, index: int) -> None:
@@ -171,6 +194,8 @@ def meeting(model: Model, index: int) -> Any:
 
 def run(models: list[Model], random: Random, ahead: bool) -> None:
     """`ahead`: hosts issue whatever they can before any stream goes on."""
+    for model in models:
+        model.all = models
     while not all(model.finished for model in models):
         moved = False
         for model in random.sample(models, len(models)):
