@@ -7,9 +7,12 @@ paths) and a patched `Function.apply` (custom autograd).
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -34,6 +37,7 @@ from ...runtime.torch_names import (
     DataDependentOutputException,
     DisableTorchFunction,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     NormBase,
     OpOverload,
@@ -46,6 +50,7 @@ from ...runtime.torch_names import (
     tree_map_only,
     unset_fake_temporarily,
 )
+from ..packing.varying_inputs import ValueRead
 from .calls import (
     SPARSE,
     RecordedCall,
@@ -72,6 +77,10 @@ _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, Guar
 
 class NeedsValue(CaptureError):
     """A line reads the value of a tensor."""
+
+
+class ClassOfOneCall(CaptureError):
+    """An autograd function is another class in each forward."""
 
 
 class EachFunction(TorchFunctionMode):
@@ -135,77 +144,27 @@ class Recorder(GraphWriter):
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
         self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
+        self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks; remove them on exit."""
-        call = getattr(*CALL_OF_MODULES)
-        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-
-        def on_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call(module, *args, **kwargs) if self.busy else self.on_module(call, module, args, kwargs)
-
-        def on_apply(kind: type, *args: Any) -> Any:
-            return original_apply(kind, *args) if self.busy else self.on_autograd_function(kind, args)
-
-        def on_enter(context: torch.autocast) -> Any:
-            return enter(context) if self.busy else self.on_autocast(context, enter)
-
-        def on_exit(context: torch.autocast, *exception: Any) -> Any:
-            if not self.busy:
-                node, _ = self.autocasts.pop()
-                node = self.perform(RecordedCall("call_function", exit_autocast), (node,), {}, None)
-                self._note_mode(node, lambda: leave(context, None, None, None))
-            return leave(context, *exception)
-
-        converted = getattr(*CONVERTED)
-
-        def on_conversion(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            return converted(module, *args, **kwargs) if self.busy else self.on_conversion(module, *args, **kwargs)
-
-        checkpointed = getattr(*CHECKPOINTED)
-
-        def on_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            self.has_checkpoints = True
-            return checkpointed(*args, **kwargs)
-
-        batched = getattr(*BATCHED)
-
-        def on_vmap(*args: Any, **kwargs: Any) -> Any:
-            if self.busy:
-                return batched(*args, **kwargs)
-            self.busy, calls = True, EachPlainCall(self.on_plain_call)
-            try:
-                with calls:
-                    return batched(*args, **kwargs)
-            finally:
-                self.busy = False
-                if calls.error is not None:
-                    raise calls.error
-
-        check = getattr(*CHECKED)
-
-        def on_check(kind: type[Exception], condition: Any, message: Callable[[], str] | None = None) -> None:
-            if self.busy or not has_tensor(condition) or condition.dtype != torch.bool:
-                check(kind, condition, message)
-                return
-            text = (
-                f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
-            )
-            assert_async(condition.all() if condition.dim() else condition, text)
-
+        hooks: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, partial(self.on_seed, owner, name)) for owner, names in SEEDS.items() for name in names),
+            (*BATCHED, self.on_vmap),
+            (*CHECKED, self.on_check),
+            (*CHECKPOINTED, self.on_checkpoint),
+            (*CONVERTED, self.on_conversion),
+            (*CALL_OF_MODULES, self.on_module),
+            (torch.autocast, "__enter__", self.on_autocast),
+            (torch.autocast, "__exit__", self.on_autocast_exit),
+            (logging.Handler, "handleError", self.on_log_error),
+        ]
         changes = [
-            *((owner, name, self._refusing(owner, name)) for owner, names in SEEDS.items() for name in names),
-            (*BATCHED, on_vmap),
-            (*CHECKED, on_check),
-            (*CHECKPOINTED, on_checkpoint),
-            (*CONVERTED, on_conversion),
-            (*CALL_OF_MODULES, on_call),
-            (torch.autograd.Function, "apply", classmethod(on_apply)),
-            (torch.autocast, "__enter__", on_enter),
-            (torch.autocast, "__exit__", on_exit),
+            *((owner, name, self._hook(getattr(owner, name), hook)) for owner, name, hook in hooks),
+            (torch.autograd.Function, "apply", classmethod(self._hook(original_apply, self.on_autograd_function))),
             *autocast_aliases(self.held.model, torch.autocast),
         ]
         # Functions that the model compiled are traced through.
@@ -214,20 +173,53 @@ class Recorder(GraphWriter):
         if self.other_gradients:
             raise CaptureError(next(iter(self.other_gradients.values())))
 
-    def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
-        """A function that sets a generator's state, refused where the model calls it."""
-        seed = getattr(owner, name)
+    def _hook(self, original: Callable[..., Any], on_call: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that calls `on_call(original, ...)`, and the original itself within a call that is recorded."""
 
-        def on_seed(*args: Any, **kwargs: Any) -> Any:
-            if self.busy:
-                return seed(*args, **kwargs)
-            raise CaptureError(
-                f"{self.lines.where()}\n  forward calls {owner.__name__}.{name}, which no step would call: each draw "
-                "of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw with the "
-                "default generator and leave its state alone, or take what is drawn as an input"
-            )
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if self.busy else on_call(original, *args, **kwargs)
 
-        return on_seed
+        return call
+
+    def on_seed(self, owner: Any, name: str, *_: Any, **__: Any) -> NoReturn:
+        """The state of a generator is to be set."""
+        raise CaptureError(
+            f"{self.lines.where()}\n  forward calls {owner.__name__}.{name}, which no step would call: each draw "
+            "of a plan has a seed of its own, made of the job's seed, the step and the micro-batch; draw with the "
+            "default generator and leave its state alone, or take what is drawn as an input"
+        )
+
+    def on_vmap(self, batched: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`torch.vmap` calls its function."""
+        self.busy, self.batched_nodes, calls = True, set(), EachPlainCall(self.on_plain_call)
+        try:
+            with calls:
+                return batched(*args, **kwargs)
+        finally:
+            self.busy = False
+            if calls.error is not None:
+                raise calls.error
+
+    def on_check(
+        self, check: Callable[..., Any], kind: type[Exception], condition: Any,
+        message: Callable[[], str] | None = None,
+    ) -> None:  # fmt: skip
+        """A check of torch's (`torch._check`), which stays one where it looks at a tensor."""
+        if not has_tensor(condition) or condition.dtype != torch.bool:
+            check(kind, condition, message)
+            return
+        text = f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
+        assert_async(condition.all() if condition.dim() else condition, text)
+
+    def on_checkpoint(self, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forward asks for recomputation."""
+        self.has_checkpoints = True
+        return checkpointed(*args, **kwargs)
+
+    def on_log_error(self, tell: Callable[..., Any], handler: logging.Handler, record: logging.LogRecord) -> None:
+        """A line of a log cannot be written. One with a value that is not known is left out: programs write no logs."""
+        if not isinstance(sys.exc_info()[1], ValueRead):
+            tell(handler, record)
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A torch function, method, operator or property was called."""
@@ -263,6 +255,15 @@ class Recorder(GraphWriter):
 
     def on_plain_call(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An ATen call on plain tensors, below `torch.vmap`."""
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # as in torch.tensor(2.0)
+            with unset_fake_temporarily():
+                values = args[0].tolist()
+            return self._perform_below(torch.tensor, (values,), {"dtype": args[0].dtype})
+        if torch.Tag.inplace_view in func.tags and self.node_of.get(id(args[0])) in self.batched_nodes:
+            packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"))
+            view = self.on_plain_call(getattr(packet, func._overloadname), args, kwargs)
+            self.node_of[id(args[0])] = self.node_of[id(view)]
+            return func(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             raise CaptureError(f"{self.lines.where()}\n  needs a gradient through torch.vmap")
@@ -270,16 +271,23 @@ class Recorder(GraphWriter):
             raise CaptureError(f"{self.lines.where()}\n  draws, or writes in place, inside of torch.vmap")
         if self.rows is not None and any(self.node_of.get(id(t)) in self.rows.follows for t in given):
             raise OtherTrace(f"{self.lines.where()}\n  torch.vmap asks for sizes that cannot be followed")
+        return self._perform_below(func, args, kwargs)
+
+    def _perform_below(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """As `perform`, for a call below `torch.vmap`."""
         call = RecordedCall("call_function", func)
         try:
             with DisableTorchFunction():
                 result = self.perform(call, self.lower(args), self.lower(kwargs), func, args, kwargs)
         finally:
             self.busy = True
-        return tree_map_only(torch.Tensor, self._again, result) if self.is_again else result
+        result = tree_map_only(torch.Tensor, self._again, result)
+        self.batched_nodes.update(self.node_of[id(tensor)] for tensor in tensors_in(result))
+        return result
 
     def _again(self, recorded: torch.Tensor) -> torch.Tensor:
-        """A tensor in place of a recorded one, which autograd takes for the result of a call only once."""
+        """A tensor in place of a recorded one, which autograd takes for the result of a call only once, and whose shape
+        no later call may change in place."""
         tensor: torch.Tensor = torch.ops.aten.alias.default(recorded)
         self.node_of[id(tensor)] = self.node_of[id(recorded)]
         self.alive.append(tensor)
@@ -344,7 +352,7 @@ class Recorder(GraphWriter):
             if id(value) in self.other_gradients:
                 raise CaptureError(self.other_gradients[id(value)])
 
-    def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def on_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
         path = self.held.paths.get(id(module))
         if isinstance(module, torch.jit.ScriptModule):
@@ -368,8 +376,9 @@ class Recorder(GraphWriter):
             self.modules.pop()
 
     def on_conversion(
-        self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> nn.Module:
+        self, converted: Callable[..., Any], module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
+    ) -> nn.Module:  # fmt: skip
         """A module is converted (`module.to(dtype)`), which must change nothing: devices hold it as it was traced."""
         for name, tensor in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
             dtype = self.run(change, (tensor,), {}).dtype
@@ -381,13 +390,18 @@ class Recorder(GraphWriter):
                 )
         return module
 
-    def on_autograd_function(self, kind: type, args: tuple) -> Any:
+    def on_autograd_function(self, apply: Callable[..., Any], kind: type, *args: Any) -> Any:
         """A custom autograd function: one call, so that its own backward is kept."""
         if kind is checkpoint.CheckpointFunction:  # recomputation is decided by passes, not by the model
             self.has_checkpoints = True
             return args[0](*args[2:])
         call = self.calls.get(kind)
         if call is None:
+            if self.is_again and any(_full_name(kind) == _full_name(other) for other in self.calls):
+                raise ClassOfOneCall(
+                    f"{self.lines.where()}\n  {kind.__qualname__} is defined while forward runs, so that each forward "
+                    "has a class of its own, which no program can import: define it at the top of its file"
+                )
             call = self.calls[kind] = RecordedCall("call_function", _apply_of(kind))
         self.draws = DrawWatch()
         self.fake_mode.allow_non_fake_inputs = True  # tensors of the script that the function itself reads
@@ -397,13 +411,19 @@ class Recorder(GraphWriter):
         finally:
             self.fake_mode.allow_non_fake_inputs = False
 
-    def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
+    def on_autocast(self, enter: Callable[..., Any], context: torch.autocast) -> Any:
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
         setting = (device, context.fast_dtype, context._enabled, context._cache_enabled)
         node = self.perform(RecordedCall("call_function", enter_autocast), setting, {}, None)
         self._note_mode(node, lambda: enter(context))
         self.autocasts.append((node, setting))
         return enter(context)
+
+    def on_autocast_exit(self, leave: Callable[..., Any], context: torch.autocast, *exception: Any) -> Any:
+        node, _ = self.autocasts.pop()
+        node = self.perform(RecordedCall("call_function", exit_autocast), (node,), {}, None)
+        self._note_mode(node, lambda: leave(context, None, None, None))
+        return leave(context, *exception)
 
     def _note_mode(self, node: fx.Node, switch: Callable[[], Any]) -> None:
         if self.rows is not None and not self.is_again:
@@ -561,6 +581,10 @@ _TEXTS = ("__repr__", "__format__")
 def _tensor_text(tensor: torch.Tensor) -> str:
     """The text of a message in place of a tensor's value."""
     return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
+
+
+def _full_name(value: Any) -> tuple[Any, Any]:
+    return getattr(value, "__module__", value), getattr(value, "__qualname__", value)
 
 
 def _apply_of(kind: type) -> Callable[..., Any]:

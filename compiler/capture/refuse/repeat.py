@@ -19,7 +19,7 @@ from ....ir.calls import function_name
 from ....ir.errors import CaptureError
 from ..calls import RecordedCall
 from ..python_state import REMEDY, State, changes, describe_attribute, require_kept, state_of
-from ..recorder import Recorder
+from ..recorder import ClassOfOneCall, Recorder
 from ..replay import Misaligned, Replay, same
 from ..rows.sizes import plain
 
@@ -38,6 +38,8 @@ def require_repeatable(
     repeat = Repeat(recorder)
     try:
         repeat.finish(run(repeat), nodes)
+    except ClassOfOneCall:
+        raise
     except CaptureError as error:
         raise CaptureError(_depends(str(error), before, after)) from error
     except Misaligned as error:

@@ -1,4 +1,5 @@
-"""Masks and other values without a gradient by `torch.vmap`: recorded as what it comes to, and trained as in eager."""
+"""Masks and other values without a gradient by `torch.vmap`: the graph has the ATen calls on whole batches that torch
+makes of the function, and trains as in eager."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from penstock.tests.compiler.eager_baseline import assert_close
 
 ROWS, TOKENS, WIDTH = 4, 6, 8
 SGD = partial(torch.optim.SGD, lr=1.0)
+PRODUCT = torch.linspace(-1, 1, TOKENS * TOKENS).reshape(TOKENS, TOKENS)
 CONSTANT = torch.tensor([True, False, True, True, False, True])
 
 
@@ -72,6 +74,11 @@ MASKS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "a module without a gradient": score_mask,
     "a derivative": lambda net, x, kind: vmap(torch.func.grad(lambda row: row.tanh().sum()))(x)[..., :1] > 0.5,
     "one-hot": lambda net, x, kind: vmap(lambda row: F.one_hot(row, 3).sum(0) > 1)(kind)[:, None, :1],
+    "a product": lambda net, x, kind: vmap(lambda row: row.float() @ PRODUCT > 0)(kind)[:, None],
+    "vectors": lambda net, x, kind: vmap(lambda row: row @ row)(kind.float())[:, None, None] > 2,
+    "a dimension of one": lambda net, x, kind: vmap(lambda row: row[None].squeeze_(0) > 1)(kind)[:, None],
+    "a number as a tensor": lambda net, x, kind: vmap(lambda row: row * torch.tensor(2.0) > 1)(kind)[:, None],
+    "numbers as a tensor": lambda net, x, kind: vmap(lambda row: row > torch.tensor([0, 1, 2, 0, 1, 2]))(kind)[:, None],
     "sorted": lambda net, x, kind: vmap(lambda row: row.float().topk(2).values.min() < row)(kind)[:, None],
 }
 
@@ -141,6 +148,11 @@ def inplace_mask(net: Net, x: Tensor, kind: Tensor) -> Tensor:
     return vmap(lambda row: row.clone().clamp_(0, 1) > 0)(kind)[:, None]
 
 
+def outer_shape_mask(net: Net, x: Tensor, kind: Tensor) -> Tensor:
+    """Changes the shape of a tensor that is not the function's own."""
+    return vmap(lambda row: row.unsqueeze_(0)[0] > 0)(kind)[:, None]
+
+
 def branch_mask(net: Net, x: Tensor, kind: Tensor) -> Tensor:
     return vmap(lambda row: row > 0 if row.sum() > 0 else row < 0)(kind)[:, None]
 
@@ -149,7 +161,7 @@ def trainable_mask(net: Net, x: Tensor, kind: Tensor) -> Tensor:
     return vmap(lambda row: net.scorer(row)[:, 0] > 0)(x)[:, None]
 
 
-@pytest.mark.parametrize("mask", [random_mask, inplace_mask, branch_mask, trainable_mask])
+@pytest.mark.parametrize("mask", [random_mask, inplace_mask, outer_shape_mask, branch_mask, trainable_mask])
 def test_what_vmap_cannot_be_recorded_for_is_refused_with_the_line(mask: Callable[..., Tensor]) -> None:
     with pytest.raises(CaptureError) as error:
         trace(Net(mask), batch_of())

@@ -174,3 +174,28 @@ def test_a_generator_of_ones_own_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="Generator of its own"):
         trace(Remembering(draws), torch.randn(3, 4))
+
+
+def local_function(factor: float) -> type[torch.autograd.Function]:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0] * factor
+
+    return Scaled
+
+
+def test_an_autograd_function_of_one_forward_is_refused_as_such() -> None:
+    with pytest.raises(CaptureError) as error:
+        trace(Remembering(lambda model, h: local_function(2.0).apply(h).sum()), torch.ones(2, 4))  # type: ignore[no-untyped-call]
+    line, reason = str(error.value).splitlines()
+    assert line.startswith("test_repeat.py:")
+    assert "local_function.<locals>.Scaled is defined while forward runs" in reason and "clock" not in reason
+    twice, thrice = local_function(2.0), local_function(3.0)  # the way out, for two of one name, too
+    model = Remembering(lambda model, h: thrice.apply(twice.apply(h)).sum())  # type: ignore[no-untyped-call]
+    graph = trace(model, x := torch.ones(2, 4))
+    assert torch.equal(graph.module(x=x)["loss"], model(x))
