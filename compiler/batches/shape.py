@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, UserDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -115,9 +116,15 @@ class BatchShape:
         for name in sorted(self.flags.keys() | flags.keys()):
             now, then = (given.get(name, "absent") for given in (flags, self.flags))
             if now != then and (then != ANY or now == "absent"):
+                what = f"{_place(batch, name) or f'batch[{name!r}]'} is {now}, compiled as {then}"
+                whole = re.sub(r"_\d+$", "", name)
+                if "absent" in (now, then) and whole != name and (place := _place(batch, whole)):
+                    entry = re.compile(rf"{whole}_\d+")
+                    counts = [len([*filter(entry.fullmatch, each)]) for each in (flags, self.flags)]
+                    what = f"{place} has {counts[0]} entries, compiled with {counts[1]}"
                 raise BatchError(
-                    f"batch[{name!r}] is {now}, compiled as {then}; what is no tensor is part of the programs: compile "
-                    "again for another value, or leave it out of example_inputs and batches if the model does without"
+                    f"{what}; what is no tensor is part of the programs: compile again for another value, or leave it "
+                    "out of example_inputs and batches if the model does without"
                 )
         return found
 
@@ -194,6 +201,17 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
     else:
         walk(entry_names(model, 1)[0], batch)
     return found, flags
+
+
+def _place(value: Any, name: str, path: str = "", text: str = "batch") -> str:
+    """The part of the batch that has this name, as a script writes it; "" for none."""
+    if path and legal_name(path) == name:
+        return text
+    if is_tensor_like(value) or not isinstance(value, (Mapping, tuple, list)):
+        return ""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    inner = (_place(item, name, f"{path}.{key}" if path else str(key), f"{text}[{key!r}]") for key, item in items)
+    return next(filter(None, inner), "")
 
 
 def _shape(value: Any) -> tuple[tuple[int, ...], torch.dtype]:

@@ -42,7 +42,7 @@ from .replay import Misaligned, PlainEvaluation, Replay
 from .rows.graphs import TracedRows
 from .rows.replay import lent_again
 from .rows.sizes import RowTape
-from .writer import number_draws
+from .writer import has_tensor, number_draws
 
 _DENSE = (
     "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of "
@@ -253,7 +253,18 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
                 raise _ForLoss(key) from error
             line = SourceLines().place_of_error(error.__traceback__)
             reason = f"{type(model).__name__}.forward failed: {type(error).__name__}: {error}"
-            raise CaptureError(f"{line}\n  {reason}") from error
+            raise CaptureError("\n  ".join([line, reason, *_longer_lists(inputs)])) from error
+
+
+def _longer_lists(inputs: TraceInputs) -> Iterator[str]:
+    """A way out for code that compares a list of the batch with the rows of a micro-batch."""
+    rows = min((x.shape[0] for x in inputs.tensors.values() if x.dim() and isinstance(x.shape[0], int)), default=0)
+    for name, value in inputs.batch.items() if isinstance(inputs.batch, dict) else ():
+        if rows and isinstance(value, (list, tuple)) and len(value) > rows and not has_tensor(value):
+            yield (
+                f"A micro-batch has {rows} rows, and all {len(value)} entries of batch[{name!r}], which is no tensor: "
+                "micro_batches=1 gives code that compares them the whole batch"
+            )
 
 
 def _align(

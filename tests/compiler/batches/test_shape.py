@@ -128,3 +128,20 @@ def test_a_later_batch() -> None:
     ):
         with pytest.raises(BatchError, match=said):
             shape.check(MODEL, wrong)
+
+
+def test_a_value_in_a_list_is_named_as_the_script_writes_it() -> None:
+    def batch(texts: list[str], sizes: list[int]) -> dict[str, object]:
+        return {"x": torch.zeros(4, 2), "texts": texts, "image": {"sizes": sizes, "kind": 7}}
+
+    shape = BatchShape.from_inputs(MODEL, batch(["a"] * 4, [1, 2]))
+    for texts, sizes, said in (
+        (["a"] * 3, [1, 2], r"^batch\['texts'\] has 3 entries, compiled with 4; "),
+        (["a"] * 11, [1, 2], r"^batch\['texts'\] has 11 entries, compiled with 4; "),
+        ([], [1, 2], r"^batch\['texts'\] has 0 entries, compiled with 4; "),
+        (["a"] * 4, [1, 2, 3], r"^batch\['image'\]\['sizes'\] has 3 entries, compiled with 2; "),
+        (["a", "b", "a", "a"], [1, 2], r"^batch\['texts'\]\[1\] is 'b', compiled as 'a'; "),
+        (["a"] * 4, [1, 5], r"^batch\['image'\]\['sizes'\]\[1\] is 5, compiled as 2; "),
+    ):
+        with pytest.raises(BatchError, match=said):
+            shape.check(MODEL, batch(texts, sizes))

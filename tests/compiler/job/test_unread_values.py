@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import re
 from functools import partial
 from typing import Any
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.ir.errors import BatchError
+from penstock.ir.errors import BatchError, CaptureError
 
+LOG = logging.getLogger(__name__)
 SGD = partial(torch.optim.SGD, lr=0.1)
 HARDWARE = penstock.Hardware.cpu(1, memory="64MB")
 
@@ -121,3 +124,44 @@ def test_a_type_that_forward_asks_for_is_that_of_the_value() -> None:
     options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": SGD, "micro_batches": 1, "check": False}
     with penstock.compile(model, HARDWARE, example_inputs=batch_of(0), **options) as job:
         assert float(job.step(batch_of(0))) == pytest.approx(wanted.item(), rel=1e-6)
+
+
+class Logging(Net):
+    """Writes values into a log, and once wrongly."""
+
+    def scale(self, rest: dict[str, Any]) -> float:
+        LOG.warning("%s: step %03d", rest["name"], rest["step"])
+        LOG.warning("%d", "no number")
+        return 1.0
+
+
+def test_a_log_of_values_tells_no_errors_but_those_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    LOG.addHandler(handler)
+    LOG.propagate = False
+    try:
+        model, batch = Logging(), batch_of(0)
+        wanted = loss_of(model(**batch), batch)
+        capsys.readouterr()
+        with penstock.compile(model, HARDWARE, example_inputs=batch, loss_fn=loss_of, optimizer=SGD) as job:
+            torch.testing.assert_close(job.step(batch), wanted.detach())
+        told = capsys.readouterr().err
+    finally:
+        LOG.removeHandler(handler)
+    assert "Logging error" in told and "no number" in told and "ValueRead" not in told
+    assert "sample 0: step 000" in handler.stream.getvalue()
+
+
+def test_a_list_that_is_compared_with_rows_takes_one_micro_batch() -> None:
+    def loss_fn(output: Tensor, batch: dict[str, Any]) -> Tensor:
+        assert len(batch["paths"]) == len(output)
+        return loss_of(output, batch)
+
+    options: dict[str, Any] = {"example_inputs": batch_of(0), "loss_fn": loss_fn, "optimizer": SGD}
+    said = r"2 rows, and all 4 entries of batch\['paths'\], which is no tensor: micro_batches=1 gives"
+    with pytest.raises(CaptureError, match=said):
+        penstock.compile(Net(), HARDWARE, micro_batches=2, **options)
+    model = Net()
+    wanted = loss_fn(model(**batch_of(0)), batch_of(0)).detach()
+    with penstock.compile(model, HARDWARE, micro_batches=1, **options) as job:
+        torch.testing.assert_close(job.step(batch_of(0)), wanted)
