@@ -42,7 +42,7 @@ SAVED_BEFORE = 2  # if this number of turns had done so before
 HOPE = 1.0  # times as much is hoped for
 HOPELESS = 5e-4  # a share of a step not worth a turn
 MOST_TURNS = 12  # for one number of stages
-SEEDS, NEAR_BEST = 8, 1.1  # other starts for the first turn: how many, and how much slower than the best one at most
+SEEDS, NEAR_BEST = 9, 1.1  # starts of the first turn: the most, and how much slower than the best of them at most
 LIKE = 2  # the best other numbers of stages that a turn imitates
 JUDGED = 4  # the most ends of chains that are evaluated
 CLIMBED = 12  # the most moves that are evaluated before a climb ends
@@ -190,7 +190,7 @@ class Search:
         if order:
             self.seconds(rows[order[0]])
             most_s = least_s[order[0]] * NEAR_BEST
-            self.seeds[count] = [rows[i] for i in order[1 : SEEDS + 1] if least_s[i] < most_s]
+            self.seeds[count] = [rows[i] for i in order[1:SEEDS] if least_s[i] < most_s]
 
     def turn(self, count: int, turn: int, counts: set[int]) -> None:
         best = self.best[count][1]

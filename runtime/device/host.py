@@ -24,7 +24,6 @@ from ..nodes import NODES, Nodes, gpu_address
 FOR_ISSUING = 2  # cores: one for the thread that issues, one for disks and messages
 FEWEST_TO_SPLIT = 4  # a share below this keeps one core free, a single one none
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as in glibc's malloc.h
-_NEVER = 2**31 - 1
 TRIM_BYTES = 16 << 20
 PAGE = mmap.PAGESIZE
 _OWN_MAPPING_BYTES = 2**30  # larger blocks are still mapped alone, and unmapped
@@ -68,7 +67,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _OWN_MAPPING_BYTES), (_TRIM_THRESHOLD, _NEVER))
+    settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _OWN_MAPPING_BYTES), (_TRIM_THRESHOLD, -1))  # never
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 

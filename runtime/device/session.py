@@ -139,7 +139,7 @@ class DeviceSession:
         self.shares_generators = False
         self.tail: Run | None = None  # the step that has given its results and may still be at work
         self._ended_s = 0.0  # when the last run ended
-        self._counters_before: tuple[dict[str, Any], int] = {}, 0  # and of evaluations, before the step that began last
+        self._counters_before: tuple[dict[str, Any], int]  # and of evaluations, before the step that began last
         self._report_of_tail: dict[str, Any] = {}
         self.report_before: dict[str, Any] = {}  # of the step before the one that began last; empty at the first
         if setup.compile_stages:

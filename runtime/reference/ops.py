@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +102,7 @@ class ReferenceRuntime:
     def __init__(self, device: int, world: World):
         self.device = device
         self.world = world
-        self._calls: dict[str, int] = {}  # what has been done of each mini-batch in turn
+        self._calls = defaultdict[str, Iterator[int]](itertools.count)  # what was done of each mini-batch, in turn
         self._meetings: dict[str, int] = {}  # per group, the number of collectives that this device has done
 
     def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
@@ -356,8 +357,7 @@ class ReferenceRuntime:
     def _loss_scale(self, call: str, each: int = 1) -> float:
         """The loss scale of this step; of an asynchronous one, that of the mini-batch whose turn it is, of which there
         are `each` calls of this kind."""
-        number = self._calls.get(call, 0) // each
-        self._calls[call] = self._calls.get(call, 0) + 1
+        number = next(self._calls[call]) // each
         if self.world.scales is not None:
             return self.world.scales.scale_of(number)
         return self.world.loss_scale.scale if self.world.loss_scale else 1.0

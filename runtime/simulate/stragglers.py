@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from statistics import median_low
 
 from torch import fx
@@ -217,24 +218,9 @@ class _Replay:
             for node, key, number in _number_ops(program, self.order):
                 self.place[node] = program.device, key, number
         self.found = found
-        self.ranks = self._task_order()
+        waits = {index: [other for other, _ in task.waits] for index, task in enumerate(self.order.tasks)}
+        self.ranks = list(TopologicalSorter(waits).static_order())
         self.whole_s = self.seconds({})
-
-    def _task_order(self) -> list[int]:
-        """All tasks in an order in which each comes after those it waits for."""
-        waits = [len(task.waits) for task in self.order.tasks]
-        followers: list[list[int]] = [[] for _ in waits]
-        for index, task in enumerate(self.order.tasks):
-            for other, _ in task.waits:
-                followers[other].append(index)
-        ready, done = [i for i, count in enumerate(waits) if not count], []
-        while ready:
-            done.append(ready.pop())
-            for follower in followers[done[-1]]:
-                waits[follower] -= 1
-                if not waits[follower]:
-                    ready.append(follower)
-        return done
 
     def seconds(self, instead: Mapping[tuple[int, Key], Sequence[float]]) -> float:
         """The step's length in seconds, with the durations of `instead` in place of the measured ones."""

@@ -9,6 +9,7 @@ import pytest
 from penstock.compiler.pipeline import parse_pipeline
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.machine.slower import with_slower
 from penstock.ir.program import Program
 from penstock.runtime.simulate import Timeline, find_stragglers, simulate
 from penstock.tests.ir.program.handmade import pipeline
@@ -45,6 +46,12 @@ def test_one_is_found_with_the_op_and_what_it_cost(programs: list[Program]) -> N
     assert 1.5 < row.ratio < 3.0 and 0.2 < row.held_up < 0.7 and not row.by_equals
     assert str(row).startswith(f"cpu2 took {row.ratio:.1f}x what the plan expects of it beside the others in backward ")
     assert str(row).endswith(f"of stage2; it held up the step by {row.held_up:.0%}")
+
+
+def test_it_cost_what_the_step_takes_less_without_it(programs: list[Program]) -> None:
+    slow, planned = (simulate(programs, machine) for machine in (with_slower(HARDWARE, {1: 3.0}), HARDWARE))
+    (row,) = find_stragglers(slow, programs, HARDWARE)
+    assert row.held_up == pytest.approx(1 - planned.step_s / slow.step_s, rel=0.01)  # links are shared otherwise
 
 
 def test_a_slow_device_is_read_in_full_where_backwards_have_halves() -> None:

@@ -182,6 +182,7 @@ REPLACED = {
     "DataParallel": ("nn.Embedding(8, 4)", "nn.DataParallel(C())"),
     "nn.Module's own": ("nn.Embedding(8, 4)", "nn.modules.module.torch.os.popen('touch CANARY')"),
     "a step of os": ("    return {}\n", "    rt.__class__.__init__.__globals__['os'].system('touch CANARY')\n"),
+    "an op of another module": ("    return {}\n", "    torch.free()\n    return {}\n"),
     "a step that unpacks": ("    return {}\n", "    rt.free(*[C()])\n    return {}\n"),
     "a step with keywords": ("    return {}\n", "    rt.free(**{'x': C()})\n    return {}\n"),
     "a step with an f-string": ("    return {}\n", "    rt.free(f'{C()}')\n    return {}\n"),
