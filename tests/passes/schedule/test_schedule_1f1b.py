@@ -96,6 +96,7 @@ def test_swapped_stages() -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_cut_and_no_mapping_deadlocks(data: st.DataObject) -> None:
+    """Each device does the backwards of a micro-batch from its last stage to its first, whatever could begin sooner."""
     draft = draft_of(trace_case("t5")[0], micro_batches=data.draw(st.integers(1, 5)))
     apply(draft, *to_schedule()[:1])
     names = [block.name for block in draft.blocks]
@@ -105,6 +106,11 @@ def test_no_cut_and_no_mapping_deadlocks(data: st.DataObject) -> None:
     devices = data.draw(st.lists(st.integers(0, num_devices - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     decisions = {"stages": cut(names, cuts), "devices": devices}
     apply(draft, *one_forward_one_backward()[1:], decisions=decisions)
+    places = {stage.spec.name: place for place, stage in enumerate(draft.stages)}
+    for program in draft.programs:
+        backwards = [node for node in program.ops() if node.target is ops.backward]
+        turns = [(node.kwargs["micro_batch"], -places[str(node.args[0])]) for node in backwards]
+        assert sorted(turns, key=lambda turn: turn[0]) == sorted(turns)
 
 
 def test_one_device_does_one_micro_batch_after_the_other() -> None:
