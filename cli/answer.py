@@ -160,9 +160,7 @@ def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative
     return DoesNotFit(f"{miss}{said}", memory=miss.memory, missing_bytes=miss.missing_bytes, nearest=miss.nearest)
 
 
-def answer(
-    options: JobOptions, job: Job, figures: Figures, failures: FailureReport | None = None
-) -> list[str]:
+def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureReport | None = None) -> list[str]:
     """The answer, a line each."""
     plan, item, rate = job.plan, figures.item, figures.items_per_s
     rows = _many(figures.items, item)
@@ -175,8 +173,8 @@ def answer(
         _line("bound by", f"{_busiest(job.hardware, figures)}; {_gain(figures)}"),
         _line("plan", _stages(job)),
     ]
-    if idle := _idle(job):
-        lines.append(_line("not used", f"{', '.join(idle)}: no plan that was tried is faster with {_them(len(idle))}"))
+    if idle := _idle_devices(job, figures):
+        lines.append(_line("not used", ", ".join(idle)))
     if note := unquantised_note(job.model):
         lines.append(_line("base", note))
     if PartitionMip.name in plan.notes and isinstance(options, PlanOptions) and options.prove:
@@ -265,16 +263,11 @@ def _stages(job: Job) -> str:
     return "; ".join(parts) + (f", some wait {' and '.join(moved)}" if moved else "")
 
 
-def _idle(job: Job) -> list[str]:
-    """Devices of which the plan uses nothing."""
-    predicted = job.plan.predicted
-    if predicted is None or job.plan.decisions.mesh is not None:
+def _idle_devices(job: Job, figures: Figures) -> list[str]:
+    """The devices that a plan without lanes leaves alone; those of lanes have equal work."""
+    if job.plan.decisions.mesh is not None:
         return []
-    return [device.name for device in job.hardware.devices if not predicted.peak_bytes.get(device.name)]
-
-
-def _them(count: int) -> str:
-    return "it" if count == 1 else "them"
+    return [device.name for device in job.hardware.devices if not figures.peak_bytes.get(device.name)]
 
 
 def _duration(figures: Figures) -> str:

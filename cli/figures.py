@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
+from ..compiler.report.failures import FailureReport
 from ..compiler.report.wear import wear_of
 from .compare import SECONDS_AN_HOUR, price
 from .options import JobOptions
@@ -73,9 +74,9 @@ def figures_of(
     tokens: float | None,
     price_per_hour: float | None,
     others: list[Alternative] | None,
-    useful_share: float = 1.0,
+    failures: FailureReport | None = None,
 ) -> Figures:
-    """`price_per_hour`: in place of the hardware's; `useful_share`: of the time, beside failures."""
+    """`price_per_hour`: in place of the hardware's; `failures`: by which a training takes longer."""
     predicted, timeline = job.plan.predicted, job.simulate()
     assert predicted is not None
     items, item = options.named_model().items(options.batch, options.sequence)
@@ -85,6 +86,7 @@ def figures_of(
     rent = price_per_hour if price_per_hour is not None else rent
     each = None if rent is None else rent / SECONDS_AN_HOUR / rate
     bound_s, whole_s = predicted.bound_s, predicted.from_rest_s or predicted.step_s
+    useful_share = 1.0 if failures is None else failures.useful_share
     training_s = None if tokens is None else tokens / (rate * useful_share)
     return Figures(
         item,

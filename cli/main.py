@@ -99,8 +99,7 @@ def plan(
         skips = looks and shown.alternatives is None and has_many_stages(job)
         others = None if skips else other_plans(options, job, tell) if looks else []
     failures = failure_report(job.plan, job.folder.interface, failing)
-    useful_share = 1.0 if failures is None else failures.useful_share
-    figures = figures_of(options, job, count, shown.price, others, useful_share)
+    figures = figures_of(options, job, count, shown.price, others, failures)
     if out is not None:
         job.write(out)
         options.remember(out)

@@ -116,12 +116,12 @@ class BatchShape:
         for name in sorted(self.flags.keys() | flags.keys()):
             now, then = (given.get(name, "absent") for given in (flags, self.flags))
             if now != then and (then != ANY or now == "absent"):
-                what = f"{_place(batch, name) or f'batch[{name!r}]'} is {now}, compiled as {then}"
-                whole = re.sub(r"_\d+$", "", name)
-                if "absent" in (now, then) and whole != name and (place := _place(batch, whole)):
-                    entry = re.compile(rf"{whole}_\d+")
+                value, in_list = _find_part(batch, name), _find_part(batch, name.rpartition("_")[0], list | tuple)
+                what = f"{value or f'batch[{name!r}]'} is {now}, compiled as {then}"
+                if "absent" in (now, then) and in_list:
+                    entry = re.compile(rf"{name.rpartition('_')[0]}_\d+")
                     counts = [len([*filter(entry.fullmatch, each)]) for each in (flags, self.flags)]
-                    what = f"{place} has {counts[0]} entries, compiled with {counts[1]}"
+                    what = f"{in_list} has {counts[0]} entries, compiled with {counts[1]}"
                 raise BatchError(
                     f"{what}; what is no tensor is part of the programs: compile again for another value, or leave it "
                     "out of example_inputs and batches if the model does without"
@@ -203,15 +203,15 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
     return found, flags
 
 
-def _place(value: Any, name: str, path: str = "", text: str = "batch") -> str:
-    """The part of the batch that has this name, as a script writes it; "" for none."""
-    if path and legal_name(path) == name:
+def _find_part(value: Any, name: str, kind: Any = object, path: str = "", text: str = "batch") -> str:
+    """The part of the batch that has this name and is of this kind, as a script writes it; "" for none."""
+    if path and legal_name(path) == name and isinstance(value, kind):
         return text
     if is_tensor_like(value) or not isinstance(value, (Mapping, tuple, list)):
         return ""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    inner = (_place(item, name, f"{path}.{key}" if path else str(key), f"{text}[{key!r}]") for key, item in items)
-    return next(filter(None, inner), "")
+    rows = ((f"{path}.{key}" if path else str(key), f"{text}[{key!r}]", item) for key, item in items)
+    return next(filter(None, (_find_part(item, name, kind, *place) for *place, item in rows)), "")
 
 
 def _shape(value: Any) -> tuple[tuple[int, ...], torch.dtype]:

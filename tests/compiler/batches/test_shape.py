@@ -130,6 +130,12 @@ def test_a_later_batch() -> None:
             shape.check(MODEL, wrong)
 
 
+def test_a_key_that_ends_in_a_number_is_no_entry_of_a_list() -> None:
+    shape = BatchShape.from_inputs(MODEL, {"x": torch.zeros(4, 2), "mode": "a", "mode_2": "b"})
+    with pytest.raises(BatchError, match=r"^batch\['mode_2'\] is absent, compiled as "):
+        shape.check(MODEL, {"x": torch.zeros(4, 2), "mode": "a"})
+
+
 def test_a_value_in_a_list_is_named_as_the_script_writes_it() -> None:
     def batch(texts: list[str], sizes: list[int]) -> dict[str, object]:
         return {"x": torch.zeros(4, 2), "texts": texts, "image": {"sizes": sizes, "kind": 7}}
