@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ...ir.errors import CheckpointError, NoRoomForCopy, PenstockError, error_from_data
 from ...ir.program import Interface
 from ...ir.units import format_bytes
@@ -126,7 +128,7 @@ class BackgroundSave:
     def _request(self, interface: Interface, stages: list[str]) -> tuple[dict[str, Any], Tensors]:
         """The arguments of `begin_save` for the device that writes these stages."""
         given: dict[str, Any] = {}
-        tensors: Tensors = {}
+        tensors: dict[str, Tensor] = {}
         for stage in stages:
             if stage in self._driver.setup.spread:
                 given[stage], found = pack_state(whole_state(self._driver, interface.stages[stage]))

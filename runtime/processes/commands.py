@@ -23,8 +23,8 @@ from ..state.manifest import RunPosition, ShardRecord, TensorRecord
 from ..state.plain_json import decode
 from ..state.tensor_file import Reads
 
-Tensors = dict[str, Tensor]
-Answer = tuple[dict[str, Any], Tensors]
+Tensors = Mapping[str, Tensor]
+Answer = tuple[dict[str, Any], dict[str, Tensor]]
 SEPARATOR = "/"  # between the kind of a tensor and its dotted name
 STAGE_SEPARATOR = ":"  # between a stage and the name of one of its tensors
 
@@ -120,7 +120,7 @@ def begin_save(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors
     """Copy `stages`, and write them into the unfinished checkpoint `temporary` while steps go on: see `Saver.begin`.
     `given` has the headers of stages of which this device has only a shard, `tensors` their tensors, as "stage:name".
     """
-    parts: dict[str, Tensors] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         stage, _, name = key.partition(STAGE_SEPARATOR)
         parts.setdefault(stage, {})[name] = tensor
@@ -247,7 +247,7 @@ def unpack_state(header: Mapping[str, Any], tensors: Tensors) -> StagePart:
     parts = split(tensors)
     optimizer = None
     if header.get("optimizer") is not None:
-        states: dict[str, Tensors] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for key, tensor in parts.get("states", {}).items():
             name, _, state = key.rpartition(SEPARATOR)
             states.setdefault(name, {})[state] = tensor
@@ -255,9 +255,9 @@ def unpack_state(header: Mapping[str, Any], tensors: Tensors) -> StagePart:
     return StagePart(parts.get("weights", {}), parts.get("buffers", {}), optimizer)
 
 
-def split(tensors: Tensors) -> dict[str, Tensors]:
+def split(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
     """Tensors by kind ("weights", "buffers", "states"), under the rest of their names."""
-    parts: dict[str, Tensors] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, found, name = key.partition(SEPARATOR)
         if not found:

@@ -190,9 +190,8 @@ class Driver:
         self, command: str, devices: Sequence[int], args: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
         """One command to all of these devices, each of which reads the tensors one after another."""
-        read: Any = tensors
         for device in devices:
-            self.call(command, device, args, read)
+            self.call(command, device, args, tensors)
 
     def end_loading(self) -> None:
         """Give back the memory that loading has taken and freed, here and on all devices of this process."""

@@ -195,8 +195,7 @@ class LocalWorkers(Driver):
     def call_holders(
         self, command: str, devices: Sequence[int], args: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
-        read: Any = tensors
-        self.call_all(command, {device: (args, read) for device in devices})
+        self.call_all(command, {device: (args, tensors) for device in devices})
 
     def end_loading(self) -> None:
         super().end_loading()

@@ -236,10 +236,10 @@ class TorchrunDriver(Driver):
         self.ranks.put(name, {"path": path})
         return path
 
-    def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
+    def _spread(self, own: Tensors, rows: list[Any], source: int) -> dict[str, Tensor]:
         """Broadcast the tensors of rank `source`: it gives them as `own`, the others receive what `rows` describes."""
         link = self.session.link
-        found: Tensors = {}
+        found: dict[str, Tensor] = {}
         assert link is not None
         for name, dtype, shape in rows:
             if source == self.rank:

@@ -34,7 +34,7 @@ from ..device.session import DeviceSession
 from ..device.setup import DeviceSetup
 from ..device.streams import SWITCH_S
 from ..emulate.rehearsed_device import RehearsedSession
-from .commands import COMMANDS
+from .commands import COMMANDS, Tensors
 from .wire import LATER, later_tensors, pack, receive_message, send
 
 PARENT_CHECK_MS = 1000
@@ -97,7 +97,7 @@ def serve(channel: socket.socket, board: MutableSequence[int], reports: socket.s
 
     session: DeviceSession | None = None
     while True:
-        tensors: Any
+        tensors: Tensors
         try:
             header, tensors = receive_message(channel)
         except EOFError:
