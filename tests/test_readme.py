@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+CI = (ROOT / ".ci" / "run").read_text("utf-8")
 # Fences whose content is shown, not run. Shell belongs into `console`, where it is checked.
 SHOWN_ONLY = {"text", "yaml", "json"}
 
@@ -25,8 +28,9 @@ def console_commands(text: str) -> list[str]:
 
 
 def executed_lines(script: str) -> list[str]:
-    """Lines of a shell script that stand at its top level, without comments, blank lines and trailing blanks."""
-    return [line.rstrip() for line in script.splitlines() if line.strip() and not line.startswith(("#", " ", "\t"))]
+    """Commands at the top level of a shell script, also those that run beside the next, as in `make lint &`."""
+    lines = [line for line in script.splitlines() if line.strip() and not line.startswith(("#", " ", "\t"))]
+    return [line.rstrip().removesuffix(" &") for line in lines]
 
 
 def test_blocks_and_commands_are_found() -> None:
@@ -36,8 +40,8 @@ def test_blocks_and_commands_are_found() -> None:
 
 
 def test_a_command_inside_a_comment_or_a_branch_does_not_count() -> None:
-    script = "# make demo\nif x; then\n    make test\nfi\n\nmake lint  \n"
-    assert executed_lines(script) == ["if x; then", "fi", "make lint"]
+    script = "# make demo\nif x; then\n    make test\nfi\n\nmake lint  \nmake docs &\n"
+    assert executed_lines(script) == ["if x; then", "fi", "make lint", "make docs"]
 
 
 def test_readme_sets_up_with_two_commands() -> None:
@@ -45,9 +49,21 @@ def test_readme_sets_up_with_two_commands() -> None:
 
 
 def test_ci_runs_every_console_command_word_for_word() -> None:
-    executed = executed_lines((ROOT / ".ci" / "run").read_text("utf-8"))
+    executed = executed_lines(CI)
     missing = [command for command in console_commands(README) if command not in executed]
     assert not missing, f"README.md shows commands that .ci/run does not execute: {missing}"
+
+
+@pytest.mark.parametrize("failing", ["make lint docs", "make demo", "make test", ""])
+def test_ci_fails_with_any_of_its_commands(failing: str, tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_text(CI, "utf-8")
+    (tmp_path / "make").write_text('#!/bin/sh\ntest "make $*" != "$FAILING"\n', "utf-8")
+    (tmp_path / "make").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "FAILING": failing}
+    run = subprocess.run(["bash", tmp_path / ".ci" / "run"], env=environ, capture_output=True)
+    assert run.returncode == (1 if failing else 0)
+    assert run.stdout.decode().splitlines()[-1].startswith(f"ci: exit status {run.returncode} after")
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", ".pre-commit-config.yaml"])
