@@ -19,7 +19,7 @@ from .tables import table
 
 @dataclass(frozen=True)
 class AdapterRow:
-    """One base with one rank. `bound_s`: the bound that no plan of the same micro-batches undercuts, and `bound_by`
+    """One base with one rank. `bound_s`: the bound that no step undercuts, whatever its kernels, and `bound_by`
     why. `reason` says why it does not fit, with the nearest that does; then all figures are None."""
 
     base: str

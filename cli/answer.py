@@ -232,9 +232,7 @@ def _busiest(hardware: Hardware, figures: Figures) -> str:
 
 
 def _gain(figures: Figures) -> str:
-    if figures.could_save_share is None:
-        return "no bound is known"
-    return f"no plan for this machine could save more than {figures.could_save_share:.0%} of it"
+    return "no bound is known" if figures.savings is None else figures.savings.text
 
 
 def _stages(job: Job) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
+from ..compiler.plan import Savings
 from ..compiler.report.failures import FailureReport
 from ..compiler.report.wear import wear_of
 from .compare import SECONDS_AN_HOUR, price
@@ -34,9 +35,9 @@ class SsdWrites:
 @dataclass(frozen=True)
 class Figures:
     """`item`: "token" or "image", of which a step takes `items`; `busiest`: a stream or a link, and the share of a step
-    in which it is busy; `could_save_share`: the share of a step that no plan for the machine saves more than, None
-    where no bound is known; `dollars_an_hour`: None where no rent is known. Of a training of `tokens`, if these were
-    asked for: seconds, dollars, and what it writes. `alternatives`: None where they were left out."""
+    in which it is busy; `savings`: the shares of a step that nothing saves more than, None where no bound is known;
+    `dollars_an_hour`: None where no rent is known. Of a training of `tokens`, if these were asked for: seconds, dollars,
+    and what it writes. `alternatives`: None where they were left out."""
 
     item: str
     items: int
@@ -46,7 +47,7 @@ class Figures:
     budget_bytes: dict[str, int]
     busiest: str
     busy_share: float
-    could_save_share: float | None
+    savings: Savings | None
     dollars: float | None
     dollars_an_hour: float | None
     dollars_a_million: float | None
@@ -85,7 +86,6 @@ def figures_of(
     buy, rent = price(job.hardware)
     rent = price_per_hour if price_per_hour is not None else rent
     each = None if rent is None else rent / SECONDS_AN_HOUR / rate
-    bound_s, whole_s = predicted.bound_s, predicted.from_rest_s or predicted.step_s
     useful_share = 1.0 if failures is None else failures.useful_share
     training_s = None if tokens is None else tokens / (rate * useful_share)
     return Figures(
@@ -97,7 +97,7 @@ def figures_of(
         predicted.budget_bytes,
         busiest,
         busy_share,
-        max(0.0, 1 - bound_s / whole_s) if bound_s else None,
+        predicted.savings,
         buy,
         rent,
         None if each is None else each * 1e6,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,21 @@ def _precision(word: str) -> str:
 PrecisionName = Annotated[str, AfterValidator(_precision)]  # files of earlier versions have aliases
 
 
+@dataclass(frozen=True)
+class Savings:
+    """Shares of a step that could be saved at most: `in_all`, of which `by_plan` by another plan with the same kernels
+    and micro-batches, `by_fusing` by kernels that fuse what only reads and writes, and the rest at peak rates."""
+
+    in_all: float
+    by_plan: float
+    by_fusing: float
+
+    @property
+    def text(self) -> str:
+        parts = f"at most {self.by_plan:.0%} by another plan, {self.by_fusing:.0%} by fused kernels (--compile-stages)"
+        return f"no run on this machine could save more than {self.in_all:.0%} of it: {parts}, the rest at peak rates"
+
+
 class Prediction(BaseModel):
     """The simulated step: seconds, and bytes per memory and per link."""
 
@@ -48,8 +64,22 @@ class Prediction(BaseModel):
     parts: dict[str, dict[str, int]] = {}  # a host's memory -> purpose -> bytes at the memory's peak in a step
     loading_bytes: dict[str, int] = {}  # a host's DRAM -> all its bytes while weights are loaded
     copied_bytes: dict[str, int] = {}  # memory -> bytes that are copied inside it, so that steps may be undone
-    bound_s: float = 0.0  # no plan for this machine with the same number of micro-batches takes less
+    bound_s: float = 0.0  # no step of the model on this machine takes less, whatever its kernels and micro-batches
     bound_by: str = ""
+    fused_bound_s: float = 0.0  # the same, with the rates that fused kernels reach
+    eager_bound_s: float = 0.0  # no plan with PyTorch's own kernels and the same micro-batches takes less
+    eager_bound_by: str = ""
+
+    @property
+    def savings(self) -> Savings | None:
+        """The shares of a step that could be saved at most; None where a plan of an earlier version has no bounds."""
+        if not self.eager_bound_s:
+            return None
+        levels = [self.step_s]
+        for bound_s in (self.eager_bound_s, self.fused_bound_s, self.bound_s):
+            levels.append(min(bound_s, levels[-1]))
+        whole_s, eager_s, fused_s, least_s = levels
+        return Savings(1 - least_s / whole_s, 1 - eager_s / whole_s, (eager_s - fused_s) / whole_s)
 
     @model_validator(mode="after")
     def _same_memories(self) -> Prediction:

@@ -202,13 +202,14 @@ def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
         f"no schedule of these stages is faster than its busiest device's computation, {format_seconds(compute)}, "
         f"or its busiest link, {format_seconds(links)}; this one takes {timeline.step_s / floor:.2f}x the larger"
     ]
-    if plan.predicted is not None and plan.predicted.bound_s:
-        bound_s = plan.predicted.bound_s
+    p = plan.predicted
+    if p is not None and p.savings is not None:
         lines.append(
-            f"no plan for this machine with {plan.micro_batches} micro-batches is faster than "
-            f"{format_seconds(bound_s)} ({plan.predicted.bound_by}): "
-            f"at most {1 - bound_s / timeline.from_rest_s:.0%} could still be gained; both are of a step from rest"
+            f"with the kernels of PyTorch's calls and {plan.micro_batches} micro-batches no plan for this machine is "
+            f"faster than {format_seconds(p.eager_bound_s)} ({p.eager_bound_by}), with fused kernels "
+            f"{format_seconds(p.fused_bound_s)}, and with any {format_seconds(p.bound_s)} ({p.bound_by})"
         )
+        lines.append(p.savings.text.replace(" of it", " of a step"))
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  "))
 
 

@@ -18,7 +18,9 @@ Where lanes share a machine, a lane has its part of it; lanes that share stages 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from ...graph.costs.stage_time import stage_seconds
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
-from ...ir.program import Exchange, Interface, StageSpec, TensorSpec, are_alike
+from ...ir.program import Exchange, Interface, ParamSpec, StageSpec, TensorSpec, are_alike
 from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
 from ...passes.staying import staying_stages
@@ -258,42 +260,81 @@ def device_seconds(hardware: Hardware, measured: bool, seconds: Callable[[Device
 
 
 def machine_bound(draft: Draft) -> Bound:
-    """The bound of any plan for this machine and number of micro-batches: the computation of all blocks, divided among
-    all devices without a rest; one micro-batch through all blocks on the fastest device, unless a team may share it; or
-    the way from SSD and back of the bytes that devices and DRAM together cannot hold."""
-    hardware, precision = draft.machine, draft.options.precision
-    count = draft.mesh.total_micro_batches(draft.options.micro_batches)
-    specs = [stage.spec for stage in draft.stages]
-    trained = _have_backward(specs)
-    per_device = device_seconds(
-        hardware,
-        any(spec.seconds for spec in specs),
-        lambda device: sum(
-            stage_seconds(spec, device, precision, trains).both_s for spec, trains in zip(specs, trained)
-        ),
-    )
+    """The bound of any plan for this machine and number of micro-batches, with the kernels that plans have: the
+    computation of all blocks, divided among all devices without a rest; one micro-batch through all blocks on the
+    fastest device, unless a team may share it; or the way from SSD and back of the bytes that devices and DRAM together
+    cannot hold."""
+    hardware = draft.machine
+    per_device = _seconds_by_device(draft, lambda spec, device, trains: _eager_s(draft, spec, device, trains))
     if not all(per_device):
         return Bound(0.0, "nothing")
-    parts = draft.graph.team if draft.graph.apart else 1  # of width, members have parts in common
-    shared_s = count * parts / sum(1.0 / seconds for seconds in per_device)
     may_share = hardware.num_devices > 1 and (has_long_rows(draft.graph) or has_experts(draft.graph))
     alone = draft.graph.team == 1 and not may_share
-    bounds = [Bound(shared_s, "computation shared by all devices"), *machine_disks(draft)]
+    bounds = [Bound(_shared_s(draft, per_device), "computation shared by all devices"), *machine_disks(draft)]
     bounds += [Bound(min(per_device), "one micro-batch through all stages")] if alone else []
     return max(bounds, key=lambda bound: bound.seconds)
 
 
+def ideal_bounds(draft: Draft) -> tuple[float, Bound]:
+    """The bounds of any step of the model on this machine, whatever its kernels and micro-batches: the seconds where
+    all that only reads and writes is fused into products and attention, which run at the rates that kernels reach; and
+    the bound at the peak of the devices' matrix units."""
+
+    def ideal_s(at: int, spec: StageSpec, device: Device, trains: bool) -> float:
+        mixes = [(spec.forward_flops, spec.forward_mix), (spec.backward_flops * trains, spec.backward_mix)]
+        least_s = sum(device.arithmetic_s(flops, draft.options.precision, mix)[at] for flops, mix in mixes)
+        return min(least_s, _eager_s(draft, spec, device, trains))  # which may have been measured
+
+    fused, peak = (_seconds_by_device(draft, functools.partial(ideal_s, at)) for at in (0, 1))
+    others = [Bound(_update_s(draft), "updates"), *machine_disks(draft)]
+    bounds = [Bound(_shared_s(draft, peak), "arithmetic at the devices' peak"), *others]
+    least = max(bounds, key=lambda bound: bound.seconds)
+    return max(_shared_s(draft, fused), least.seconds), least
+
+
+def _seconds_by_device(draft: Draft, seconds: Callable[[StageSpec, Device, bool], float]) -> list[float]:
+    """The seconds of one micro-batch through all stages, on each device."""
+    specs = [stage.spec for stage in draft.stages]
+    rows = list(zip(specs, _have_backward(specs)))
+    measured = any(spec.seconds for spec in specs)
+    return device_seconds(draft.machine, measured, lambda d: sum(seconds(spec, d, trains) for spec, trains in rows))
+
+
+def _eager_s(draft: Draft, spec: StageSpec, device: Device, trains: bool) -> float:
+    return stage_seconds(spec, device, draft.options.precision, trains).both_s
+
+
+def _shared_s(draft: Draft, per_device: Sequence[float]) -> float:
+    """Seconds of all micro-batches, divided among all devices without a rest."""
+    count = draft.mesh.total_micro_batches(draft.options.micro_batches)
+    parts = draft.graph.team if draft.graph.apart else 1  # of width, members have parts in common
+    return count * parts / sum(1.0 / seconds for seconds in per_device) if all(per_device) else 0.0
+
+
+def _update_s(draft: Draft) -> float:
+    """Seconds of all updates, by devices and hosts together: a device reads a gradient and a weight, and writes it."""
+    trained = [param for param in _distinct_params(draft) if param.requires_grad]
+    num_bytes, num = sum(param.bytes for param in trained), sum(param.numel for param in trained)
+    rate = sum(device.memory_bandwidth * num / (3 * num_bytes) for device in draft.machine.devices) if num else math.inf
+    return num / (rate + sum(host.optimizer_params_per_s for host in draft.machine.hosts))
+
+
+def _distinct_params(draft: Draft) -> list[ParamSpec]:
+    """The parameters of all stages, tied ones once."""
+    ties = draft.graph.ties()
+    return list({ties.get(p.name, p.name): p for stage in draft.stages for p in stage.spec.params}.values())
+
+
 def machine_disks(draft: Draft) -> list[Bound]:
     """The bound of SSDs: bytes that fit neither devices nor DRAM are read and, as far as they are trained, written."""
-    hardware, ties = draft.machine, draft.graph.ties()
+    hardware, params = draft.machine, _distinct_params(draft)
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
     if not hosts:
         return []
     room = sum(device.budget_bytes for device in hardware.devices)
     room += sum(hardware.dram_budget_bytes(host) for host in range(len(hardware.hosts)))
-    params = {ties.get(param.name, param.name): param for stage in draft.stages for param in stage.spec.params}
-    frozen = sum(param.bytes for param in params.values() if not param.requires_grad)
-    trained = sum(param.bytes for param in params.values() if param.requires_grad)
-    trained += draft.options.optimizer_bytes(list(params.values()))
+    frozen = sum(param.bytes for param in params if not param.requires_grad)
+    trained = sum(param.bytes for param in params if param.requires_grad)
+    trained += draft.options.optimizer_bytes(params)
     stored = max(0.0, frozen + trained - room)
     return [Bound(_disk_seconds(hardware, hosts, stored, max(0, stored - frozen)), "SSDs")]

@@ -13,7 +13,7 @@ from ...runtime.simulate import Timeline
 from ..pipeline import pipeline_text
 from ..plan import Decisions, Plan, Prediction
 from .attempts import SearchResult
-from .bounds import machine_bound
+from .bounds import ideal_bounds, machine_bound
 from .host_memory import host_needs
 
 
@@ -40,7 +40,7 @@ def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:
 def predict(draft: Draft, timeline: Timeline) -> Prediction:
     programs, hardware = shown(draft.programs, draft.machine)
     name, share = timeline.bottleneck()
-    bound = machine_bound(draft)
+    eager, (fused_s, ideal) = machine_bound(draft), ideal_bounds(draft)
     needs = host_needs(programs, hardware)
     return Prediction(
         step_s=timeline.step_s,
@@ -56,8 +56,11 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
         },
         bottleneck=f"{name}, busy {share:.0%}",
         arena_bytes=[profile_memory(program).arena_bytes for program in programs],
-        bound_s=bound.seconds,
-        bound_by=bound.by,
+        bound_s=ideal.seconds,
+        bound_by=ideal.by,
+        fused_bound_s=fused_s,
+        eager_bound_s=eager.seconds,
+        eager_bound_by=eager.by,
     )
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 FLASH, EFFICIENT = "flash", "efficient"  # kernels of attention; any other way to compute it consists of other calls
 ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward per FLOP of its forward: five products instead of two
+LEAST_BACKWARD = 2.0  # of which one product makes the scores again, which a kernel may have kept
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -74,6 +75,11 @@ class AttentionCall:
     def computed_flops(self) -> float:
         """FLOPs that the kernel computes."""
         return self.flops * (0.5 if self.causal else 1.0)
+
+    @property
+    def least_flops(self) -> float:
+        """FLOPs that any kernel computes."""
+        return self.computed_flops * (LEAST_BACKWARD / ATTENTION_BACKWARD if self.backward else 1.0)
 
     @property
     def bytes(self) -> float:

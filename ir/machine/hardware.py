@@ -26,7 +26,7 @@ from .links import Link, build_graph, build_links, find_path, goes_direct, unkno
 from .overrides import overridden
 from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import CopyRates, cpu_document, preset_document
-from .rates import ConstantRates, RateTable, mix_seconds, with_numbers
+from .rates import ConstantRates, RateTable, mix_seconds, peak_seconds, with_numbers
 from .spelling import preset_of
 from .validation import explain_validation
 
@@ -152,6 +152,17 @@ class Device(MachinePart):
             arithmetic_s = computing_s * flops / mix.flops if mix.flops else flops / self.achieved_flops(dtype)
             traffic_s = moving_s * num_bytes / mix.traffic_bytes if mix.traffic_bytes else 0.0
         return arithmetic_s + traffic_s + launches * self.op_overhead_s
+
+    def arithmetic_s(self, flops: float, dtype: str, mix: CallMix) -> tuple[float, float]:
+        """Seconds of the FLOPs of many calls, if all that reads and writes were fused into them: at the rates that
+        kernels reach, and at the peak."""
+        if not mix.flops:
+            return flops / self.achieved_flops(dtype), flops / self.peak_flops[_arithmetic(dtype)]  # type: ignore[index]
+        part, constant = flops / mix.flops, self._constant_rates(dtype)
+        usual_s = flops / self.achieved_flops(dtype)
+        reached_s = usual_s if self.rates is None else part * mix_seconds(self.rates, constant, mix)[0]
+        peak = ConstantRates(tuple(self.peak_flops.items()), self.memory_bandwidth, constant.dtype)
+        return reached_s, part * peak_seconds(peak, mix)
 
     def _constant_rates(self, dtype: str) -> ConstantRates:
         self.achieved_flops(dtype)  # a dtype without a rate is refused

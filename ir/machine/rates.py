@@ -204,6 +204,13 @@ def mix_seconds(table: RateTable, constant: ConstantRates, mix: CallMix) -> tupl
     return products + attention + other, traffic
 
 
+def peak_seconds(peak: ConstantRates, mix: CallMix) -> float:
+    """Seconds of the FLOPs that no kernel spares, each at the peak of its dtype."""
+    found = mix.other_flops / peak.flops_of(peak.dtype)
+    found += sum(row.count * row.flops / peak.flops_of(row.dtype) for row in mix.products)
+    return found + sum(row.count * row.least_flops / peak.flops_of(row.dtype) for row in mix.attention)
+
+
 def _product_s(table: RateTable, constant: ConstantRates, product: Product) -> float:
     """A product takes what its FLOPs or its bytes take, whichever is longer (the roofline)."""
     curve = table.products.get(product.dtype or constant.dtype)  # type: ignore[call-overload]

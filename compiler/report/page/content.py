@@ -100,8 +100,9 @@ def _verdict(given: ReportInputs, timeline: Timeline, measured: Timeline | None)
         "measured_s": measured.from_rest_s if measured else None,
         "tokens": given.tokens,
         "bottleneck": predicted.bottleneck if predicted else timeline.bottleneck()[0],
-        "bound_s": predicted.bound_s if predicted else 0.0,
-        "bound_by": predicted.bound_by if predicted else "",
+        "bound_s": predicted.eager_bound_s if predicted else 0.0,
+        "bound_by": predicted.eager_bound_by if predicted else "",
+        "could_save": predicted.savings.text if predicted and predicted.savings else "",
         "busiest_link": link,
         "busiest_link_s": busy.get(link, 0.0),
         "peaks": [

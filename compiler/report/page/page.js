@@ -59,11 +59,10 @@ function table(id, heads, rows) {
 
 function verdict() {
   const v = facts.verdict, rate = v.tokens ? v.tokens / v.step_s : null;
-  const gain = v.bound_s ? 1 - v.bound_s / v.from_rest_s : 0;
   at("sentence").textContent = `It fits. A step takes ${seconds(v.step_s)}` +
     (rate ? `, ${three(rate)} tokens a second` : "") + `; bound by ${v.bottleneck}.` +
     (known(v.measured_s) ? ` The last step took ${seconds(v.measured_s)} from rest, where ${seconds(v.from_rest_s)} were predicted.` : "") +
-    (v.bound_s ? ` No plan for this machine is faster than ${seconds(v.bound_s)} (${v.bound_by}): at most ${percent(Math.max(0, gain))} could be gained.` : "");
+    (v.bound_s ? ` With the kernels of PyTorch's calls no plan for this machine is faster than ${seconds(v.bound_s)} (${v.bound_by}); ${v.could_save}.` : "");
   const rows = [
     ["predicted step", seconds(v.step_s)], ["measured step", known(v.measured_s) ? seconds(v.measured_s) : "none yet"],
     ["tokens a second", rate ? three(rate) : ""], ["stages", v.stages], ["micro-batches", v.micro_batches],
