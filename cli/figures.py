@@ -36,8 +36,8 @@ class SsdWrites:
 class Figures:
     """`item`: "token" or "image", of which a step takes `items`; `busiest`: a stream or a link, and the share of a step
     in which it is busy; `savings`: the shares of a step that nothing saves more than, None where no bound is known;
-    `dollars_an_hour`: None where no rent is known. Of a training of `tokens`, if these were asked for: seconds, dollars,
-    and what it writes. `alternatives`: None where they were left out."""
+    `dollars_an_hour`: None where no rent is known. Of a training of `tokens`, if these were asked for: seconds,
+    dollars, and what it writes. `alternatives`: None where they were left out."""
 
     item: str
     items: int

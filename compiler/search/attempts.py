@@ -1,8 +1,10 @@
 """Candidates tried one by one: a `Trial` of each, and the best so far.
 
 A candidate is not compiled if its lower bound is no better than the best, or if it comes to the same programs as
-another. Candidates left when time is up, or nothing is left to gain, are listed as such. Time is counted by what was
-done (`passes/work_limit.py`), so that a search ends where it would end on a machine that does nothing else.
+another. Candidates left when time is up, or nothing is left to gain, are listed as such; but each named strategy,
+partitioner and mapping is judged once, by its bound or by its simulation, within `OWED` more of the time. Time is
+counted by what was done (`passes/work_limit.py`), so that a search ends where it would end on a machine that does
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ...passes.draft import Draft, Options
 from ...passes.sharding.mesh import Mesh
 from ...passes.work_limit import WorkDone
 from ..plan import Plan, Rival
+from ..strategies import STRATEGIES
 from .bounds import machine_bound
 from .candidate import PLAIN, Candidate
 from .candidates import micro_batch_counts
@@ -38,6 +41,7 @@ LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-ba
 SEARCH_S = 33.0  # of work
 TRACE_S = 3e-4  # of work, for a node of a graph of another number of micro-batches
 SAME = 1e-9  # the share by which the steps of equal plans may differ, by rounding
+OWED = 1.0  # times the search's work, for what has not been judged when that is done
 NEAR = 0.01  # the share of a step that is not worth another candidate
 
 
@@ -79,6 +83,7 @@ class Attempts:
         self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
         self.seen: dict[tuple[int, Any], Trial] = {}  # (micro-batches, what decides the programs) -> its trial
         self.done: set[tuple[int, Candidate]] = set()
+        self.judged: set[str] = set()  # the partitioners and mappings of what was simulated, or ruled out
         self.work = WorkDone()
         self.until_s = wishes.search_s
         self.longest_s = 0.0  # of work for one candidate
@@ -102,6 +107,13 @@ class Attempts:
         end after that."""
         ahead_s = 0.0 if self.best is None else self.longest_s
         return self.work.seconds + ahead_s > self.until_s
+
+    def is_owed(self, candidate: Candidate) -> bool:
+        """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
+        mapping."""
+        all_s = self.wishes.search_s
+        has_time = self.until_s >= all_s and self.work.seconds < (1 + OWED) * all_s
+        return has_time and (candidate.name in STRATEGIES or not candidate.rivals <= self.judged)
 
     @property
     def enough(self) -> Skipped | None:
@@ -142,6 +154,8 @@ class Attempts:
                 self.done.add((count, candidate))
                 begin_s = self.work.seconds
                 self.trials.append(self.attempt(count, candidate))
+                if not isinstance(self.trials[-1].reason, Skipped):
+                    self.judged |= candidate.rivals
                 self.longest_s = max(self.longest_s, self.work.seconds - begin_s)
                 best = "none fits so far" if self.best is None else f"the best takes {format_seconds(self.best.step_s)}"
                 logger.info("%d plans tried, %s", len(self.trials), best)
@@ -156,7 +170,7 @@ class Attempts:
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.excess_bytes > 0 and not candidate.uses_ssd:
             return Trial(candidate, count, reason=self.too_large_without_ssds())
-        if self.best is not None and self.is_late:
+        if self.best is not None and self.is_late and not self.is_owed(candidate):
             return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
         enough = self.enough
         if enough is not None:

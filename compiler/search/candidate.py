@@ -58,6 +58,11 @@ class Candidate:
         return self.find(Partition)
 
     @property
+    def rivals(self) -> set[str]:
+        """Its partitioner and its mapping, by name."""
+        return {p.name for p in self.passes if isinstance(p, Partition | Mapping)}
+
+    @property
     def is_shared(self) -> bool:
         """Whether several devices share each stage; a mesh that chooses how many (0) is written as if they did."""
         return self.mesh is not None and self.mesh.shards != 1

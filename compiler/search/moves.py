@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from .layouts import LayoutEstimate, estimates
 from .trial import Pruned, Skipped, Trial
 
 LEADERS = 3  # partitions whose schedules and tiers are tried
+ALIKE = 0.75  # the share of repeated blocks from which those of one kind make the model a chain of these
 FAR = 0.1  # by how much the first may be slower than the best: schedules and tiers gain less
 
 
@@ -107,6 +109,15 @@ def proposals(position: Position) -> Iterator[Candidate]:
 
 def always(position: Position) -> bool:
     return True
+
+
+def has_unlike_blocks(position: Position) -> bool:
+    """Whether blocks differ in kind, as where a model has an encoder and a decoder, towers or experts: there stages of
+    no contiguous blocks may win."""
+    kinds = Counter(block.hash for block in position.lane.blocks)
+    repeated = [count for count in kinds.values() if count > 1]
+    alike = position.base.uses_ssd or max(repeated, default=0) > ALIKE * sum(repeated)
+    return not alike and position.lane.lane_hardware.num_devices > 1
 
 
 def other_mappings(position: Position) -> list[Candidate]:
@@ -231,7 +242,8 @@ def refine(position: Position) -> Iterator[Candidate]:
 
 MOVES = (
     Move("quick strategies", always, lambda p: quick_strategies(p.base, p.attempts.hardware.num_devices)),
-    Move("partitions", always, lambda p: [candidate for candidate in p.usual if not candidate.is_slow]),
+    Move("partitions", always, lambda p: sorted(p.usual, key=lambda candidate: candidate.is_slow)),
+    Move("strategies for unlike blocks", has_unlike_blocks, lambda p: p.named),
     Move("mappings", always, other_mappings),
     Move("tiers", always, tiers_of_the_first),
     Move("variants of graph passes", always, graph_variants),
@@ -248,7 +260,6 @@ MOVES = (
         tiers_of_the_best,
     ),
     Move("refine", always, refine),
-    Move("slow partitions", always, lambda p: p.usual),
     Move("strategies", lambda p: not p.base.uses_ssd, lambda p: p.named),
     Move("schedules", always, other_schedules),
     Move("like the best", differs, like_the_best),

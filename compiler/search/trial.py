@@ -19,7 +19,7 @@ class Skipped(Enum):
 
     OUT_OF_TIME = "not tried: out of time"
     NO_SSDS = "needs SSDs, of which there are none"
-    NEAR_BOUND = "not tried: the best is within 1 % of what no plan undercuts"
+    NEAR_BOUND = "ruled out: the best is within 1 % of what no plan undercuts"
     NOT_WORTH_IT = "not tried: over all steps it could save less than the search has taken"
 
 

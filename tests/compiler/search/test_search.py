@@ -14,7 +14,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.plan import Plan
 from penstock.compiler.search import attempts, compiled
 from penstock.compiler.search.attempts import Attempts, Wishes
-from penstock.compiler.search.bounds import machine_bound
+from penstock.compiler.search.bounds import ideal_bounds, machine_bound
 from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.candidates import (
     device_orders,
@@ -25,6 +25,7 @@ from penstock.compiler.search.candidates import (
     stage_counts,
 )
 from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.compiler.search.moves import Position, has_unlike_blocks
 from penstock.compiler.search.search import search
 from penstock.compiler.search.trial import why_not
 from penstock.compiler.strategies import STRATEGIES
@@ -157,6 +158,8 @@ def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str, froz
                 continue
             assert 0 < bound.seconds <= timeline.step_s * (1 + 1e-9), (candidate, bound)
             assert machine_bound(placed.draft).seconds <= timeline.from_rest_s * (1 + 1e-9)
+            fused_s, least = ideal_bounds(placed.draft)
+            assert 0 < least.seconds <= fused_s * (1 + 1e-9) and fused_s <= timeline.step_s * (1 + 1e-9)
             count += 1
     assert count >= 3
 
@@ -194,6 +197,31 @@ def test_out_of_time_there_is_a_plan_and_a_list_of_what_was_not_tried() -> None:
     plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, search_s=0.0).plan
     untried = [rival for rival in plan.rivals if rival.reason == "not tried: out of time"]
     assert untried and len(untried) == len(plan.rivals) and plan.predicted is not None
+
+
+def test_each_partitioner_mapping_and_strategy_is_judged_though_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its bound or its simulation, within a share of the time; what else is left is not."""
+    monkeypatch.setattr(attempts, "OWED", 100.0)
+    model, batch = zoo_case("gpt2")
+    plan = penstock.compile(model, cpu(3), example_inputs=batch, optimizer=SGD, search_s=0.05).plan
+    judged = [rival for rival in plan.rivals if not rival.reason.startswith("not tried")]
+    passes = {part.partition("{")[0] for rival in judged for part in rival.passes.split(", ")}
+    passes |= {part.partition("{")[0] for part in plan.passes.split(", ")}
+    kinds = [kind for kind in PASSES.values() if kind.synchronous and kind.fields()[0] in ("stages", "devices")]
+    assert {kind.name for kind in kinds} - {"map-replicas"} <= passes
+    named = [name for name in STRATEGIES if Candidate.parse(name, 3).is_synchronous]
+    said = {rival.name.partition(",")[0] for rival in judged}
+    assert set(named) - said <= {plan.strategy}
+    assert len(judged) < len(plan.rivals)
+
+
+def test_models_of_unlike_blocks() -> None:
+    """They are tried by strategies whose stages are no contiguous blocks, before what else is looked at."""
+    for name, unlike in (("gpt2", False), ("t5", True)):
+        model, batch = zoo()[name]()
+        wishes = Wishes(asked=None, micro_batches=2, batch_size=2, options=Options(micro_batches=2))
+        tried = Attempts(lambda count, model=model, batch=batch: trace(model, batch), cpu(2), wishes)
+        assert has_unlike_blocks(Position(tried, 2, PLAIN)) == unlike
 
 
 @pytest.mark.slow
