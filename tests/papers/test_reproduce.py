@@ -33,6 +33,7 @@ from penstock.papers.table import AGREES, AT_LEAST_ONE, DIFFERS, FigureRow, Figu
 from penstock.papers.tally import Tally, marked, tally, without_finding
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.runtime.simulate import Span, Timeline
+from penstock.tests.shown_elsewhere import slow_rows_but
 
 GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
 T5 = "t5-small:d_model=32,d_kv=8,d_ff=64,num_layers=2,num_decoder_layers=2,num_heads=4,vocab_size=256"
@@ -265,13 +266,28 @@ def test_figures_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         draw(Bars("bars", "t", "y", ["a"], {"ours": [1.0]}), tmp_path)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the real models, the finding that simulates nothing."""
+TOY = {"models": ToyMobius.models, "scaled": "toy", "sequence": ToyMobius.sequence}
+
+
+@pytest.mark.parametrize(
+    ("changes", "billions"),
+    slow_rows_but([(TOY, [0.000236928])], [(TOY, [0.000236928]), ({}, [3.33, 8.27, 12.85, 51.44])]),
+)
+def test_the_command(
+    changes: dict[str, Any],
+    billions: list[float],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The finding that simulates nothing."""
+    for name, value in changes.items():
+        monkeypatch.setattr(Mobius, name, value)
     with pytest.raises(SystemExit) as ended:
         main(["reproduce", "mobius", "--only", "table3", "--json", "--out", str(tmp_path)])
     assert ended.value.code == 0
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert [row["value"] for row in finding["rows"]] == pytest.approx([3.33, 8.27, 12.85, 51.44], abs=0.01)
+    assert [row["value"] for row in finding["rows"]] == pytest.approx(billions, rel=1e-3)
     assert (tmp_path / "README.md").is_file()
 
 

@@ -172,8 +172,8 @@ def test_an_optimizer_keeps_nothing() -> None:
         job.step(batch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_fake_tensor_is_left_anywhere(kind: str) -> None:
-    model, before = Net(KINDS[kind]), fake_tensors()
-    trace(model, {"x": torch.zeros(4, 4)})
+def test_no_fake_tensor_is_left_anywhere() -> None:
+    models, before = {kind: Net(add) for kind, add in KINDS.items()}, fake_tensors()
+    for model in models.values():
+        trace(model, {"x": torch.zeros(4, 4)})
     assert len(fake_tensors()) == len(before)

@@ -20,17 +20,19 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Known(nn.Module):
-    """Tensors that are attributes, and so have the same values at every step, beside an activation."""
+    """Tensors that are attributes, and so have the same values at every step, beside the activations of one layer for
+    each function."""
 
-    def __init__(self, function: Forward):
+    def __init__(self, **functions: Forward):
         super().__init__()
-        self.layer, self.function = nn.Linear(6, 6), function
+        self.layers, self.functions = nn.ModuleDict({name: nn.Linear(6, 6) for name in functions}), functions
         self.counts, self.keep = torch.tensor([1, 2, 0, 3]), torch.tensor([True, False, True, True])
         self.columns, self.number = torch.tensor([True, False, True, False, False, True]), torch.tensor(2)
         self.sizes = torch.tensor([[2, 3], [4, 1]])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, self.layer(x)).square().mean()
+        activations = {name: function(self, self.layers[name](x)) for name, function in self.functions.items()}
+        return torch.stack([each.square().mean() for each in activations.values()]).sum()
 
 
 def write(h: Tensor, key: Any, value: Any) -> Tensor:
@@ -89,14 +91,14 @@ def require_equal(model: nn.Module, batch: dict[str, Tensor], micro_batches: int
         torch.testing.assert_close(state[name], value)
 
 
-@pytest.mark.parametrize("kind", KNOWN)
-def test_a_known_value_beside_an_activation(kind: str) -> None:
-    require_equal(Known(KNOWN[kind]), {"x": torch.randn(4, 6)})
+def test_known_values_beside_activations() -> None:
+    """The weights of each function's layer are those of eager PyTorch."""
+    require_equal(Known(**KNOWN), {"x": torch.randn(4, 6)})
 
 
-@pytest.mark.parametrize("kind", ["columns by a mask", "slices in a loop", "repeat_interleave by a number"])
-def test_rows_stay_apart(kind: str) -> None:
-    model = Known(KNOWN[kind] if kind != "slices in a loop" else lambda m, h: h[:, : m.sizes[0, 1]])
+def test_rows_stay_apart() -> None:
+    apart = {name: KNOWN[name] for name in ("columns by a mask", "repeat_interleave by a number")}
+    model = Known(**apart, columns=lambda m, h: h[:, : m.sizes[0, 1]])
     require_equal(model, {"x": torch.randn(4, 6)}, micro_batches=2)
 
 
@@ -128,7 +130,7 @@ def test_a_mask_of_the_batch_after_other_dimensions_is_refused() -> None:
 
 
 class Mixed(nn.Module):
-    """Features of images, put into the places of a mask among embeddings of words."""
+    """Features of images, which a function puts into the places of a mask among embeddings of words."""
 
     def __init__(self, function: Callable[[Any, Tensor, Tensor, Tensor], Tensor]):
         super().__init__()
@@ -171,10 +173,20 @@ def mixed_batch() -> dict[str, Tensor]:
     return {"ids": torch.randint(0, 20, (4, 5)), "images": torch.randn(4, 2, 6), "mask": mask}
 
 
+class Several(nn.Module):
+    """The sum of the losses of models with weights of their own."""
+
+    def __init__(self, models: dict[str, nn.Module]):
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return torch.stack([model(**batch) for model in self.models.values()]).sum()
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("kind", PUTS)
-def test_values_at_the_places_of_a_mask(kind: str, micro_batches: int) -> None:
-    require_equal(Mixed(PUTS[kind]), mixed_batch(), micro_batches)
+def test_values_at_the_places_of_a_mask(micro_batches: int) -> None:
+    require_equal(Several({name: Mixed(function) for name, function in PUTS.items()}), mixed_batch(), micro_batches)
 
 
 def test_another_number_of_places_than_of_values_is_refused() -> None:

@@ -83,7 +83,8 @@ class Model(nn.Module):
 
 def compile_job(model: nn.Module, batch: Any, **options: Any) -> Any:
     hardware = penstock.Hardware.cpu(num_devices=1, memory="8MB")
-    return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, check=False, **options)
+    given = {"optimizer": SGD, "strategy": "balanced", "check": False, **options}
+    return penstock.compile(model, hardware, example_inputs=batch, **given)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -76,7 +76,7 @@ def test_what_nobody_reads_may_differ_at_every_step(kind: type[Net], tmp_path: A
     twin = copy.deepcopy(model)
     optimizer = SGD(twin.parameters())
     options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": SGD, "micro_batches": 2}
-    with penstock.compile(model, HARDWARE, example_inputs=batch_of(0), **options) as job:
+    with penstock.compile(model, HARDWARE, strategy="balanced", example_inputs=batch_of(0), **options) as job:
         again = penstock.load(job.write(tmp_path), copy.deepcopy(model))
         for number in range(3):
             optimizer.zero_grad()
@@ -110,7 +110,7 @@ def loss_by_match(output: Tensor, batch: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("loss_fn", [loss_by_text, loss_by_match])
 def test_a_text_that_the_loss_reads_stays_as_compiled(loss_fn: Any) -> None:
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": SGD, "micro_batches": 1}
-    with penstock.compile(Net(), HARDWARE, example_inputs=batch_of(0), **options) as job:
+    with penstock.compile(Net(), HARDWARE, strategy="balanced", example_inputs=batch_of(0), **options) as job:
         job.step(batch_of(0))
         with pytest.raises(BatchError, match="'name'] is 'sample 1', compiled as 'sample 0'"):
             job.step(batch_of(1))
@@ -122,7 +122,7 @@ def test_a_type_that_forward_asks_for_is_that_of_the_value() -> None:
     model = Typed()
     wanted = loss_of(model(**batch_of(0)), batch_of(0))
     options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": SGD, "micro_batches": 1, "check": False}
-    with penstock.compile(model, HARDWARE, example_inputs=batch_of(0), **options) as job:
+    with penstock.compile(model, HARDWARE, strategy="balanced", example_inputs=batch_of(0), **options) as job:
         assert float(job.step(batch_of(0))) == pytest.approx(wanted.item(), rel=1e-6)
 
 
@@ -143,7 +143,8 @@ def test_a_log_of_values_tells_no_errors_but_those_of_the_script(capsys: pytest.
         model, batch = Logging(), batch_of(0)
         wanted = loss_of(model(**batch), batch)
         capsys.readouterr()
-        with penstock.compile(model, HARDWARE, example_inputs=batch, loss_fn=loss_of, optimizer=SGD) as job:
+        options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": SGD, "strategy": "balanced"}
+        with penstock.compile(model, HARDWARE, example_inputs=batch, **options) as job:
             torch.testing.assert_close(job.step(batch), wanted.detach())
         told = capsys.readouterr().err
     finally:

@@ -146,9 +146,9 @@ def test_a_step_updates_them_once(name: str, devices: int, strategy: str, micro_
 
 @pytest.mark.parametrize("use", [count_rows, running_mean, noise, sizes_of_zeros])
 def test_what_rows_or_chance_influence_leaves_auto_one_micro_batch(use: Callable[[Net, Tensor], Tensor]) -> None:
-    with compile_job(Net(use), 2) as job:
+    with compile_job(Net(use), 2, strategy="balanced") as job:
         assert job.plan.micro_batches == 1
-    with compile_job(Net(use), 1, micro_batches=2) as job:
+    with compile_job(Net(use), 1, strategy="balanced", micro_batches=2) as job:
         text = " ".join(reasons_of(job).split())
         assert "forward updates the buffer" in text and "a step updates them once" not in text
 

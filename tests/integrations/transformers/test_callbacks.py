@@ -54,7 +54,9 @@ def compare(one: Any, other: Any) -> None:
         torch.testing.assert_close(value, wanted, rtol=0, atol=TOLERANCE, msg=name)
 
 
-HARDWARE = {"hardware": penstock.Hardware.cpu(num_devices=1)}
+HARDWARE = {
+    "hardware": penstock.Hardware.cpu(num_devices=1), "compile_options": {"strategy": "balanced", "micro_batches": 2}
+}  # fmt: skip
 
 
 class Changes(TrainerCallback):

@@ -96,7 +96,8 @@ def tell_of(trainer: Any, name: str) -> torch.Tensor:
 def run_of(kind: type, folder: Any, rows: Any, more: dict[str, Any] | None = None, **changes: Any) -> Any:
     """A trainer of TRL's or of ours; `more` are its own arguments, `changes` those of its config."""
     config = DPOConfig if issubclass(kind, DPOTrainer) else SFTConfig
-    ours = {"hardware": Hardware.cpu(num_devices=1)} if kind in (PenstockDPOTrainer, PenstockSFTTrainer) else {}
+    ours = {"hardware": Hardware.cpu(num_devices=1), "compile_options": {"strategy": "balanced", "micro_batches": 2}}
+    ours = ours if kind in (PenstockDPOTrainer, PenstockSFTTrainer) else {}
     given = {"args": config(**options(folder, **changes)), "processing_class": tokenizer(), **ours, **(more or {})}
     return kind(train_dataset=rows(), eval_dataset=rows(7, 1), **given)
 

@@ -19,8 +19,9 @@ def make() -> tuple[nn.Module, torch.Tensor]:
 
 def compile_job(model: nn.Module, x: torch.Tensor) -> penstock.Job:
     return penstock.compile(
-        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=lambda output, batch: output.mean()
-    )
+        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=lambda output, batch: output.mean(),
+        strategy="balanced", micro_batches=2,
+    )  # fmt: skip
 
 
 def test_freezing_after_compile_is_refused_at_the_next_step(tmp_path) -> None:

@@ -197,7 +197,7 @@ def test_elements_that_stay_keep_what_masters_know_of_them() -> None:
     model, x = nn.Linear(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
     with penstock.compile(
         model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, optimizer=SGD, precision="bf16-true",
-        loss_fn=lambda output, batch: output.float().square().mean(),
+        strategy="balanced", micro_batches=2, loss_fn=lambda output, batch: output.float().square().mean(),
     ) as job:  # fmt: skip
         job.step(x)
         job.sync()
@@ -214,8 +214,9 @@ def test_frozen_weights_that_were_changed_are_in_a_checkpoint(tmp_path: Any) -> 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(4, 4)
     model[0].requires_grad_(False)
     with penstock.compile(
-        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=lambda output, batch: output.mean()
-    ) as job:
+        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=lambda output, batch: output.mean(),
+        strategy="balanced", micro_batches=2,
+    ) as job:  # fmt: skip
         job.step(x)
         job.sync()
         with torch.no_grad():

@@ -44,7 +44,9 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 def running() -> Any:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(8, 4)
-    with penstock.compile(net, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=loss) as job:
+    hardware = penstock.Hardware.cpu(num_devices=1)
+    options: dict[str, Any] = {"strategy": "balanced", "micro_batches": 2}
+    with penstock.compile(net, hardware, example_inputs=x, loss_fn=loss, **options) as job:
         job.step(x)
         yield net, x, job
 
@@ -128,7 +130,9 @@ def test_a_loss_that_is_a_module_or_an_object_is_watched() -> None:
         return criterion(output, torch.zeros_like(output))
 
     for function, holder, name in ((loss_of_criterion, criterion, "beta"), (weighted, weighted, "factor")):
-        with penstock.compile(nn.Linear(4, 1), hardware, example_inputs=x, loss_fn=function) as job:
+        with penstock.compile(
+            nn.Linear(4, 1), hardware, example_inputs=x, loss_fn=function, strategy="balanced", micro_batches=2
+        ) as job:
             job.step(x)
             setattr(holder, name, 0.25)
             with pytest.raises(PlanError, match=rf"{name} of .* before, 0\.25 now"):
@@ -162,7 +166,8 @@ def test_a_new_trace_does_not_take_itself_for_the_script() -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(4, 4)
     net.steps = 0
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
-    with penstock.compile(net, hardware, example_inputs=x, optimizer=torch.optim.SGD, loss_fn=loss) as job:
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "loss_fn": loss, "strategy": "balanced"}
+    with penstock.compile(net, hardware, example_inputs=x, micro_batches=2, **options) as job:
         job.step(x)
         net.steps = 1
         job.step(x)
