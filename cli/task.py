@@ -192,6 +192,7 @@ def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) 
     """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values or
     learns from pairs; one without gets new weights."""
     named = task.named
+    named.require_libraries()
     needs_values = task.kind == "preference" or (named.adapter is not None and named.adapter.dora)
     weights = named.directory if named.has_weights and not needs_values else None
     model = named.on_meta() if weights is not None else named.load(options.seed)

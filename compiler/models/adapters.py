@@ -1,11 +1,13 @@
 """Adapters by text for the command line: "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora".
 
-PEFT puts them on; it is an optional dependency, imported when an adapter is asked for.
+PEFT puts them on. It is an optional dependency: a plan of LoRA's plain factors is made without it (`plan_on`).
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,9 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
+from ...runtime.quantised.layers import QuantisedLinear
+from ...runtime.quantised.libraries import is_installed
+from .lora import CLASSIFIERS, TARGETS, with_lora
 
 ALL_LINEAR = "all-linear"
 FORM = "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"
@@ -54,31 +59,55 @@ class LoraChoice:
     def put_on(self, model: nn.Module, head: str) -> nn.Module:
         """The model with adapters, of which nothing but these, and a new head of a classifier, is trained. Adapters of
         a model on meta are on meta. Raises `PlanError` where PEFT is missing or a target matches no layer."""
-        peft = _peft()
-        anyhow: Any = model
-        targets: Any = list(self.targets) or _usual_targets(peft, anyhow.config.model_type)
-        if targets == [ALL_LINEAR]:
-            targets = ALL_LINEAR
-        else:
-            _require_targets(model, targets)
-        config = peft.LoraConfig(
+        library = peft()
+        config = library.LoraConfig(
             r=self.r,
-            lora_alpha=2 * self.r if self.alpha is None else self.alpha,
-            target_modules=targets,
+            lora_alpha=self._alpha,
+            target_modules=self._target_names(model) or ALL_LINEAR,
             use_dora=self.dora,
             use_rslora=self.rslora,
             task_type=_TASKS.get(head),
-            modules_to_save=["classifier"] if head == "image-classification" else None,
+            modules_to_save=[*CLASSIFIERS.get(head, ())] or None,
         )
         where = next(model.parameters()).device
         with torch.device(where):
-            made: nn.Module = peft.get_peft_model(model, config)
+            made: nn.Module = library.get_peft_model(model, config)
         return made
+
+    def plan_on(self, model: nn.Module, head: str) -> nn.Module:
+        """As `put_on` for a model on meta, of which a plan is made: PEFT and the library of a quantised base need not
+        be installed. Raises `PlanError` where they must be, as DoRA has more than two factors."""
+        is_described = any(isinstance(module, QuantisedLinear) for module in model.modules())
+        if is_installed("peft") and not is_described:
+            return self.put_on(model, head)
+        if self.dora:
+            raise PlanError(
+                f"--adapter with dora: {'bitsandbytes' if is_described else 'peft'} is not installed, without which "
+                "plain LoRA alone is planned: pip install 'penstock[adapters,bitsandbytes]', or leave dora out"
+            )
+        with torch.device("meta"):
+            return with_lora(model, self._target_names(model), head, self.r, self._scaling)
+
+    @property
+    def _alpha(self) -> float:
+        return 2 * self.r if self.alpha is None else self.alpha
+
+    @property
+    def _scaling(self) -> float:
+        return self._alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def _target_names(self, model: Any) -> list[str]:
+        """The last parts of the names of layers that have adapters; none: those of all linear layers but the head."""
+        names = list(self.targets) or TARGETS.get(model.config.model_type, [])
+        if names == [ALL_LINEAR]:
+            return []
+        _require_targets(model, names)
+        return names
 
 
 def linear_names(model: nn.Module) -> dict[str, int]:
     """The last parts of the names of layers that LoRA goes on, in the model's order, and how many have each."""
-    kinds = ("Linear", "Conv1D")  # the latter is transformers' own, of GPT-2
+    kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt", "Linear4bitBytes", "Linear8bitBytes")
     found = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds]
     return dict(Counter(found))
 
@@ -97,11 +126,6 @@ def _require_targets(model: nn.Module, targets: list[str]) -> None:
         )
 
 
-def _usual_targets(peft: Any, model_type: str) -> list[str]:
-    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
-    return list(known) if known else [ALL_LINEAR]
-
-
 def _number(text: str, key: str, value: str) -> float | int:
     try:
         found = int(value) if key == "r" else float(value)
@@ -112,9 +136,8 @@ def _number(text: str, key: str, value: str) -> float | int:
     return found
 
 
-def _peft() -> Any:
+def peft() -> Any:
     try:
-        import peft
+        return importlib.import_module("peft")
     except ImportError as error:
         raise PlanError("--adapter needs peft: pip install 'penstock[adapters]'") from error
-    return peft

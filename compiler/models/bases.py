@@ -1,19 +1,23 @@
 """Frozen bases by name for the command line: the form of the weights under an adapter in storage and on the way.
 
-transformers puts bitsandbytes' layers in; both are optional dependencies, imported when such a base is asked for.
+transformers puts bitsandbytes' layers in. Where that optional dependency is missing, planning has layers of the same
+bytes in their place; `load`, which makes values, needs it.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...runtime.quantised.libraries import bitsandbytes
+from ...runtime.quantised.layers import Linear4bitBytes, Linear8bitBytes, QuantisedLinear
+from ...runtime.quantised.libraries import bitsandbytes, is_installed
 
 BASES = ("bf16", "int8", "nf4")
+_NF4 = {"quant_type": "nf4", "blocksize": 64, "compress_statistics": True, "quant_state": None}
 PRECISION = "bf16-true"  # in which everything around the base computes
 
 
@@ -47,14 +51,41 @@ def quantisation(base: str) -> Any:
 
 def on_base(model: nn.Module, base: str) -> nn.Module:
     """A model on meta with the linear layers of its body quantised; its head stays as it is."""
-    how = quantisation(base)
-    if how is None:
+    if base == "bf16":
         return model
-    from transformers.integrations import replace_with_bnb_linear
-
     anyhow: Any = model
     heads = [name for name, _ in model.named_children() if name != anyhow.base_model_prefix]
+    if not is_installed("bitsandbytes"):
+        return _with_bytes_of(model, base, heads)
+    how = quantisation(base)
+    from transformers.integrations import replace_with_bnb_linear
+
     made: Any = replace_with_bnb_linear(model, heads, how, pre_quantized=False)
     setattr(made, "is_loaded_in_8bit" if base == "int8" else "is_loaded_in_4bit", True)  # as from_pretrained does
     found: nn.Module = made
     return found
+
+
+def _with_bytes_of(model: nn.Module, base: str, heads: list[str]) -> nn.Module:
+    """The model with the bytes of a base in place of its linear layers, as `on_base` and `with_bytes` leave it."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    for path, module in list(model.named_modules()):
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(path, heads):
+            model.set_submodule(path, _bytes_of(module.requires_grad_(False), base))
+    return model
+
+
+def _bytes_of(layer: Any, base: str) -> QuantisedLinear:
+    """The bytes of a linear layer on meta, which is given the fields that the library's has."""
+    is_plain = type(layer) is nn.Linear
+    layer.out_features, layer.in_features = layer.weight.shape if is_plain else reversed(layer.weight.shape)
+    layer.source_cls = type(layer)
+    if base == "int8":
+        layer.state, layer.weight.SCB = SimpleNamespace(threshold=6.0, SCB=None), None
+        return Linear8bitBytes(layer)
+    layer.compute_dtype = torch.bfloat16
+    for name, value in _NF4.items():
+        setattr(layer.weight, name, value)
+    return Linear4bitBytes(layer)

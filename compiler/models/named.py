@@ -20,7 +20,7 @@ from torch import nn
 
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
-from .adapters import LoraChoice
+from .adapters import LoraChoice, peft
 from .bases import on_base, quantisation, require_base
 from .from_python import is_python, python_maker
 from .table import alias_of, known_models
@@ -55,7 +55,15 @@ class NamedModel:
         """The model without a single weight, in training mode."""
         with torch.device("meta"):
             model = self._from_config()
-            return self._add_adapter(on_base(model, self.base) if self.base else model)
+            model = on_base(model, self.base) if self.base else model
+        return model if self.adapter is None else self.adapter.plan_on(model, self.head).train()
+
+    def require_libraries(self) -> None:
+        """Raise `PlanError` where PEFT or the library of the base, without which nothing runs, is not installed."""
+        if self.adapter is not None:
+            peft()
+        if self.base:
+            quantisation(self.base)
 
     def load(self, seed: int = 0) -> nn.Module:
         """The model with the weights of its directory; those that are not there are drawn from `seed`."""

@@ -18,6 +18,14 @@ def torchao() -> Any:
     return _library("torchao", "quantization")
 
 
+def is_installed(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
 def _library(name: str, part: str = "") -> Any:
     try:
         return importlib.import_module(f"{name}.{part}" if part else name)

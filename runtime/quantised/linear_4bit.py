@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
 from .pieces import empty_weight, is_on_host, row_pieces
@@ -47,6 +48,8 @@ class Format4bit:
 
     def unpack(self, weight: Tensor, absmax: Tensor, nested: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """The weight, cast to `dtype`; the next weight may get the same memory."""
+        if isinstance(weight, FakeTensor):
+            return self._unpack_fake(weight, absmax, nested).to(dtype)
         dequantize = bitsandbytes().functional.dequantize_4bit
         if not is_on_host(weight):
             whole: Tensor = dequantize(weight, self.state(absmax, nested))
@@ -61,6 +64,26 @@ class Format4bit:
             state = replace(self, shape=(end - begin, width)).state(of_blocks, (outers, *nested[1:]))
             found[begin:end] = dequantize(packed[begin * width // 2 : -(-end * width // 2)], state)
         return found
+
+    def _unpack_fake(self, weight: Tensor, absmax: Tensor, nested: Sequence[Tensor | None]) -> Tensor:
+        """The library's calls without values, for which it need not be installed."""
+        nested_absmax, nested_quant_map, nested_offset = nested
+        if nested_absmax is None or nested_quant_map is None or nested_offset is None:
+            absmax = tensor_from_bytes(absmax, torch.float32)
+        else:
+            outer = [tensor_from_bytes(part, torch.float32) for part in (nested_absmax, nested_quant_map)]
+            absmax = torch.ops.penstock.unpack([absmax, *outer], absmax.shape, torch.float32)
+            absmax += tensor_from_bytes(nested_offset, torch.float32).reshape(())
+        unpacked: Tensor = torch.ops.penstock.unpack([weight, absmax], self.shape, self.dtype)
+        return unpacked
+
+
+torch.library.define("penstock::unpack", "(Tensor[] parts, SymInt[] shape, ScalarType dtype) -> Tensor")
+
+
+@torch.library.register_fake("penstock::unpack")
+def _(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return parts[0].new_empty(shape, dtype=dtype)
 
 
 def linear_4bit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -73,12 +72,6 @@ def test_a_target_that_matches_nothing_is_answered_by_the_models_own_names() -> 
     assert "q_proj (2), k_proj (2), v_proj (2), o_proj (2), gate_proj (2)" in str(caught.value)
     with pytest.raises(PlanError, match=r"c_attn \(12\), c_proj \(24\), c_fc \(12\)"):
         find_model("gpt2", adapter="lora:targets=query").on_meta()
-
-
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(PlanError, match=r"pip install 'penstock\[adapters\]'"):
-        find_model(LLAMA, adapter="lora").on_meta()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""The layers of LoRA as PEFT would put them on a model on meta: the same names, parameters and calls.
+
+A plan needs no more of them, so PEFT need not be installed for one. A test holds these layers to PEFT's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from ...runtime.quantised.layers import Linear4bitBytes, QuantisedLinear
+
+CLASSIFIERS = {"classification": ("classifier", "score"), "image-classification": ("classifier",)}  # trained as a copy
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # PEFT's names of parts of all experts
+_TARGETS = {  # in PEFT's words: the layers that have adapters where a type of model is named and no layer
+    "q_proj v_proj": "bart opt gpt_neo gptj llama llama4 mistral mixtral stablelm gemma gemma2 gemma3_text qwen2 qwen3",
+    "q v": "t5 mt5",
+    "query value": "bert roberta xlm-roberta electra layoutlm",
+    "c_attn": "gpt2 gpt_bigcode",
+    "query_key_value": "bloom gpt_neox chatglm falcon RefinedWeb RefinedWebModel",
+    "q v q_proj v_proj": "blip-2",
+    "q_proj v_proj fc1 fc2": "phi",
+    "q_proj k_proj v_proj o_proj": "nemotron_h",
+    "query_proj value_proj": "deberta-v2",
+    "in_proj": "deberta",
+    "Wqkv": "mpt",
+    "c_proj c_attn": "btlm",
+    "qkv_proj": "codegen",
+    "key value receptance output": "rwkv",
+    "r_proj k_proj v_proj o_proj key value": "rwkv7",
+}
+TARGETS = {model_type: names.split() for names, types in _TARGETS.items() for model_type in types.split()}
+
+
+class LoraModel(nn.Module):
+    """A model on meta with adapters in it, under the name that PEFT has for it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+        self.config: Any = model.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.base_model.model
+        return model(*args, **kwargs)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and the two factors beside it, in the order of PEFT's calls."""
+
+    def __init__(self, layer: Any, r: int, scaling: float):
+        super().__init__()
+        rows, columns = layer.shape if isinstance(layer, QuantisedLinear) else layer.weight.shape
+        if _is_conv1d(layer):
+            rows, columns = columns, rows
+        self.base_layer, self.scaling = layer, scaling
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, r, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(r, rows, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: tuple[Any, ...] = self.base_layer, *(m["default"] for m in (self.lora_A, self.lora_B, self.lora_dropout))
+        base_layer, lora_A, lora_B, dropout = parts
+        result: Tensor = base_layer(x)
+        if isinstance(self.base_layer, Linear4bitBytes):
+            result = result.clone()
+        torch_result_dtype = result.dtype
+        is_quantised, scaling = isinstance(self.base_layer, QuantisedLinear), self.scaling
+        if not (is_quantised and torch.is_autocast_enabled()) and x.dtype != lora_A.weight.dtype:
+            x = x.to(dtype=lora_A.weight.dtype)
+        if not is_quantised:
+            result = result + lora_B(lora_A(dropout(x))) * scaling
+            return result.to(torch_result_dtype)
+        output = lora_B(lora_A(dropout(x))) * scaling
+        if not torch.is_autocast_enabled():
+            output = output.to(torch_result_dtype)
+        result = result + output
+        return result
+
+
+class TrainedCopy(nn.Module):
+    """A module and the copy of it that is trained in its place."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.modules_to_save["default"](*args, **kwargs)
+
+
+def with_lora(model: Any, targets: Collection[str], head: str, r: int, scaling: float) -> LoraModel:
+    """The model with adapters around the layers whose names end in `targets`, all linear ones but the head where these
+    are empty, and trained copies of a classifier. Raises `PlanError` for layers that take more than two plain factors.
+    """
+    saved = CLASSIFIERS.get(head, ())
+    output = model.get_output_embeddings()
+    model.requires_grad_(False)
+    for path, module in list(model.named_modules())[1:]:
+        if any(path.endswith(name) for name in saved):
+            model.set_submodule(path, TrainedCopy(module))
+        if set(path.split(".")) & set(saved):
+            continue
+        is_linear = isinstance(module, (nn.Linear, QuantisedLinear)) or _is_conv1d(module)
+        has_name = any(f".{path}".endswith(f".{name}") for name in targets)
+        has_experts = any(p.dim() == 3 for name, p in module.named_parameters(recurse=False) if name == "gate_up_proj")
+        if (has_experts and (not targets or _OF_EXPERTS & {*targets})) or (has_name and not is_linear):
+            raise PlanError(
+                f"--adapter: {path} is a {type(module).__name__}, and peft, which puts other adapters on it than on "
+                "linear layers, is not installed: pip install 'penstock[adapters]', or name linear layers beside it, "
+                "such as targets=q_proj+v_proj"
+            )
+        if is_linear and module is not output if not targets else has_name:
+            model.set_submodule(path, LoraLinear(module, r, scaling))
+    return LoraModel(model)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"  # transformers' own, of GPT-2
