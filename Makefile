@@ -71,7 +71,7 @@ help:
 
 install: .venv/penstock
 
-# Two processes, each of which runs whole files: what a file's tests share is made once.
+# Two processes, each of which runs whole files, or folders (tests/collection.py): what their tests share is made once.
 TWO := -n 2 --dist loadfile
 
 demo: install

@@ -2,15 +2,20 @@
 
 The repository root holds the package's `__init__.py`, so pytest would take it for a package of tests and import it once
 more under the name of the folder. With this plugin it is a plain directory. Tests marked `gpu` are skipped, and
-counted, if there is no CUDA GPU.
+counted, if there is no CUDA GPU. Where several processes share the tests, each gets whole files, and whole folders of
+tests that trace and measure the same models, which a process does once.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
+
+ALIKE = {"tests/passes": "graphs", "tests/graph": "graphs", "tests/codegen": "graphs", "tests/compiler/job": "jobs"}
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -26,3 +31,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def share_of(file: str) -> str:
+    """The name of the tests that one process runs together with those of a file, by its path from the repository."""
+    return next((share for folder, share in ALIKE.items() if file.startswith(f"{folder}/")), file)
+
+
+class WholeShares(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return share_of(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return WholeShares(config, log) if config.getoption("dist") == "loadfile" else None
