@@ -32,7 +32,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_auto_traces_once(name: str, traces: list[bool]) -> None:
     model, batch = zoo_case(name)
     plan = penstock.compile(
-        model, penstock.Hardware.cpu(2, memory="64MB"), example_inputs=batch, optimizer=SGD, search_s=1.0
+        model, penstock.Hardware.cpu(2, memory="64MB"), example_inputs=batch, optimizer=SGD, strategy="balanced"
     ).plan
     assert len({rival.micro_batches for rival in plan.rivals} | {plan.micro_batches}) > 1
     assert traces == [True]

@@ -17,6 +17,7 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
 from penstock.runtime.torch_names import FakeTensor
+from penstock.tests.shown_elsewhere import slow_rows_but
 
 TABLES: dict[int, Tensor] = {}
 
@@ -126,8 +127,12 @@ def compile_model(model: nn.Module, micro_batches: int | str, **options: Any) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("micro_batches", [1, "auto"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "micro_batches"),
+    slow_rows_but(
+        [*((kind, "auto") for kind in KINDS), ("dictionary", 1)], [(kind, m) for kind in KINDS for m in (1, "auto")]
+    ),
+)
 def test_a_model_works_on_after_compile(kind: str, micro_batches: int | str) -> None:
     """In eager, compiled again and evaluated, with the values of eager."""
     model, batch = Net(KINDS[kind]), {"x": torch.randn(4, 4)}
