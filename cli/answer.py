@@ -59,7 +59,7 @@ def parse_tokens(text: str) -> float:
 
 def require_tokens(options: JobOptions) -> None:
     """Raise `PlanError` for a model that takes no tokens."""
-    _, item = options.named_model().items(options.batch, options.sequence)
+    _, item = options.items()
     if item != "token":
         raise PlanError(f"--tokens: {options.model} takes {item}s; leave it out")
 

@@ -85,7 +85,7 @@ def plan(
         from ..compiler.report.page.write import require_writable
 
         require_writable(html)
-    with working() as tell:
+    with working(None if several else options.items) as tell:
         if several:
             compare(options, as_json, html)
             return

@@ -152,6 +152,10 @@ class JobOptions:
             base=self.base,
         )
 
+    def items(self) -> tuple[int, str]:
+        """The number of items of a step, and the word for one item."""
+        return self.named_model().items(self.batch, self.sequence)
+
     def compile(self, dump: Callable[[str, Draft], None] | None = None, hardware: Hardware | None = None) -> Job:
         """Compile the job for the model on the meta device. `dump` is called after each pass of the chosen plan only;
         `hardware` replaces the machine that was named."""

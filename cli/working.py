@@ -1,7 +1,8 @@
-"""Says on a terminal how far planning is, in one line that is gone afterwards."""
+"""Says on a terminal how far planning is, in one line that is gone afterwards; once a plan fits, also how fast."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,34 +11,54 @@ from rich.console import Console
 from rich.text import Text
 
 SEARCH = "penstock.compiler.search"  # the logger that tells of every plan that was tried
+Items = Callable[[], tuple[int, str]]  # the number of items of a step, and the word for one
 
 
 class _Line(logging.Handler):
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[logging.LogRecord], None]):
         super().__init__(logging.INFO)
         self.say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(record.getMessage())
+        self.say(record)
+
+
+def answer_so_far(best_s: float, bound_s: float, number: int, item: str) -> str:
+    """That a plan fits, and the rates between which the last answer is: of the best step so far, and of the bound."""
+    from .compare import figure
+
+    least, most = figure(number / best_s), f" and {figure(number / bound_s)}" if bound_s > 0 else " or more"
+    return f"fits; {'between ' if bound_s > 0 else ''}{least}{most} {item}s a second; so far "
 
 
 @contextmanager
-def working() -> Iterator[Callable[[str], None]]:
-    """Show what the body tells while it plans, and then what the search says, on a terminal; nothing elsewhere."""
+def working(items: Items | None = None) -> Iterator[Callable[[str], None]]:
+    """Show what the body tells while it plans, and then what the search says, on a terminal; nothing elsewhere.
+
+    `items`: of the plan that is asked for, until the body tells of another one."""
     screen = Console(markup=False, emoji=False, stderr=True)
     if not screen.is_terminal:
         yield lambda text: None
         return
     logger, told = logging.getLogger(SEARCH), "planning"
+    items = items and functools.cache(items)
     level = logger.level
     with screen.status(Text(told)) as status:
 
         def tell(text: str) -> None:
-            nonlocal told
-            told = f"planning {text}"
+            nonlocal told, items
+            told, items = f"planning {text}", None
             status.update(Text(told))
 
-        line = _Line(lambda text: status.update(Text(f"{told}: {text}")))
+        def say(record: logging.LogRecord) -> None:
+            from ..compiler.search.attempts import Progress  # there already, as it has told of a plan
+
+            text, progress = record.getMessage(), record.msg
+            if items is not None and isinstance(progress, Progress) and progress.best_s is not None:
+                text = answer_so_far(progress.best_s, progress.bound_s, *items()) + text
+            status.update(Text(f"{told}: {text}"))
+
+        line = _Line(say)
         logger.addHandler(line)
         logger.setLevel(logging.INFO)
         try:

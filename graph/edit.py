@@ -204,9 +204,8 @@ def erase(graph: OpGraph | fx.Graph, nodes: Iterable[fx.Node]) -> None:
             above = base.meta["alias_of"]
             base = above if above is not None else owners.setdefault(base, node)
             node.meta["alias_of"] = base if base is not node else None
-    for node in reversed(own.nodes):
-        if node in gone:
-            own.erase_node(node)
+    for node in sorted(gone, reverse=True):
+        own.erase_node(node)
 
 
 def erase_dead(graph: OpGraph, kept: Iterable[fx.Node] = (), among: Collection[fx.Node] | None = None) -> None:

@@ -160,14 +160,21 @@ class OpGraph:
 
     def node_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
         """Parameters that this one node reads, by dotted name: a leaf module's own, or the one a get_attr names."""
-        if node.op == "call_module":
-            leaf = self.module.get_submodule(str(node.target))
-            return {f"{node.target}.{name}": p for name, p in leaf.named_parameters(remove_duplicate=False)}
-        if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            value = getattr(self.module.get_submodule(owner), name)
-            return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
-        return {}
+        if node.op not in ("call_module", "get_attr"):
+            return {}
+        key = (self.module, node.op, node.target)
+        if key not in self.looked:  # every partition asks again
+            self.looked[key] = self._held_parameters(node.op, str(node.target))
+        found: dict[str, nn.Parameter] = self.looked[key]
+        return found
+
+    def _held_parameters(self, op: str, target: str) -> dict[str, nn.Parameter]:
+        if op == "call_module":
+            leaf = self.module.get_submodule(target)
+            return {f"{target}.{name}": p for name, p in leaf.named_parameters(remove_duplicate=False)}
+        owner, _, name = target.rpartition(".")
+        value = getattr(self.module.get_submodule(owner), name)
+        return {target: value} if isinstance(value, nn.Parameter) else {}
 
     def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The dtype in which the step computes with a parameter."""

@@ -65,6 +65,20 @@ class Wishes:
     require: Callable[[Sequence[Program]], None] | None = None
 
 
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a search, which its logger tells after each plan: the plans tried, the step of the best of them,
+    and a lower bound for the numbers of micro-batches tried."""
+
+    num_tried: int
+    best_s: float | None
+    bound_s: float
+
+    def __str__(self) -> str:
+        best = "none fits so far" if self.best_s is None else f"the best takes {format_seconds(self.best_s)}"
+        return f"{self.num_tried} plans tried, {best}"
+
+
 @dataclass
 class SearchResult:
     """The choice of the search, and its rivals."""
@@ -144,6 +158,11 @@ class Attempts:
         return self.compilers[count]
 
     @property
+    def progress(self) -> Progress:
+        best_s = None if self.best is None else self.best.step_s
+        return Progress(len(self.trials), best_s, min(self.bounds_s.values(), default=0.0))
+
+    @property
     def best_candidate(self) -> Candidate:
         return PLAIN if self.best is None else self.best.candidate
 
@@ -157,8 +176,7 @@ class Attempts:
                 if not isinstance(self.trials[-1].reason, Skipped):
                     self.judged |= candidate.rivals
                 self.longest_s = max(self.longest_s, self.work.seconds - begin_s)
-                best = "none fits so far" if self.best is None else f"the best takes {format_seconds(self.best.step_s)}"
-                logger.info("%d plans tried, %s", len(self.trials), best)
+                logger.info(self.progress)
                 if self.best is None and candidate.marks and self._lacks_device(self.trials[-1], count):
                     self.look(count, [candidate.travelling()])
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ...passes.base import Pass, PlanSoFar
 from ...passes.draft import Draft
+from ...passes.partition_mip.partition_mip import PartitionMip
 from ...passes.rewrite.graph_pass import GraphPass
 from ...passes.table import PASSES
 from ..strategies import STRATEGIES
@@ -212,10 +213,15 @@ def like_the_best(position: Position) -> Iterator[Candidate]:
 
 
 def variants(position: Position, kind: type[Pass]) -> list[Candidate]:
-    """The best candidate, and other fast partitions where the pass wants that, with each variant of a pass."""
+    """The best candidate, and other fast partitions where the pass wants that, with each variant of a pass. Where that
+    changes the op graph, partition-mip keeps the number of stages: looking through all numbers takes six times as long.
+    """
     forms = kind.variants(position.plan_so_far)
     others = [row.candidate for row in position.leaders] if forms and kind.of_leaders else []
-    pairs = itertools.product(forms, (position.best, *others))
+    best, found = position.best, position.attempts.best
+    if issubclass(kind, GraphPass) and found is not None and isinstance(best.partition, PartitionMip):
+        best = best.with_(best.partition.with_stages(len(found.draft.stages)))
+    pairs = itertools.product(forms, (best, *others))
     return list(dict.fromkeys(candidate.replace_pass(kind, form) for form, candidate in pairs))
 
 

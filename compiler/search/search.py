@@ -17,7 +17,8 @@ Layouts of several lanes (`layouts.py`) compete with one pipeline over all devic
 them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
 lanes may share each sequence (`teams.py`). Teams that divide weights, by columns or by experts, come before all sweeps,
 in the order of their estimates (`team_estimate.py`), with a share of the work; where one is best, its layout is swept
-before the machine without lanes.
+before the machine without lanes. Strategies by name come before them: a team takes long to divide, and many promise
+less than the best of these.
 """
 
 from __future__ import annotations
@@ -213,8 +214,7 @@ class Sweep(Attempts):
             (row.estimate_s, partial(self.look_at_team, base, row, width)) for row, width in first
         ]
         if self.best is not None:
-            if self.has_experts():  # a large graph, of which sweeps see a part; named strategies are tried in any case
-                self.look(self.best.count, quick_strategies(self.base, self.hardware.num_devices))
+            self.look(self.best.count, quick_strategies(self.base, self.hardware.num_devices))  # tried in any case
             lanes = {row.mesh: row for row in reversed(estimates(compiler.lane(base), self.usual))}.values()
             ways += [(row.estimate_s, partial(self.look_at, row, base)) for row in lanes]
             least_s = min(self.best.step_s, teams.alone_s(able) if teams.disk_s else math.inf)

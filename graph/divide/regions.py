@@ -128,7 +128,7 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
     rows = {last}
     while True:
         above, columns = _operands(products, rows)
-        inside = [node for node in graph.nodes if node in above and _depends(node, above, {c.node for c in columns})]
+        inside = _made_of({c.node for c in columns}, above)
         own = {*inside, *(column.node for column in columns)}
         outside = {user for node in own for user in node.users if user not in own} - {row.node for row in rows}
         more = {products[node] for node in outside if node in products and products[node].hidden in own}
@@ -145,10 +145,9 @@ def _region(graph: OpGraph, products: dict[fx.Node, WideProduct], last: WideProd
         return None
     if not _can_share(graph, inside, own, columns):
         return None
-    ordered = {node: i for i, node in enumerate(graph.nodes)}
-    first = sorted(columns, key=lambda c: ordered[c.node])
+    first, last_rows = (sorted(each, key=lambda product: product.node) for each in (columns, rows))
     for blocks in range(1, MOST_BLOCKS + 1) if len(columns) == 1 else (1,):
-        found = _proven(graph, dict.fromkeys(first, blocks), sorted(rows, key=lambda r: ordered[r.node]), inside, team)
+        found = _proven(graph, dict.fromkeys(first, blocks), last_rows, inside, team)
         if found is not None:
             return found
     return None
@@ -193,17 +192,13 @@ def _operands(products: dict[fx.Node, WideProduct], rows: set[WideProduct]) -> t
     return found, columns - rows
 
 
-def _depends(node: fx.Node, above: set[fx.Node], columns: set[fx.Node]) -> bool:
-    """Whether a node is made of what products of columns give."""
-    seen, waiting = set[fx.Node](), [node]
-    while waiting:
-        for arg in waiting.pop().all_input_nodes:
-            if arg in columns:
-                return True
-            if arg in above and arg not in seen:
-                seen.add(arg)
-                waiting.append(arg)
-    return False
+def _made_of(columns: set[fx.Node], above: set[fx.Node]) -> list[fx.Node]:
+    """The nodes of `above` that are made of what products of columns give, in order."""
+    found = dict.fromkeys(columns)
+    for node in sorted(above):
+        if any(arg in found for arg in node.all_input_nodes):
+            found[node] = None
+    return [node for node in found if node not in columns]
 
 
 def _proven(

@@ -67,7 +67,7 @@ class SplitWidth(GraphPass):
         if self.team == 1:
             return Width()
         _refuse(draft, self.team)
-        regions = _parts_of_model(draft.graph, self.team)
+        regions = _parts_of_draft(draft, self.team)
         kept = [name for name, region in regions.items() if not _refused_by_optimizer(draft, region)]
         kept = [name for name in kept if _is_worth_a_sum(regions[name], regions, draft.graph)]
         while kept and (whole := _uncut(*_divide(draft, kept, self.team))):
@@ -87,7 +87,7 @@ class SplitWidth(GraphPass):
         if decision.team == 1:
             return
         _refuse(draft, decision.team)
-        regions = _parts_of_model(draft.graph, decision.team)
+        regions = _parts_of_draft(draft, decision.team)
         for name in decision.regions:
             if name not in regions:
                 known = ", ".join(regions) or "none"
@@ -138,7 +138,16 @@ def _parts_refusal(graph: OpGraph) -> str:
 
 
 def _divide(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
-    """A copy of the graph in which members divide these parts, and the exchanges of each."""
+    """A copy of the graph in which members divide these parts, and the exchanges of each. The last one is remembered,
+    as a rewrite asks again for what its plan has found."""
+    key, last = (tuple(names), team, device_room(draft)), "divided"
+    if draft.graph.known.get(last, (None,))[0] != key:
+        draft.graph.known[last] = key, _divide_copy(draft, names, team)
+    found: tuple[OpGraph, dict[str, set[fx.Node]]] = draft.graph.known[last][1]
+    return found
+
+
+def _divide_copy(draft: Draft, names: Sequence[str], team: int) -> tuple[OpGraph, dict[str, set[fx.Node]]]:
     graph = copy_graph(draft.graph)
     regions = _parts_of_model(graph, team)
     member: fx.Node | None = None
@@ -173,6 +182,15 @@ def _uncut(graph: OpGraph, exchanged: dict[str, set[fx.Node]]) -> set[str]:
         return all(home.get(user, len(home)) > home.get(source_of(node), -1) for user in node.users)
 
     return {name for name, nodes in exchanged.items() if not all(map(is_cut, nodes))}
+
+
+def _parts_of_draft(draft: Draft, team: int) -> dict[str, PartOfModel]:
+    """The same of a draft's graph, which nothing edits, and of which a rewrite asks after its plan."""
+    key = ("parts", team)
+    if key not in draft.graph.known:
+        draft.graph.known[key] = _parts_of_model(draft.graph, team)
+    found: dict[str, PartOfModel] = draft.graph.known[key]
+    return found
 
 
 def _parts_of_model(graph: OpGraph, team: int) -> dict[str, PartOfModel]:

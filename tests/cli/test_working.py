@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.working import SEARCH, working
+from penstock.compiler.search.attempts import Progress
 
 
 @pytest.fixture(params=[True, False], ids=["terminal", "file"])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
-    found = Console(file=io.StringIO(), force_terminal=request.param, width=80)
+    found = Console(file=io.StringIO(), force_terminal=request.param, width=160)
     monkeypatch.setattr("penstock.cli.working.Console", lambda **options: found)
     return found
 
@@ -34,3 +35,30 @@ def test_a_terminal_shows_what_is_planned_and_how_far_it_is(screen: Console) -> 
         assert (line in shown) == screen.is_terminal
     assert screen.is_terminal or shown == "first\nsecond\n"
     assert (logger.level, list(logger.handlers)) == before
+
+
+def test_the_first_plan_that_fits_is_answered_at_once_and_better_ones_replace_it(screen: Console) -> None:
+    """The rates are of the best step so far and of the bound; alternatives have other batches, so none is told."""
+    logger, asked = logging.getLogger(SEARCH), []
+    assert isinstance(screen.file, io.StringIO)
+
+    def items() -> tuple[int, str]:
+        asked.append(1)
+        return 2048, "token"
+
+    with working(items) as tell:
+        for progress in (Progress(1, None, 0.5), Progress(2, 4.0, 0.0), Progress(3, 2.0, 0.5)):
+            logger.info(progress)
+            screen.print("next")  # draws the line
+        tell("with --batch 8")
+        logger.info(Progress(4, 4.0, 0.5))
+        screen.print("last")
+    shown = " ".join(screen.file.getvalue().split())
+    for line in (
+        "planning: 1 plans tried, none fits so far",
+        "planning: fits; 512 or more tokens a second; so far 2 plans tried, the best takes 4.00 s",
+        "planning: fits; between 1,024 and 4,096 tokens a second; so far 3 plans tried, the best takes 2.00 s",
+        "planning with --batch 8: 4 plans tried, the best takes 4.00 s",
+    ):
+        assert (line in shown) == screen.is_terminal
+    assert len(asked) == screen.is_terminal

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.compiler.search import moves
 from penstock.compiler.search.candidate import PLAIN, Candidate
-from penstock.compiler.search.moves import Position, refine
+from penstock.compiler.search.moves import Position, refine, variants
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.base import Pass, PlanSoFar
 from penstock.passes.memory.take_turns import TakeTurns
@@ -88,3 +88,16 @@ def test_a_name_says_what_is_not_usual() -> None:
         "whole logits, reservoir"
     )
     assert PLAIN.with_tiering(overlap=True).label == "partition-balanced, map-round-robin, optimizer overlapped"
+
+
+@pytest.mark.parametrize(("kind", "cut"), [(ChunkLoss, PartitionMip(stages=7, deadline_s=1.0)), (TakeTurns, None)])
+def test_another_graph_keeps_the_number_of_stages(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Pass], cut: PartitionMip | None
+) -> None:
+    """Else partition-mip looks through all numbers of stages once more for each variant of a pass over the op graph."""
+    monkeypatch.setattr(kind, "variants", classmethod(lambda own, best: [own(), None]))
+    best = PLAIN.with_(PartitionMip())
+    found = SimpleNamespace(draft=SimpleNamespace(stages=[None] * 7))
+    position: Any = SimpleNamespace(plan_so_far=None, best=best, leaders=[], attempts=SimpleNamespace(best=found))
+    candidates = variants(position, kind)
+    assert candidates and {candidate.partition for candidate in candidates} == {cut or PartitionMip()}

@@ -20,6 +20,9 @@ from penstock.graph.divide.regions import find_regions
 from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.program import parse_program, work_of
+from penstock.passes.draft import Draft
+from penstock.passes.rewrite import split_width
+from penstock.passes.rewrite.split_width import SplitWidth
 from penstock.runtime import functions
 from penstock.tests.compiler.eager_baseline import SGD, assert_close, assert_trains_like_eager, zoo_case
 from penstock.tests.shown_elsewhere import slow_but
@@ -65,6 +68,19 @@ def test_what_mixes_columns_is_left_whole() -> None:
     assert all("DenseReluDense" in region.name for region in find_regions(trace(model, batch), 2))
     model, batch = zoo()["llama"](dropout=0.0)
     assert find_regions(trace(model, batch), 3) == []
+
+
+def test_a_graph_is_divided_once_for_plan_and_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 layers that takes 15 s."""
+    calls = []
+    divide = split_width._divide_copy
+    monkeypatch.setattr(split_width, "_divide_copy", lambda *args: calls.append(args) or divide(*args))
+    model, batch = zoo()["llama"](dropout=0.0)
+    draft = Draft(trace(model, batch), penstock.Hardware.cpu(2))
+    for again in range(2):
+        own = Draft(draft.graph, draft.machine)
+        SplitWidth(2).rewrite(own, SplitWidth(2).plan(own))
+        assert own.graph.divided and len(calls) == 1, again
 
 
 class Normed(nn.Module):
