@@ -5,7 +5,7 @@ rows whose length is not said cannot be expressed; the others are rows of `resul
 were published for a step, the bound of the device's peak, that of fused kernels, and that of PyTorch's calls, which the
 faster runs undercut. Where lengths vary, so that only tokens a second can be compared, a step counts as `MANY` rows of
 `SHORT` tokens, of which attention and updates take least. An NF4 base counts as one of bf16, whose arithmetic is the
-same.
+same. (torchao's script of its ViT rows crops images to 224 x 224.)
 
 Run: python bench/published.py [--only WORD]
 """
@@ -37,14 +37,15 @@ from penstock.passes.draft import Options
 TABLE = Path(__file__).with_name("published.tsv")
 SHORT, MANY = 64, 1024
 _MPT = "gpt3-13b:n_layer={},n_embd={},n_head={},vocab_size=50368,n_positions={}"
-_QWEN = "llama-8b:hidden_size={},intermediate_size={},num_hidden_layers={},num_attention_heads={},vocab_size=152064"
-_VIT_GIANT = "hidden_size=1536,num_hidden_layers=40,num_attention_heads=24,intermediate_size=6144,image_size=518"
+_LAYERS = "hidden_size={},intermediate_size={},num_hidden_layers={},num_attention_heads={},num_key_value_heads={}"
+_QWEN = f"llama-8b:{_LAYERS},vocab_size=152064"
+_VIT_GIANT = "hidden_size=1536,num_hidden_layers=40,num_attention_heads=24,intermediate_size=6144,image_size=224"
 MODELS = {
     "Llama-3.1-8B": "llama-8b", "Llama3-8B": "llama-8b", "Llama-3.1-70B": "llama-70b", "Llama3-70B": "llama-70b",
     "Llama-3.1-405B": "llama-405b", "Llama-2-7B": "llama2-7b", "GPT 13B 40x5120": "gpt3-13b",
     "GPT 175B 96x12288": "gpt3-175b", "vit_giant_patch14_dinov2": f"vit-base:{_VIT_GIANT},patch_size=14",
     "Llama-3.2-3B": "llama-8b:hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24",
-    "Qwen2.5-7B": _QWEN.format(3584, 18944, 28, 28), "Qwen2.5-32B": _QWEN.format(5120, 27648, 64, 40),
+    "Qwen2.5-7B": _QWEN.format(3584, 18944, 28, 28, 4), "Qwen2.5-32B": _QWEN.format(5120, 27648, 64, 40, 8),
     "MPT-3b": _MPT.format(32, 2560, 20, "{}"), "MPT-7b": _MPT.format(32, 4096, 32, "{}"),
     "MPT-13b": _MPT.format(40, 5120, 40, "{}"), "MPT-30b": _MPT.format(48, 7168, 64, "{}"),
     "MPT-70b": _MPT.format(80, 8192, 64, "{}"),
@@ -52,8 +53,8 @@ MODELS = {
 GPUS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset of eight or of one, and what differs by the datasheet
     "A100 80GB": ("a100-80gb", {}), "a100_80gb": ("a100-80gb", {}), "A100 40GB": ("a100-40gb", {}),
     "a100_40gb": ("a100-40gb", {}), "h100_80gb": ("h100", {}), "RTX 4090 24GB": ("rtx4090", {}),
-    "H100 96GB (HBM2e 2.4 TB/s)": ("h100", {"memory": "96GiB", "memory_bandwidth": 2.4e12}),
-    "A6000 48GB": ("rtx4090", {"rates": None, "peak_flops": {"fp32": 38.7e12, "bf16": 154.8e12}, "memory": "48GiB"}),
+    "H100 96GB (HBM2e 2.4 TB/s)": ("h100", {"memory_bandwidth": 2.4e12}),
+    "A6000 48GB": ("rtx4090", {"rates": None, "peak_flops": {"fp32": 38.7e12, "bf16": 154.8e12}}),
     "RTX 4070 Ti SUPER 16GB": ("rtx4090", {"rates": None, "peak_flops": {"fp32": 44.1e12, "bf16": 88.2e12}}),
 }  # fmt: skip
 
@@ -89,10 +90,10 @@ def run_of(row: dict[str, str]) -> Run | None:
     name, changes = GPUS[row["gpu"]]
     count = int(row["n_gpus"])
     hardware = f"{name}x{min(count, 8)}{f':{count // 8}' if count > 8 else ''}"
-    if row["ssd"] == "-":  # and DRAM that nobody has named, which holds all
-        changes = {**changes, "dram": "16TB"}
+    if row["ssd"] == "-":  # memories hold all: less would only make the bound higher
+        changes = {**changes, "dram": "16TB", "memory": "4TB"}
     else:
-        hardware, changes = "fuyou-4090", {"ssds": int(row["ssd"].split()[0])}
+        hardware, changes = "fuyou-4090", {"ssds": int(row["ssd"].split()[0]), "memory": "64GB"}
     precision = "fp16" if "fp16" in row["precision"] else "bf16-true"
     if "amp" in row["precision"].lower():
         precision = "bf16"

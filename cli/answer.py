@@ -1,6 +1,6 @@
 """The answer of `penstock plan`, in ten lines: does it fit, how fast, for how long, for how much, what would be better.
 
-Alternatives are planned with the chosen pipeline of passes alone, or in seconds: an even better plan may exist.
+Alternatives begin from the chosen pipeline of passes, beside a search of seconds: an even better plan may exist.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ..compiler.models.named import NamedModel
 from ..compiler.report.explain import device_name
 from ..compiler.report.failures import FailureReport, failure_text
 from ..compiler.report.tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
+from ..compiler.search.candidate import Candidate
+from ..compiler.search.trial import Trial
 from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
 from ..ir.machine.hardware import Hardware
@@ -32,8 +34,7 @@ LABEL = 12  # characters before a line's text
 MORE_DRAM = 2
 MOST_DEVICES = 4  # that are named
 LORA, SSD = "lora:r=16", "2TB"
-# A short search, in seconds of computation, for what other passes may suit better.
-ANEW: dict[str, object] = {"strategy": "auto", "search_seconds": 3.0, "plan": None}
+SHORT_S = 3.0  # of computation, for what other passes may suit better
 FASTER = 1.05  # times; less is no advice
 MANY_STAGES = 400  # above which each alternative takes as long as the plan itself
 LEFT_OUT = f"not tried, as a plan of more than {MANY_STAGES} stages takes a while"
@@ -66,14 +67,11 @@ def require_tokens(options: JobOptions) -> None:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Other options for the same model: the best of several `ways` counts, and `otherwise` is tried where none fits.
-    `least`: items a second that the plan at hand makes there, too."""
+    """Other options for the same model: the best of several `ways` counts."""
 
     text: str
     ways: tuple[dict[str, object], ...]
     hardware: Hardware
-    least: float = 0.0
-    otherwise: dict[str, object] | None = None
 
 
 def has_many_stages(job: Job) -> bool:
@@ -81,28 +79,62 @@ def has_many_stages(job: Job) -> bool:
     return len(job.folder.interface.stages) > MANY_STAGES
 
 
-def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> list[Alternative]:
-    """The alternatives that people try next. `tell` hears of each before it is planned."""
-    plan, hardware, named = job.plan, job.hardware, options.named_model()
-    same = {"strategy": plan.passes, "micro_batches": plan.micro_batches, "plan": None}
-    anew = {**ANEW, "micro_batches": plan.micro_batches}
-    wishes = _other_precision(same, options, hardware)
-    larger = {**same, "batch": 2 * options.batch, "micro_batches": 2 * plan.micro_batches}
-    otherwise = {**ANEW, "batch": 2 * options.batch, "micro_batches": None}
-    wishes.append(_Wish(f"--batch {2 * options.batch}", (larger,), hardware, otherwise=otherwise))
+def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> tuple[list[Alternative], Job]:
+    """The alternatives that people try next, and the plan at hand, which is another one where the passes that suit more
+    DRAM are faster on the machine as it is, too. `tell` hears of each before it is planned."""
+    named, hardware, anew = options.named_model(), job.hardware, _anew(options)
     dram = MORE_DRAM * max(host.dram_bytes for host in hardware.hosts)
-    more = hardware.with_(dram=dram)
-    wishes.append(_Wish(f"--dram {spell_bytes(dram)}", (same, anew), more, items_per_s(job, named, options)))
-    return _plan_all([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
+    wish = _Wish(f"--dram {spell_bytes(dram)}", (_same(job), anew), hardware.with_(dram=dram))
+    tell(f"with {wish.text}")
+    with_dram, better = _try(wish, options, named)
+    job = _faster_here(job, better, options, named)
+    least = items_per_s(job, named, options)  # which the plan at hand makes there, too
+    found = [dataclasses.replace(with_dram, items_per_s=max(least, with_dram.items_per_s or 0.0), reason="")]
+    same, larger = _same(job), {"batch": 2 * options.batch}
+    wishes = _other_precision(same, options, hardware)
+    twice = {**same, **larger, "micro_batches": 2 * job.plan.micro_batches}
+    wishes.append(_Wish(f"--batch {2 * options.batch}", (twice, {**anew, **larger}), hardware))
+    wishes += _adapter(anew, options, named, hardware)
+    return [*found, *_plan_all(wishes, options, named, tell)], job
 
 
 def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternative]:
     """Changes that may make a model fit, besides more memory."""
-    named, hardware = options.named_model(), options.machine()
-    wishes = _other_precision(ANEW, options, hardware)
+    named, hardware, anew = options.named_model(), options.machine(), _anew(options)
+    wishes = _other_precision(anew, options, hardware)
     if not all(host.ssds for host in hardware.hosts):
-        wishes.append(_Wish(f"--ssd {SSD}", (ANEW,), with_ssds(hardware, SSD)))
-    return _plan_all([*wishes, *_adapter(ANEW, options, named, hardware)], options, named, tell)
+        wishes.append(_Wish(f"--ssd {SSD}", (anew,), with_ssds(hardware, SSD)))
+    return _plan_all([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
+
+
+def _anew(options: JobOptions) -> dict[str, object]:
+    """The changes for a search that is no longer than what was asked for."""
+    asked = options.search_seconds
+    return {"search_seconds": SHORT_S if asked is None else min(SHORT_S, asked), "plan": None}
+
+
+def _same(job: Job) -> dict[str, object]:
+    """The changes for the pipeline of a plan."""
+    return {"strategy": job.plan.passes, "micro_batches": job.plan.micro_batches, "plan": None}
+
+
+def _faster_here(job: Job, other: Job | None, options: JobOptions, named: NamedModel) -> Job:
+    """The job with the passes of `other`, which are for another machine, where they are faster here and the search may
+    choose; else the job itself."""
+    if other is None or options.strategy != "auto" or other.plan.passes == job.plan.passes:
+        return job
+    try:
+        found = dataclasses.replace(options, **_same(other)).compile(hardware=job.hardware)  # type: ignore[arg-type]
+    except DoesNotFit:
+        return job
+    if items_per_s(found, named, options) <= items_per_s(job, named, options):
+        return job
+    assert found.plan.predicted is not None and job.plan.predicted is not None
+    before = Trial(Candidate.parse(job.plan.passes, job.hardware.num_devices), job.plan.micro_batches)
+    before = dataclasses.replace(before, step_s=job.plan.predicted.step_s)
+    rivals = [before.rival(found.plan.predicted.step_s), *job.plan.rivals]
+    found.folder.plan = found.plan.model_copy(update={"strategy": job.plan.strategy, "rivals": rivals})
+    return found
 
 
 def _other_precision(changes: dict[str, object], options: JobOptions, hardware: Hardware) -> list[_Wish]:
@@ -124,32 +156,29 @@ def _plan_all(
     found = []
     for wish in wishes:
         tell(f"with {wish.text}")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # nobody has asked for this plan
-                rate = _rate(wish, options, named)
-            found.append(Alternative(wish.text, max(rate, wish.least)))
-        except DoesNotFit:
-            found.append(Alternative(wish.text, None, "does not fit"))
-        except PenstockError as error:
-            found.append(Alternative(wish.text, None, " ".join(str(error).split())))
+        found.append(_try(wish, options, named)[0])
     return found
 
 
-def _rate(wish: _Wish, options: JobOptions, named: NamedModel) -> float:
-    rates: list[float] = []
-    misses: list[DoesNotFit] = []
+def _try(wish: _Wish, options: JobOptions, named: NamedModel) -> tuple[Alternative, Job | None]:
+    """The alternative that a wish is, and the job of its best plan, if there is one."""
+    rates: list[tuple[float, Job]] = []
+    misses: list[PenstockError] = []
     for way in wish.ways:
         chosen = dataclasses.replace(options, **way)  # type: ignore[arg-type]
         try:
-            rates.append(items_per_s(chosen.compile(hardware=wish.hardware), named, chosen))
-        except DoesNotFit as miss:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # nobody has asked for this plan
+                job = chosen.compile(hardware=wish.hardware)
+            rates.append((items_per_s(job, named, chosen), job))
+        except PenstockError as miss:
             misses.append(miss)
     if rates:
-        return max(rates)
-    if wish.otherwise is None:
-        raise misses[-1]
-    return _rate(dataclasses.replace(wish, ways=(wish.otherwise,), otherwise=None), options, named)
+        rate, job = max(rates, key=lambda each: each[0])
+        return Alternative(wish.text, rate), job
+    fits_no_way = isinstance(misses[-1], DoesNotFit)
+    reason = "does not fit" if fits_no_way else " ".join(str(misses[-1]).split())
+    return Alternative(wish.text, None, reason), None
 
 
 def or_what_fits(miss: DoesNotFit, options: JobOptions, others: list[Alternative]) -> DoesNotFit:

@@ -67,7 +67,7 @@ def plan(
     from ..compiler.report.failures import failure_report, with_failures
     from .answer import alternatives as other_plans
     from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
-    from .figures import figures_of
+    from .figures import Alternative, figures_of
 
     count = None if shown.tokens is None else parse_tokens(shown.tokens)
     several = len(options.hardware or ()) > 1
@@ -97,7 +97,10 @@ def plan(
         except DoesNotFit as miss:
             raise or_what_fits(miss, options, what_fits(options, tell) if looks else []) from None
         skips = looks and shown.alternatives is None and has_many_stages(job)
-        others = None if skips else other_plans(options, job, tell) if looks else []
+        others: list[Alternative] | None = None if skips else []
+        if looks and not skips:
+            others, better = other_plans(options, job, tell)
+            job = job if dump_passes or options.prove else better  # whose passes were dumped, or proven
     failures = failure_report(job.plan, job.folder.interface, failing)
     figures = figures_of(options, job, count, shown.price, others, failures)
     if out is not None:

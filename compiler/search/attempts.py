@@ -206,7 +206,7 @@ class Attempts:
                 return dataclasses.replace(same, candidate=candidate, reason=SamePlan(same.name))
             bound = placed.bound()
             if self.best is not None and bound.seconds >= self.best.step_s:
-                found = Trial(candidate, count, reason=Pruned(bound.seconds))
+                found = Trial(candidate, count, reason=Pruned(bound.seconds, bound.by))
             else:
                 compiled = compiler.finish(placed)
                 if self.wishes.require is not None:

@@ -282,7 +282,8 @@ def ideal_bounds(draft: Draft) -> tuple[float, Bound]:
 
     def ideal_s(at: int, spec: StageSpec, device: Device, trains: bool) -> float:
         mixes = [(spec.forward_flops, spec.forward_mix), (spec.backward_flops * trains, spec.backward_mix)]
-        least_s = sum(device.arithmetic_s(flops, draft.options.precision, mix)[at] for flops, mix in mixes)
+        forward_s, backward_s = (device.arithmetic_s(n, draft.options.precision, mix)[at] for n, mix in mixes)
+        least_s = forward_s + min(backward_s, 2 * forward_s)  # beyond that, backward computes forward again
         return min(least_s, _eager_s(draft, spec, device, trains))  # which may have been measured
 
     fused, peak = (_seconds_by_device(draft, functools.partial(ideal_s, at)) for at in (0, 1))

@@ -25,9 +25,10 @@ class Skipped(Enum):
 
 @dataclass(frozen=True)
 class Pruned:
-    """No schedule of its stages has a shorter step than this, which is no better than the best."""
+    """No schedule of its stages has a shorter step than this, which is no better than the best, because of `by`."""
 
     bound_s: float
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Trial:
         match self.reason:
             case Skipped():
                 return self.reason.value
-            case Pruned(bound_s):
-                return f"pruned: cannot be below {format_seconds(bound_s)}"
+            case Pruned(bound_s, by):
+                return f"pruned: cannot be below {format_seconds(bound_s)}{f' ({by})' if by else ''}"
             case SamePlan(name):
                 return f"{SAME_PLAN}{name}"
             case PenstockError():

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.answer import (
-    ANEW,
     alternatives,
     answer,
     or_what_fits,
@@ -20,7 +19,7 @@ from penstock.cli.answer import (
     require_tokens,
     what_fits,
 )
-from penstock.cli.figures import Alternative, SsdWrites, figures_of
+from penstock.cli.figures import Alternative, SsdWrites, figures_of, items_per_s
 from penstock.cli.options import JobOptions, natural_precision
 from penstock.compiler.job.job import Job
 from penstock.ir.errors import DoesNotFit, PlanError
@@ -40,9 +39,7 @@ def job() -> Job:
     return options().compile()
 
 
-def say(
-    asked: JobOptions, job: Job, tokens: float | None, price: float | None, others: list[Alternative]
-) -> list[str]:
+def say(asked: JobOptions, job: Job, tokens: float | None, price: float | None, others: list[Alternative]) -> list[str]:
     return answer(asked, job, figures_of(asked, job, tokens, price, others))
 
 
@@ -53,12 +50,13 @@ def print_screen(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")  # of alternatives that nobody asked for
-def test_it_answers_on_one_screen(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ANEW, "search_seconds", 0.2)
+def test_it_answers_on_one_screen(job: Job) -> None:
     chosen = options()
     tried: list[str] = []
-    others = alternatives(chosen, job, tried.append)
-    assert tried == ["with --batch 8", "with --dram 128GB", "with --adapter lora:r=16"]
+    others, same = alternatives(chosen, job, tried.append)
+    assert same is job  # which has nothing in DRAM, and is no faster with more of it
+    assert tried == ["with --dram 128GB", "with --batch 8", "with --adapter lora:r=16"]
+    assert others[0].items_per_s == 4 * 64 / job.plan.predicted.step_s  # type: ignore[union-attr]
     lines = print_screen(say(chosen, job, parse_tokens("100M"), 0.4, others))
     assert len(lines) <= 30 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
@@ -76,7 +74,7 @@ def test_it_answers_on_one_screen(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
 def test_bf16_is_offered_where_it_was_left_out() -> None:
     chosen = options(precision="fp32")
     job = chosen.compile()
-    assert alternatives(chosen, job, print)[0].options == "--precision bf16-mixed"
+    assert alternatives(chosen, job, print)[0][1].options == "--precision bf16-mixed"
 
 
 @pytest.mark.slow
@@ -84,22 +82,64 @@ def test_more_dram_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options()
     job = chosen.compile()
     monkeypatch.setattr("penstock.cli.answer.items_per_s", lambda found, named, wish: 100.0 if found is job else 95.0)
-    rates = {other.options: other.items_per_s for other in alternatives(chosen, job, print)}
+    rates = {other.options: other.items_per_s for other in alternatives(chosen, job, print)[0]}
     assert rates == {"--batch 8": 95.0, "--dram 128GB": 100.0, "--adapter lora:r=16": 95.0}
 
 
-def test_with_more_dram_the_pipeline_at_hand_is_tried_before_a_short_search(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+class Planned:
+    """Stands for a job of these options on a machine, planned in no time: its passes, and its tokens a second."""
+
+    def __init__(self, asked: JobOptions, hardware: Hardware, job: Job):
+        more = hardware.hosts[0].dram_bytes > job.hardware.hosts[0].dram_bytes
+        self.passes = f"{job.plan.passes}, take-turns" if asked.strategy == "auto" and more else asked.strategy
+        self.plan = job.plan.model_copy(update={"passes": self.passes, "rivals": []})
+        self.folder, self.hardware, self.more = SimpleNamespace(plan=self.plan), hardware, more
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "is_better", "promise"),
+    [(100.0, 150.0, False, 150.0), (120.0, 150.0, True, 150.0), (120.0, 120.0, True, 120.0)],
+    ids=["more DRAM is faster", "both are", "the passes are"],
+)
+def test_passes_that_suit_more_dram_are_tried_on_the_machine_as_it_is(
+    job: Job, monkeypatch: pytest.MonkeyPatch, here: float, there: float, is_better: bool, promise: float
 ) -> None:
-    """It may take states from SSDs to DRAM, where a search of a large model ends before it comes to one as good."""
-    chosen = options()
-    monkeypatch.setattr(JobOptions, "compile", lambda self, hardware: self)
-    rates = {job.plan.passes: 150.0, "auto": 95.0}
-    monkeypatch.setattr(
-        "penstock.cli.answer.items_per_s", lambda found, named, wish: 100.0 if found is job else rates[found.strategy]
-    )
-    found = {other.options: other.items_per_s for other in alternatives(chosen, job, print)}
-    assert found["--dram 128GB"] == 150.0 and found["--adapter lora:r=16"] == 95.0
+    """They become the plan if they are faster here; more DRAM is worth what it adds to that."""
+    asked = options()
+    monkeypatch.setattr(JobOptions, "compile", lambda self, hardware: Planned(self, hardware, job))
+
+    def rate(found: Any, named: Any, wish: JobOptions) -> float:
+        if not isinstance(found, Planned) or found.passes == job.plan.passes or wish.batch != asked.batch:
+            return 100.0
+        return there if found.more else here
+
+    monkeypatch.setattr("penstock.cli.answer.items_per_s", rate)
+    others, best = alternatives(asked, job, print)
+    assert others[0] == Alternative("--dram 128GB", promise)
+    assert (best is not job) == is_better
+    if is_better:
+        assert best.folder.plan.strategy == job.plan.strategy
+        assert best.folder.plan.rivals[0].passes == job.plan.passes
+
+
+PROMISES: list[dict[str, object]] = [
+    {}, {"set": ["memory=8MB"], "dram": "60MB", "ssd": "0"},
+    {"hardware": ["4090x2"], "set": ["memory=6MB"], "dram": "200MB", "adapter": "lora:r=4"},
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", PROMISES, ids=["a roomy card", "a small card", "two small cards"])
+def test_what_an_alternative_promises_is_what_it_leads_to(changes: dict[str, object]) -> None:
+    asked = options(**{"model": "gpt2:n_layer=4,n_embd=128,n_head=4,vocab_size=512", "search_seconds": 1.0, **changes})
+    others, job = alternatives(asked, asked.compile(), print)
+    named = asked.named_model()
+    for other in others:
+        option, value = other.options.removeprefix("--").split()
+        wished = replace(asked, **{option: int(value) if option == "batch" else value})
+        assert other.items_per_s is not None
+        assert items_per_s(wished.compile(), named, wished) == pytest.approx(other.items_per_s, rel=0.02), other
+    assert others[0].items_per_s is not None and others[0].items_per_s >= items_per_s(job, named, asked)
 
 
 def test_only_what_is_faster_is_advice(job: Job) -> None:

@@ -27,7 +27,7 @@ from penstock.compiler.search.candidates import (
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.moves import Position, has_unlike_blocks
 from penstock.compiler.search.search import search
-from penstock.compiler.search.trial import why_not
+from penstock.compiler.search.trial import Pruned, Trial, why_not
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from penstock.passes.draft import Draft, Options
@@ -274,6 +274,11 @@ def test_a_reason_is_short_where_bytes_say_it_all_and_else_whole() -> None:
     assert why_not(PassError("a pass\n  refused")) == "a pass refused"
     ring = VerifyError("device 1, line 7: deadlock, 2 places wait in a ring:\n    device 1\n--> 7     x = rt.recv()")
     assert why_not(ring) == "refused by the verifier: device 1, line 7: deadlock, 2 places wait in a ring"
+
+
+def test_what_is_ruled_out_says_by_which_bound() -> None:
+    row = Trial(PLAIN, 4, reason=Pruned(0.5, "gpu0 compute"))
+    assert row.rival(0.4).reason == "pruned: cannot be below 500 ms (gpu0 compute)"
 
 
 def test_more_devices_than_blocks_and_one_block() -> None:

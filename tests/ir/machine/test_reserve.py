@@ -31,6 +31,14 @@ def test_what_the_allocator_loses_between_values_grows_with_the_memory() -> None
     assert device.budget_bytes == 24 * GIB - device.reserve.num_bytes < int(0.94 * 24 * GIB)
 
 
+def test_a_display_of_two_gib_has_room_beside_a_smaller_part_for_plans() -> None:
+    """As the page about choosing a machine says."""
+    device = Hardware.preset("rtx4090x1").with_(usable_fraction=0.86).devices[0]
+    assert device.reserve is not None
+    others = device.reserve.num_bytes - device.reserve.display_bytes
+    assert device.memory_bytes - device.budget_bytes - others >= 2 * GIB
+
+
 def test_a_limit_leaves_the_reserve_in_the_rest_of_the_card() -> None:
     laptop = Hardware.preset("laptop-16gb")
     assert laptop.with_(memory="4GB").devices[0].reserve is None
