@@ -125,6 +125,13 @@ def check_steps(steps: Any) -> None:
         raise PlanError(f"steps={steps!r}; it is the number of steps of the run, 1 or more, or None where it is open")
 
 
+def check_search_s(search_s: Any) -> None:
+    if not isinstance(search_s, (int, float)) or isinstance(search_s, bool) or not search_s >= 0:
+        raise PlanError(
+            f"search_s={search_s!r}; it is seconds of work, 0 or more: 0 keeps the first plan that fits, 33 is usual"
+        )
+
+
 def check_agrees(plan: Plan, **given: Any) -> None:
     """Raise `PlanError` for an argument that contradicts the plan: it would be ignored in silence."""
     for name, value in given.items():

@@ -183,7 +183,7 @@ class Plan(BaseModel):
         except Unreadable as error:
             raise PlanError(f"plan {path}: {error}") from error
         except pydantic.ValidationError as error:
-            raise PlanError(f"plan {path}: {plain_errors(error)}") from error
+            raise PlanError(f"plan {path}: {plain_errors(error)}; leave plan out to search anew") from error
 
     @staticmethod
     def from_any(given: Any) -> Plan:

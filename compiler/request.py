@@ -34,6 +34,7 @@ from .arguments import (
     check_dynamic,
     check_made,
     check_model,
+    check_search_s,
     check_steps,
     check_timeout,
     check_types,
@@ -174,6 +175,7 @@ class Request:
         warn_of_mode(model)
         check_timeout(self.timeout_s)
         check_steps(self.steps)
+        check_search_s(self.search_s)
         check_compile_stages(self.compile_stages)
         plan = None if self.plan is None else Plan.from_any(self.plan)
         wishes = {name: getattr(self, name) for name in IN_PLANS}

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..ir.edges import META_EDGES, edges
 from ..ir.plain_graph import PlainGraph
-from ..runtime.torch_names import FakeTensor
+from ..runtime.torch_names import FakeTensor, tree_flatten
 from .dataflow import Dataflow, closure
 from .kernels.stand_ins import SHAPE_RULES
 from .opgraph import OpGraph, build_module, value_tensors
@@ -41,7 +41,25 @@ class GraphEdit:
             node = self.graph.graph.call_function(target, args, kwargs)
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode, torch.set_grad_enabled(not self.at.meta["no_grad"]), self.autocast():
-            return self._annotate(node, SHAPE_RULES.get(target, target)(*given, **named), view_of)
+            return self._annotate(node, self._value(target, given, named), view_of)
+
+    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call. The first of several calls that differ in their tensors' memory alone, as in equal
+        layers, runs; where sizes are symbols, each does."""
+        run = SHAPE_RULES.get(target, target)
+        if self.fake_mode.shape_env is not None:
+            return run(*args, **kwargs)
+        values, structure = tree_flatten((args, kwargs))
+        modes = self.at.meta["no_grad"], self.at.meta["autocast"]
+        key = (GraphEdit.call, target, tuple(map(_look, values)), structure, modes)
+        if key in self.graph.known:
+            shape, strides, requires_grad, options = self.graph.known[key]
+            return torch.empty_strided(shape, strides, **dict(options)).requires_grad_(requires_grad)
+        result = run(*args, **kwargs)
+        held = {t.untyped_storage()._cdata for t in values if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in held:
+            self.graph.known[key] = _look(result)
+        return result
 
     def put(
         self, op: str, target: Any, args: tuple[Any, ...], value: Any, kwargs: dict[str, Any] | None = None,
@@ -78,6 +96,14 @@ class GraphEdit:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let every reader of `old` read `new`, and remove `old`."""
         replace_all(self.graph, {old: new})
+
+
+def _look(value: Any) -> Any:
+    """A value but for the memory of a tensor."""
+    if isinstance(value, torch.Tensor):
+        options = ("dtype", value.dtype), ("device", value.device)
+        return tuple(value.shape), value.stride(), value.requires_grad, options
+    return type(value), repr(value)
 
 
 # --- meta

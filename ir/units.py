@@ -6,6 +6,7 @@ k, M, G, T are powers of 1000 and Ki, Mi, Gi, Ti powers of 1024; a small b is a 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from math import isfinite, log10
@@ -123,6 +124,11 @@ def parse_flops(value: object) -> float:
 def parse_seconds(value: object) -> float:
     """Seconds of "10us" or a plain number."""
     return float(SECONDS.parse(value))
+
+
+EXAMPLES: dict[Callable[[object], float], str] = {  # of what each function reads
+    parse_bytes: BYTES.example, parse_rate: RATE.example, parse_flops: FLOPS.example, parse_seconds: SECONDS.example,
+}  # fmt: skip
 
 
 def spell_bytes(value: int) -> str | int:

@@ -48,7 +48,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # none of these modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes  # those that are on
 from torch.utils._pytree import (
-    tree_leaves,  # the leaves of nested containers
+    tree_flatten,  # the leaves of nested containers, and what holds them
+    tree_leaves,
     tree_map,  # a function of each leaf
     tree_map_only,  # of leaves of one type
 )

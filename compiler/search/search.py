@@ -58,6 +58,7 @@ from .teams import context_candidates, has_experts, has_long_rows, team_meshes
 from .trial import Skipped, Trial, errors_of, smallest_step
 
 AGAIN, TILES = RecomputePointwise(), TileSequence()
+MANY_BLOCKS = 500  # a program of one block a stage takes minutes then, where fewer stages often do
 MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
 LAYOUTS_SHARE = 0.6  # of the time, for looking at layouts
 MOST, TEAMS_SHARE = 6, 0.6  # teams and layouts that are looked at where something fits, and the share of the work
@@ -344,8 +345,15 @@ def _smallest_of(sweep: Sweep, count: int, is_large: bool) -> Iterator[Candidate
         yield sweep.wishes.asked
         return
     for base in _smallest(sweep.bases()):
-        if sweep.best is None:
-            yield scouts(sweep.compiler(count).lane(base), base)[-1]
+        if sweep.best is not None:
+            break
+        lane = sweep.compiler(count).lane(base)
+        found = scouts(lane, base)
+        is_long = len(lane.blocks) > MANY_BLOCKS
+        if is_long:
+            yield found[0]
+        if sweep.best is None and not (is_long and sweep.lacks_host_memory):
+            yield found[-1]
     if sweep.best is None and not is_large:
         yield Candidate.parse("ftpipe", sweep.hardware.num_devices)
 

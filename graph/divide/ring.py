@@ -16,7 +16,7 @@ from torch import fx
 from ...runtime.functions import attend_block, attention_of, with_gradients
 from ...runtime.functions.ring_attention import visible_steps
 from ..edit import GraphEdit
-from ..masks.allowed_keys import Sight, sight_of
+from ..masks.allowed_keys import sights_of
 from ..masks.grouped_heads import heads_before_repeat
 from ..opgraph import OpGraph
 from .attention import TOKENS, SharedAttention, attention_call
@@ -30,9 +30,7 @@ class AttentionRings:
     def __init__(self, graph: OpGraph, team: int, keep: bool):
         self.graph, self.team, self.keep = graph, team, keep
         calls = ((node, attention_call(node)) for node in graph.nodes)
-        self.sights: dict[fx.Node, Sight] = {
-            node: sight_of(graph, node, call.arguments) for node, call in calls if call is not None
-        }
+        self.sights = sights_of(graph, {node: call.arguments for node, call in calls if call is not None})
 
     @property
     def is_zigzag(self) -> bool:

@@ -36,16 +36,23 @@ class Sight:
         return self.before is None and self.after == 0
 
 
-def sight_of(graph: OpGraph, node: fx.Node, given: Mapping[str, Any]) -> Sight:
-    """The keys that a call of attention with these arguments lets its queries see."""
-    if node.target is window_attention:
-        return Sight(given["before"], given["after"])
-    if node.target is packed_attention:
-        return Sight(after=0, documents=given["documents"])
-    mask = given.get("attn_mask")
-    if not isinstance(mask, fx.Node):
-        return Sight(after=0) if given.get("is_causal") else Sight()
-    return _mask_sight(graph, mask)
+def sights_of(graph: OpGraph, calls: Mapping[fx.Node, Mapping[str, Any]]) -> dict[fx.Node, Sight]:
+    """The keys that calls of attention with these arguments let their queries see. Layers most often share a mask."""
+    masks: dict[fx.Node, Sight] = {}
+
+    def sight_of(node: fx.Node, given: Mapping[str, Any]) -> Sight:
+        if node.target is window_attention:
+            return Sight(given["before"], given["after"])
+        if node.target is packed_attention:
+            return Sight(after=0, documents=given["documents"])
+        mask = given.get("attn_mask")
+        if not isinstance(mask, fx.Node):
+            return Sight(after=0) if given.get("is_causal") else Sight()
+        if mask not in masks:
+            masks[mask] = _mask_sight(graph, mask)
+        return masks[mask]
+
+    return {node: sight_of(node, given) for node, given in calls.items()}
 
 
 def _mask_sight(graph: OpGraph, mask: fx.Node) -> Sight:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
+
+from ..units import EXAMPLES
 
 
 def close_names(name: str, names: Iterable[str]) -> str:
@@ -26,7 +28,7 @@ def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
 def _explain(problem: Any, model: type[BaseModel]) -> str:
     where, kind, found = key_path(problem["loc"]), problem["type"], problem["input"]
     if kind == "missing":
-        return f"{where}: missing"
+        return f"{where}: missing{_write(problem['loc'], model)}"
     if kind == "extra_forbidden":
         fields = _model_at(problem["loc"][:-1], model).model_fields
         return f"{where}: unknown key{close_names(str(problem['loc'][-1]), fields)}"
@@ -34,6 +36,14 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
     found_text = text if len(text) <= 60 else f"{text[:57]}..."
     allowed = str(problem["ctx"]["error"]) if kind == "value_error" else _allowed_values(problem["msg"])
     return f"{where}: found {found_text}, allowed: {allowed}"
+
+
+def _write(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """The way to write an amount with a unit, where a document lacks one; empty for other fields."""
+    field = _model_at(location[:-1], model).model_fields.get(str(location[-1]))
+    rules = [rule.func for rule in (field.metadata if field else ()) if isinstance(rule, BeforeValidator)]
+    example = next((EXAMPLES[rule] for rule in rules if rule in EXAMPLES), "")
+    return f"; write a number with a unit, such as {example!r}" if example else ""
 
 
 def _allowed_values(message: str) -> str:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from ...graph.blocks import Block
 from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError
@@ -59,8 +61,14 @@ class PartitionBalanced(Partition):
         counts = [asked] if asked else _counts(len(order), len(draft.blocks))
         fewest = slices.fewest()
         for count in counts:
-            cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
-            if cuts is not None:
+            if fewest is None:
+                break
+            if count < fewest:
+                continue
+            cuts = balanced_cuts(slices, count)
+            if cuts is None:
+                fewest = slices.fewest(count)
+            else:
                 found = contiguous(draft, cuts, order)
                 if not self.together:
                     return found
@@ -83,23 +91,30 @@ def _counts(num_devices: int, num_blocks: int) -> list[int]:
 
 
 def balanced_cuts(slices: Slices, count: int) -> list[int] | None:
-    """Cut positions [0, ..., L] of `count` stages that minimise the slowest one, or None if none fits."""
+    """Cut positions [0, ..., L] of `count` stages that minimise the slowest one, or None if none fits. All stages of a
+    width are looked at together, narrow ones first; of equal cuts the one with the narrowest last stages wins."""
     num_blocks = len(slices.blocks)
-    best = [[math.inf] * (num_blocks + 1) for _ in range(count + 1)]
-    back = [[0] * (num_blocks + 1) for _ in range(count + 1)]
-    best[0][0] = 0.0
+    earliest = np.array(slices.earliest)
+    best_s = np.full((count + 1, num_blocks + 1), np.inf)
+    back = np.zeros((count + 1, num_blocks + 1), dtype=np.int64)
+    best_s[0, 0] = 0.0
     for stage in range(count):
-        for end in range(stage + 1, num_blocks - (count - stage - 1) + 1):
-            for start in range(end - 1, max(stage, slices.earliest[end]) - 1, -1):
-                time_s = slices.stage_time_s(start, end, stage)
-                if time_s >= best[stage + 1][end]:
-                    break  # longer stages only get slower
-                worst = max(best[stage][start], time_s)
-                if worst < best[stage + 1][end] and slices.fits(start, end, stage, count):
-                    best[stage + 1][end], back[stage + 1][end] = worst, start
-    if best[count][num_blocks] == math.inf:
+        row_s = best_s[stage + 1]
+        last = num_blocks - (count - stage - 1)
+        for width in range(1, last - stage + 1):
+            starts = np.arange(stage, last - width + 1)
+            ends = starts + width
+            times_s = slices.times_s(starts, width, stage)
+            able = (starts >= earliest[ends]) & (times_s < row_s[ends])
+            if not able.any():
+                break  # wider stages only get slower and larger
+            slowest_s = np.maximum(best_s[stage, starts], times_s)
+            better = np.flatnonzero(able & (slowest_s < row_s[ends]))
+            better = better[slices.fitting(starts[better], width, stage, count)]
+            row_s[ends[better]], back[stage + 1, ends[better]] = slowest_s[better], starts[better]
+    if best_s[count, num_blocks] == math.inf:
         return None
     cuts = [num_blocks]
     for stage in range(count, 0, -1):
-        cuts.append(back[stage][cuts[-1]])
+        cuts.append(int(back[stage, cuts[-1]]))
     return cuts[::-1]

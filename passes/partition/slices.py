@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from ...graph.blocks import Block
@@ -78,6 +80,19 @@ class Slices:
             return times[b] - times[a] + again[b] - again[a]
         return times[b] - times[a]
 
+    def times_s(self, starts: NDArray[np.int64], width: int, stage: int) -> NDArray[np.float64]:
+        """`stage_time_s` of stages of `width` blocks."""
+        ends, times = starts + width, np.array(self.time_s[stage % len(self.devices)])
+        took: NDArray[np.float64] = times[ends] - times[starts]
+        if self.asynchronous:
+            again = np.array(self.again_s[stage % len(self.devices)])
+            took = np.where(ends < len(self.blocks), took + again[ends] - again[starts], took)
+        return took
+
+    def fitting(self, starts: NDArray[np.int64], width: int, stage: int, count: int) -> NDArray[np.bool_]:
+        """`fits` of stages of `width` blocks."""
+        return np.fromiter((self.fits(a, a + width, stage, count) for a in starts.tolist()), dtype=bool)
+
     def need_bytes(self, a: int, b: int, stage: int, count: int) -> int:
         """Device memory of blocks[a:b] as stage number `stage` of `count`."""
         num_devices = len(self.devices)
@@ -106,17 +121,22 @@ class Slices:
     def fits(self, a: int, b: int, stage: int, count: int) -> bool:
         return self.need_bytes(a, b, stage, count) <= self.budgets[stage % len(self.budgets)]
 
-    def fewest(self) -> int | None:
-        """A lower bound of the number of stages that fit; None if a block alone is too large for every device."""
+    def fewest(self, count: int = 0) -> int | None:
+        """A lower bound of the number of stages that fit, of `count` at least; None if there is no such number: more
+        stages are more rounds, in which each stage needs no less."""
         budget = max(self.budgets)
-        count = start = 0
-        while start < len(self.blocks):
-            ends = range(len(self.blocks), start, -1)
-            start = next((end for end in ends if self.needs[end][start].work_bytes <= budget), -1)
-            if start < 0:
-                return None
-            count += 1
-        return count
+        rounds = -(-count // len(self.devices)) if not (self.inputs_leave or self.asynchronous) else min(count, 1)
+        least: list[float] = [0]
+        for end in range(1, len(self.blocks) + 1):
+            starts = range(self.earliest[end], end)
+            fitting = (a for a in starts if self._least_bytes(a, end, rounds) <= budget)
+            least.append(1 + min((least[a] for a in fitting), default=math.inf))
+        return None if least[-1] == math.inf else int(least[-1])
+
+    def _least_bytes(self, a: int, b: int, rounds: int) -> int:
+        """At least what blocks[a:b] need on a device of `rounds` stages; 0: of any number of them."""
+        need = self.needs[b][a]
+        return need.total_bytes(self.micro_batches, rounds) if rounds and not self.asynchronous else need.work_bytes
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:
         budget = max(self.budgets)
@@ -221,7 +241,7 @@ def _held_value(value: fx.Node) -> fx.Node:
 
 def needs_to_front(rows: Sequence[BlockRow], each: bool = False, most_bytes: float = math.inf) -> list[StageNeed]:
     """Per start a the need of rows[a:] as one stage; with `each`, also of each value that enters. Starts from which
-    weights and what is kept exceed `most_bytes` have a need that is above that, and no exact one.
+    weights and what is kept exceed `most_bytes` have the need of the last one that is above that, and no exact one.
 
     The blocks need not be neighbours, but come in the model's order.
     """
@@ -232,9 +252,8 @@ def needs_to_front(rows: Sequence[BlockRow], each: bool = False, most_bytes: flo
     kept = workspace = weight_bytes = 0
     for row in reversed(rows):
         if weight_bytes + kept > most_bytes:
-            last = needs[-1]
-            needs.append(StageNeed(last.work_bytes + sum(row.parameters.values()), last.input_bytes, last.entering))
-            continue
+            needs += [needs[-1]] * (len(rows) - len(needs))
+            break
         inputs = {key: size for key, size in inputs.items() if key not in row.made} | row.entering
         saved = {key: size for key, size in saved.items() if key not in row.counted} | row.saved_inputs
         kept += row.kept_bytes

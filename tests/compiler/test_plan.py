@@ -184,3 +184,29 @@ def test_a_plan_for_another_batch_or_model(plan: Plan) -> None:
     other, other_batch = zoo_case("custom_function")
     with pytest.raises(PenstockError, match="blocks are not those of this model"):
         penstock.compile(other, HARDWARE, example_inputs=other_batch, optimizer=SGD, plan=plan)
+
+
+OF_TODAY = """{"model": "WithLoss", "hardware": "cpu", "strategy": "balanced", "micro_batches": 4, "max_grad_norm": 1.0,
+ "passes": "drop-masks, chunk-loss, interleave-forwards, coarsen, partition-balanced{stages=2}, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer",
+ "precision": "fp32", "gradient_dtype": "fp32", "boundary_dtype": "compute", "decisions": {
+  "masks": {}, "vocabulary": {}, "experts": {}, "width": {"team": 1, "regions": []}, "pointwise_again": false,
+  "chunks": {}, "interleaved": false, "context": null, "tiles": {}, "planned_for": [0, 0], "mesh": null,
+  "blocks": {"body.0": 1, "body.1": 1, "body.2": 1, "body.3": 1, "body.4": 3}, "devices": [0, 0], "copies": {},
+  "stages": [["body.0", "body.1", "body.2", "body.3"], ["body.4"]], "schedule": "fill-drain", "sharding": null,
+  "rematerialise": ["stage0"], "activations": {}, "fetch": {"stage0": {"backward": 3}, "stage1": {"forward": 1}},
+  "sums": null, "ssd": {"stages": {}, "ahead": 1}, "link_turns": false, "staleness": {}, "clipping": "",
+  "optimizer": {"stage0": "dram", "stage1": "dram"}}}"""  # noqa: E501
+
+
+def test_a_file_from_before_residency_was_mixed_gives_its_program(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(OF_TODAY)
+    model, batch = zoo_case("mlp")
+    job = penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=tmp_path / "plan.json")
+    for fetch in ("stage0.weights", "stage1.weights"):
+        assert f'rt.fetch("{fetch}"' in job.code(0)
+    assert job.code(0).count("rt.step(") == 2 and job.plan.decisions.optimizer == {"stage0": "dram", "stage1": "dram"}
+    document = json.loads(OF_TODAY)
+    document["decisions"]["residency"] = {"stage0": "half"}
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=r"plan .*plan\.json: decisions\.residency: .*; leave plan out to search anew"):
+        Plan.load(tmp_path / "plan.json")

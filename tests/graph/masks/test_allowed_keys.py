@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
-from penstock.graph.masks.allowed_keys import Sight, sight_of
+from penstock.graph.masks.allowed_keys import Sight, sights_of
 from penstock.graph.masks.calls import given_arguments
 
 TOKENS = 12
@@ -44,7 +44,7 @@ class Attentions(nn.Module):
 def test_what_queries_see_is_proven_apart_from_padding() -> None:
     graph = trace(Attentions(), {"ids": torch.arange(2 * TOKENS).view(2, -1) % 7, "keep": torch.ones(2, TOKENS)})
     calls = [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]
-    found = [sight_of(graph, n, given_arguments(n.args, n.kwargs)) for n in calls]
+    found = [*sights_of(graph, {n: given_arguments(n.args, n.kwargs) for n in calls}).values()]
 
     def tell(sight: Sight) -> tuple[object, ...]:
         shapes = [tuple(mask.meta["val"].shape[-2:]) for mask in sight.masks]

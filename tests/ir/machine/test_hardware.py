@@ -8,6 +8,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
+import yaml
 
 from penstock.compiler.search.what_helps import FASTER, faster_links
 from penstock.ir.errors import HardwareError
@@ -304,6 +305,23 @@ def test_missing_keys_and_networks() -> None:
     document["hosts"][1]["cpu_cores"] = 48
     with pytest.raises(HardwareError, match="network: missing for 2 hosts"):
         Hardware.from_any(document)
+
+
+@pytest.mark.parametrize(
+    ("key", "example", "number"), [("dram_bytes", "24GB", 24e9), ("dram_bandwidth", "13.1GB/s", 13.1e9)]
+)
+def test_a_host_without_figures_of_its_dram_is_told_how_to_write_them(
+    key: str, example: str, number: float, tmp_path: Path
+) -> None:
+    Hardware.preset("rtx4090x1").save(tmp_path / "machine.yaml")
+    document = yaml.safe_load((tmp_path / "machine.yaml").read_text())
+    del document["hosts"][0][key]
+    (tmp_path / "machine.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(HardwareError, match=rf"machine.yaml: hosts\[0\].{key}: missing; write .* such as '{example}'"):
+        Hardware.load(tmp_path / "machine.yaml")
+    document["hosts"][0][key] = example  # the way out
+    (tmp_path / "machine.yaml").write_text(yaml.safe_dump(document))
+    assert getattr(Hardware.load(tmp_path / "machine.yaml").hosts[0], key) == number
 
 
 def test_every_problem_is_listed_at_once() -> None:

@@ -6,18 +6,21 @@ import dataclasses
 import itertools
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.ops import DEVICE
 from penstock.ir.program import profile_memory
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
+from penstock.passes.partition import partition_balanced
 from penstock.passes.partition.layer_parts import layer_apart
 from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
-from penstock.passes.partition.slices import Slices
+from penstock.passes.partition.slices import Slices, StageNeed
 from penstock.passes.rewrite.coarsen import Coarsen
 from penstock.passes.rewrite.split_experts import SplitExperts
 from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
@@ -40,6 +43,12 @@ class Given:
 
     def fits(self, a: int, b: int, stage: int, count: int) -> bool:
         return sum(self.sizes[a:b]) <= self.budgets[stage % len(self.budgets)]
+
+    def times_s(self, starts: NDArray[np.int64], width: int, stage: int) -> NDArray[np.float64]:
+        return np.array([self.stage_time_s(a, a + width, stage) for a in starts])
+
+    def fitting(self, starts: NDArray[np.int64], width: int, stage: int, count: int) -> list[bool]:
+        return [self.fits(a, a + width, stage, count) for a in starts]
 
     def slowest_s(self, cuts: list[int]) -> float:
         return max(self.stage_time_s(a, b, i) for i, (a, b) in enumerate(pairwise(cuts)))
@@ -68,6 +77,53 @@ def test_no_other_contiguous_partition_is_faster(case: tuple[Given, int]) -> Non
     else:
         assert found in fitting
         assert given_slices.slowest_s(found) == min(map(given_slices.slowest_s, fitting))
+
+
+@st.composite
+def any_slices(draw: st.DrawFn) -> Slices:
+    """Slices of blocks whose runs need any number of bytes of memory, and a second each block."""
+    length, budgets = draw(st.integers(1, 6)), draw(st.lists(st.integers(5, 30), min_size=1, max_size=2))
+    own = Slices.__new__(Slices)
+    own.blocks, own.devices, own.budgets = [None] * length, [None] * len(budgets), budgets  # type: ignore[list-item]
+    own.inputs_leave, own.asynchronous, own.micro_batches = draw(st.booleans()), False, draw(st.integers(1, 3))
+    rows = [[(draw(st.integers(1, 30)), draw(st.integers(0, 4))) for _ in range(end)] for end in range(length + 1)]
+    own.needs = [[StageNeed(work, size) for work, size in row] for row in rows]
+    able = ((a for a, need in enumerate(row) if need.work_bytes <= max(budgets)) for row in own.needs)
+    own.earliest = [next(starts, length) for starts in able]
+    own.time_s = [[float(block) for block in range(length + 1)] for _ in budgets]
+    return own
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_slices())
+def test_no_number_of_stages_that_fits_is_left_out(slices: Slices) -> None:
+    length = len(slices.blocks)
+
+    def fits(cuts: tuple[int, ...]) -> bool:
+        stages = [*pairwise((0, *cuts, length))]
+        return all(slices.fits(a, b, i, len(stages)) for i, (a, b) in enumerate(stages))
+
+    able = [n for n in range(1, length + 1) if any(map(fits, combinations(range(1, length), n - 1)))]
+    assert [n for n in range(1, length + 1) if balanced_cuts(slices, n)] == able
+    for count in range(length + 1):
+        least = slices.fewest(count)
+        assert all(least is not None and n >= least for n in able if n >= count)
+
+
+def test_numbers_of_stages_of_which_none_can_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More stages are more rounds of inputs: where one block has no room at some number of rounds, no more help."""
+    draft = draft_of(trace_case("gpt2")[0], Hardware.cpu(1, memory="30kB"), micro_batches=64)
+    apply(draft, Coarsen())
+    tried: list[int] = []
+
+    def note(slices: Slices, count: int) -> list[int] | None:
+        tried.append(count)
+        return balanced_cuts(slices, count)
+
+    monkeypatch.setattr(partition_balanced, "balanced_cuts", note)
+    with pytest.raises(DoesNotFit):
+        PartitionBalanced().plan(draft)
+    assert len(tried) < len(draft.blocks)
 
 
 def test_needs_are_those_of_the_built_stages() -> None:
