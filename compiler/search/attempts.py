@@ -122,6 +122,11 @@ class Attempts:
         ahead_s = 0.0 if self.best is None else self.longest_s
         return self.work.seconds + ahead_s > self.until_s
 
+    @property
+    def is_over(self) -> bool:
+        """Whether time is up, and something fits."""
+        return self.best is not None and self.is_late
+
     def is_owed(self, candidate: Candidate) -> bool:
         """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
         mapping."""
@@ -188,7 +193,7 @@ class Attempts:
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.excess_bytes > 0 and not candidate.uses_ssd:
             return Trial(candidate, count, reason=self.too_large_without_ssds())
-        if self.best is not None and self.is_late and not self.is_owed(candidate):
+        if self.is_over and not self.is_owed(candidate):
             return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
         enough = self.enough
         if enough is not None:

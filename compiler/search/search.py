@@ -138,6 +138,9 @@ class Sweep(Attempts):
             count = next((n for n in sorted({*self.usual, *self.last_resort}) if n % teams == 0), None)
             if count is None:
                 continue
+            if self.is_over:
+                self.trials.append(Trial(base.on(mesh), count, reason=Skipped.OUT_OF_TIME))
+                continue
             lane = self.compiler(count).lane(base)
             experts = mesh.shards == 1 or not has_experts(lane.graph)  # parts of weights are not spread once more
             for found in context_candidates(base, lane, team, experts):
@@ -149,6 +152,9 @@ class Sweep(Attempts):
                     tiled = found.with_graph_passes(*found.graph_passes, TILES).on(mesh)
                     candidates += [tiled] if tiled.is_shared else [tiled, tiled.leaving()]
                 for candidate in candidates:
+                    if self.is_over:  # dividing a model's layers takes as long as a plan
+                        self.trials.append(Trial(candidate, count, reason=Skipped.OUT_OF_TIME))
+                        continue
                     self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
 
     def sweep_until_one_fits(self) -> None:

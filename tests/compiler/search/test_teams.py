@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.search.teams import LONG_TOKENS, team_meshes
 from penstock.passes.decisions import TokenSplit
+from penstock.passes.rewrite.split_context import SplitContext
 from penstock.passes.sharding.mesh import Mesh
 from penstock.tests.graph.divide.mixtures import Mixture
 from penstock.tests.graph.divide.sequences import WIDTH, WORDS, Layer
@@ -28,8 +29,8 @@ class Long(nn.Module):
         return {"loss": F.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())}
 
 
-def plan_for(tokens: int) -> Any:
-    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "search_s": 20.0}
+def plan_for(tokens: int, **more: Any) -> Any:
+    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "search_s": 20.0, **more}
     batch = {"ids": torch.zeros(1, tokens, dtype=torch.int64)}
     return penstock.compile(Long(), penstock.Hardware.cpu(num_devices=2), example_inputs=batch, **options).plan
 
@@ -43,6 +44,14 @@ def test_one_long_row_is_shared_by_all_devices() -> None:
     alone = min(rival.step_s for rival in others if rival.step_s is not None)
     assert plan.predicted is not None and plan.predicted.step_s < 0.7 * alone
     assert plan.predicted.bound_s <= plan.predicted.step_s
+
+
+def test_no_row_is_divided_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To divide the layers of a model takes as long as a plan."""
+    monkeypatch.setattr(SplitContext, "plan", lambda *_: pytest.fail("a graph is divided"))
+    plan = plan_for(LONG_TOKENS, search_s=0.0, check=False)
+    assert plan.predicted is not None
+    assert "not tried: out of time" in {rival.reason for rival in plan.rivals}
 
 
 @pytest.mark.slow
