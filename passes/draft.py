@@ -115,6 +115,7 @@ class Draft:
     mesh: Lanes = field(default_factory=lambda: Lanes(lanes=[]))  # no lanes: one lane of all devices
     lane_part: Hardware | None = None  # the part of the machine that one lane has; None: all of it
     sharding: Sharding | None = None
+    resident: frozenset[str] = frozenset()  # stages that stay whole on devices whose other stages are fetched
     ssd: OnSsd = field(default_factory=OnSsd)
     promised: frozenset[str] = frozenset()  # what the pipeline's passes give, also those that come later
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed

@@ -54,10 +54,11 @@ def compile_job(
 
 
 def swapping_job(
-    setup: Setup, model: nn.Module, batch: Mapping[str, Tensor], roomy: bool = False, **options: Any
-) -> penstock.Job:
+    setup: Setup, model: nn.Module, batch: Mapping[str, Tensor], roomy: bool = False, resident_too: bool = False,
+    **options: Any,
+) -> penstock.Job:  # fmt: skip
     """Compile a job for a device so small that stages are fetched: the smallest of `FRACTIONS` that works, or with
-    `roomy` the largest."""
+    `roomy` the largest. `resident_too`: some stages stay."""
     resident = compile_job(setup, model, batch, **options)
     peak_bytes = max(resident.plan.predicted.peak_bytes[device.name] for device in resident.hardware.devices)
     misses = []
@@ -67,7 +68,7 @@ def swapping_job(
         except DoesNotFit as error:
             misses.append(str(error))
             continue
-        if job.plan.decisions.fetch:
+        if job.plan.decisions.fetch and (job.plan.decisions.resident or not resident_too):
             return job
     raise DoesNotFit(f"no fraction of {peak_bytes} bytes lets this model swap: {misses[-1]}")
 

@@ -217,8 +217,8 @@ class Attempts:
                 if self.wishes.require is not None:
                     self.wishes.require(compiled.draft.programs)
                 fetched, again = (compiled.decisions.get(name, ()) for name in ("fetch", "rematerialise"))
-                swapped, keeps_all = len(fetched) == len(compiled.draft.stages), not fetched and not again
-                found = Trial(candidate, count, compiled.step_s, None, swapped, keeps_all, placed.cut)
+                tiers = bool(fetched), len(fetched) == len(compiled.draft.stages), not fetched and not again
+                found = Trial(candidate, count, compiled.step_s, None, *tiers, placed.cut)
                 self.keep(compiled)
             self.seen[key] = found
         except (DoesNotFit, PassError, PlanError) as error:

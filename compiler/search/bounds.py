@@ -48,18 +48,18 @@ class Bound:
 
 def lower_bound(
     draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False, synchronous: bool = True,
-    staying: bool = True,
+    staying: bool = True, resident: bool = False,
 ) -> Bound:  # fmt: skip
     """The bound for stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what
     SSDs hold ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
     come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it.
-    `staying`: what is trained of mostly frozen stages stays on the device."""
+    `staying`: what is trained of mostly frozen stages stays on the device; `resident`: any stages may."""
     specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
     loads = _compute(draft, specs, split, synchronous)
     lanes = draft.mesh.lanes
     alike = not lanes or are_alike(draft.machine, lanes)  # else other lanes may have other parts than the first
     if alike and not draft.copies:  # whose devices send some of the messages each
-        loads += _traffic(draft, specs, swap, tier)
+        loads += _traffic(draft, specs, swap, tier, resident)
     loads += [*_network_bounds(draft, specs), *_ring_bounds(draft, specs), *_team_bounds(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
@@ -95,10 +95,14 @@ def _have_backward(specs: Sequence[StageSpec]) -> list[bool]:
     return [bool(s.trained_params or any(v.requires_grad and v.name in made for v in s.inputs)) for s in specs]
 
 
-def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
+def _traffic(
+    draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None, resident: bool
+) -> list[Bound]:
     hardware, shards = draft.lane_hardware, draft.mesh.shards
     moved: dict[str, float] = defaultdict(float)  # link -> bytes
     swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host -> stages in its DRAM
+    updated: dict[int, float] = defaultdict(float)  # host -> parameters
+    room: dict[int, int] = defaultdict(int)  # host -> bytes that resident stages may take on its devices
 
     def move(source: str, target: str, amount: float) -> None:
         for link in hardware.path(source, target) if amount else ():
@@ -107,34 +111,51 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
     for d, device in enumerate(hardware.devices):
         mine = [spec for spec, at in zip(specs, draft.devices) if at == d]
         if mine and (swap or _lasting_bytes(draft, mine) > device.budget_bytes):
-            again = [spec.weight_bytes for spec in mine if spec.rematerialisable and not swap]
-            twice = sum(again) - max(again, default=0)
-            move(f"dram{device.host}", device.name, (sum(spec.weight_bytes for spec in mine) + twice) / shards)
-            updated = [spec for spec in mine if not spec.staying]
-            move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in updated) / shards)
+            own_room = device.budget_bytes if resident else 0
+            taken = [_lasting_bytes(draft, [spec]) for spec in mine]
+            again = [spec.weight_bytes if spec.rematerialisable and not swap else 0 for spec in mine]
+            weights = [spec.weight_bytes + twice for spec, twice in zip(mine, again)]
+            down = _least_sum(weights, taken, own_room) - max(again)
+            grads = [0 if spec.staying else spec.grad_bytes for spec in mine]
+            move(f"dram{device.host}", device.name, max(0.0, down) / shards)
+            move(device.name, f"dram{device.host}", _least_sum(grads, taken, own_room) / shards)
+            params = [0 if spec.staying else spec.trained_params for spec in mine]
+            updated[device.host] += _least_sum(params, taken, own_room) / shards
+            room[device.host] += own_room
             swapped[device.host] += mine
     for value_bytes, source, target in _messages(specs, draft.devices):
         move(hardware.devices[source].name, hardware.devices[target].name, value_bytes * draft.options.micro_batches)
     rates = {name: link.bandwidth for name, link in hardware.links().items()}
     found = [Bound(amount / rates[link], link) for link, amount in moved.items()]
     for host, own in swapped.items():
-        count = sum(spec.trained_params for spec in own if not spec.staying) / shards
-        found.append(Bound(count / hardware.hosts[host].optimizer_params_per_s, f"optimizer of host {host}"))
+        rate = hardware.hosts[host].optimizer_params_per_s
+        found.append(Bound(updated[host] / rate, f"optimizer of host {host}"))
         if tier is not None and hardware.hosts[host].ssds:
-            found.append(_disks(draft, own, host, tier))
+            found.append(_disks(draft, own, host, tier, room[host]))
     return found
 
 
-def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
-    """The bound of a host's SSDs, whose reads and writes take turns."""
+def _least_sum(amounts: Sequence[float], taken: Sequence[int], room_bytes: int) -> float:
+    """The least sum of the stages' amounts but for those of stages that stay within the room: of each stage some share
+    may, those with the largest amount for a byte first."""
+    left, total = float(room_bytes), 0.0
+    for amount, num_bytes in sorted(zip(amounts, taken), key=lambda each: -each[0] / max(1, each[1])):
+        share = min(1.0, left / num_bytes) if num_bytes else 1.0
+        left -= share * num_bytes
+        total += (1 - share) * amount
+    return total
+
+
+def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str, room_bytes: int) -> Bound:
+    """The bound of a host's SSDs, whose reads and writes take turns; `room_bytes` of the stages stay on devices."""
     lasts = [draft.options.lasting(spec.weight_bytes, () if spec.staying else spec.params) for spec in specs]
     kept = [spec for spec in specs if spec.staying or not spec.trained_params]
     frozen = sum(spec.weight_bytes for spec in kept) // draft.mesh.shards
     whole = sum(map(sum, lasts)) // draft.mesh.shards
     states = whole - sum(spec.weight_bytes for spec in specs) // draft.mesh.shards
-    beyond = max(0, whole - draft.lane_hardware.dram_budget_bytes(host))
-    stored = {"auto": beyond, "states": states, "all": whole}[tier]
-    written = states if tier == "states" else max(0, stored - frozen)
+    beyond = whole - draft.lane_hardware.dram_budget_bytes(host)
+    stored = max(0, {"auto": beyond, "states": states, "all": whole}[tier] - room_bytes)
+    written = stored if tier == "states" else max(0, stored - frozen)
     return Bound(_disk_seconds(draft.lane_hardware, [host], stored, written), f"ssd{host}")
 
 

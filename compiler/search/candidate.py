@@ -14,6 +14,7 @@ from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
+from ...passes.memory.keep_stages import KeepStages
 from ...passes.optimizer.insert_optimizer import InsertOptimizer
 from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.partition import Partition
@@ -86,6 +87,11 @@ class Candidate:
         return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
 
     @property
+    def keeps_stages(self) -> bool:
+        """Whether some stages may stay on a device that fetches others."""
+        return self.find(KeepStages) is not None
+
+    @property
     def tiering(self) -> Tiering:
         """The options of its passes after the schedule, for stages that no other lane shares."""
         fetch = self.find(InsertFetch)
@@ -94,6 +100,7 @@ class Candidate:
             reservoir=self.uses_ssd,
             overlap=self.find(OverlapOptimizer) is not None,
             swap=fetch is not None and fetch.swap,
+            resident=self.keeps_stages,
         )
 
     def with_(self, *passes: Pass) -> Candidate:
@@ -200,21 +207,24 @@ class Tiering:
     """The passes after the schedule for stages that no other lane shares. `activations`: each class of them is kept,
     moved or computed again; `reservoir`: SSDs hold what DRAM cannot; `overlap`: stages may be stepped before the
     norm of all gradients is known, as they always may with a reservoir; `swap`: weights come from DRAM though they
-    could stay."""
+    could stay; `resident`: some stages stay where not all of them can."""
 
     activations: bool = False
     reservoir: bool = False
     overlap: bool = False
     swap: bool = False
+    resident: bool = False
 
     @property
     def passes(self) -> tuple[Pass, ...]:
+        tier = "auto" if self.reservoir else "none"
+        kept = (KeepStages(tier=tier),) if self.resident else ()
         saved: Pass = InsertRemat(swap=self.swap)
         if self.activations:
-            saved = ChooseActivations(swap=self.swap, tier="auto" if self.reservoir else "none")
+            saved = ChooseActivations(swap=self.swap, tier=tier)
         ssd = (InsertSsd(),) if self.reservoir else ()
         update: Pass = OverlapOptimizer() if self.reservoir or self.overlap else InsertOptimizer()
-        return saved, InsertFetch(swap=self.swap), *ssd, update
+        return *kept, saved, InsertFetch(swap=self.swap), *ssd, update
 
 
 def inputs_may_leave(kind: type[Partition]) -> bool:
@@ -234,4 +244,5 @@ PLAIN = Candidate(
     (*PLAIN_GRAPH, Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes)
 )
 LEAVING = PLAIN.with_tiering(activations=True)
+KEEPING = PLAIN.with_tiering(activations=True, resident=True)
 RESERVOIR = PLAIN.with_tiering(activations=True, reservoir=True)

@@ -114,7 +114,10 @@ class PlacedCandidate:
         """A lower bound of the simulated step."""
         swap = any(p.swap for p in self.todo if isinstance(p, InsertRemat | ChooseActivations | InsertFetch))
         split = any(p.splits_backward for p in self.todo if isinstance(p, Schedule))
-        return lower_bound(self.draft, swap, self.tier, split, self.candidate.is_synchronous, self.candidate.marks)
+        candidate = self.candidate
+        return lower_bound(
+            self.draft, swap, self.tier, split, candidate.is_synchronous, candidate.marks, candidate.keeps_stages
+        )
 
     @property
     def tier(self) -> str | None:
@@ -178,7 +181,7 @@ class CandidateCompiler:
         todo = passes[len(shared) + len(mapped) :]
         placed = PlacedCandidate(candidate, draft, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
         if placed.tier is None:
-            check_lasting(draft, candidate.marks)
+            check_lasting(draft, candidate.marks, candidate.keeps_stages)
         return placed
 
     def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:

@@ -40,14 +40,16 @@ def _budget_bytes(hardware: Hardware, memory: str) -> int:
     return hardware.dram_budget_bytes(host) if tier_of(memory) == ops.DRAM else hardware.ssd_budget_bytes(host)
 
 
-def check_lasting(draft: Draft, staying: bool = True) -> None:
+def check_lasting(draft: Draft, staying: bool = True, resident: bool = False) -> None:
     """Raise `DoesNotFit` where what stages keep across steps exceeds their hosts' DRAM, before any program exists.
 
     It is a lower bound for plans without SSDs whose stages have one device each (of shared stages, a device counts its
-    part): a device whose stages do not fit together has all of them in DRAM, but what is `staying` of them.
+    part): a device whose stages do not fit together has all of them in DRAM, but what is `staying` of them, and what
+    the device has room for, where some may be `resident`.
     """
     hardware = draft.lane_hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    room: dict[int, int] = defaultdict(int)
     specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
     for index, device in enumerate(hardware.devices):
         whole = [spec for spec, at in zip(specs, draft.devices) if at == index]
@@ -55,11 +57,12 @@ def check_lasting(draft: Draft, staying: bool = True) -> None:
         lasts = [draft.options.lasting(spec.weight_bytes, () if spec.staying else spec.params) for spec in own]
         stays_bytes = sum(spec.staying_bytes + draft.options.optimizer_bytes(spec.staying) for spec in own)
         if sum(map(sum, lasts)) + stays_bytes + sum(spec.grad_bytes for spec in own) > device.budget_bytes:
+            room[device.host] += device.budget_bytes if resident else 0
             for lasting in lasts:
                 for what, num_bytes in lasting._asdict().items():
                     parts[device.host][what] += num_bytes
     for host, held in parts.items():
-        missing = sum(held.values()) - hardware.dram_budget_bytes(host)
+        missing = sum(held.values()) - hardware.dram_budget_bytes(host) - room[host]
         if missing > 0:
             need = MemoryNeed(f"dram{host}", dict(held))
             text = _host_text(draft, need, hardware.dram_budget_bytes(host))

@@ -91,6 +91,14 @@ def quick_strategies(base: Candidate, num_devices: int) -> list[Candidate]:
     return [c for c in named if not c.is_slow and (c.uses_ssd or not base.uses_ssd)]
 
 
+def some_resident(position: Position) -> Iterator[Candidate]:
+    """The fastest candidate with stages that stay on devices which cannot hold all of theirs."""
+    for row in position.leaders[:1]:
+        if row.swapped and row.candidate.fetches and not row.candidate.is_shared:
+            yield row.candidate.with_tiering(resident=True, activations=True)
+            yield row.candidate.with_tiering(resident=True, activations=False)
+
+
 @dataclass(frozen=True)
 class Move:
     """A neighbourhood: its name, whether it applies, and the candidates that it proposes. These may depend on what has
@@ -252,6 +260,7 @@ MOVES = (
     Move("strategies for unlike blocks", has_unlike_blocks, lambda p: p.named),
     Move("mappings", always, other_mappings),
     Move("tiers", always, tiers_of_the_first),
+    Move("resident stages", always, some_resident),
     Move("variants of graph passes", always, graph_variants),
     Move("lanes", lambda p: p.base.mesh is None and p.attempts.hardware.num_devices > 1, lanes),
     Move("copied stages", always, lambda p: candidates_with_copies(p.lane, p.base)),

@@ -6,9 +6,10 @@ If the winner is faster with another number, that one is swept as well. `attempt
 
 Where scouts lack DRAM and there are SSDs, all candidates use SSDs; where they lack device memory and there are none,
 activations and inputs of stages go to DRAM. Where DRAM holds everything, the best is also tried with activations that
-move, and with an optimizer under the backward pass. Where devices fetch weights through one root complex, the best are
-tried with turns on it. Before candidates that seldom win, one thing of the best is exchanged at a time until nothing
-gains: what is computed again, tiles, chunks of logits, a stage more or fewer.
+move, and with an optimizer under the backward pass; where devices fetch stages, with some that stay. Where devices
+fetch weights through one root complex, the best are tried with turns on it. Before candidates that seldom win, one
+thing of the best is exchanged at a time until nothing gains: what is computed again, tiles, chunks of logits, a stage
+more or fewer.
 
 Where a layer alone is too large for every device, sequences are cut into tiles from the beginning, elsewhere where
 nothing else fits; where memory is short, the best is tried with tiles, too.
@@ -43,7 +44,7 @@ from ...passes.rewrite.tile_sequence import TileSequence
 from ...passes.table import PASSES
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
-from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
+from .candidate import KEEPING, LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import (
     divisors,
     lane_scouts,
@@ -261,7 +262,7 @@ class Sweep(Attempts):
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""
         if not self.has_ssds:
-            usual = [PLAIN, LEAVING]
+            usual = [PLAIN, LEAVING, *([KEEPING] if self.wishes.lasting_bytes > self.dram_bytes else [])]
         else:
             usual = [RESERVOIR] if self.excess_bytes > 0 else [PLAIN, RESERVOIR]
         plain = self.with_parts([*usual, *(base.with_graph_passes(*base.graph_passes, AGAIN) for base in usual)])

@@ -46,6 +46,7 @@ class Trial:
     count: int  # of micro-batches
     step_s: float | None = None
     reason: Skipped | Pruned | SamePlan | PenstockError | None = None
+    swapped: bool = False  # some stage's weights come from DRAM
     all_swapped: bool = False  # no stage's weights stay on a device
     keeps_all: bool = False  # weights stay on their devices, and nothing is computed again
     cut: str = ""  # equal for the same stages

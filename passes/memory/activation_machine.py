@@ -31,7 +31,7 @@ SSD_SHARE = 0.9  # the share of the disks that is used; the rest is for what an 
 @dataclass(frozen=True)
 class Tiers:
     """The shares of the swapped weights and of their optimizer states on SSD, and the room that these leave there and
-    in DRAM for the activations of one device."""
+    in DRAM for the activations of one device; below 0, DRAM lacks these bytes."""
 
     weights: float
     states: float
@@ -41,7 +41,8 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Machine:
-    """One device with its stages. `counts`: micro-batches of each stage; `tiers`: if weights are swapped."""
+    """One device with its stages. `counts`: micro-batches of each stage; `tiers`: if weights are swapped; `resident`:
+    the stages that stay even then."""
 
     interface: Interface
     device: Device
@@ -54,13 +55,20 @@ class Machine:
     has_ssd: bool
     updates_per_s: float  # parameters per second that the CPU updates
     update_s: float  # seconds to update all stages on the device, if their states are there
+    resident_s: float  # and those of the resident stages
     tiers: Tiers
     free: Tiers  # the same where all weights stay
     messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward
+    resident: frozenset[str] = frozenset()
 
     @property
     def budget_bytes(self) -> int:
         return self.device.budget_bytes
+
+    @property
+    def moving(self) -> list[StageSpec]:
+        """The stages whose weights come from DRAM, if any do."""
+        return [spec for spec in self.specs if spec.name not in self.resident]
 
     def look(self, program: Program) -> Hashable:
         """A key that is equal for devices that can take each other's decisions, stage by stage and class by class."""
@@ -69,7 +77,8 @@ class Machine:
             for spec in self.specs
         )
         shares = (self.rates, self.has_ssd, self.updates_per_s, self.update_s, self.tiers, self.free, self.messages)
-        return look(program, self.specs), self.budget_bytes, stages, shares
+        stays = tuple(spec.name in self.resident for spec in self.specs)
+        return look(program, self.specs), self.budget_bytes, stages, shares, stays
 
     def room(self, swapped: bool, device_bytes: float) -> Room:
         tiers = self.tiers if swapped else self.free
@@ -99,7 +108,7 @@ class Machine:
         wherever two may be there; negative where it lacks some. Rewrites the program if `swapped`."""
         if not swapped:
             return self.resident_room_bytes(program)
-        names = [spec.name for spec in self.specs]
+        names = [spec.name for spec in self.moving]
         order, specs = phases(program), program.interface.stages
         early = {i: len(specs[order[i].stage].moving) for i in fetched_phases(order, names) if i > 0}
         two_stages = arena_bytes(order, specs, names, Fetches(early))
@@ -136,10 +145,10 @@ class Machine:
         if not swapped:
             forward = Half(forward_s, h2d_bytes=received, d2h_bytes=sent)
             return forward, Half(backward_s + self.update_s, h2d_bytes=received_back, d2h_bytes=sent_back)
-        weights = sum(spec.weight_bytes for spec in self.specs)
+        weights = sum(spec.weight_bytes for spec in self.moving)
         # The weights of the last stage, and of those that keep everything, stay for their backward.
-        twice = sum(spec.weight_bytes for spec in self.specs[:-1] if spec.name in again)
-        updated = [spec for spec in self.specs if spec.name in self.trained and not spec.staying]
+        twice = sum(spec.weight_bytes for spec in self.moving[:-1] if spec.name in again)
+        updated = [spec for spec in self.moving if spec.name in self.trained and not spec.staying]
         states = sum(self.interface.states_bytes(spec) for spec in updated)
         grads = sum(spec.grad_bytes for spec in updated)
         trained = sum(spec.trained_params for spec in updated)
@@ -150,7 +159,7 @@ class Machine:
         )  # where weights are masters they are read with them
         forward = Half(forward_s, h2d_bytes=weights + received, d2h_bytes=sent, read_bytes=on_ssd * weights)
         backward = Half(
-            backward_s,
+            backward_s + self.resident_s,
             cpu_s=trained / self.updates_per_s,
             h2d_bytes=twice + received_back,
             d2h_bytes=grads + sent_back,
@@ -166,6 +175,7 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
     owner = hardware.devices[program.device]
     neighbours = [p.device for p in draft.programs if hardware.devices[p.device].host == owner.host]
     specs = tuple(stage.spec for stage in draft.stages_on(program.device))
+    resident = [spec for spec in specs if spec.name in draft.resident]
     nodes = list(program.ops())
     counts = Counter(str(n.args[0]) for n in nodes if n.target is ops.forward)
     return Machine(
@@ -180,9 +190,11 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
         has_ssd=bool(hardware.hosts[owner.host].ssds),
         updates_per_s=hardware.hosts[owner.host].optimizer_params_per_s / len(neighbours),
         update_s=_update_s(hardware, owner, program.interface, specs, draft.options.precision),
+        resident_s=_update_s(hardware, owner, program.interface, resident, draft.options.precision),
         tiers=_tiers(draft, program.interface, owner.host, neighbours, tier),
         free=_tiers(draft, program.interface, owner.host, neighbours, ""),
         messages=_messages(nodes),
+        resident=draft.resident,
     )
 
 
@@ -225,7 +237,8 @@ def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int],
     """DRAM goes to weights first, then to states, then to activations; buffers of whole stages are there only where
     some are on SSD. `tier`: as insert-ssd will get it; "" where all weights and states stay on their devices."""
     homes = zip(draft.stages, draft.devices)
-    specs = [stage.spec for stage, home in homes if tier and home in neighbours]
+    moving = [(stage.spec, home) for stage, home in homes if stage.spec.name not in draft.resident]
+    specs = [spec for spec, home in moving if tier and home in neighbours]
     weights = sum(spec.weight_bytes for spec in specs)
     states = sum(interface.states_bytes(spec) for spec in specs if not spec.staying)
     hardware = draft.lane_hardware
@@ -245,7 +258,7 @@ def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int],
         states_share = weights_share = 0.0
     left = dram - (1 - weights_share) * weights - (1 - states_share) * states
     disks -= weights_share * weights + states_share * states
-    return Tiers(weights_share, states_share, max(0.0, left) / len(neighbours), max(0.0, disks) / len(neighbours))
+    return Tiers(weights_share, states_share, left / len(neighbours), max(0.0, disks) / len(neighbours))
 
 
 def _messages(nodes: Iterable[fx.Node]) -> tuple[int, int, int, int]:

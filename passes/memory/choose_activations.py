@@ -151,7 +151,8 @@ class ChooseActivations(Pass):
     def usual(self, program: Program, machine: Machine) -> list[str]:
         """The stages that `insert-remat` would rematerialise."""
         again_s = {spec.name: machine.seconds(spec).rematerialise_s for spec in machine.specs}
-        return stages_to_rematerialise(program, list(machine.specs), again_s, machine.budget_bytes, self.swap)
+        specs, resident = list(machine.specs), machine.resident
+        return stages_to_rematerialise(program, specs, again_s, machine.budget_bytes, self.swap, resident)
 
     def curve(
         self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[MemoryName, ...]
@@ -168,16 +169,26 @@ class ChooseActivations(Pass):
         inputs = input_bytes(trial, {name: away for name in names})
         move_activations(trial, {name: away for name in names}, Ahead())
         swapped = machine.must_swap(trial)
-        forward, backward = machine.halves(names, swapped)
-        items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
-        room = machine.room(swapped, machine.room_bytes(trial, swapped))
-        if ops.SSD in memories:  # what goes to SSD passes through DRAM
-            turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
-            room = replace(room, passing_bytes=PASSING_TURNS * max(turns, default=0))
-        problem = ActivationProblem(
-            forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped
-        )
+        problem = problem_of(machine, names, memories, inputs, machine.room_bytes(trial, swapped), swapped)
         return problem, sweep(problem)
+
+
+def problem_of(
+    machine: Machine,
+    names: Sequence[str],
+    memories: tuple[MemoryName, ...],
+    inputs: Mapping[str, int],
+    device_bytes: float,
+    swapped: bool,
+) -> ActivationProblem:
+    """The model of the step in which these stages are rematerialised, and activations may take `device_bytes`."""
+    forward, backward = machine.halves(names, swapped)
+    items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
+    room = machine.room(swapped, device_bytes)
+    if ops.SSD in memories:  # what goes to SSD passes through DRAM
+        turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
+        room = replace(room, passing_bytes=PASSING_TURNS * max(turns, default=0))
+    return ActivationProblem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
 
 
 def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations]) -> dict[str, Activations]:

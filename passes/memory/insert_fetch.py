@@ -72,8 +72,10 @@ class InsertFetch(Pass):
         for program in draft.programs:
             budget = draft.lane_hardware.devices[program.device].budget_bytes
             specs = [s.spec for s in draft.stages_on(program.device)]
-            found = once(known, (look(program, specs), budget), lambda: self.on_one(program, specs, budget))  # noqa: B023
-            decision.update({spec.name: kinds for spec, kinds in zip(specs, found)})
+            moving = [spec.name for spec in specs if spec.name not in draft.resident]
+            key = look(program, specs), budget, tuple(spec.name in moving for spec in specs)
+            found = once(known, key, lambda: self.on_one(program, moving, budget))  # noqa: B023
+            decision.update(zip(moving, found))
         names = [stage.spec.name for stage in draft.stages]
         one_ahead = {name: decision[name] for name in names if name in decision}
         many = max(Counter(draft.devices).values(), default=0) > MANY_STAGES
@@ -83,19 +85,20 @@ class InsertFetch(Pass):
         queued_s = _step_s(draft, queued)
         return queued if math.isfinite(queued_s) and queued_s < _step_s(draft, one_ahead) else one_ahead
 
-    def on_one(self, program: Program, specs: Sequence[StageSpec], budget_bytes: int) -> list[dict[str, int]]:
-        """Early fetches of each of a device's stages; none where all of them stay."""
+    def on_one(self, program: Program, moving: Sequence[str], budget_bytes: int) -> list[dict[str, int]]:
+        """Early fetches of each of a device's stages that move; none where all of them stay."""
         if not self.swap and resident_bytes(program) <= budget_bytes:
             return []
-        names = [spec.name for spec in specs]
-        early = look_ahead(program, names, budget_bytes) if self.prefetch else {}
-        return [early.get(name, {}) for name in names]
+        early = look_ahead(program, moving, budget_bytes) if self.prefetch else {}
+        return [early.get(name, {}) for name in moving]
 
     def rewrite(self, draft: Draft, decision: Early) -> None:
         known = {stage.spec.name: stage.spec for stage in draft.stages}
         for stage, kinds in decision.items():
             if stage not in known:
                 raise PassError(f"fetch names {stage!r}; the stages are {', '.join(known)}")
+            if stage in draft.resident:
+                raise PassError(f"fetch names {stage}, which is resident; leave it out of one of the two")
             if set(kinds) - {*KINDS, *(kind + AHEAD for kind in KINDS)}:
                 raise PassError(
                     f"fetch of {stage} names the phases {list(kinds)}; there are forward and backward, and how early "
@@ -230,19 +233,20 @@ def _step_s(draft: Draft, early: Early) -> float:
 
 
 def profile_swap(program: Program, early: Early) -> MemoryProfile:
-    """Memory of a copy with these fetches, whose gradients leave after their last backward. Of stages with parameters
-    that stay, gradients stay too, and states are counted, and what their updates take while they run."""
+    """Memory of a copy with these fetches, whose gradients leave after their last backward. Of resident stages, and of
+    parameters that stay, gradients stay too, and states are counted, and what their updates take while they run."""
     return swap(program.copy(), early)
 
 
 def swap(program: Program, early: Early) -> MemoryProfile:
     """As `profile_swap`, of the program itself, which is changed."""
     results, specs = program.results(), program.interface.stages
-    staying = [node for node in results.pop("grads", []) if specs[str(node.meta["type"].stage)].staying]
+    updated = {str(node.meta["type"].stage): node for node in results.pop("grads", [])}
+    stay = [specs[stage] for stage in {**early, **updated} if stage not in early or specs[stage].staying]
+    staying = [updated[spec.name] for spec in stay if spec.name in updated]
     program.returns({**results, "grads": staying} if staying else results)
     fetch_weights(program, early)
     profile = profile_memory(program)
-    stay = [specs[stage] for stage in early if specs[stage].staying]
     interface = program.interface
     profile.peak_bytes[ops.DEVICE] += sum(map(interface.optimizer_bytes, stay))
     updates = (interface.update_bytes(s, ops.DEVICE, True) + interface.temporary_bytes(s, ops.DEVICE) for s in stay)

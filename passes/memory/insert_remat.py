@@ -11,7 +11,7 @@ that a member sends.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -77,10 +77,11 @@ class InsertRemat(Pass):
                 again_s: dict[str, float] = again_s,
                 budget_bytes: int = device.budget_bytes,
             ) -> list[int]:
-                names = stages_to_rematerialise(program, specs, again_s, budget_bytes, self.swap)
+                names = stages_to_rematerialise(program, specs, again_s, budget_bytes, self.swap, draft.resident)
                 return [i for i, spec in enumerate(specs) if spec.name in names]
 
-            key = (look(program, specs), tuple(again_s.values()), device.budget_bytes)
+            stays = tuple(spec.name in draft.resident for spec in specs)
+            key = (look(program, specs), tuple(again_s.values()), device.budget_bytes, stays)
             chosen += [specs[i].name for i in once(known, key, on_one)]
         return [s.spec.name for s in draft.stages if s.spec.name in chosen]
 
@@ -96,23 +97,29 @@ class InsertRemat(Pass):
 
 
 def stages_to_rematerialise(
-    program: Program, specs: list[StageSpec], again_s: dict[str, float], budget_bytes: int, swap: bool = False
+    program: Program,
+    specs: list[StageSpec],
+    again_s: dict[str, float],
+    budget_bytes: int,
+    swap: bool = False,
+    resident: Collection[str] = (),
 ) -> list[str]:
     """The stages that let the resident program fit if they run again, in the least seconds; where there are none, those
     that swapping needs. `again_s`: seconds of each stage's rematerialisation. With `swap`, the same for weights that
-    come from DRAM and stay from forward to backward."""
+    come from DRAM and stay from forward to backward. `resident`: the stages that stay though others do not."""
     states = sum(program.interface.optimizer_bytes(s) for s in specs)
     # All of this is there at the end of the step.
     lasting = sum(s.weight_bytes + s.staying_bytes + s.grad_bytes for s in specs) + states
     if lasting > budget_bytes and not swap:
-        return _for_swapping(program, specs, budget_bytes)
+        return _for_swapping(program, specs, budget_bytes, resident)
     able = [spec for spec in specs if spec.rematerialisable]
     limit_bytes = budget_bytes - (0 if swap else states)
 
     def with_again(names: Sequence[str]) -> tuple[Program, MemoryProfile]:
         tried = program.copy()
         rematerialise(tried, set(names))
-        return tried, swapped(tried, {s.name: {} for s in specs}) if swap else profile_memory(tried)
+        moving: Early = {s.name: {} for s in specs if s.name not in resident}
+        return tried, swapped(tried, moving) if swap else profile_memory(tried)
 
     def excess_bytes(names: Sequence[str]) -> int:
         return with_again(names)[1].peak_bytes[ops.DEVICE] - limit_bytes
@@ -121,7 +128,7 @@ def stages_to_rematerialise(
     if profile.peak_bytes[ops.DEVICE] <= limit_bytes:
         return []
     if not able:
-        return _for_swapping(program, specs, budget_bytes)
+        return _for_swapping(program, specs, budget_bytes, resident)
     moments = _moments(kept, profile, able)
     missing = [live_bytes - limit_bytes for live_bytes, _ in moments]
     seconds, frees = [again_s[spec.name] for spec in able], [frees for _, frees in moments]
@@ -133,7 +140,7 @@ def stages_to_rematerialise(
     # More than saved tensors may be freed: of a stage that runs from CUDA graphs, all its slots but one.
     by_size = [spec.name for spec in sorted(able, key=lambda s: -s.kept_bytes)]
     if excess_bytes(by_size) > 0:
-        return _for_swapping(program, specs, budget_bytes)
+        return _for_swapping(program, specs, budget_bytes, resident)
     return by_size[: bisect.bisect_left(range(len(able)), True, lo=1, key=lambda n: excess_bytes(by_size[:n]) <= 0)]
 
 
@@ -159,7 +166,9 @@ def _moments(program: Program, profile: MemoryProfile, specs: list[StageSpec]) -
     return [*found.values()]
 
 
-def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -> list[str]:
+def _for_swapping(
+    program: Program, specs: list[StageSpec], budget_bytes: int, resident: Collection[str]
+) -> list[str]:
     """Every stage but the device's last, whose weights need not leave between its forward and its backward; the last
     one as well where its saved tensors would not fit, or would take the room of early fetches."""
     able = [s.name for s in specs if s.rematerialisable]
@@ -170,7 +179,7 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -
     for names in (others, able):
         trial = program.copy()
         rematerialise(trial, set(names))
-        early[len(names)] = look_ahead(trial, [s.name for s in specs], budget_bytes)
+        early[len(names)] = look_ahead(trial, [s.name for s in specs if s.name not in resident], budget_bytes)
         if names is others and profile_swap(trial, early[len(names)]).peak_bytes[ops.DEVICE] > budget_bytes:
             return able
     return others if _count(early[len(others)]) >= _count(early[len(able)]) else able

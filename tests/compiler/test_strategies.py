@@ -11,6 +11,7 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.mapping.map_replicas import MapReplicas
+from penstock.passes.memory.keep_stages import KeepStages
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.passes.rewrite.split_context import SplitContext
@@ -69,7 +70,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     named = {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
     # The search adds these where memory is short, or steps are long.
     searched = {SplitVocabulary.name, SplitExperts.name, RecomputePointwise.name}
-    searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name}
+    searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name, KeepStages.name}
     assert set(PASSES) == named | searched and not named & searched
 
 
