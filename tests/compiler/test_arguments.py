@@ -1,9 +1,10 @@
-"""Models that something else divides or compiles, and those without shapes, are refused before they are captured."""
+"""Models that something else divides or compiles, and wrong arguments, are refused before anything is captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +62,22 @@ def test_a_model_in_another_form_is_refused(kind: str) -> None:
     make, words = MODELS[kind]
     with pytest.raises(PlanError, match=words):
         penstock.compile(make(), "laptop-16gb", example_inputs=torch.zeros(4, 6), loss_fn=lambda out, _: out.mean())
+
+
+def loss_of(out: torch.Tensor, _: object) -> torch.Tensor:
+    return out.mean()
+
+
+@pytest.mark.parametrize("search_s", [-1, float("nan"), "3", None, True])
+def test_work_that_is_no_number_of_seconds_is_refused(search_s: Any) -> None:
+    message = rf"search_s={search_s!r}; it is seconds of work, 0 or more: 0 keeps the first plan that fits"
+    with pytest.raises(PlanError, match=message):
+        penstock.compile(net(), "laptop-16gb", example_inputs=torch.zeros(4, 6), loss_fn=loss_of, search_s=search_s)
+
+
+def test_no_work_keeps_the_first_plan_that_fits() -> None:
+    plan = penstock.compile(
+        net(), "laptop-16gb", example_inputs=torch.zeros(4, 6), loss_fn=loss_of, search_s=0, check=False
+    ).plan
+    assert plan.predicted is not None
+    assert any(rival.reason == "not tried: out of time" for rival in plan.rivals)
