@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from .estimate import Wires
 from .graph import BlockGraph
-from .memory import Footprints
+from .memory import Footprints, StageMemory
 
 PASSES = 4  # the most passes over all units of a level
 WORTH_WHILE = 1e-4  # the least gain of a move, as a share of a device's mean load
@@ -33,6 +33,7 @@ class Refinement:
         self.graph, self.memory, self.wires, self.swapped = graph, memory, wires, swapped
         self.members = [set(own) for own in members]
         self.device_of = list(device_of)
+        self.held: dict[int, StageMemory] = {}  # of stages with their members of now
         self.home = [0] * graph.num_blocks
         for stage, own in enumerate(self.members):
             for block in own:
@@ -118,7 +119,7 @@ class Refinement:
         changed = {source: self.members[source].difference(unit), stage: self.members[stage].union(unit)}
         for device in {self.device_of[source], self.device_of[stage]}:
             held = [
-                self.memory.stage(sorted(changed.get(s, self.members[s])))
+                self.memory.stage(sorted(changed[s])) if s in changed else self._memory_of(s)
                 for s, home in enumerate(self.device_of)
                 if home == device and changed.get(s, self.members[s])
             ]
@@ -126,11 +127,18 @@ class Refinement:
                 return False
         return True
 
+    def _memory_of(self, stage: int) -> StageMemory:
+        if stage not in self.held:
+            self.held[stage] = self.memory.stage(sorted(self.members[stage]))
+        return self.held[stage]
+
     def _place(self, unit: Sequence[int], stage: int) -> None:
         source = self.home[unit[0]]
         a, b = self.device_of[source], self.device_of[stage]
         self.members[source].difference_update(unit)
         self.members[stage].update(unit)
+        self.held.pop(source, None)
+        self.held.pop(stage, None)
         for block in unit:
             self.home[block] = stage
             self.busy_ns[a] -= self.graph.load_ns[a][block]
