@@ -26,11 +26,11 @@ from penstock.bench.peers.timing import alternate, whole_step
 HEAD = "drop-masks, chunk-loss, coarsen, partition-balanced{stages=%d}, map-round-robin, schedule-pipeline, "
 SSD = "choose-activations{tier=auto}, insert-fetch, insert-ssd, overlap-optimizer"
 DRAM = "insert-remat, insert-fetch, insert-optimizer"
-LINK = "400MB/s"
+LINKS = {"h2d": "100MB/s", "d2h": "100MB/s"}
 CASES: dict[str, dict[str, Any]] = {
-    "links, 3/4 of the state": {"layers": 12, "memory": "170MB", "dram": "2GB", "tail": DRAM, "h2d": LINK, "d2h": LINK},
-    "links, half of it": {"layers": 16, "memory": "150MB", "dram": "2GB", "tail": DRAM, "h2d": LINK, "d2h": LINK},
-    "SSD": {"layers": 16, "memory": "150MB", "dram": "110MB", "ssd": "2GB", "tail": SSD, "h2d": LINK, "d2h": LINK},
+    "12 layers": {"layers": 12, "memory": "130MB", "dram": "2GB", "tail": DRAM, **LINKS},
+    "16 layers": {"layers": 16, "memory": "130MB", "dram": "2GB", "tail": DRAM, **LINKS},
+    "16 layers, DRAM too small": {"layers": 16, "memory": "130MB", "dram": "190MB", "ssd": "2GB", "tail": SSD, **LINKS},
 }
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    batch = models.batch(vocabulary=1024)
+    batch = models.batch(size=4, length=64, vocabulary=1024)
     for case, wishes in CASES.items():
         measure(case, dict(wishes), batch, args.rounds)
 
@@ -68,7 +68,7 @@ def measure(case: str, wishes: dict[str, Any], batch: dict[str, Tensor], rounds:
         for name, keep in kept.items():
             disks = [stack.enter_context(tempfile.TemporaryDirectory())] if "ssd" in wishes else None
             job = penstock.compile(
-                models.gpt2(layers=layers, vocabulary=1024), machine, example_inputs=batch, micro_batches=4,
+                models.gpt2(layers=layers, vocabulary=1024), machine, example_inputs=batch, micro_batches=2,
                 optimizer=ADAMW, strategy=f"{head}{keep}{tail}", ssd_dirs=disks,
             )  # fmt: skip
             jobs[name] = stack.enter_context(job)
@@ -82,7 +82,7 @@ def measure(case: str, wishes: dict[str, Any], batch: dict[str, Tensor], rounds:
         rows.save(
             "resident",
             {
-                "case": case, "model": f"gpt2 {layers} x 256, vocabulary 1024, batch 8 x 128", **wishes,
+                "case": case, "model": f"gpt2 {layers} x 256, vocabulary 1024, batch 4 x 64", **wishes,
                 "resident_stages": len(jobs["resident"].plan.decisions.resident), "stages": layers + 2,
                 "steps": {name: rows.spread(took) for name, took in times_s.items()}, "predicted_s": predicted,
                 "predicted_ratio": predicted["resident"] / predicted["fetched"],

@@ -22,6 +22,7 @@ import networkx
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, StageSpec
+from ...ir.units import format_bytes, format_seconds
 from ..base import Pass
 from ..decisions import Decision
 from ..draft import Draft
@@ -110,7 +111,17 @@ class KeepStages(Pass):
 
         counts = {round(len(chosen) * i / COUNTS) for i in range(COUNTS + 1)}
         took = {count: step_s(count) for count in counts}
-        return sorted(chain(*chosen[: min(took, key=lambda count: (took[count], -count))]))
+        count = min(took, key=lambda count: (took[count], -count))
+        draft.notes[self.name] = (
+            f"{machine.device.name} has room for {format_bytes(room)} of stages beside those that it fetches; "
+            f"{format_bytes(taken[count])} stay, by the model {_takes(took[count])} a step, with none {_takes(took[0])}"
+            + (f", with all that fit {_takes(took[len(chosen)])}" if count < len(chosen) else "")
+        )
+        return sorted(chain(*chosen[:count]))
+
+
+def _takes(seconds: float) -> str:
+    return format_seconds(seconds) if math.isfinite(seconds) else "DRAM is too small"
 
 
 def _together(draft: Draft, specs: Sequence[StageSpec]) -> list[list[int]]:
