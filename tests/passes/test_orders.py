@@ -27,8 +27,9 @@ PIPELINES = {
     "vocabulary": f"split-vocabulary{{parts=2}}, coarsen, {TAIL}",
     "width": f"split-width, recompute-pointwise, coarsen, mesh{{team=2}}, {TAIL}",
     "ssd": (
-        "coarsen, partition-min-stage, map-sequential, schedule-1f1b, choose-activations{swap=true, tier=all}, "
-        "insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer, take-turns"
+        "coarsen, partition-min-stage, map-sequential, schedule-1f1b, keep-stages{tier=all}, "
+        "choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer, "
+        "take-turns"
     ),
     "shards": (
         "chunk-loss{tokens=4}, coarsen, mesh{shards=2}, partition-min-stage, map-round-robin, schedule-1f1b, "
