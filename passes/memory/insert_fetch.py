@@ -37,7 +37,6 @@ from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepen, estima
 # "backward_ahead" -> how many phases before, where that is not 1.
 Early = dict[str, dict[str, int]]
 KINDS = ("forward", "backward")
-MANY_STAGES = 100  # of a device: a queue is not looked for, as simulating with it and without takes as long as all else
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class InsertFetch(Pass):
             decision.update(zip(moving, found))
         names = [stage.spec.name for stage in draft.stages]
         one_ahead = {name: decision[name] for name in names if name in decision}
-        many = max(Counter(draft.devices).values(), default=0) > MANY_STAGES
-        queued = queue_of(draft, one_ahead) if self.queue and self.prefetch and not many else one_ahead
+        queued = queue_of(draft, one_ahead) if self.queue and self.prefetch else one_ahead
         if queued == one_ahead:
             return one_ahead
         queued_s = _step_s(draft, queued)

@@ -161,10 +161,10 @@ def test_fetched_weights_are_not_on_the_device_between() -> None:
 # --- the queue
 
 
-def with_large_head(memory: str, h2d: str = "200MB/s", classes: int = 2048) -> Draft:
+def with_large_head(memory: str, h2d: str = "200MB/s", classes: int = 2048, depth: int = 6) -> Draft:
     """Small blocks before a head that is many times as large as one of them."""
     draft = draft_of(
-        chain(depth=6, rows=32, classes=classes), Hardware.cpu(num_devices=1, memory=memory, h2d=h2d), micro_batches=1
+        chain(depth, rows=32, classes=classes), Hardware.cpu(num_devices=1, memory=memory, h2d=h2d), micro_batches=1
     )
     passes = [Coarsen(), PartitionMinStage(), MapRoundRobin(), SchedulePipeline()]
     apply(draft, *passes)
@@ -187,6 +187,12 @@ def test_a_large_head_hides_behind_several_small_stages(golden: Golden) -> None:
     apply(draft, InsertFetch(), decisions={"fetch": decision}, memory=True)
     assert fetched_before(draft.programs[0], head) == f"stage{int(head[5:]) - decision[head]['forward_ahead']}"
     golden(text_of(draft), "head-behind-small-stages")
+
+
+def test_no_number_of_stages_is_too_many_for_a_queue() -> None:
+    draft = with_large_head("1.5MB", depth=110)
+    assert len(draft.stages) > 100
+    assert InsertFetch(swap=True).plan(draft)[draft.stages[-1].spec.name]["forward_ahead"] > 2
 
 
 QUEUED = {("1.1MB", "50MB/s"), ("1.12MB", "1GB/s"), ("1.5MB", "50MB/s")}
