@@ -53,12 +53,11 @@ class GraphEdit:
         modes = self.at.meta["no_grad"], self.at.meta["autocast"]
         key = (GraphEdit.call, target, tuple(map(_look, values)), structure, modes)
         if key in self.graph.known:
-            shape, strides, requires_grad, options = self.graph.known[key]
-            return torch.empty_strided(shape, strides, **dict(options)).requires_grad_(requires_grad)
+            return self.graph.known[key].clone()
         result = run(*args, **kwargs)
         held = {t.untyped_storage()._cdata for t in values if isinstance(t, torch.Tensor)}
         if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in held:
-            self.graph.known[key] = _look(result)
+            self.graph.known[key] = result.detach().clone().requires_grad_(result.requires_grad)  # unwritten
         return result
 
     def put(

@@ -23,15 +23,20 @@ HEADS, WIDTH, MIDDLE = 4, 24, 40
 
 
 class Changed(nn.Module):
-    """Halves one value in place, or a view of it, before anything reads it."""
+    """Halves one value of two equal layers in place, or a view of it, before anything reads it."""
 
     def __init__(self, changed: str):
         super().__init__()
         self.changed = changed
         self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)  # rows are what members have added up
-        self.up, self.down, self.head = nn.Linear(WIDTH, MIDDLE), nn.Linear(MIDDLE, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(nn.ModuleDict(self.layer()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    @staticmethod
+    def layer() -> dict[str, nn.Module]:
+        linear: dict[str, nn.Module] = {name: nn.Linear(WIDTH, WIDTH) for name in "qkv"}
+        linear["out"] = nn.Linear(WIDTH, WIDTH, bias=False)  # rows are what members have added up
+        return linear | {"up": nn.Linear(WIDTH, MIDDLE), "down": nn.Linear(MIDDLE, WIDTH)}
 
     def halve(self, name: str, value: Tensor) -> Tensor:
         if name == self.changed:
@@ -44,11 +49,12 @@ class Changed(nn.Module):
         rows, tokens = ids.shape
         place = torch.arange(tokens)
         h = self.halve("lookup", self.embed(ids)) + self.places(place)
-        q, k, v = (f(h).view(rows, tokens, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         mask = (place <= place[:, None])[None, None]
-        seen = self.halve("attention", F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-        h = h + self.halve("rows", self.out(seen.transpose(1, 2).reshape(rows, tokens, WIDTH)))
-        h = h + self.down(torch.relu(self.halve("columns", self.up(h))))
+        for layer in self.layers:
+            q, k, v = (layer[name](h).view(rows, tokens, HEADS, -1).transpose(1, 2) for name in "qkv")
+            seen = self.halve("attention", F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+            h = h + self.halve("rows", layer["out"](seen.transpose(1, 2).reshape(rows, tokens, WIDTH)))
+            h = h + layer["down"](torch.relu(self.halve("columns", layer["up"](h))))
         logits = self.halve("logits", self.head(h))
         wanted = F.pad(labels, (0, 1), value=-100)[:, 1:]
         loss = self.halve("loss", F.cross_entropy(logits.flatten(0, 1), wanted.reshape(-1), reduction="sum"))
