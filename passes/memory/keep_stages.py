@@ -30,15 +30,15 @@ from ..equal_programs import once
 from ..optimizer.timing import tie_groups, updates_of
 from .activation_machine import Machine, machine_of
 from .activation_plan import best, sweep
-from .choose_activations import MEMORIES, ChooseActivations, problem_of
+from .choose_activations import ACTIVATION_TIERS, MEMORIES, ChooseActivations, problem_of
 
 COUNTS = 8  # numbers of resident stages that are compared
 
 
 @dataclass(frozen=True)
 class KeepStages(Pass):
-    """`share`: the share of the device memory beside activations' least that resident stages take, instead of the best
-    one. `tier`: as insert-ssd will get it; "none": no SSD."""
+    """`share`: the share of the device's memory beside the least for activations that resident stages take; by default
+    the best one. `tier`: the option of the insert-ssd that follows; "none": no SSD."""
 
     name: ClassVar[str] = "keep-stages"
     rank: ClassVar[int] = 59
@@ -51,10 +51,12 @@ class KeepStages(Pass):
 
     def __post_init__(self) -> None:
         if self.share > 1:
-            raise PassError(f"pass {self.name!r}: option share={self.share} is no part of a whole: 0 to 1")
+            raise PassError(f"pass {self.name!r}: option share={self.share}; allowed: 0 to 1, or less for the best one")
+        if self.tier not in ACTIVATION_TIERS:
+            raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(ACTIVATION_TIERS)}")
 
     def label(self, passes: Sequence[Pass]) -> Sequence[str]:
-        return ["some stages resident" if self.share < 0 else f"{self.share:.0%} of stages resident"]
+        return ["resident stages" if self.share < 0 else f"resident stages in {self.share:.0%} of the memory"]
 
     def plan(self, draft: Draft) -> list[str]:
         """Names of the resident stages; none on a device that holds all of its stages."""

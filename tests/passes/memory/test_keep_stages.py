@@ -112,6 +112,8 @@ def test_wrong_decisions(resident: list[str], fetch: dict[str, dict[str, int]], 
         apply(draft, KeepStages(), *TAIL, decisions={"resident": resident, "fetch": fetch})
 
 
-def test_a_share_is_a_part_of_a_whole() -> None:
-    with pytest.raises(PassError, match=r"option share=1\.5 is no part of a whole"):
+def test_wrong_options() -> None:
+    with pytest.raises(PassError, match=r"option share=1\.5; allowed: 0 to 1"):
         KeepStages(share=1.5)
+    with pytest.raises(PassError, match="'keep-stages': option tier='disk' is none of auto, states, all, none"):
+        KeepStages(tier="disk")
