@@ -70,16 +70,16 @@ class LoraLinear(nn.Module):
         result: Tensor = base_layer(x)
         if isinstance(self.base_layer, Linear4bitBytes):
             result = result.clone()
-        torch_result_dtype = result.dtype
+        result_dtype = result.dtype
         is_quantised, scaling = isinstance(self.base_layer, QuantisedLinear), self.scaling
         if not (is_quantised and torch.is_autocast_enabled()) and x.dtype != lora_A.weight.dtype:
             x = x.to(dtype=lora_A.weight.dtype)
         if not is_quantised:
             result = result + lora_B(lora_A(dropout(x))) * scaling
-            return result.to(torch_result_dtype)
+            return result.to(result_dtype)
         output = lora_B(lora_A(dropout(x))) * scaling
         if not torch.is_autocast_enabled():
-            output = output.to(torch_result_dtype)
+            output = output.to(result_dtype)
         result = result + output
         return result
 

@@ -132,7 +132,7 @@ class Attempts:
         mapping."""
         all_s = self.wishes.search_s
         has_time = self.until_s >= all_s and self.work.seconds < (1 + OWED) * all_s
-        return has_time and (candidate.name in STRATEGIES or not candidate.rivals <= self.judged)
+        return has_time and (candidate.name in STRATEGIES or not candidate.cut_and_mapping <= self.judged)
 
     @property
     def enough(self) -> Skipped | None:
@@ -179,7 +179,7 @@ class Attempts:
                 begin_s = self.work.seconds
                 self.trials.append(self.attempt(count, candidate))
                 if not isinstance(self.trials[-1].reason, Skipped):
-                    self.judged |= candidate.rivals
+                    self.judged |= candidate.cut_and_mapping
                 self.longest_s = max(self.longest_s, self.work.seconds - begin_s)
                 logger.info(self.progress)
                 if self.best is None and candidate.marks and self._lacks_device(self.trials[-1], count):

@@ -59,8 +59,8 @@ class Candidate:
         return self.find(Partition)
 
     @property
-    def rivals(self) -> set[str]:
-        """Its partitioner and its mapping, by name."""
+    def cut_and_mapping(self) -> set[str]:
+        """The names of its partitioner and its mapping."""
         return {p.name for p in self.passes if isinstance(p, Partition | Mapping)}
 
     @property
