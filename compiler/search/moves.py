@@ -21,7 +21,7 @@ from ...passes.table import PASSES
 from ..strategies import STRATEGIES
 from .attempts import Attempts
 from .candidate import Candidate
-from .candidates import IN_ORDER, candidates_with_copies, lane_scouts, mappings, more_of_mip, partitions, schedules
+from .candidates import IN_ORDER, balanced_partition, candidates_with_copies, lane_scouts, mappings, more_of_mip, partitions, schedules
 from .layouts import LayoutEstimate, estimates
 from .trial import Pruned, Skipped, Trial
 
@@ -91,12 +91,22 @@ def quick_strategies(base: Candidate, num_devices: int) -> list[Candidate]:
     return [c for c in named if not c.is_slow and (c.uses_ssd or not base.uses_ssd)]
 
 
-def some_resident(position: Position) -> Iterator[Candidate]:
-    """The fastest candidate with stages that stay on devices which cannot hold all of theirs."""
+def with_resident_stages(position: Position) -> Iterator[Candidate]:
+    """The fastest candidate with stages that stay on devices which cannot hold all of theirs; while that gains, also
+    with half as many stages, which move less where several of today's fit beside those that stay."""
     for row in position.leaders[:1]:
         if row.swapped and row.candidate.fetches and not row.candidate.is_shared:
             yield row.candidate.with_tiering(resident=True, activations=True)
             yield row.candidate.with_tiering(resident=True, activations=False)
+    best, number = position.attempts.best, 0
+    while best is not None and best.count == position.count and position.best.keeps_stages:
+        number = (number or len(best.draft.stages)) // 2
+        if number <= position.attempts.hardware.num_devices:
+            return
+        before = position.best
+        yield before.with_(balanced_partition(number, position.base, position.attempts.hardware))
+        if position.best == before:
+            return
 
 
 @dataclass(frozen=True)
@@ -255,12 +265,13 @@ def refine(position: Position) -> Iterator[Candidate]:
 
 
 MOVES = (
+    Move("resident stages of scouts", always, with_resident_stages),
     Move("quick strategies", always, lambda p: quick_strategies(p.base, p.attempts.hardware.num_devices)),
     Move("partitions", always, lambda p: sorted(p.usual, key=lambda candidate: candidate.is_slow)),
     Move("strategies for unlike blocks", has_unlike_blocks, lambda p: p.named),
     Move("mappings", always, other_mappings),
     Move("tiers", always, tiers_of_the_first),
-    Move("resident stages", always, some_resident),
+    Move("resident stages", always, with_resident_stages),
     Move("variants of graph passes", always, graph_variants),
     Move("lanes", lambda p: p.base.mesh is None and p.attempts.hardware.num_devices > 1, lanes),
     Move("copied stages", always, lambda p: candidates_with_copies(p.lane, p.base)),

@@ -125,6 +125,12 @@ class Sweep(Attempts):
                 self.sweep_until_one_fits()
             if self.best is not None:
                 return
+        if self.lacks_host_memory:  # which stages that stay on devices relieve
+            for base in self.with_parts([KEEPING]):
+                self.base = base
+                self.scout()
+                if self.best is not None:
+                    return
         for base in reversed(bases):
             self.base = base
             self.sweep_until_one_fits()
@@ -262,7 +268,7 @@ class Sweep(Attempts):
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""
         if not self.has_ssds:
-            usual = [PLAIN, LEAVING, *([KEEPING] if self.wishes.lasting_bytes > self.dram_bytes else [])]
+            usual = [PLAIN, LEAVING]
         else:
             usual = [RESERVOIR] if self.excess_bytes > 0 else [PLAIN, RESERVOIR]
         plain = self.with_parts([*usual, *(base.with_graph_passes(*base.graph_passes, AGAIN) for base in usual)])
@@ -311,12 +317,12 @@ class Sweep(Attempts):
         return split, any(p.must_divide(draft) for p in split)
 
     def scout(self) -> None:
-        """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does. Where
-        experts must be in parts, each of these alone has the size that suits a device, so that the fewest stages, which
+        """Try scouts with every promising number of micro-batches; if nothing fits for lack of device memory, with others
+        until one does: the number changes little of what DRAM holds. Where experts must be in parts, each of these alone has the size that suits a device, so that the fewest stages, which
         have several of them, come last."""
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
-            if count in counts or self.best is None:
+            if count in counts or (self.best is None and not self.lacks_host_memory):
                 found = scouts(self.compiler(count).lane(self.base), self.base)
                 self.look(count, [*found[1:], found[0]] if self.parts[1] else found)
 

@@ -37,5 +37,13 @@ def test_devices_and_dram_hold_together_what_neither_holds() -> None:
     job, batch = compile_gpt2("900kB", "1200kB")
     assert job.plan.decisions.resident and job.plan.decisions.fetch
     assert_trains_like_eager(job, batch, 2e-5, optimizer=ADAMW, micro_batches=1)  # the whole batch
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(DoesNotFit, match="weights 345 KiB, masters 0.00 B, states 660 KiB"):
         compile_gpt2("900kB", "1200kB", strategy="mobius")
+
+
+def test_resident_stages_make_room_for_what_waits_in_dram() -> None:
+    """DRAM holds what lasts, not what moves beside it."""
+    with pytest.raises(DoesNotFit, match="read and offloaded values"):
+        compile_gpt2("900kB", "1380kB", strategy="mobius")
+    job, _ = compile_gpt2("900kB", "1380kB", search_s=0.1)
+    assert job.plan.decisions.resident
