@@ -209,6 +209,9 @@ class OnSsd(BaseModel):
 
 # What several passes can decide.
 SCHEDULE = Decision("schedule", str)  # the `word` of a schedule
+# Stages whose trained parameters stay on the device while the frozen rest is fetched; None: none, or in plans that were
+# made before this was decided those that `passes/staying.py` chooses.
+STAYING = Decision("staying", list[str] | None, None)
 REMATERIALISE = Decision("rematerialise", list[str])  # stages
 FETCH = Decision("fetch", dict[str, dict[PhaseName, int]])  # see `Early` in `insert_fetch.py`
 SHARDING = Decision("sharding", Sharding | None, None, hashed=True)

@@ -31,7 +31,7 @@ from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import Exchange, Interface, ParamSpec, StageSpec, TensorSpec, are_alike
 from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
-from ...passes.staying import staying_stages
+from ...passes.staying import choose_staying, mark_staying
 from ...runtime.simulate.collectives import rounds_of
 from .teams import has_experts, has_long_rows
 
@@ -54,7 +54,7 @@ def lower_bound(
     SSDs hold ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
     come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it.
     `staying`: what is trained of mostly frozen stages stays on the device; `resident`: any stages may."""
-    specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
+    specs = mark_staying(draft, choose_staying(draft) if staying else [])
     loads = _compute(draft, specs, split, synchronous)
     lanes = draft.mesh.lanes
     alike = not lanes or are_alike(draft.machine, lanes)  # else other lanes may have other parts than the first

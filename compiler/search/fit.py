@@ -13,7 +13,7 @@ from ...ir.precision import Precision
 from ...ir.program import MemoryProfile, ParamSpec, print_node, profile_memory, shown
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
-from ...passes.staying import staying_stages
+from ...passes.staying import choose_staying, mark_staying
 from .host_memory import MemoryNeed, host_needs, host_of, tier_of
 
 
@@ -50,7 +50,7 @@ def check_lasting(draft: Draft, staying: bool = True, resident: bool = False) ->
     hardware = draft.lane_hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     room: dict[int, int] = defaultdict(int)
-    specs = staying_stages(draft) if staying else [stage.spec for stage in draft.stages]
+    specs = mark_staying(draft, choose_staying(draft) if staying else [])
     for index, device in enumerate(hardware.devices):
         whole = [spec for spec, at in zip(specs, draft.devices) if at == index]
         own = [spec.shard(draft.mesh.shards) for spec in whole] if draft.mesh.shards > 1 else whole

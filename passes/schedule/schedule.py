@@ -11,7 +11,7 @@ devices' turns are expected to end: one order for all messages, so no two stream
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,22 +20,22 @@ from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
 from ...ir.program import SIZES, Interface, ParamSpec, copies_group, shard_key, sizes_spec
 from ..base import Pass, require_own
-from ..decisions import SCHEDULE, Decision
+from ..decisions import SCHEDULE, STAYING, Decision
 from ..draft import Draft
-from ..staying import staying_stages
+from ..staying import choose_staying, mark_staying
 from .emitter import Emitter
 from .flow import Flow, Placed
 
 
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Base of all schedules: they differ in `turns`. `staying`: what is trained of mostly frozen stages stays on its
+    """Base of all schedules: they differ in `turns`. `staying`: what is trained of mostly frozen stages may stay on its
     device (`passes/staying.py`)."""
 
     needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
     gives: ClassVar[tuple[str, ...]] = ("programs",)
     rank: ClassVar[int] = 59
-    decides: ClassVar[tuple[Decision, ...]] = (SCHEDULE,)
+    decides: ClassVar[tuple[Decision, ...]] = (SCHEDULE, STAYING)
     word: ClassVar[str]  # what a plan calls it
     splits_backward: ClassVar[bool] = False  # whether the gradients of parameters may come after those of inputs
     takes_copies: ClassVar[bool] = False  # whether several devices may run a stage in turn
@@ -46,7 +46,14 @@ class Schedule(Pass):
         return [self.name] if self.marks or not is_synchronous else [self.name, "adapters travel"]
 
     def plan(self, draft: Draft) -> Any:
-        return self.word
+        found = choose_staying(draft) if self.staying else []
+        return {SCHEDULE.name: self.word, STAYING.name: found or None}
+
+    def gather(self, decided: Mapping[str, Any] | None) -> Any:
+        """As in the base, but a plan need not say what stays."""
+        if decided is None or decided.get(SCHEDULE.name) is None or STAYING.name not in self.fields():
+            return super().gather(decided)
+        return {name: decided.get(name) for name in self.fields()}
 
     def rewrite(self, draft: Draft, decision: Any) -> None:
         if draft.copies and not self.takes_copies:
@@ -54,15 +61,16 @@ class Schedule(Pass):
                 f"{self.name} has every stage on one device, and {min(draft.copies)} runs on several; use "
                 "schedule-1f1b, or another pass in place of map-replicas"
             )
-        own = self.split(self.plan(draft))
-        for name, value in self.split(decision).items():
+        own, given = self.split(self.plan(draft)), self.split(decision)
+        staying = given.pop(STAYING.name, None)
+        for name, value in given.items():
             require_own(self, name, value, own[name])
+        specs = mark_staying(draft, own.get(STAYING.name) or [] if staying is None else staying)
+        draft.stages = [replace(stage, spec=spec) for stage, spec in zip(draft.stages, specs, strict=True)]
         self.write(draft)
 
     def write(self, draft: Draft) -> None:
         """Write the programs."""
-        if self.marks:
-            draft.stages = [replace(s, spec=spec) for s, spec in zip(draft.stages, staying_stages(draft), strict=True)]
         flow = Flow(self.interface(draft), draft.devices, draft.copies)
         turns = self.turns(flow, draft)
         draft.programs = [Emitter(flow, device, turns).write() for device in flow.devices]

@@ -9,7 +9,7 @@ import torch
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir import ops
-from penstock.ir.errors import VerifyError
+from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Interface, StageSpec, infer_all, place_frees, profile_memory
 from penstock.ir.verify import verify
@@ -18,7 +18,8 @@ from penstock.passes.draft import Draft
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
-from penstock.passes.staying import kept_bytes, staying_stages
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
+from penstock.passes.staying import choose_staying, kept_bytes
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import Chain, apply, draft_of, text_of, to_schedule
 from penstock.tests.shown_elsewhere import slow_but
@@ -61,9 +62,21 @@ def test_large_trained_parts_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_that_lanes_share_have_none() -> None:
     draft = frozen_but("norm")
     draft.stages = [replace(stage, spec=plain(stage.spec)) for stage in draft.stages]
-    assert any(spec.staying for spec in staying_stages(draft))
+    assert choose_staying(draft)
     draft.mesh = draft.mesh.model_copy(update={"shards": 2})
-    assert not any(spec.staying for spec in staying_stages(draft))
+    assert not choose_staying(draft)
+
+
+def test_a_plan_decides_which_stay() -> None:
+    def decided(staying: list[str] | None) -> Draft:
+        draft = frozen_but("norm")
+        draft.stages = [replace(stage, spec=plain(stage.spec)) for stage in draft.stages]
+        return apply(draft, SchedulePipeline(), decisions={"schedule": {"schedule": "fill-drain", "staying": staying}})
+
+    assert names(decided(["stage1"])) == {"stage1"} and not names(decided([]))
+    assert names(decided(None)) == {"stage0", "stage1", "stage2"}  # as in plans of earlier versions
+    with pytest.raises(PassError, match="staying names 'stage3'; the stages able to are stage0, stage1, stage2"):
+        decided(["stage3"])
 
 
 def plain(spec: StageSpec) -> StageSpec:

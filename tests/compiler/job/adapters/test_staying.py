@@ -150,16 +150,23 @@ def test_a_plan_that_puts_their_states_on_ssd_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_plan_may_let_adapters_travel() -> None:
-    """`staying=false` in the pipeline's text: nothing stays, and training is eager's all the same."""
+@pytest.mark.parametrize("stays", [[], ["stage1"]], ids=["none", "one"])
+def test_a_plan_may_let_adapters_travel(stays: list[str]) -> None:
+    """None stays by `staying=false` in the pipeline's text, some by the plan: training is eager's all the same."""
     given = model()
     eager = Eager(given, ADAMW)
     machine = penstock.Hardware.cpu(1, memory="2MB", dram="200MB")
-    strategy = DRAM.replace("schedule-pipeline", "schedule-pipeline{staying=false}")
-    with penstock.compile(
-        given, machine, example_inputs=BATCH, strategy=strategy, optimizer=ADAMW, micro_batches=MICRO_BATCHES
-    ) as job:
-        assert not any(spec.staying for spec in job.folder.interface.stages.values())
+    options: dict[str, Any] = {"example_inputs": BATCH, "optimizer": ADAMW, "micro_batches": MICRO_BATCHES}
+    strategy = DRAM if stays else DRAM.replace("schedule-pipeline", "schedule-pipeline{staying=false}")
+    job = penstock.compile(given, machine, strategy=strategy, **options)
+    if stays:
+        assert len(job.plan.decisions.staying) > len(stays)
+        homes = {stage: "device" if stage in stays else "dram" for stage in job.plan.decisions.optimizer}
+        decisions = job.plan.decisions.model_copy(update={"staying": stays, "optimizer": homes})
+        plan = job.plan.model_copy(update={"decisions": decisions})
+        job = penstock.compile(given, machine, plan=plan, example_inputs=BATCH, optimizer=ADAMW)
+    with job:
+        assert [spec.name for spec in job.folder.interface.stages.values() if spec.staying] == stays
         for _ in range(2):
             assert_close({"loss": job.step(BATCH)}, {"loss": eager.step(BATCH)}, 1e-6)
         assert_close(job.state_dict(), eager.model.state_dict(), TOLERANCE)
