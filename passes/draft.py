@@ -53,6 +53,11 @@ class Options:
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether updates wait for the norm of all gradients."""
+        return self.max_grad_norm is not None or Precision.of(self.precision).scales_loss
+
+    @property
     def optimizer_bytes_per_param(self) -> float:
         """Bytes that the optimizer keeps for one trained parameter, its master and its states, on average."""
         return Precision.of(self.precision).master_bytes + self.state_bytes_per_param

@@ -20,10 +20,10 @@ from ...graph.opgraph import OpGraph
 from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
-from ...ir.precision import Precision
 from ...ir.program import Program
 from ...ir.units import format_bytes, format_seconds
 from ...passes.draft import Draft, Options
+from ...passes.memory.take_turns import sharing
 from ...passes.sharding.mesh import Mesh
 from ...passes.work_limit import WorkDone
 from ..plan import Plan, Rival
@@ -41,6 +41,8 @@ LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-ba
 SEARCH_S = 33.0  # of work
 TRACE_S = 3e-4  # of work, for a node of a graph of another number of micro-batches
 SAME = 1e-9  # the share by which the steps of equal plans may differ, by rounding
+PATIENCE, PATIENT = 12, 0.6  # plans in a row, and times the work until the last gain, that gain nothing: a search ends
+GAIN = 0.002  # the share of a step that counts as a gain
 OWED = 1.0  # times the search's work, for what has not been judged when that is done
 NEAR = 0.01  # the share of a step that is not worth another candidate
 
@@ -100,6 +102,8 @@ class Attempts:
         self.judged: set[str] = set()  # the partitioners and mappings of what was simulated, or ruled out
         self.work = WorkDone()
         self.until_s = wishes.search_s
+        self.patience = max(1.0, wishes.search_s / SEARCH_S)
+        self.gained_s, self.plans = 0.0, 0  # the work that was done at the last gain, and the plans tried since then
         self.longest_s = 0.0  # of work for one candidate
         self.bounds_s: dict[int, float] = {}  # by number of micro-batches, what no plan undercuts
         self.has_ssds = any(host.ssds for host in hardware.hosts)
@@ -110,22 +114,21 @@ class Attempts:
             self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     @property
-    def needs_norm(self) -> bool:
-        """Whether updates wait for the norm of all gradients."""
-        options = self.wishes.options
-        return options.max_grad_norm is not None or Precision.of(options.precision).scales_loss
+    def over(self) -> Skipped | None:
+        """The reason to try nothing new, once something fits: time would be up before a candidate ends that takes as
+        long as the longest so far, or nothing has gained for a while."""
+        if self.best is None:
+            return None
+        if self.work.seconds + self.longest_s > self.until_s:
+            return Skipped.OUT_OF_TIME
+        until_s = (1 + self.patience * PATIENT) * self.gained_s
+        goes_on = self.plans <= self.patience * PATIENCE or self.work.seconds <= until_s
+        return None if goes_on else Skipped.NO_GAIN
 
     @property
     def is_late(self) -> bool:
-        """Whether time is up; once something fits, whether a candidate that takes as long as the longest so far would
-        end after that."""
-        ahead_s = 0.0 if self.best is None else self.longest_s
-        return self.work.seconds + ahead_s > self.until_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether time is up, and something fits."""
-        return self.best is not None and self.is_late
+        """Whether time is up, or the search over."""
+        return self.work.seconds > self.until_s or self.over is not None
 
     def is_owed(self, candidate: Candidate) -> bool:
         """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
@@ -193,8 +196,8 @@ class Attempts:
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.excess_bytes > 0 and not candidate.uses_ssd:
             return Trial(candidate, count, reason=self.too_large_without_ssds())
-        if self.is_over and not self.is_owed(candidate):
-            return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
+        if self.over is not None and not self.is_owed(candidate):
+            return Trial(candidate, count, reason=self.over)
         enough = self.enough
         if enough is not None:
             return Trial(candidate, count, reason=enough)
@@ -205,10 +208,10 @@ class Attempts:
             placed = compiler.place(candidate)
             if count not in self.bounds_s:
                 self.bounds_s[count] = machine_bound(placed.draft).seconds
-            key = (count, placed.key)
-            if key in self.seen:
-                same = self.seen[key]
-                return dataclasses.replace(same, candidate=candidate, reason=SamePlan(same.name))
+            for field_of, key in placed.keys:
+                same = self.seen.get((count, key))
+                if same is not None and (not field_of or getattr(same, field_of)):
+                    return dataclasses.replace(same, candidate=candidate, reason=SamePlan(same.name))
             bound = placed.bound()
             if self.best is not None and bound.seconds >= self.best.step_s:
                 found = Trial(candidate, count, reason=Pruned(bound.seconds, bound.by))
@@ -217,10 +220,14 @@ class Attempts:
                 if self.wishes.require is not None:
                     self.wishes.require(compiled.draft.programs)
                 fetched, again = (compiled.decisions.get(name, ()) for name in ("fetch", "rematerialise"))
-                tiers = bool(fetched), len(fetched) == len(compiled.draft.stages), not fetched and not again
-                found = Trial(candidate, count, compiled.step_s, None, *tiers, placed.cut)
+                draft = compiled.draft
+                tiers = bool(fetched), len(fetched) == len(draft.stages), not fetched and not again
+                alone = not sharing(draft.programs, draft.lane_hardware)
+                found = Trial(candidate, count, compiled.step_s, None, *tiers, alone, placed.cut)
                 self.keep(compiled)
-            self.seen[key] = found
+            for field_of, key in placed.keys:
+                if not field_of or getattr(found, field_of):
+                    self.seen.setdefault((count, key), found)
         except (DoesNotFit, PassError, PlanError) as error:
             return Trial(candidate, count, reason=error.with_traceback(None))
         return found
@@ -250,13 +257,6 @@ class Attempts:
             missing_bytes=missing,
         )
 
-    def is_same(self, candidate: Candidate, row: Trial) -> None:
-        """Record that a candidate that was not tried comes to the same programs as one that was."""
-        if (row.count, candidate) not in self.done and not self.is_late:
-            self.done.add((row.count, candidate))
-            name = row.reason.name if isinstance(row.reason, SamePlan) else row.name
-            self.trials.append(dataclasses.replace(row, candidate=candidate, reason=SamePlan(name)))
-
     def trial_of(self, count: int, candidate: Candidate) -> Trial:
         return next(trial for trial in self.trials if (trial.count, trial.candidate) == (count, candidate))
 
@@ -264,6 +264,9 @@ class Attempts:
         """Make this the best if it is faster, or as fast with a smaller burden; of equals the earlier one stays."""
         best = self.best
         same = best is not None and abs(compiled.step_s - best.step_s) <= SAME * best.step_s
+        self.plans += 1
+        if best is None or compiled.step_s < (1 - GAIN) * best.step_s:
+            self.gained_s, self.plans = self.work.seconds, 0
         if best is None or (compiled.burden < best.burden if same else compiled.step_s < best.step_s):
             self.best = compiled
 

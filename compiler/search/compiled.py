@@ -27,7 +27,10 @@ from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
+from ...passes.memory.keep_stages import KeepStages
 from ...passes.memory.take_turns import TakeTurns, sharing
+from ...passes.optimizer.insert_optimizer import InsertOptimizer
+from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.layer_parts import layer_apart
 from ...passes.partition.partition import Partition
 from ...passes.partition_mip.partition_mip import PartitionMip
@@ -98,12 +101,21 @@ class PlacedCandidate:
     records: list[PassRecord]
 
     @property
-    def key(self) -> tuple[str, tuple[Pass, ...]]:
-        """Equal for candidates that come to the same programs. Passes over the op graph may do nothing."""
+    def keys(self) -> list[tuple[str, tuple[str, tuple[Pass, ...]]]]:
+        """Equal for candidates that come to the same programs, each with the field of their trials that must be true
+        for that. Passes over the op graph may do nothing."""
         fields = [name for p in self.candidate.graph_passes for name in p.fields()]
         names = [name for name in fields if self.decisions.get(name)]
-        placed = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices", "copies")}
-        return json.dumps(placed, default=str), self.todo
+        shown = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices", "copies")}
+        placed, todo = json.dumps(shown, default=str), self.todo
+        if self.tier is None and not self.draft.options.needs_norm:  # no step waits
+            todo = tuple(OverlapOptimizer() if isinstance(p, InsertOptimizer) else p for p in todo)
+        found = [("", (placed, todo))]
+        found.append(("alone_on_links", (placed, tuple(p for p in todo if not isinstance(p, TakeTurns)))))
+        forced = [p for p in todo if getattr(p, "swap", False) or getattr(p, "always", False)]
+        if not forced and not self.candidate.is_shared:
+            found.append(("keeps_all", (placed, tuple(filter(None, map(_without_need, todo))))))
+        return found
 
     @property
     def cut(self) -> str:
@@ -240,6 +252,18 @@ class CandidateCompiler:
     def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
         record, rewrite = self.dump is not None, self._rewriter
         return run_passes(draft, passes, self.decided, dump=self.dump, record=record, check=False, rewrite=rewrite)
+
+
+def _without_need(p: Pass) -> Pass | None:
+    """The pass to the same effect where devices hold all that lasts or is saved; None: nothing."""
+    match p:
+        case TakeTurns() | KeepStages() | InsertSsd():
+            return None
+        case ChooseActivations():
+            return InsertRemat()
+        case OverlapOptimizer():
+            return InsertOptimizer()
+    return p
 
 
 def _num_ops(draft: Draft) -> int:

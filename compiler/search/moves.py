@@ -1,8 +1,10 @@
 """The moves of a sweep: what the search tries with one number of micro-batches, in order.
 
-First come candidates that may not be left out when time is short: named strategies, every partitioner, every mapping,
-other tiers. Then the best plan is changed by one thing at a time. Passes themselves say in which variants they are
-worth a try: those over the op graph early, those over programs last, as the passes after them may lose what they gain.
+First come candidates that most often gain, so that bounds rule out many of the others: resident stages, a searched
+partition, other tiers. Then come those that may not be left out when time is short: named strategies, every
+partitioner, every mapping. Then the best plan is changed by one thing at a time. Passes themselves say in which variants
+they are worth a try: those over the op graph early, those over programs last, as the passes after them may lose what
+they gain.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from ...passes.table import PASSES
 from ..strategies import STRATEGIES
 from .attempts import Attempts
 from .candidate import Candidate
-from .candidates import IN_ORDER, balanced_partition, candidates_with_copies, lane_scouts, mappings, more_of_mip, partitions, schedules
+from .candidates import (
+    IN_ORDER,
+    balanced_partition,
+    candidates_with_copies,
+    lane_scouts,
+    mappings,
+    more_of_mip,
+    partitions,
+    schedules,
+)
 from .layouts import LayoutEstimate, estimates
 from .trial import Pruned, Skipped, Trial
 
@@ -155,14 +166,9 @@ def other_tiers(position: Position, row: Trial) -> Iterator[Candidate]:
         yield from [candidate.with_tiering(activations=moved, reservoir=lower) for moved, lower in both]
     elif candidate.fetches:
         overlapped = candidate.with_tiering(overlap=True)
-        if row.keeps_all or not attempts.needs_norm:  # only stages in DRAM are stepped early, and none waits for more
-            attempts.is_same(overlapped, row)
         yield overlapped
         faster = overlapped if position.best == overlapped else candidate
-        moving = [faster.with_tiering(activations=True), faster.leaving(), faster.with_tiering(activations=False)]
-        for other in moving if row.keeps_all and candidate == faster else ():
-            attempts.is_same(other, row)
-        yield from moving
+        yield from [faster.with_tiering(activations=True), faster.leaving(), faster.with_tiering(activations=False)]
 
 
 def tiers_of_the_first(position: Position) -> Iterator[Candidate]:
@@ -183,8 +189,11 @@ def layout_scouts(attempts: Attempts, row: LayoutEstimate, base: Candidate) -> I
     if best is not None and row.bound_s >= best.step_s:
         attempts.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
         return
-    if best is not None and (attempts.is_late or row.scout_s > attempts.until_s - attempts.work.seconds):
-        attempts.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
+    over = attempts.over
+    if best is not None and row.scout_s > attempts.until_s - attempts.work.seconds:
+        over = Skipped.OUT_OF_TIME
+    if over is not None:
+        attempts.trials.append(Trial(candidate, row.count, reason=over))
         return
     lane = attempts.lane_of(candidate, row.count)
     if lane is None:
@@ -266,6 +275,10 @@ def refine(position: Position) -> Iterator[Candidate]:
 
 MOVES = (
     Move("resident stages of scouts", always, with_resident_stages),
+    Move("a searched partition", always, lambda p: [c for c in p.usual if isinstance(c.partition, PartitionMip)]),
+    Move("tiers of scouts", always, tiers_of_the_first),
+    Move("resident stages of searched partitions", always, with_resident_stages),
+    Move("variants of graph passes of scouts", always, graph_variants),
     Move("quick strategies", always, lambda p: quick_strategies(p.base, p.attempts.hardware.num_devices)),
     Move("partitions", always, lambda p: sorted(p.usual, key=lambda candidate: candidate.is_slow)),
     Move("strategies for unlike blocks", has_unlike_blocks, lambda p: p.named),

@@ -56,7 +56,7 @@ from .layouts import LayoutEstimate, diverse_layouts, estimates
 from .moves import Position, layout_scouts, on_best_mesh, proposals, quick_strategies
 from .team_estimate import TeamEstimate, TeamEstimator
 from .teams import context_candidates, has_experts, has_long_rows, team_meshes
-from .trial import Skipped, Trial, errors_of, smallest_step
+from .trial import Trial, errors_of, smallest_step
 
 AGAIN, TILES = RecomputePointwise(), TileSequence()
 MANY_BLOCKS = 500  # a program of one block a stage takes minutes then, where fewer stages often do
@@ -145,8 +145,8 @@ class Sweep(Attempts):
             count = next((n for n in sorted({*self.usual, *self.last_resort}) if n % teams == 0), None)
             if count is None:
                 continue
-            if self.is_over:
-                self.trials.append(Trial(base.on(mesh), count, reason=Skipped.OUT_OF_TIME))
+            if self.over is not None:
+                self.trials.append(Trial(base.on(mesh), count, reason=self.over))
                 continue
             lane = self.compiler(count).lane(base)
             experts = mesh.shards == 1 or not has_experts(lane.graph)  # parts of weights are not spread once more
@@ -159,8 +159,8 @@ class Sweep(Attempts):
                     tiled = found.with_graph_passes(*found.graph_passes, TILES).on(mesh)
                     candidates += [tiled] if tiled.is_shared else [tiled, tiled.leaving()]
                 for candidate in candidates:
-                    if self.is_over:  # dividing a model's layers takes as long as a plan
-                        self.trials.append(Trial(candidate, count, reason=Skipped.OUT_OF_TIME))
+                    if self.over is not None:  # dividing a model's layers takes as long as a plan
+                        self.trials.append(Trial(candidate, count, reason=self.over))
                         continue
                     self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
 
@@ -258,8 +258,8 @@ class Sweep(Attempts):
         whole = _drop_divisions(base, width)
         split = SplitWidth(row.members) if width else SplitContext("rows", row.members)
         candidate = whole.with_graph_passes(*whole.graph_passes, split).on(row.mesh)
-        if self.best is not None and self.is_late:
-            self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
+        if self.over is not None:
+            self.trials.append(Trial(candidate, row.count, reason=self.over))
             return
         lane = self.lane_of(candidate, row.count)
         if lane is not None and lane.graph.divided:  # else members are replicas
@@ -317,12 +317,15 @@ class Sweep(Attempts):
         return split, any(p.must_divide(draft) for p in split)
 
     def scout(self) -> None:
-        """Try scouts with every promising number of micro-batches; if nothing fits for lack of device memory, with others
-        until one does: the number changes little of what DRAM holds. Where experts must be in parts, each of these alone has the size that suits a device, so that the fewest stages, which
-        have several of them, come last."""
+        """Try scouts with the first number of micro-batches, and the best of them with every promising one; if nothing
+        fits, scouts with others until one does, unless DRAM is too small, of which these need as much. Where experts
+        must be in parts, each of these alone has the size that suits a device, so that the fewest stages, which have
+        several of them, come last."""
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
-            if count in counts or (self.best is None and not self.lacks_host_memory):
+            if self.best is not None:
+                self.look(count, [self.best_candidate] if count in counts else [])
+            elif count in counts or not self.lacks_host_memory:
                 found = scouts(self.compiler(count).lane(self.base), self.base)
                 self.look(count, [*found[1:], found[0]] if self.parts[1] else found)
 

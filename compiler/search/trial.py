@@ -18,6 +18,7 @@ class Skipped(Enum):
     """The reasons not to look at a candidate."""
 
     OUT_OF_TIME = "not tried: out of time"
+    NO_GAIN = "not tried: the plans before it gained nothing"
     NO_SSDS = "needs SSDs, of which there are none"
     NEAR_BOUND = "ruled out: the best is within 1 % of what no plan undercuts"
     NOT_WORTH_IT = "not tried: over all steps it could save less than the search has taken"
@@ -49,6 +50,7 @@ class Trial:
     swapped: bool = False  # some stage's weights come from DRAM
     all_swapped: bool = False  # no stage's weights stay on a device
     keeps_all: bool = False  # weights stay on their devices, and nothing is computed again
+    alone_on_links: bool = False  # no two devices fetch weights through the same root complex
     cut: str = ""  # equal for the same stages
 
     @property

@@ -53,11 +53,23 @@ def test_none_is_begun_that_would_end_late() -> None:
     """Once something fits. Before that, only the end of the time ends the search."""
     tried = attempts.Attempts.__new__(attempts.Attempts)
     tried.until_s, tried.longest_s, tried.best, tried.work = 10.0, 4.0, None, WorkDone(9.0)
+    tried.gained_s, tried.plans, tried.patience = 4.0, 0, 1.0
     assert not tried.is_late
     tried.best = object()  # type: ignore[assignment]
     assert tried.is_late
     tried.work = WorkDone(5.0)
     assert not tried.is_late
+
+
+def test_plans_that_gain_nothing_end_a_search_unless_it_was_to_be_long() -> None:
+    tried = attempts.Attempts.__new__(attempts.Attempts)
+    tried.until_s, tried.longest_s, tried.best = 1000.0, 0.0, object()  # type: ignore[assignment]
+    tried.plans, tried.gained_s, tried.patience, tried.work = attempts.PATIENCE + 1, 5.0, 1.0, WorkDone(8.1)
+    assert tried.over is Skipped.NO_GAIN
+    tried.work = WorkDone(7.9)  # not much longer than the last gain took
+    assert tried.over is None
+    tried.work, tried.patience = WorkDone(100.0), 10.0
+    assert tried.over is None
 
 
 @pytest.mark.slow
