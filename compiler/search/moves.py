@@ -2,9 +2,9 @@
 
 First come candidates that most often gain, so that bounds rule out many of the others: resident stages, a searched
 partition, other tiers. Then come those that may not be left out when time is short: named strategies, every
-partitioner, every mapping. Then the best plan is changed by one thing at a time. Passes themselves say in which variants
-they are worth a try: those over the op graph early, those over programs last, as the passes after them may lose what
-they gain.
+partitioner, every mapping. Then the best plan is changed by one thing at a time. Passes themselves say in which
+variants they are worth a try: those over the op graph early, those over programs last, as the passes after them may
+lose what they gain.
 """
 
 from __future__ import annotations
