@@ -34,13 +34,16 @@ MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, a
 IN_ORDER = (PartitionMinStage, PartitionMaxStage)
 
 
+def may_copy(lane: Draft, base: Candidate) -> bool:
+    """Whether stages may run on several devices in turn."""
+    is_alike = lane.lane_hardware.num_devices >= 3 and len(set(lane.lane_hardware.device_kinds)) == 1
+    return is_alike and lane.options.micro_batches > 1 and not base.is_shared and lane.graph.team == 1
+
+
 def candidates_with_copies(lane: Draft, base: Candidate) -> list[Candidate]:
-    """Candidates of which some stages run on several devices in turn, on a lane of three equal devices or more: cut for
-    that, and by balance into fewer stages than devices."""
-    hardware, count = lane.lane_hardware, lane.lane_hardware.num_devices
-    trained = base.is_synchronous and not base.is_shared and lane.graph.team == 1
-    if count < 3 or len(set(hardware.device_kinds)) > 1 or lane.options.micro_batches < 2 or not trained:
-        return []
+    """Candidates of which some stages run on several devices in turn: cut for that, and by balance into fewer stages
+    than devices."""
+    count = lane.lane_hardware.num_devices
     numbers = [n for n in (2, 3, count // 2, count - 1) if 1 < n < min(count, len(lane.blocks) + 1)]
     cuts: list[Partition] = [PartitionPipedream(replicas=True)]
     cuts += [PartitionBalanced(stages=n) for n in dict.fromkeys(numbers)]

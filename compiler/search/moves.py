@@ -29,6 +29,7 @@ from .candidates import (
     candidates_with_copies,
     lane_scouts,
     mappings,
+    may_copy,
     more_of_mip,
     partitions,
     schedules,
@@ -211,6 +212,16 @@ def on_best_mesh(attempts: Attempts, count: int, base: Candidate) -> Iterator[Ca
         yield from proposals(Position(attempts, count, base.with_graph_passes(*best.graph_passes).on(best.mesh)))
 
 
+def copied_stages(position: Position) -> Iterator[Candidate]:
+    """Candidates of which some stages run on several devices in turn; none where that cannot be, which is recorded."""
+    attempts, candidates = position.attempts, candidates_with_copies(position.lane, position.base)
+    if may_copy(position.lane, position.base):
+        yield from candidates
+    elif (position.count, candidates[0]) not in attempts.done:
+        attempts.done.add((position.count, candidates[0]))
+        attempts.trials.append(Trial(candidates[0], position.count, reason=Skipped.NO_COPIES))
+
+
 def tiers_of_the_best(position: Position) -> list[Candidate]:
     """The fastest partitions with the tiers of the best candidate."""
     tiers = dataclasses.asdict(position.best.tiering)
@@ -287,7 +298,7 @@ MOVES = (
     Move("resident stages", always, with_resident_stages),
     Move("variants of graph passes", always, graph_variants),
     Move("lanes", lambda p: p.base.mesh is None and p.attempts.hardware.num_devices > 1, lanes),
-    Move("copied stages", always, lambda p: candidates_with_copies(p.lane, p.base)),
+    Move("copied stages", always, copied_stages),
     Move(
         "numbers of stages",
         lambda p: not p.attempts.is_late and not p.base.is_shared,

@@ -20,6 +20,7 @@ class Skipped(Enum):
     OUT_OF_TIME = "not tried: out of time"
     NO_GAIN = "not tried: the plans before it gained nothing"
     NO_SSDS = "needs SSDs, of which there are none"
+    NO_COPIES = "needs three equal devices or more, two micro-batches, and stages that no lane shares"
     NEAR_BOUND = "ruled out: the best is within 1 % of what no plan undercuts"
     NOT_WORTH_IT = "not tried: over all steps it could save less than the search has taken"
 
