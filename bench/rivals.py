@@ -23,7 +23,7 @@ from penstock.bench.peers import rows
 from penstock.compiler.batches.shape import BatchShape, micro_batch_spec
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.models.named import find_model
-from penstock.compiler.search.attempts import SearchResult, Trace, Wishes
+from penstock.compiler.search.attempts import SEARCH_S, SearchResult, Trace, Wishes
 from penstock.compiler.search.prediction import make_plan
 from penstock.compiler.search.search import search
 from penstock.graph.opgraph import OpGraph
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--machines", nargs="*", default=list(MACHINES))
-    parser.add_argument("--search-s", type=float, default=30.0, help="computation that one search may take")
+    parser.add_argument("--search-s", type=float, default=SEARCH_S, help="computation that one search may take")
     args = parser.parse_args()
     beaten = 0
     traced = functools.cache(model_of)

@@ -64,6 +64,7 @@ def plan(
 
     With several --hardware: what each of them makes of the model, and for how much money.
     """
+    from ..compiler.planning import sharing
     from ..compiler.report.failures import failure_report, with_failures
     from .answer import alternatives as other_plans
     from .answer import answer, has_many_stages, or_what_fits, parse_tokens, print_answer, require_tokens, what_fits
@@ -85,7 +86,7 @@ def plan(
         from ..compiler.report.page.write import require_writable
 
         require_writable(html)
-    with working(None if several else options.items) as tell:
+    with sharing(), working(None if several else options.items) as tell:
         if several:
             compare(options, as_json, html)
             return

@@ -101,7 +101,7 @@ def compile(
             ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, compile_stages=compile_stages, cuda_graphs=cuda_graphs,
             dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
         ).settle()  # fmt: skip
-        graphs = Graphs(request)
+        graphs = Graphs.of(request, _mini_batch_size(request.wishes, request.machine))
         wishes, rows = _learn_rows(request, graphs)
         result = _search(request, graphs, wishes, rows)
         best = result.best
@@ -129,12 +129,11 @@ def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:
     except DoesNotFit as miss:
         raise _nearest(miss, graphs, machine, wishes) from None
     wishes = dataclasses.replace(wishes, lasting_bytes=lasting_bytes)
-    accumulate = _mini_batch_size(wishes, machine)
-    if accumulate == 1:  # every micro-batch is a batch of its own
+    if graphs.accumulate == 1:  # every micro-batch is a batch of its own
         return wishes, MEAN_OVER_ROWS
     usual, more = micro_batch_counts(wishes.batch_size, machine)
     counts = [*usual, *more] if wishes.micro_batches is None else [wishes.micro_batches]
-    rows = graphs.learn_rows(counts, accumulate)
+    rows = graphs.learn_rows(counts)
     if rows.couplings and wishes.micro_batches is None:
         has_lanes = wishes.asked is not None and wishes.asked.mesh is not None  # each has rows of its own
         wishes = dataclasses.replace(wishes, micro_batches=None if has_lanes else 1, fewest_first=has_lanes)

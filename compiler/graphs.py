@@ -19,6 +19,7 @@ from .capture.dynamic import DynamicDims, SizeBranch
 from .capture.rows.sizes import OtherTrace
 from .loss import rewrite_loss, trace_loss
 from .packing.borders import require_borders
+from .planning import is_sharing, shared
 from .request import Request
 from .stale import hide_marks
 
@@ -34,14 +35,25 @@ class Graphs:
     cannot be followed, is traced for each number.
     """
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, accumulate: int | None = None):
+        self.request, self.accumulate = request, accumulate
         self.sizes: Sizes | None = None  # None: the most of each
         self._facts = MEAN_OVER_ROWS
-        self._accumulate: int | None = None
+        self._has_learned = False
         self._known: dict[int, OpGraph] = {}
         self._has_tape = False
         self._from_tape: Callable[[Any], OpGraph] | None = None  # of the first trace; None where it has no tape
+
+    @staticmethod
+    def of(request: Request, accumulate: int | None) -> Graphs:
+        """The graphs of a request; those of an earlier one with the same model and batch where plans share them.
+        `accumulate`: the micro-batches of a mini-batch with an update of its own; None: all of them have one update."""
+        batch, is_open = request.batch, request.count is None
+        flags, leaves = tuple(batch.shape.flags.items()), tuple(batch.shape.leaves.items())
+        types = request.types, request.gradient_dtype, request.boundary_dtype, request.device_kind
+        key = (Graphs, id(request.model), leaves, flags, batch.documents, repr(batch.sizes), types, is_open, accumulate)
+        ours = request.loss_fn is None and request.loss_weight is None
+        return shared(key, lambda: Graphs(request, accumulate)) if ours else Graphs(request, accumulate)
 
     def __call__(self, count: int) -> OpGraph:
         if count not in self._known:
@@ -56,34 +68,34 @@ class Graphs:
 
     def anew(self) -> Graphs:
         """Graphs of the model as it is now, with what is known of its rows."""
-        graphs = Graphs(self.request)
-        graphs._facts, graphs._accumulate = self._facts, self._accumulate
+        graphs = Graphs(self.request, self.accumulate)
+        graphs._facts = self._facts
         return graphs
 
     def forget(self) -> None:
-        """Forget all graphs, but not what was traced."""
-        self._known.clear()
+        """Forget all graphs, but not what was traced, unless other plans share them."""
+        if not is_sharing():
+            self._known.clear()
 
-    def learn_rows(self, counts: list[int], accumulate: int | None) -> RowFacts:
+    def learn_rows(self, counts: list[int]) -> RowFacts:
         """Find out how the loss depends on the rows of a batch, and scale the loss accordingly from now on.
 
-        counts: the numbers of micro-batches that may be planned, the likeliest first. accumulate: the micro-batches of
-        a mini-batch with an update of its own; None where all of them have one update.
+        counts: the numbers of micro-batches that may be planned, the likeliest first.
         """
-        batch_size, kind = self.request.batch.shape.size, self.request.device_kind
-        facts = find_facts(self, counts, batch_size, kind)
-        self._facts = facts if accumulate is None else facts.with_each_update()  # micro-batches of several updates mix
-        self._accumulate = accumulate
-        for count, graph in self._known.items():
-            self._scale(graph, count)
+        if not self._has_learned:
+            facts = find_facts(self, counts, self.request.batch.shape.size, self.request.device_kind)
+            self._facts = facts if self.accumulate is None else facts.with_each_update()  # several updates mix them
+            for count, graph in self._known.items():
+                self._scale(graph, count)
+            self._has_learned = True
         return self._facts
 
     def factor(self, count: int) -> float:
         """The factor of the loss in the graph of one of `count` micro-batches."""
-        return self._facts.factor(self._accumulate or count)
+        return self._facts.factor(self.accumulate or count)
 
     def _scale(self, graph: OpGraph, count: int) -> OpGraph:
-        return scaled_loss(graph, self._facts, self._accumulate or count)
+        return scaled_loss(graph, self._facts, self.accumulate or count)
 
     def _capture(self, count: int) -> OpGraph:
         request = self.request

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from ..ir.errors import PlanError
 
+T = TypeVar("T")
+_SHARED: ContextVar[dict[Hashable, Any] | None] = ContextVar("shared", default=None)
 RARE = (50_000, 20, 50)  # thresholds of Python's three generations
 
 
@@ -23,6 +27,31 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Make models and op graphs once for all plans that are made within: what `shared` returned for a key before."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def is_sharing() -> bool:
+    return _SHARED.get() is not None
+
+
+def shared(key: Hashable, make: Callable[[], T]) -> T:
+    """The value of the key; made anew outside of `sharing`."""
+    known = _SHARED.get()
+    if known is None:
+        return make()
+    if key not in known:
+        known[key] = make()
+    found: T = known[key]
+    return found
 
 
 @contextmanager

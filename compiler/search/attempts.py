@@ -132,9 +132,9 @@ class Attempts:
 
     def is_owed(self, candidate: Candidate) -> bool:
         """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
-        mapping."""
+        mapping; none in a search that was to be short."""
         all_s = self.wishes.search_s
-        has_time = self.until_s >= all_s and self.work.seconds < (1 + OWED) * all_s
+        has_time = SEARCH_S <= all_s <= self.until_s and self.work.seconds < (1 + OWED) * all_s
         return has_time and (candidate.name in STRATEGIES or not candidate.cut_and_mapping <= self.judged)
 
     @property

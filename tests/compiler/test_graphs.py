@@ -9,6 +9,7 @@ from torch import nn
 import penstock
 from penstock.compiler import api
 from penstock.compiler.capture import trace as tracing
+from penstock.compiler.planning import sharing
 from penstock.compiler.search import attempts
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 from penstock.tests.shown_elsewhere import slow_but
@@ -42,6 +43,41 @@ def test_a_number_that_is_said_is_traced_as_it_is(traces: list[bool]) -> None:
     model, batch = zoo_case("mlp")
     penstock.compile(model, penstock.Hardware.cpu(1), example_inputs=batch, optimizer=SGD, micro_batches=2)
     assert traces == [False]
+
+
+class SumOfRows(nn.Module):
+    """Its loss is a sum over rows, so that that of a micro-batch is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_plans_share_a_trace_and_are_those_that_each_makes_alone(traces: list[bool]) -> None:
+    """On other machines, too; asynchronous micro-batches scale their losses otherwise."""
+    model, batch = SumOfRows(), {"x": torch.randn(8, 4)}
+
+    def texts(num_devices: int, strategy: str, **options: Any) -> list[str]:
+        job = penstock.compile(
+            model, penstock.Hardware.cpu(num_devices, memory="64MB"), example_inputs=batch, optimizer=SGD,
+            strategy=strategy, **options,
+        )  # fmt: skip
+        return [text for _, text in sorted(job.folder.files.items())]
+
+    mini = {"micro_batches": 4}
+    cases: list[tuple[int, str, dict[str, Any]]] = [(1, "balanced", {}), (1, "balanced", mini), (2, "async", mini)]
+    alone = [texts(number, strategy, **options) for number, strategy, options in cases]
+    assert traces == [True, False, False]
+    with sharing():
+        assert [texts(number, strategy, **options) for number, strategy, options in cases] == alone
+        assert texts(2, "balanced") == texts(2, "balanced")
+    assert traces == [True, False, False] * 2
+    assert alone[1] != alone[0] and any("* 4.0" in text for text in alone[1])
 
 
 def first_and_then(monkeypatch: pytest.MonkeyPatch, first: int, then: int) -> None:
