@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -30,7 +30,7 @@ class Program:
     name to a list of values, for instance {"loss": [loss_m0, loss_m1]}.
     """
 
-    def __init__(self, device: int, interface: Interface, graph: fx.Graph | None = None, function: str = "step"):
+    def __init__(self, device: int, interface: Interface, graph: PlainGraph | None = None, function: str = "step"):
         self.device = device
         self.interface = interface
         self.function = function
@@ -87,15 +87,11 @@ class Program:
 
     def copy(self) -> Program:
         """A program of its own, which a pass may rewrite; types are copied, too."""
-        graph = PlainGraph()
-        copies: dict[fx.Node, fx.Node] = {}
-        copied = copies.__getitem__
-        for node in self.graph.nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copied)
-            copy = copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-            copy.meta.update(node.meta)
-            if copy.name != node.name:
-                _rename(copy, node.name)
+        graph = self.graph.copy_plain()
+        for node, copy in zip(self.graph.nodes, graph.nodes):
+            call = node.meta.get("call")
+            if call is not None and call.is_of(node):
+                copy.meta["call"] = replace(call, args=copy.args, kwargs=copy.kwargs)
         return Program(self.device, self.interface, graph, self.function)
 
     def with_interface(self, **changes: Any) -> Program:
@@ -103,32 +99,61 @@ class Program:
         return self
 
 
-def infer(program: Program, node: fx.Node, context: ops.Context | None = None) -> Any:
-    """Run the op's inference on the types of its operands and store it as `node.meta["type"]`. `context`: the
-    program's, where it is at hand.
+@dataclass(slots=True)
+class _Call:
+    """The operands of an op, and what was found of it for these operands."""
+
+    interface: Interface
+    device: int
+    args: tuple[Any, ...]  # of the node, which gets other ones where it is changed
+    kwargs: dict[str, Any]
+    kinds: list[Any]  # the types of the nodes among them
+    result: Any = ...  # its type; `...` where it was not inferred
+    work: ops.Work | None = None
+
+    def is_of(self, node: fx.Node) -> bool:
+        """Whether the node still has these operands, of whatever types."""
+        return self.args is node.args and self.kwargs is node.kwargs
+
+
+def _call(program: Program, node: fx.Node) -> _Call:
+    """What is known of a node's op for its operands as they are now."""
+    kinds = [operand.meta.get("type") for operand in node._input_nodes]
+    known: _Call | None = node.meta.get("call")
+    if known is not None and known.is_of(node) and known.device == program.device:
+        if known.interface is program.interface and all(map(operator.is_, known.kinds, kinds)):
+            return known
+    known = node.meta["call"] = _Call(program.interface, program.device, node.args, node.kwargs, kinds)
+    return known
+
+
+def _type_of(node: fx.Node) -> Any:
+    return node.meta.get("type")
+
+
+def infer(program: Program, node: fx.Node) -> Any:
+    """Run the op's inference on the types of its operands, unless that was done, and store it as `node.meta["type"]`.
 
     Raises `VerifyError` where the operands are not what the op takes.
     """
-    context = ops.Context(program.interface, program.device) if context is None else context
-    args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
-    op = op_of(node)
-    try:
-        result = op.infer(context, *args, **kwargs)
-    except (TypeError, KeyError, StopIteration, AttributeError, ValueError) as error:
-        reason = f"unknown name {error}" if isinstance(error, KeyError) else str(error)
-        raise VerifyError(f"`{op.name}` does not take these operands: {reason}", device=program.device) from error
-    node.meta["type"] = result
-    return result
+    call, op = _call(program, node), op_of(node)
+    if call.result is ...:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _type_of)
+        try:
+            call.result = op.infer(ops.Context(program.interface, program.device), *args, **kwargs)
+        except (TypeError, KeyError, StopIteration, AttributeError, ValueError) as error:
+            reason = f"unknown name {error}" if isinstance(error, KeyError) else str(error)
+            raise VerifyError(f"`{op.name}` does not take these operands: {reason}", device=program.device) from error
+    node.meta["type"] = call.result
+    return call.result
 
 
 def infer_all(program: Program) -> None:
     """Re-run inference over the whole program, as the verifier does: stale types are replaced, bad operands raise."""
-    context = ops.Context(program.interface, program.device)
     for node in program.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, ops.Op):
-            infer(program, node, context)
-        elif node.op == "call_function" and node.target is operator.getitem:
+        if isinstance(node.target, Op):
+            infer(program, node)
+        elif node.target is operator.getitem:
             source, index = node.args
             types = source.meta["type"]
             if not isinstance(types, tuple) or not 0 <= index < len(types):
@@ -138,10 +163,11 @@ def infer_all(program: Program) -> None:
 
 def work_of(program: Program, node: fx.Node) -> ops.Work:
     """The resource that the op occupies, and the amount, from the types of its operands."""
-    context = ops.Context(program.interface, program.device)
-    args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
-    return op_of(node).work(context, *args, **kwargs)
+    call = _call(program, node)
+    if call.work is None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _type_of)
+        call.work = op_of(node).work(ops.Context(program.interface, program.device), *args, **kwargs)
+    return call.work
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
@@ -151,8 +177,8 @@ def values_of(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(types, ops.Value):
         return [node]
-    items = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
-    return sorted(items, key=result_index)
+    items = [user for user in node.users if user.target is operator.getitem]
+    return sorted(items, key=result_index) if len(items) > 1 else items
 
 
 def result_index(item: fx.Node) -> int:
@@ -210,25 +236,25 @@ def place_frees(program: Program) -> None:
     Values freed at the same place share one op. Results, donated values and resident weights are not freed.
     """
     graph = program.graph
-    position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {n for nodes in program.results().values() for n in nodes}
-    given_away = {n for node in program.ops() for n in donated_operands(node)}
-    last: dict[fx.Node, list[fx.Node]] = {}
+    given_away: set[fx.Node] = set()
+    last: dict[fx.Node, fx.Node] = {}  # per value the op that reads it last
     wrong: dict[fx.Node, None] = {}
-    for node in program.ops():
+    rows = list(program.ops())
+    for node in rows:
         if node.target is ops.free:
             wrong[node] = None
-            continue
-        for value in values_of(node):
-            if value in returned or value in given_away or not value.meta["type"].owned:
-                continue
-            users = [user for user in value.users if user.op == "call_function" and user.target is not ops.free]
-            end = max([*users, node], key=lambda n: position[n])
-            if end is node:  # never used: free after the unpacking
-                end = max(values_of(node), key=lambda n: position[n])
-            last.setdefault(end, []).append(value)
-    for end, values in last.items():
-        place = max([end, *values_of(end)] if isinstance(end.target, ops.Op) else [end], key=lambda n: position[n])
+        else:
+            last.update(dict.fromkeys(node._input_nodes, node))
+            given_away.update(donated_operands(node))
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for node in rows:
+        values = values_of(node) if node not in wrong else []
+        for value in values:
+            if value not in returned and value not in given_away and value.meta["type"].owned:
+                ends.setdefault(last.get(value) or max(values), []).append(value)  # if never used, after the unpacking
+    for end, values in ends.items():
+        place = max([end, *values_of(end)]) if isinstance(end.target, Op) else end
         if place.next in wrong and place.next.args == tuple(values):
             del wrong[place.next]
             continue
