@@ -7,7 +7,7 @@ graphs, a slot. What a forward saves is in its slot; the account has it there, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -61,13 +61,13 @@ def no_graphs_text(reasons: Mapping[str, str]) -> str:
     return f"cuda_graphs=True, but no stage of this plan can run from CUDA graphs: {why}. Leave it out"
 
 
-def graph_bytes(program: Program) -> int:
+def graph_bytes(program: Program, fetched: Collection[str] = ()) -> int:
     """Bytes of all graphs, for good. Also of stages that could run from graphs by themselves, but not as this
-    program uses them: their ops count nothing of what they save."""
+    program uses them: their ops count nothing of what they save. `fetched`: stages that will be, and have none."""
     if not program.interface.cuda_graphs:
         return 0
     context, total = ops.Context(program.interface, program.device), 0
-    for stage in _stages(program):
+    for stage in (stage for stage in _stages(program) if stage not in fetched):
         weights = [_weights(call) for call in _calls(program, stage)]
         if any(ops.counts_in_graph(context, stage, value) for value in weights):
             total += _bytes_of(program.interface.stages[stage], _graphs(program, stage))

@@ -21,7 +21,7 @@ from ..equal_programs import look
 from ..phases import fetched_phases, phases
 from .activation_plan import Half, Item, LinkRates, Room
 from .fetch_queue import Fetches, arena_bytes
-from .insert_fetch import swap
+from .insert_fetch import bytes_beside_fetched
 
 BUFFERS = 4  # of a stage on SSD, in DRAM: one is read, one updated, one written, one receives gradients
 GRADIENTS = 2  # of stages, in DRAM: one is received while one is updated
@@ -89,7 +89,7 @@ class Machine:
         least_bytes = sum(self.counts[spec.name] * spec.kept_bytes for spec in self.specs if spec.name in self.trained)
         if least_bytes > self.budget_bytes:
             return False
-        return any(self.room_bytes(program.copy(), swapped) >= 0 for swapped in {self.swap, True})
+        return any(self.room_bytes(program, swapped) >= 0 for swapped in {self.swap, True})
 
     def must_swap(self, program: Program) -> bool:
         """Whether weights and optimizer states do not all fit beside what the program takes, or are swapped anyway."""
@@ -105,15 +105,14 @@ class Machine:
 
     def room_bytes(self, program: Program, swapped: bool) -> float:
         """Device memory that the program leaves beside all weights and states or, swapped, beside two stages' weights
-        wherever two may be there; negative where it lacks some. Rewrites the program if `swapped`."""
+        wherever two may be there; negative where it lacks some."""
         if not swapped:
             return self.resident_room_bytes(program)
         names = [spec.name for spec in self.moving]
         order, specs = phases(program), program.interface.stages
         early = {i: len(specs[order[i].stage].moving) for i in fetched_phases(order, names) if i > 0}
         two_stages = arena_bytes(order, specs, names, Fetches(early))
-        profile = swap(program, {name: {} for name in names})
-        return self.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes) - two_stages
+        return self.budget_bytes - bytes_beside_fetched(program, names) - two_stages
 
     def seconds(self, spec: StageSpec) -> TurnSeconds:
         return stage_seconds(spec, self.device, self.precision, spec.name in self.trained)

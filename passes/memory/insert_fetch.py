@@ -19,8 +19,25 @@ from typing import Any, ClassVar
 from torch import fx
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.errors import PassError
-from ...ir.program import MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
+from ...ir.program import (
+    MemoryProfile,
+    Program,
+    StageSpec,
+    bytes_of_homes,
+    donated_operands,
+    graph_bytes,
+    homes_of,
+    infer_all,
+    persistent_bytes,
+    place_frees,
+    places_of,
+    producer_of,
+    profile_memory,
+    values_of,
+    work_of,
+)
 from ...runtime.simulate.costs import CostModel
 from ..base import Pass, PlanSoFar
 from ..decisions import FETCH, Decision
@@ -85,7 +102,7 @@ class InsertFetch(Pass):
 
     def on_one(self, program: Program, moving: Sequence[str], budget_bytes: int) -> list[dict[str, int]]:
         """Early fetches of each of a device's stages that move; none where all of them stay."""
-        if not self.swap and resident_bytes(program) <= budget_bytes:
+        if not self.swap and stays_resident(program, budget_bytes):
             return []
         early = look_ahead(program, moving, budget_bytes) if self.prefetch else {}
         return [early.get(name, {}) for name in moving]
@@ -118,12 +135,15 @@ class InsertFetch(Pass):
             fetch_weights(program, {stage: early for stage, early in decision.items() if stage in mine})
 
 
-def resident_bytes(program: Program) -> int:
-    """Peak of device memory if everything stays: weights, gradients, and the optimizer's states beside them."""
+def stays_resident(program: Program, budget_bytes: int) -> bool:
+    """Whether device memory holds everything at its peak: weights, gradients, and the optimizer's states beside
+    them."""
     interface = program.interface
     stages = {str(n.args[0]).partition(".")[0] for n in program.ops() if n.target is ops.resident}
     states = sum(interface.optimizer_bytes(interface.stages[stage]) for stage in stages)
-    return profile_memory(program).peak_bytes[ops.DEVICE] + states
+    if persistent_bytes(program).total(ops.DEVICE) + states > budget_bytes:  # no profile of large models
+        return False
+    return profile_memory(program).peak_bytes[ops.DEVICE] + states <= budget_bytes
 
 
 def look_ahead(
@@ -139,8 +159,7 @@ def look_ahead(
     that exists already and must not grow. If the program does not fit even without early fetches, there is none; the
     check of the budgets says what is missing.
     """
-    profile = profile_swap(program, {stage: {} for stage in stages})
-    limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
+    limit_bytes = budget_bytes - reserved_bytes - bytes_beside_fetched(program, stages)
     if most_arena_bytes is not None:
         limit_bytes = min(limit_bytes, most_arena_bytes)
     order = phases(program)
@@ -205,8 +224,7 @@ def queue_of(draft: Draft, one_ahead: Early) -> Early:
         before_s = estimate_s(order, specs, stages, early, computing_s, rate)
         if before_s <= (1 + LEAST_GAIN) * least_s(order, specs, stages, computing_s, rate):
             continue
-        profile = profile_swap(program, {stage: one_ahead[stage] for stage in stages})
-        limit_bytes = owner.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
+        limit_bytes = owner.budget_bytes - bytes_beside_fetched(program, stages)
         deeper = deepen(order, specs, stages, early.counts, limit_bytes)
         if estimate_s(order, specs, stages, deeper, computing_s, rate) >= (1 - LEAST_GAIN) * before_s:
             continue
@@ -230,25 +248,72 @@ def _step_s(draft: Draft, early: Early) -> float:
     return math.inf if found_s is None else found_s
 
 
-def profile_swap(program: Program, early: Early) -> MemoryProfile:
-    """Memory of a copy with these fetches, whose gradients leave after their last backward. Of resident stages, and of
-    parameters that stay, gradients stay too, and states are counted, and what their updates take while they run."""
-    return swap(program.copy(), early)
+def bytes_beside_fetched(program: Program, stages: Collection[str]) -> int:
+    """Peak of device memory beside the arena if these stages are fetched, however early, and their gradients leave
+    after their last backward: `swap` without writing it. Of resident stages, and of parameters that stay, gradients
+    stay too, and states are counted, and what their updates take while they run."""
+    interface, specs = program.interface, program.interface.stages
+    updated = {str(node.meta["type"].stage): node for node in program.results().get("grads", [])}
+    stay = _staying(program, stages, updated)
+    leaving = updated.keys() - {spec.name for spec in stay}
+    leaves: dict[fx.Node, list[fx.Node]] = {}  # op -> gradients that it reads last
+    for node in (updated[stage] for stage in leaving):
+        end = max([producer_of(node), *(user for user in node.users if user.op != "output")])
+        leaves.setdefault(end, []).append(node)
+    homes = {
+        stage: replace(home, weights=ops.DRAM) if stage in stages else home for stage, home in homes_of(program).items()
+    }
+    now = most = bytes_of_homes(interface, homes).total(ops.DEVICE) + graph_bytes(program, fetched=stages)
+    live: dict[fx.Node, int] = {}
+    for node in program.ops():
+        if node.target is ops.free:
+            now -= sum(live.pop(value, 0) for value in node.all_input_nodes)
+            continue
+        now -= sum(live.pop(value, 0) for value in donated_operands(node))
+        for value in values_of(node):
+            kind = value.meta["type"]
+            if kind.owned and kind.memory == ops.DEVICE and not places_of(value):
+                in_graph = kind.kind == "kept" and interface.cuda_graphs and not kind.classes and kind.stage in stages
+                live[value] = specs[kind.stage].kept_bytes if in_graph else kind.bytes
+                now += live[value]
+        work = work_of(program, node)
+        counts = work.workspace_memory == ops.DEVICE and not op_of(node).workspace_in_arena
+        most = max(most, now + counts * work.workspace_bytes)
+        now -= sum(live.pop(value, 0) for value in leaves.get(node, ()))
+    return most + _bytes_of_updates(program, stay)
+
+
+def bytes_with_fetches(program: Program, stages: Collection[str], early: Early) -> int:
+    """Peak of device memory if these stages are fetched like this: `bytes_beside_fetched` and the arena."""
+    order, specs = phases(program), program.interface.stages
+    arena = arena_bytes(order, specs, stages, fetches_of(order, early))
+    return bytes_beside_fetched(program, stages) + arena
+
+
+def _staying(program: Program, stages: Collection[str], updated: Collection[str]) -> list[StageSpec]:
+    """Of these stages, which are fetched, and those that are updated: the ones whose gradients stay on the device."""
+    specs = program.interface.stages
+    return [specs[stage] for stage in dict.fromkeys([*stages, *updated]) if stage not in stages or specs[stage].staying]
+
+
+def _bytes_of_updates(program: Program, stay: Sequence[StageSpec]) -> int:
+    """The optimizer states of stages that stay, and what their updates take while they run."""
+    interface = program.interface
+    updates = (interface.update_bytes(s, ops.DEVICE, True) + interface.temporary_bytes(s, ops.DEVICE) for s in stay)
+    return sum(map(interface.optimizer_bytes, stay)) + max(updates, default=0)
 
 
 def swap(program: Program, early: Early) -> MemoryProfile:
-    """As `profile_swap`, of the program itself, which is changed."""
-    results, specs = program.results(), program.interface.stages
+    """Memory of the program with these fetches, which are written into it, and gradients as in
+    `bytes_beside_fetched`."""
+    results = program.results()
     updated = {str(node.meta["type"].stage): node for node in results.pop("grads", [])}
-    stay = [specs[stage] for stage in {**early, **updated} if stage not in early or specs[stage].staying]
+    stay = _staying(program, early, updated)
     staying = [updated[spec.name] for spec in stay if spec.name in updated]
     program.returns({**results, "grads": staying} if staying else results)
     fetch_weights(program, early)
     profile = profile_memory(program)
-    interface = program.interface
-    profile.peak_bytes[ops.DEVICE] += sum(map(interface.optimizer_bytes, stay))
-    updates = (interface.update_bytes(s, ops.DEVICE, True) + interface.temporary_bytes(s, ops.DEVICE) for s in stay)
-    profile.peak_bytes[ops.DEVICE] += max(updates, default=0)
+    profile.peak_bytes[ops.DEVICE] += _bytes_of_updates(program, stay)
     return profile
 
 

@@ -38,7 +38,7 @@ from ..decisions import REMATERIALISE, Decision
 from ..draft import Draft
 from ..equal_programs import look, once
 from ..run_again import cheapest_again
-from .insert_fetch import Early, look_ahead, profile_swap
+from .insert_fetch import Early, bytes_with_fetches, look_ahead
 from .insert_fetch import swap as swapped
 
 
@@ -166,9 +166,7 @@ def _moments(program: Program, profile: MemoryProfile, specs: list[StageSpec]) -
     return [*found.values()]
 
 
-def _for_swapping(
-    program: Program, specs: list[StageSpec], budget_bytes: int, resident: Collection[str]
-) -> list[str]:
+def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int, resident: Collection[str]) -> list[str]:
     """Every stage but the device's last, whose weights need not leave between its forward and its backward; the last
     one as well where its saved tensors would not fit, or would take the room of early fetches."""
     able = [s.name for s in specs if s.rematerialisable]
@@ -179,8 +177,9 @@ def _for_swapping(
     for names in (others, able):
         trial = program.copy()
         rematerialise(trial, set(names))
-        early[len(names)] = look_ahead(trial, [s.name for s in specs if s.name not in resident], budget_bytes)
-        if names is others and profile_swap(trial, early[len(names)]).peak_bytes[ops.DEVICE] > budget_bytes:
+        moving = [s.name for s in specs if s.name not in resident]
+        found = early[len(names)] = look_ahead(trial, moving, budget_bytes)
+        if names is others and bytes_with_fetches(trial, moving, found) > budget_bytes:
             return able
     return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
 

@@ -12,12 +12,19 @@ from hypothesis import strategies as st
 from penstock.ir import ops
 from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Program, plan_arena, profile_memory
+from penstock.ir.program import Program, infer_all, plan_arena, profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
 from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepen, live_bytes
-from penstock.passes.memory.insert_fetch import InsertFetch, fetch_weights, fetches_of, look_ahead, profile_swap
+from penstock.passes.memory.insert_fetch import (
+    InsertFetch,
+    bytes_with_fetches,
+    fetch_weights,
+    fetches_of,
+    look_ahead,
+    swap,
+)
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.partition_min_stage import PartitionMinStage
@@ -106,7 +113,8 @@ def test_a_kept_stage_keeps_its_weights() -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_arena_is_foreseen_exactly(data: st.DataObject) -> None:
-    """`arena_bytes` on phases equals the arena of the rewritten program, for any early fetches and kept stages."""
+    """`arena_bytes` on phases equals the arena of the rewritten program, for any early fetches and kept stages; so does
+    the peak, with and without CUDA graphs."""
     depth = data.draw(st.integers(2, 6))
     draft = draft_of(chain(depth), Hardware.cpu(num_devices=1), micro_batches=2)
     apply(draft, *to_schedule(depth + 1))
@@ -126,6 +134,10 @@ def test_arena_is_foreseen_exactly(data: st.DataObject) -> None:
     for i, count in early.items():
         decision[order[i].stage] |= {order[i].kind: count, order[i].kind + AHEAD: ahead[i]}
     assert fetches_of(order, decision).counts == early
+    for cuda_graphs in (True, False):
+        infer_all(program.with_interface(cuda_graphs=cuda_graphs))
+        peak = swap(program.copy(), decision).peak_bytes[ops.DEVICE]
+        assert bytes_with_fetches(program, stages, decision) == peak
     fetch_weights(program, decision)
     assert plan_arena(program)[1] == foreseen
 
@@ -136,7 +148,7 @@ def test_memory_is_used_up_to_the_budget() -> None:
     program, budget = draft.programs[0], 21_000
     stages = [phase.stage for phase in phases(program)]
     early = look_ahead(program, stages, budget)
-    assert profile_swap(program, early).peak_bytes[ops.DEVICE] <= budget
+    assert swap(program.copy(), early).peak_bytes[ops.DEVICE] <= budget
     order = phases(program)
     able = {(order[i].stage, order[i].kind) for i in fetched_phases(order, stages) if i > 0}
     counts = {(stage, kind): early[stage].get(kind, 0) for stage, kind in able}
@@ -144,7 +156,7 @@ def test_memory_is_used_up_to_the_budget() -> None:
     assert left
     for stage, kind in left:
         more = {**early, stage: {**early[stage], kind: counts[stage, kind] + 1}}
-        assert profile_swap(program, more).peak_bytes[ops.DEVICE] > budget
+        assert swap(program.copy(), more).peak_bytes[ops.DEVICE] > budget
     assert look_ahead(program, stages, budget, reserved_bytes=6_000) == {name: {} for name in early}
 
 
