@@ -19,7 +19,7 @@ from ..ir.errors import VerifyError
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Memory, Order, Program, build_order, find_cycle, join_orders, work_of
 from ..ir.verify.case import Case
-from ..runtime.simulate import simulate
+from ..runtime.simulate import seconds_from_rest
 from .draft import Draft
 from .work_limit import WorkDone
 
@@ -59,7 +59,7 @@ def simulated_s(draft: Draft, programs: Sequence[Program]) -> float | None:
     devices would wait for ever in any order that is found."""
 
     def step_s(order: Sequence[Program]) -> float:
-        return simulate(order, draft.machine, precision=draft.options.precision).step_s
+        return seconds_from_rest(order, draft.machine, precision=draft.options.precision)
 
     try:
         return step_s(programs)

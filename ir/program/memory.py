@@ -235,7 +235,12 @@ class MemoryProfile:
 
 
 def profile_memory(program: Program) -> MemoryProfile:
-    """Walk the program in issue order (types must be inferred) and find the peak of each memory."""
+    """Walk the program in issue order (types must be inferred) and find the peak of each memory. Nobody changes the
+    result but with the program."""
+    return program.once(_profile)
+
+
+def _profile(program: Program) -> MemoryProfile:
     persistent = persistent_bytes(program)
     plans = plan_arenas(program)
     now = {memory: persistent.total(memory) + plans[memory].bytes for memory in ops.MEMORIES}

@@ -346,7 +346,7 @@ class _PoolWaits(_BudgetWaits):
 
     def change(self, node: fx.Node, work: ops.Work) -> tuple[int, int]:
         change = self.pools.changes[node]
-        return change.taken[self.pool], change.given[self.pool]
+        return change.taken.get(self.pool, 0), change.given.get(self.pool, 0)
 
 
 def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..machine.presets import gaps_bytes
 from .memory import places_of, profile_memory, takes_place
 from .program import Program, donated_operands, operands, values_of, work_of
 
-_Bytes = Counter[str]  # by pool
+_Bytes = dict[str, int]  # by pool
 
 
 class PoolChange(NamedTuple):
@@ -35,18 +35,19 @@ class Pools:
 
     def __init__(self, program: Program, work_of: Mapping[fx.Node, ops.Work]):
         self.changes: dict[fx.Node, PoolChange] = {}
-        self.peaks, self.totals = _Bytes(), _Bytes()
+        self.peaks, self.totals = Counter[str](), Counter[str]()
         self._pool: dict[fx.Node, str] = {}
         self._rest: dict[fx.Node, fx.Node] = {}  # per value that a first half has read, the result that may hold it
         self._late: dict[fx.Node, _Bytes] = {}  # per such result, until it is used: what is freed, but not given back
-        now = _Bytes()
+        now = Counter[str]()
         for node in program.ops():
             change = self.changes[node] = self._change(node, work_of[node])
             for pool, num_bytes in change.taken.items():
                 now[pool] += num_bytes
                 self.totals[pool] += num_bytes
                 self.peaks[pool] = max(self.peaks[pool], now[pool])
-            now.subtract(change.given)
+            for pool, num_bytes in change.given.items():
+                now[pool] -= num_bytes
 
     def shares(self, num_bytes: int) -> dict[str, int]:
         """The part of `num_bytes` that each pool may hold: its peak in text order, which it needs, and an equal part of
@@ -69,24 +70,26 @@ class Pools:
             for value in operands(node):
                 if _counts(value):
                     late = self._late.get(self._rest.get(value, value), given)
-                    late[self._pool[value]] += value.meta["type"].bytes
+                    _add(late, self._pool[value], value.meta["type"].bytes)
             return PoolChange(taken, given)
         self._name_pools(node, work)
         grown = _Bytes()
         for value in donated_operands(node):
             if value.meta["type"].memory == ops.DEVICE and not (takes_place(node) and places_of(value)):
-                grown[self._pool[value]] -= value.meta["type"].bytes
+                _add(grown, self._pool[value], -value.meta["type"].bytes)
         for value in values_of(node) if not takes_place(node) else ():
             if value.meta["type"].owned and value.meta["type"].memory == ops.DEVICE:
-                grown[self._pool[value]] += value.meta["type"].bytes
+                _add(grown, self._pool[value], value.meta["type"].bytes)
         if work.workspace_memory == ops.DEVICE and not op_of(node).workspace_in_arena:
-            taken[work.stream], given[work.stream] = work.workspace_bytes, work.workspace_bytes
-        taken.update(+grown)
-        given.update(-grown)
+            _add(taken, work.stream, work.workspace_bytes)
+            _add(given, work.stream, work.workspace_bytes)
+        for pool, num_bytes in grown.items():
+            _add(taken if num_bytes > 0 else given, pool, abs(num_bytes))
         if node.target is ops.backward_weight:
             for value in operands(node):
-                given.update(self._late.pop(value, _Bytes()))
-        return PoolChange(+taken, +given)
+                for pool, num_bytes in self._late.pop(value, {}).items():
+                    _add(given, pool, num_bytes)
+        return PoolChange(taken, given)
 
     def _name_pools(self, node: fx.Node, work: ops.Work) -> None:
         over, made = donated_operands(node), values_of(node)
@@ -98,6 +101,11 @@ class Pools:
             rest = made[-1]
             self._late[rest] = _Bytes()
             self._rest.update((v, rest) for v in operands(node) if self._pool.get(v, work.stream) != work.stream)
+
+
+def _add(found: _Bytes, pool: str, num_bytes: int) -> None:
+    if num_bytes:
+        found[pool] = found.get(pool, 0) + num_bytes
 
 
 def pooled_bytes(program: Program) -> int:

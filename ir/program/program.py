@@ -9,9 +9,9 @@ the generated file.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -21,6 +21,9 @@ from ..errors import VerifyError
 from ..ops import Op
 from ..plain_graph import PlainGraph
 from ..stages.interface import Interface
+
+
+Found = TypeVar("Found")
 
 
 class Program:
@@ -34,9 +37,20 @@ class Program:
         self.device = device
         self.interface = interface
         self.function = function
+        self._found: dict[Callable[[Program], Any], tuple[list[Any], Any]] = {}
         self.graph = PlainGraph() if graph is None else graph
         if graph is None:
             self.graph.placeholder("batch")
+
+    def once(self, find: Callable[[Program], Found]) -> Found:
+        """What `find` finds of the program, once for as long as the program stays as it is."""
+        now = [(node, node.args, node.kwargs, node.meta.get("type")) for node in self.graph.nodes]
+        now.append((self.interface, self.device))
+        before, found = self._found.get(find, (None, None))
+        if before != now:
+            found = find(self)
+            self._found[find] = now, found
+        return found
 
     @property
     def batch(self) -> fx.Node:
@@ -218,10 +232,8 @@ def donated_operands(node: fx.Node) -> list[fx.Node]:
     op = op_of(node)
     if not op.donates:
         return []
-    found: list[fx.Node] = []
-    for name in op.donates:
-        fx.node.map_arg(op.operand(name, node.args, node.kwargs), found.append)
-    return found
+    given = [op.operand(name, node.args, node.kwargs) for name in op.donates]
+    return [n for each in given for n in (each if isinstance(each, list | tuple) else (each,)) if isinstance(n, fx.Node)]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -194,8 +194,8 @@ class Interface:
     def states_bytes(self, spec: StageSpec) -> int:
         """Bytes of a buffer for a stage's masters and states, with room to align those of each parameter, of which a
         shard may have pieces of all."""
-        trained = [p for p in self.stages.get(spec.name, spec).params if p.requires_grad]
-        return aligned(self.optimizer_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
+        count = self.stages.get(spec.name, spec).num_trained
+        return aligned(self.optimizer_bytes(spec) + STATE_ROOM * count, PAGE) if count else 0
 
     def all_bytes(self, spec: StageSpec) -> int:
         """Bytes of a buffer for a stage's weights and, after them, its masters and states."""

@@ -340,6 +340,11 @@ class StageSpec:
         return tuple(buffer for buffer in self.buffers if buffer.owner)
 
     @cached_property
+    def num_trained(self) -> int:
+        """The number of parameters that are trained."""
+        return sum(p.requires_grad for p in self.params)
+
+    @cached_property
     def trained_params(self) -> int:
         return sum(p.numel for p in self.params if p.requires_grad)
 

@@ -9,6 +9,7 @@ go to memories with room. It takes the place of `insert-remat`, and compares set
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -186,7 +187,10 @@ def problem_of(
     items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
     room = machine.room(swapped, device_bytes)
     if ops.SSD in memories:  # what goes to SSD passes through DRAM
-        turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
+        turn_bytes = Counter({name: inputs.get(name, 0) for name in names})  # of all that a stage could have moved
+        for item in items:
+            turn_bytes[item.stage] += item.bytes
+        turns = [turn_bytes[name] / machine.counts[name] for name in names]
         room = replace(room, passing_bytes=PASSING_TURNS * max(turns, default=0))
     return ActivationProblem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
 
@@ -198,11 +202,6 @@ def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations])
         for spec, model in zip(machine.specs, other.specs)
         if model.name in choices
     }
-
-
-def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) -> int:
-    """Bytes of all that a stage could have moved, for all its micro-batches."""
-    return inputs.get(stage, 0) + sum(item.bytes for item in items if item.stage == stage)
 
 
 def _rank(problem: ActivationProblem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:

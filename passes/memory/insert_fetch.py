@@ -313,8 +313,8 @@ def swap(program: Program, early: Early) -> MemoryProfile:
     program.returns({**results, "grads": staying} if staying else results)
     fetch_weights(program, early)
     profile = profile_memory(program)
-    profile.peak_bytes[ops.DEVICE] += _bytes_of_updates(program, stay)
-    return profile
+    peak_bytes = profile.peak_bytes[ops.DEVICE] + _bytes_of_updates(program, stay)
+    return replace(profile, peak_bytes={**profile.peak_bytes, ops.DEVICE: peak_bytes})
 
 
 def fetch_weights(program: Program, early: Early) -> None:

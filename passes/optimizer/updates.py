@@ -10,7 +10,7 @@ gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -28,9 +28,11 @@ UpdateStep = tuple[str, str]  # "read", "step" or "write", and the stage
 
 def write_updates(programs: Sequence[Program], hardware: Hardware, updates: Updates, timings: Sequence[Timing]) -> None:
     """Write the updates into all programs of a draft, each with its timing; `hardware`: the devices they run on."""
-    there = programs[0].interface.groups
+    interface = programs[0].interface
+    if updates.groups:
+        interface = replace(interface, groups={**interface.groups, **updates.groups})
     for program in programs:
-        program.with_interface(groups={**there, **updates.groups})
+        program.interface = interface
     for program, timing in zip(programs, timings):
         _Writer(program, updates, timing).write()
     free_gradients_later(programs, hardware)

@@ -87,10 +87,17 @@ def step_seconds(
     written_out: int = WRITTEN_OUT,
 ) -> float:
     """`simulate_steps(...).step_s` alone, which takes less time."""
-    simulation = _Simulation(programs, hardware, precision, written_out)
-    if drain is None:
-        return simulation.steady_s()
-    return max(simulation.run().ended_s.values(), default=0.0)
+    if drain is not None:
+        return seconds_from_rest(programs, hardware, precision=precision, written_out=written_out)
+    return _Simulation(programs, hardware, precision, written_out).steady_s()
+
+
+def seconds_from_rest(
+    programs: Sequence[Program], hardware: Hardware, *, precision: str = "fp32", written_out: int = WRITTEN_OUT
+) -> float:
+    """`simulate(...).step_s` alone, which takes less time."""
+    ended_s = _Simulation(programs, hardware, precision, written_out).run().ended_s
+    return max(ended_s.values(), default=0.0)
 
 
 class _Simulation:
