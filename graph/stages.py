@@ -82,16 +82,17 @@ class _Cut:
             if node in self.home:
                 self.nodes[self.home[node]].append(node)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.shared = shared_nodes(graph)
-        self.shared_flow = Dataflow(node for node in graph.nodes if node in self.shared)
-        self.parameters, self.buffers, self.ties = graph.parameters(), graph.buffers(), graph.ties()
+        self.shared = set(graph.once(shared_nodes))
+        self.shared_flow = graph.once(_shared_flow)
+        self.parameters, self.buffers = graph.once(OpGraph.parameters), graph.once(OpGraph.buffers)
+        self.ties = graph.once(OpGraph.ties)
         self.uses: dict[str, set[int]] = {}  # parameter's first name -> the stages that have it
         for node, index in self.home.items():
             for name in graph.node_parameters(node):
                 self.uses.setdefault(self.ties.get(name, name), set()).add(index)
         self.leaves_out = True
-        self.live = live_nodes(graph)
-        self.narrow = narrow_nodes(graph)
+        self.live = graph.once(live_nodes)
+        self.narrow = graph.once(narrow_nodes)
         self.exchanged = self._exchange_stages()
         self.checks = self._shared_checks()
 
@@ -137,6 +138,11 @@ class _Cut:
         """The shared nodes of `wanted`, the shared nodes that they read, and those that write one of them in place."""
         roots = (node for node in wanted if node in self.shared)
         return self.shared_flow.ancestors(roots, lambda node: (a for a in node.all_input_nodes if a in self.shared))
+
+
+def _shared_flow(graph: OpGraph) -> Dataflow:
+    shared = graph.once(shared_nodes)
+    return Dataflow(node for node in graph.nodes if node in shared)
 
 
 def _inputs_in(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -248,6 +254,8 @@ class _Builder:
     def _with_sizes(self, boundary: list[fx.Node], batch: list[fx.Node], body: list[fx.Node]) -> list[fx.Node]:
         """The inputs of the batch that are loaded, with one for each size that the stage needs and no other input
         has."""
+        if not self.graph.sizes and not self.graph.symbols:
+            return self._sort(batch)
         needed = set[str]().union(*(names_in((n.args, n.kwargs, n.meta.get("eval_args"))) for n in body))
         more = []
         for name in sorted(needed - sized_inputs([*boundary, *batch])):

@@ -24,6 +24,10 @@ class Phase:
 
 def phases(program: Program) -> list[Phase]:
     """The phases in issue order. A backward that follows its own forward directly belongs to the same phase."""
+    return program.once(_phases)
+
+
+def _phases(program: Program) -> list[Phase]:
     found: list[Phase] = []
     for node in program.ops():
         op = op_of(node)

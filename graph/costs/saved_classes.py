@@ -43,7 +43,10 @@ def saved_classes(
         read |= storages(n for n, is_saved in zip(block.inputs, block.cost.saved_inputs) if is_saved).keys()
         for call in block.cost.calls:
             made.setdefault(block.nodes[call.node], []).append(call)
-    shared = {node: _num_calls(graph, node) for node in body if node not in own}
+    known = graph.looked.setdefault((_num_calls, graph.module), {})  # every partition asks again
+    others = [node for node in body if node not in own]
+    known.update((node, _num_calls(graph, node)) for node in others if node not in known)
+    shared = {node: known[node] for node in others}
     if None in shared.values():
         return (), ()
     absent: list[int] = []

@@ -12,7 +12,7 @@ Each memory holds, added up:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -45,7 +45,7 @@ class Persistent:
         return sum(self.parts(memory).values())
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageHome:
     """The home of one stage: the memory of its weights, and of its states if the program updates it. `group`: if it is
     given, only a shard of the weights is here. `undo`: what an update changes is kept a second time."""
@@ -58,6 +58,10 @@ class StageHome:
 
 def homes_of(program: Program) -> dict[str, StageHome]:
     """The home of each stage of a program, from its ops. See `ops/transfers.py`."""
+    return program.once(_homes)
+
+
+def _homes(program: Program) -> dict[str, StageHome]:
     homes: dict[str, StageHome] = {}
     for node in program.ops():
         memory = op_of(node).persists_in
@@ -67,10 +71,10 @@ def homes_of(program: Program) -> dict[str, StageHome]:
                 homes.setdefault(stage, StageHome(memory, group=str(node.kwargs.get("group") or "")))
         elif node.target is ops.step and node.args[0] in homes:
             home = homes[str(node.args[0])]
-            home.states = home.weights if ops.step.bind(node.args, node.kwargs)["states"] is None else ops.SSD
+            states = home.weights if ops.step.bind(node.args, node.kwargs)["states"] is None else ops.SSD
             if program.interface.stages[str(node.args[0])].staying:
-                home.states = ops.DEVICE
-            home.undo = bool(node.kwargs.get("speculative"))
+                states = ops.DEVICE
+            homes[str(node.args[0])] = replace(home, states=states, undo=bool(node.kwargs.get("speculative")))
     return homes
 
 

@@ -22,7 +22,6 @@ from ..ops import Op
 from ..plain_graph import PlainGraph
 from ..stages.interface import Interface
 
-
 Found = TypeVar("Found")
 
 
@@ -104,8 +103,9 @@ class Program:
         graph = self.graph.copy_plain()
         for node, copy in zip(self.graph.nodes, graph.nodes):
             call = node.meta.get("call")
-            if call is not None and call.is_of(node):
-                copy.meta["call"] = replace(call, args=copy.args, kwargs=copy.kwargs)
+            if call is not None and call.is_of(node, self):
+                found = call.kinds, call.result, call.work
+                copy.meta["call"] = _Call(call.interface, call.device, copy.args, copy.kwargs, *found)
         return Program(self.device, self.interface, graph, self.function)
 
     def with_interface(self, **changes: Any) -> Program:
@@ -125,18 +125,18 @@ class _Call:
     result: Any = ...  # its type; `...` where it was not inferred
     work: ops.Work | None = None
 
-    def is_of(self, node: fx.Node) -> bool:
-        """Whether the node still has these operands, of whatever types."""
-        return self.args is node.args and self.kwargs is node.kwargs
+    def is_of(self, node: fx.Node, program: Program) -> bool:
+        """Whether the node still has these operands, of whatever types, in a program like the one before."""
+        same = self.args is node.args and self.kwargs is node.kwargs
+        return same and self.interface is program.interface and self.device == program.device
 
 
 def _call(program: Program, node: fx.Node) -> _Call:
     """What is known of a node's op for its operands as they are now."""
     kinds = [operand.meta.get("type") for operand in node._input_nodes]
     known: _Call | None = node.meta.get("call")
-    if known is not None and known.is_of(node) and known.device == program.device:
-        if known.interface is program.interface and all(map(operator.is_, known.kinds, kinds)):
-            return known
+    if known is not None and known.is_of(node, program) and all(map(operator.is_, known.kinds, kinds)):
+        return known
     known = node.meta["call"] = _Call(program.interface, program.device, node.args, node.kwargs, kinds)
     return known
 
@@ -233,7 +233,8 @@ def donated_operands(node: fx.Node) -> list[fx.Node]:
     if not op.donates:
         return []
     given = [op.operand(name, node.args, node.kwargs) for name in op.donates]
-    return [n for each in given for n in (each if isinstance(each, list | tuple) else (each,)) if isinstance(n, fx.Node)]
+    found = (value for each in given for value in (each if isinstance(each, list | tuple) else (each,)))
+    return [value for value in found if isinstance(value, fx.Node)]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -17,7 +17,7 @@ from ...ir.ops import aligned_class, update_traffic
 from ...ir.program import Interface, Program, StageSpec, operands, persistent_bytes, profile_memory
 from ...runtime.simulate.cpu import update_s as cpu_update_s
 from ..draft import Draft
-from ..equal_programs import look
+from ..equal_programs import look, once
 from ..phases import fetched_phases, phases
 from .activation_plan import Half, Item, LinkRates, Room
 from .fetch_queue import Fetches, arena_bytes
@@ -60,6 +60,7 @@ class Machine:
     free: Tiers  # the same where all weights stay
     messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward
     resident: frozenset[str] = frozenset()
+    known: dict[Hashable, list[Item]] = field(default_factory=dict, compare=False, repr=False)  # items by stage
 
     @property
     def budget_bytes(self) -> int:
@@ -119,6 +120,9 @@ class Machine:
 
     def items(self, spec: StageSpec) -> list[Item]:
         """The stage's classes of saved tensors, for all its micro-batches."""
+        return once(self.known, spec.name, lambda: self._items(spec))
+
+    def _items(self, spec: StageSpec) -> list[Item]:
         count = self.counts[spec.name]
         measured = any(name == self.device.name for name, *_ in spec.seconds)
         again_s = self.seconds(spec).rematerialise_s

@@ -93,6 +93,15 @@ class ActivationProblem:
     swapped: bool = False  # whether weights come from DRAM
 
     @cached_property
+    def input_sizes(self) -> dict[ClassPlace, int]:
+        return {(stage, INPUTS): self.inputs.get(stage, 0) for stage in self.stages}
+
+    @cached_property
+    def room_beside_passing(self) -> Room:
+        """The room where something goes to SSD."""
+        return replace(self.room, dram_bytes=max(0.0, self.room.dram_bytes - self.room.passing_bytes))
+
+    @cached_property
     def orders(self) -> tuple[list[ClassPlace], list[ClassPlace]]:
         """The inputs and classes of all stages: the last stages first, and in an order that spreads stages evenly."""
         number = {stage: i for i, stage in enumerate(self.stages)}
@@ -171,25 +180,24 @@ def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[
         found, fits = _fill(problem, classes, [m for m in memories if m != SSD], room)
         if fits:
             return found, True
-    return _fill(problem, classes, memories, replace(room, dram_bytes=max(0.0, room.dram_bytes - room.passing_bytes)))
+    return _fill(problem, classes, memories, problem.room_beside_passing)
 
 
 def _fill(
     problem: ActivationProblem, classes: Mapping[str, int], memories: Sequence[MemoryName], room: Room
 ) -> tuple[dict[ClassPlace, MemoryName], bool]:
     """The first of these memories with room for each; what none has room for goes to the last."""
-    sizes = {(stage, INPUTS): problem.inputs.get(stage, 0) for stage in problem.stages}
-    sizes |= {(stage, CLASSES): classes.get(stage, 0) for stage in problem.stages}
+    sizes = problem.input_sizes | {(stage, CLASSES): size for stage, size in classes.items()}
     late_first, spread = problem.orders
     left = {DEVICE: room.device_bytes, DRAM: room.dram_bytes, SSD: room.ssd_bytes}
     found: dict[ClassPlace, MemoryName] = {}
     for memory in memories:
         for key in late_first if memory == DEVICE else spread:
-            size = sizes[key]
+            size = sizes.get(key, 0)
             if size and key not in found and size <= left[memory]:
                 left[memory] -= size
                 found[key] = memory
-    waiting = [key for key in spread if sizes[key] and key not in found]
+    waiting = [key for key in spread if sizes.get(key) and key not in found]
     found.update(dict.fromkeys(waiting, memories[-1]))
     return found, not waiting
 

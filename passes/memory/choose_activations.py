@@ -25,7 +25,7 @@ from ..draft import Draft
 from ..equal_programs import once
 from ..run_again import ALIKE
 from .activation_machine import Machine, machine_of
-from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, sort_by_benefit, sweep, table
+from .activation_plan import CLASSES, INPUTS, ActivationProblem, Point, best, sort_by_benefit, sweep, table
 from .insert_remat import stages_to_rematerialise
 from .move_activations import Ahead, input_bytes, keep_classes, move_activations, turn_bytes
 

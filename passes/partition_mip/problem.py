@@ -214,7 +214,7 @@ def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
 def _messages(draft: Draft) -> list[float]:
     """Per block the bytes that blocks before it hand on to it or past it, up to each value's first reader: a value goes
     from its maker to every later reader directly, long before that reader needs it."""
-    blocks, narrow = draft.blocks, narrow_nodes(draft.graph)
+    blocks, narrow = draft.blocks, draft.graph.once(narrow_nodes)
     maker: dict[int, tuple[int, int]] = {}  # storage -> block, bytes
     found = [0.0] * (len(blocks) + 1)
     seen: set[int] = set()

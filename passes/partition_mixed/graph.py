@@ -51,7 +51,7 @@ def block_graph(
 ) -> BlockGraph:
     """Seconds of every block on every device, and what the blocks hand to each other, in the types that `graph` says
     for values between stages."""
-    narrow = frozenset() if graph is None else narrow_nodes(graph)
+    narrow = frozenset() if graph is None else graph.once(narrow_nodes)
     maker = {node: i for i, block in enumerate(blocks) for node in block.outputs}
     readers: dict[int, list[int]] = {}
     nodes = {node: k for k, node in enumerate(maker)}
