@@ -173,15 +173,13 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int, r
     others = [name for name in able if name != specs[-1].name]
     if others == able:
         return able
-    early = {}
-    for names in (others, able):
-        trial = program.copy()
-        rematerialise(trial, set(names))
-        moving = [s.name for s in specs if s.name not in resident]
-        found = early[len(names)] = look_ahead(trial, moving, budget_bytes)
-        if names is others and bytes_with_fetches(trial, moving, found) > budget_bytes:
-            return able
-    return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
+    trial, moving = program.copy(), [s.name for s in specs if s.name not in resident]
+    rematerialise(trial, set(others))
+    early = look_ahead(trial, moving, budget_bytes)
+    if bytes_with_fetches(trial, moving, early) > budget_bytes:
+        return able
+    rematerialise(trial, {specs[-1].name})
+    return others if _count(early) >= _count(look_ahead(trial, moving, budget_bytes)) else able
 
 
 def _count(early: Early) -> int:
