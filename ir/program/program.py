@@ -43,12 +43,12 @@ class Program:
 
     def once(self, find: Callable[[Program], Found]) -> Found:
         """What `find` finds of the program, once for as long as the program stays as it is."""
-        now = [(node, node.args, node.kwargs, node.meta.get("type")) for node in self.graph.nodes]
+        now: list[Any] = [(node, node.args, node.kwargs, node.meta.get("type")) for node in self.graph.nodes]
         now.append((self.interface, self.device))
-        before, found = self._found.get(find, (None, None))
-        if before != now:
-            found = find(self)
-            self._found[find] = now, found
+        known = self._found.get(find)
+        if known is None or known[0] != now:
+            known = self._found[find] = now, find(self)
+        found: Found = known[1]
         return found
 
     @property
