@@ -22,7 +22,7 @@ from ..ops import Op
 from ..plain_graph import PlainGraph
 from ..stages.interface import Interface
 
-Found = TypeVar("Found")
+FoundOnce = TypeVar("FoundOnce")
 
 
 class Program:
@@ -41,14 +41,14 @@ class Program:
         if graph is None:
             self.graph.placeholder("batch")
 
-    def once(self, find: Callable[[Program], Found]) -> Found:
-        """What `find` finds of the program, once for as long as the program stays as it is."""
+    def once(self, find: Callable[[Program], FoundOnce]) -> FoundOnce:
+        """The result of `find` on the program, which is looked for once while the program stays the same."""
         now: list[Any] = [(node, node.args, node.kwargs, node.meta.get("type")) for node in self.graph.nodes]
         now.append((self.interface, self.device))
         known = self._found.get(find)
         if known is None or known[0] != now:
             known = self._found[find] = now, find(self)
-        found: Found = known[1]
+        found: FoundOnce = known[1]
         return found
 
     @property
@@ -132,7 +132,7 @@ class _Call:
 
 
 def _call(program: Program, node: fx.Node) -> _Call:
-    """What is known of a node's op for its operands as they are now."""
+    """The record of a node's op for its operands as they are now."""
     kinds = [operand.meta.get("type") for operand in node._input_nodes]
     known: _Call | None = node.meta.get("call")
     if known is not None and known.is_of(node, program) and all(map(operator.is_, known.kinds, kinds)):

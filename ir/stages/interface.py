@@ -194,7 +194,7 @@ class Interface:
     def states_bytes(self, spec: StageSpec) -> int:
         """Bytes of a buffer for a stage's masters and states, with room to align those of each parameter, of which a
         shard may have pieces of all."""
-        count = self.stages.get(spec.name, spec).num_trained
+        count = self.stages.get(spec.name, spec).trained_count
         return aligned(self.optimizer_bytes(spec) + STATE_ROOM * count, PAGE) if count else 0
 
     def all_bytes(self, spec: StageSpec) -> int:

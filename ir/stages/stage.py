@@ -340,7 +340,7 @@ class StageSpec:
         return tuple(buffer for buffer in self.buffers if buffer.owner)
 
     @cached_property
-    def num_trained(self) -> int:
+    def trained_count(self) -> int:
         """The number of parameters that are trained."""
         return sum(p.requires_grad for p in self.params)
 

@@ -21,7 +21,7 @@ from ..equal_programs import look, once
 from ..phases import fetched_phases, phases
 from .activation_plan import Half, Item, LinkRates, Room
 from .fetch_queue import Fetches, arena_bytes
-from .insert_fetch import bytes_beside_fetched
+from .insert_fetch import bytes_beside_arena
 
 BUFFERS = 4  # of a stage on SSD, in DRAM: one is read, one updated, one written, one receives gradients
 GRADIENTS = 2  # of stages, in DRAM: one is received while one is updated
@@ -113,7 +113,7 @@ class Machine:
         order, specs = phases(program), program.interface.stages
         early = {i: len(specs[order[i].stage].moving) for i in fetched_phases(order, names) if i > 0}
         two_stages = arena_bytes(order, specs, names, Fetches(early))
-        return self.budget_bytes - bytes_beside_fetched(program, names) - two_stages
+        return self.budget_bytes - bytes_beside_arena(program, names) - two_stages
 
     def seconds(self, spec: StageSpec) -> TurnSeconds:
         return stage_seconds(spec, self.device, self.precision, spec.name in self.trained)

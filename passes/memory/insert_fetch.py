@@ -159,7 +159,7 @@ def look_ahead(
     that exists already and must not grow. If the program does not fit even without early fetches, there is none; the
     check of the budgets says what is missing.
     """
-    limit_bytes = budget_bytes - reserved_bytes - bytes_beside_fetched(program, stages)
+    limit_bytes = budget_bytes - reserved_bytes - bytes_beside_arena(program, stages)
     if most_arena_bytes is not None:
         limit_bytes = min(limit_bytes, most_arena_bytes)
     order = phases(program)
@@ -224,7 +224,7 @@ def queue_of(draft: Draft, one_ahead: Early) -> Early:
         before_s = estimate_s(order, specs, stages, early, computing_s, rate)
         if before_s <= (1 + LEAST_GAIN) * least_s(order, specs, stages, computing_s, rate):
             continue
-        limit_bytes = owner.budget_bytes - bytes_beside_fetched(program, stages)
+        limit_bytes = owner.budget_bytes - bytes_beside_arena(program, stages)
         deeper = deepen(order, specs, stages, early.counts, limit_bytes)
         if estimate_s(order, specs, stages, deeper, computing_s, rate) >= (1 - LEAST_GAIN) * before_s:
             continue
@@ -248,7 +248,7 @@ def _step_s(draft: Draft, early: Early) -> float:
     return math.inf if found_s is None else found_s
 
 
-def bytes_beside_fetched(program: Program, stages: Collection[str]) -> int:
+def bytes_beside_arena(program: Program, stages: Collection[str]) -> int:
     """Peak of device memory beside the arena if these stages are fetched, however early, and their gradients leave
     after their last backward: `swap` without writing it. Of resident stages, and of parameters that stay, gradients
     stay too, and states are counted, and what their updates take while they run."""
@@ -284,10 +284,10 @@ def bytes_beside_fetched(program: Program, stages: Collection[str]) -> int:
 
 
 def bytes_with_fetches(program: Program, stages: Collection[str], early: Early) -> int:
-    """Peak of device memory if these stages are fetched like this: `bytes_beside_fetched` and the arena."""
+    """Peak of device memory if these stages are fetched like this: `bytes_beside_arena` and the arena."""
     order, specs = phases(program), program.interface.stages
     arena = arena_bytes(order, specs, stages, fetches_of(order, early))
-    return bytes_beside_fetched(program, stages) + arena
+    return bytes_beside_arena(program, stages) + arena
 
 
 def _staying(program: Program, stages: Collection[str], updated: Collection[str]) -> list[StageSpec]:
@@ -305,7 +305,7 @@ def _bytes_of_updates(program: Program, stay: Sequence[StageSpec]) -> int:
 
 def swap(program: Program, early: Early) -> MemoryProfile:
     """Memory of the program with these fetches, which are written into it, and gradients as in
-    `bytes_beside_fetched`."""
+    `bytes_beside_arena`."""
     results = program.results()
     updated = {str(node.meta["type"].stage): node for node in results.pop("grads", [])}
     stay = _staying(program, early, updated)
