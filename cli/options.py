@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from ..compiler.planning import rare_collections, shared
+from ..compiler.planning import rare_collections, share
 from ..ir.errors import PlanError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class JobOptions:
     def _compile(self, dump: Callable[[str, Draft], None] | None, hardware: Hardware) -> Job:
         named = self.named_model()
         weights = named.directory if named.has_weights else None
-        model = shared((JobOptions, self.model, self.adapter, self.base), named.on_meta)
+        model = share((JobOptions, self.model, self.adapter, self.base), named.on_meta)
         job = self.compile_model(model, hardware, named.batch_spec(self.batch, self.sequence), weights)
         if dump is None:
             return job

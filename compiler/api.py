@@ -101,7 +101,7 @@ def compile(
             ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, compile_stages=compile_stages, cuda_graphs=cuda_graphs,
             dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
         ).settle()  # fmt: skip
-        graphs = Graphs.of(request, _mini_batch_size(request.wishes, request.machine))
+        graphs = Graphs.find(request, _mini_batch_size(request.wishes, request.machine))
         wishes, rows = _learn_rows(request, graphs)
         result = _search(request, graphs, wishes, rows)
         best = result.best

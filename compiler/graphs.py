@@ -19,7 +19,7 @@ from .capture.dynamic import DynamicDims, SizeBranch
 from .capture.rows.sizes import OtherTrace
 from .loss import rewrite_loss, trace_loss
 from .packing.borders import require_borders
-from .planning import is_sharing, shared
+from .planning import is_sharing, share
 from .request import Request
 from .stale import hide_marks
 
@@ -45,7 +45,7 @@ class Graphs:
         self._from_tape: Callable[[Any], OpGraph] | None = None  # of the first trace; None where it has no tape
 
     @staticmethod
-    def of(request: Request, accumulate: int | None) -> Graphs:
+    def find(request: Request, accumulate: int | None) -> Graphs:
         """The graphs of a request; those of an earlier one with the same model and batch where plans share them.
         `accumulate`: the micro-batches of a mini-batch with an update of its own; None: all of them have one update."""
         batch, is_open = request.batch, request.count is None
@@ -53,7 +53,7 @@ class Graphs:
         types = request.types, request.gradient_dtype, request.boundary_dtype, request.device_kind
         key = (Graphs, id(request.model), leaves, flags, batch.documents, repr(batch.sizes), types, is_open, accumulate)
         ours = request.loss_fn is None and request.loss_weight is None
-        return shared(key, lambda: Graphs(request, accumulate)) if ours else Graphs(request, accumulate)
+        return share(key, lambda: Graphs(request, accumulate)) if ours else Graphs(request, accumulate)
 
     def __call__(self, count: int) -> OpGraph:
         if count not in self._known:

@@ -31,7 +31,7 @@ def rare_collections() -> Iterator[None]:
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """Make models and op graphs once for all plans that are made within: what `shared` returned for a key before."""
+    """Make models and op graphs once for all plans that are made within: what `share` returned for a key before."""
     token = _SHARED.set({})
     try:
         yield
@@ -43,7 +43,7 @@ def is_sharing() -> bool:
     return _SHARED.get() is not None
 
 
-def shared(key: Hashable, make: Callable[[], T]) -> T:
+def share(key: Hashable, make: Callable[[], T]) -> T:
     """The value of the key; made anew outside of `sharing`."""
     known = _SHARED.get()
     if known is None:

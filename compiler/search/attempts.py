@@ -114,7 +114,7 @@ class Attempts:
             self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     @property
-    def over(self) -> Skipped | None:
+    def end(self) -> Skipped | None:
         """The reason to try nothing new, once something fits: time would be up before a candidate ends that takes as
         long as the longest so far, or nothing has gained for a while."""
         if self.best is None:
@@ -128,7 +128,7 @@ class Attempts:
     @property
     def is_late(self) -> bool:
         """Whether time is up, or the search over."""
-        return self.work.seconds > self.until_s or self.over is not None
+        return self.work.seconds > self.until_s or self.end is not None
 
     def is_owed(self, candidate: Candidate) -> bool:
         """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
@@ -196,8 +196,8 @@ class Attempts:
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.excess_bytes > 0 and not candidate.uses_ssd:
             return Trial(candidate, count, reason=self.too_large_without_ssds())
-        if self.over is not None and not self.is_owed(candidate):
-            return Trial(candidate, count, reason=self.over)
+        if self.end is not None and not self.is_owed(candidate):
+            return Trial(candidate, count, reason=self.end)
         enough = self.enough
         if enough is not None:
             return Trial(candidate, count, reason=enough)

@@ -114,7 +114,7 @@ class PlacedCandidate:
         found.append(("alone_on_links", (placed, tuple(p for p in todo if not isinstance(p, TakeTurns)))))
         forced = [p for p in todo if getattr(p, "swap", False) or getattr(p, "always", False)]
         if not forced and not self.candidate.is_shared:
-            found.append(("keeps_all", (placed, tuple(filter(None, map(_without_need, todo))))))
+            found.append(("keeps_all", (placed, tuple(filter(None, map(_plain_form, todo))))))
         return found
 
     @property
@@ -254,7 +254,7 @@ class CandidateCompiler:
         return run_passes(draft, passes, self.decided, dump=self.dump, record=record, check=False, rewrite=rewrite)
 
 
-def _without_need(p: Pass) -> Pass | None:
+def _plain_form(p: Pass) -> Pass | None:
     """The pass to the same effect where devices hold all that lasts or is saved; None: nothing."""
     match p:
         case TakeTurns() | KeepStages() | InsertSsd():

@@ -103,9 +103,9 @@ def quick_strategies(base: Candidate, num_devices: int) -> list[Candidate]:
     return [c for c in named if not c.is_slow and (c.uses_ssd or not base.uses_ssd)]
 
 
-def with_resident_stages(position: Position) -> Iterator[Candidate]:
+def resident_stages(position: Position) -> Iterator[Candidate]:
     """The fastest candidate with stages that stay on devices which cannot hold all of theirs; while that gains, also
-    with half as many stages, which move less where several of today's fit beside those that stay."""
+    with half the stages, which move less where several of today's fit beside those that stay."""
     for row in position.leaders[:1]:
         if row.swapped and row.candidate.fetches and not row.candidate.is_shared:
             yield row.candidate.with_tiering(resident=True, activations=True)
@@ -190,11 +190,11 @@ def layout_scouts(attempts: Attempts, row: LayoutEstimate, base: Candidate) -> I
     if best is not None and row.bound_s >= best.step_s:
         attempts.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
         return
-    over = attempts.over
+    end = attempts.end
     if best is not None and row.scout_s > attempts.until_s - attempts.work.seconds:
-        over = Skipped.OUT_OF_TIME
-    if over is not None:
-        attempts.trials.append(Trial(candidate, row.count, reason=over))
+        end = Skipped.OUT_OF_TIME
+    if end is not None:
+        attempts.trials.append(Trial(candidate, row.count, reason=end))
         return
     lane = attempts.lane_of(candidate, row.count)
     if lane is None:
@@ -285,17 +285,17 @@ def refine(position: Position) -> Iterator[Candidate]:
 
 
 MOVES = (
-    Move("resident stages of scouts", always, with_resident_stages),
+    Move("resident stages of scouts", always, resident_stages),
     Move("a searched partition", always, lambda p: [c for c in p.usual if isinstance(c.partition, PartitionMip)]),
     Move("tiers of scouts", always, tiers_of_the_first),
-    Move("resident stages of searched partitions", always, with_resident_stages),
+    Move("resident stages of searched partitions", always, resident_stages),
     Move("variants of graph passes of scouts", always, graph_variants),
     Move("quick strategies", always, lambda p: quick_strategies(p.base, p.attempts.hardware.num_devices)),
     Move("partitions", always, lambda p: sorted(p.usual, key=lambda candidate: candidate.is_slow)),
     Move("strategies for unlike blocks", has_unlike_blocks, lambda p: p.named),
     Move("mappings", always, other_mappings),
     Move("tiers", always, tiers_of_the_first),
-    Move("resident stages", always, with_resident_stages),
+    Move("resident stages", always, resident_stages),
     Move("variants of graph passes", always, graph_variants),
     Move("lanes", lambda p: p.base.mesh is None and p.attempts.hardware.num_devices > 1, lanes),
     Move("copied stages", always, copied_stages),

@@ -68,15 +68,15 @@ def test_stages_that_lanes_share_have_none() -> None:
 
 
 def test_a_plan_decides_which_stay() -> None:
-    def decided(staying: list[str] | None) -> Draft:
+    def draft_of_plan(staying: list[str] | None) -> Draft:
         draft = frozen_but("norm")
         draft.stages = [replace(stage, spec=plain(stage.spec)) for stage in draft.stages]
         return apply(draft, SchedulePipeline(), decisions={"schedule": {"schedule": "fill-drain", "staying": staying}})
 
-    assert names(decided(["stage1"])) == {"stage1"} and not names(decided([]))
-    assert names(decided(None)) == {"stage0", "stage1", "stage2"}  # as in plans of earlier versions
+    assert names(draft_of_plan(["stage1"])) == {"stage1"} and not names(draft_of_plan([]))
+    assert names(draft_of_plan(None)) == {"stage0", "stage1", "stage2"}  # as in plans of earlier versions
     with pytest.raises(PassError, match="staying names 'stage3'; the stages able to are stage0, stage1, stage2"):
-        decided(["stage3"])
+        draft_of_plan(["stage3"])
 
 
 def plain(spec: StageSpec) -> StageSpec:
