@@ -1,11 +1,12 @@
 """Parts of a parameter's rows: how many are needed, where they begin, and the parameters that they become.
 
-Tables (`tables/`) and matrices of experts (`experts/`) are parameters whose rows are independent of each other.
+Rows of tables (`tables/`), of matrices of experts (`experts/`) and of the weights of linear layers (`products/`) are
+independent of each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -25,8 +26,14 @@ def wrong_boundaries(begins: Sequence[int], rows: int) -> str:
         return ""
     return (
         f"the first must begin at 0, each further one at a later row, and {rows} must end the list, so that no parts "
-        "overlap or leave a gap"
+        f"overlap or leave a gap; nearest: {_nearest_boundaries(begins, rows)}"
     )
+
+
+def _nearest_boundaries(begins: Sequence[int], rows: int) -> list[int]:
+    """The same places in order, without those outside of the rows; two equal parts where none is left."""
+    inside = sorted({row for row in begins if 0 < row < rows})
+    return [0, *inside, rows] if inside else even_boundaries(rows, 2)
 
 
 def part_name(name: str, begin: int, end: int) -> str:
@@ -43,3 +50,17 @@ def add_part(graph: OpGraph, name: str, value: nn.Parameter, begin: int, end: in
         if name in graph.hooks:
             graph.hooks[part] = graph.hooks[name]
     return part
+
+
+def _bytes(graph: OpGraph, weight: nn.Parameter) -> tuple[int, int]:
+    """Bytes of a weight, and of the sum of its gradients, if it is trained."""
+    sums = graph.gradient_dtype(weight).itemsize if weight.requires_grad else 0
+    return weight.numel() * graph.compute_dtype(weight).itemsize, weight.numel() * sums
+
+
+def held_bytes(graph: OpGraph, weights: Iterable[nn.Parameter]) -> int:
+    """Bytes of weights, of the sums of their gradients, and of what adds to the largest sum: a gradient, the same in
+    the type of the sum, and a gap in the allocator's memory of that size."""
+    rows = [_bytes(graph, weight) for weight in weights]
+    added = [own + sums * (1 if own == sums else 2) for own, sums in rows if sums]
+    return sum(own + sums for own, sums in rows) + max(added, default=0)

@@ -21,6 +21,7 @@ from ...passes.partition.partition_min_stage import PartitionMinStage
 from ...passes.partition.partition_pipedream import PartitionPipedream
 from ...passes.partition_mip.partition_mip import PartitionMip, candidates
 from ...passes.rewrite.split_experts import SplitExperts
+from ...passes.rewrite.split_linear import SplitLinear
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_1f1b import Schedule1F1B
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
@@ -158,9 +159,9 @@ def fewer(hardware: Hardware) -> list[str]:
 
 
 def balanced_partition(count: int, base: Candidate, hardware: Hardware, order: str = "") -> PartitionBalanced:
-    """Stages for all devices, or those of `order`; of several equal ones, one has all parts of a layer of experts."""
+    """Stages for all devices, or those of `order`; of several equal ones, one has all parts of a layer."""
     several = (len(order.split()) or hardware.num_devices) > 1 and len(set(hardware.device_kinds)) == 1
-    together = several and base.find(SplitExperts) is not None
+    together = several and (base.find(SplitExperts) or base.find(SplitLinear)) is not None
     return PartitionBalanced(stages=count, order=order, inputs_leave=base.moves_activations, together=together)
 
 

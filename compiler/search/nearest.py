@@ -19,6 +19,7 @@ from ...ir.program import shown
 from ...ir.units import format_bytes, format_seconds, parse_bytes, short_bytes
 from ...passes.draft import Draft
 from ...passes.rewrite.split_experts import SplitExperts
+from ...passes.rewrite.split_linear import SplitLinear
 from ...passes.rewrite.split_vocabulary import SplitVocabulary
 from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
 from .candidates import micro_batch_counts
@@ -77,10 +78,10 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
 
 
 def _what_stays_whole(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
-    """The reasons why tables and layers of experts that are large for a device cannot be in parts."""
+    """The reasons why tables and layers that are large for a device cannot be in parts."""
     first = wishes.micro_batches or micro_batch_counts(wishes.batch_size, hardware)[0][0]
     draft = Draft(trace(first), hardware, wishes.options)
-    return "; ".join(told for split in (SplitVocabulary(), SplitExperts()) for told in split.look(draft)[1])
+    return "; ".join(told for split in (SplitVocabulary(), SplitExperts(), SplitLinear()) for told in split.look(draft)[1])
 
 
 def _own_copy(hardware: Hardware, memory: str) -> str:

@@ -38,6 +38,7 @@ from ...passes.rewrite.graph_pass import GraphPass
 from ...passes.rewrite.recompute_pointwise import RecomputePointwise
 from ...passes.rewrite.split_context import SplitContext
 from ...passes.rewrite.split_experts import SplitExperts
+from ...passes.rewrite.split_linear import SplitLinear
 from ...passes.rewrite.split_vocabulary import SplitVocabulary
 from ...passes.rewrite.split_width import SplitWidth
 from ...passes.rewrite.tile_sequence import TileSequence
@@ -291,15 +292,15 @@ class Sweep(Attempts):
             return False
 
     def with_parts(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates, and after them, where a table or a layer of experts is large for a device, the same with its
-        rows in parts; only these where whole experts are too large for every device."""
+        """The candidates, and after them, where a table or a layer is large for a device, the same with its rows in
+        parts; only these where whole layers are too large for every device."""
         split, must = self.parts
         whole = [] if must else candidates
         return [*whole, *(each.with_graph_passes(*each.graph_passes, *split) for each in candidates if split)]
 
     def few_micro_batches(self) -> None:
-        """Begin with the fewest micro-batches whose rows fit beside experts: in parts, a layer of experts is many
-        stages, each takes longer to fetch than to compute, and each further micro-batch adds a turn of every stage."""
+        """Begin with the fewest micro-batches whose rows fit beside a part: in parts, a layer is many stages, each
+        takes longer to fetch than to compute, and each further micro-batch adds a turn of every stage."""
         counts = sorted({*divisors(self.wishes.batch_size), *self.usual, *self.last_resort})
         if self.wishes.micro_batches is None and not self.wishes.fewest_first:
             draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
@@ -381,6 +382,6 @@ def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _drop_divisions(base: Candidate, tables: bool) -> Candidate:
-    """A candidate without the passes that divide layers of experts; nor, with `tables`, those that divide these."""
-    own: tuple[type[GraphPass], ...] = (SplitExperts, SplitContext, *((SplitVocabulary,) if tables else ()))
+    """A candidate without the passes that divide layers; nor, with `tables`, those that divide these."""
+    own: tuple[type[GraphPass], ...] = (SplitExperts, SplitLinear, SplitContext, *((SplitVocabulary,) if tables else ()))
     return base.with_graph_passes(*(p for p in base.graph_passes if not isinstance(p, own)))

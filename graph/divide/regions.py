@@ -28,23 +28,10 @@ from ..follow.engine import Follower
 from ..loss.head_loss import product_of
 from ..operators.states import ByRow
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
+from ..products.products import WideProduct, find_products, parameter_readers
 from .exchanges import MEMBER, is_exchange
 
 MOST_BLOCKS = 4  # that one weight holds side by side, such as a block for queries, keys and values each
-
-
-@dataclass(frozen=True)
-class WideProduct:
-    """A linear layer: `node` multiplies `hidden` [..., in] with a weight of the model. `out_dim` and `in_dim`: the
-    weight's dimensions. `adds_first`: the call is `addmm`."""
-
-    node: fx.Node
-    hidden: fx.Node
-    weight: str  # by its first name
-    bias: str = ""
-    out_dim: int = 0
-    in_dim: int = 1
-    adds_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +54,8 @@ class WidthRegion:
 
 def find_regions(graph: OpGraph, team: int) -> list[WidthRegion]:
     """The regions that `team` members can divide, in order."""
-    products = {product.node: product for product in _products(graph)}
-    readers, differing = _readers(graph), _differing(graph) if graph.apart else set[fx.Node]()
+    products = {product.node: product for product in find_products(graph)}
+    readers, differing = parameter_readers(graph), _differing(graph) if graph.apart else set[fx.Node]()
     found: list[WidthRegion] = []
     used: set[WideProduct] = set()
     for product in products.values():
@@ -85,41 +72,6 @@ def find_regions(graph: OpGraph, team: int) -> list[WidthRegion]:
             continue
         found.append(region)
         used |= own
-    return found
-
-
-def _products(graph: OpGraph) -> Iterable[WideProduct]:
-    """All linear layers with a weight that is a whole parameter of the model."""
-    ties, changes = graph.ties(), graph.changes
-
-    def first_name(operand: Any) -> str:
-        if isinstance(operand, fx.Node):
-            operand = str(operand.target) if operand.op == "get_attr" else ""
-        name = ties.get(operand, operand)
-        return name if name in parameters and name not in graph.parts and name not in changes else ""
-
-    parameters = graph.parameters()
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.addmm and len(node.args) == 3 and not node.kwargs:
-            bias, hidden, weight = node.args
-            if isinstance(hidden, fx.Node) and first_name(weight) and first_name(bias):
-                yield WideProduct(node, hidden, first_name(weight), first_name(bias), 1, 0, adds_first=True)
-            continue
-        operands = product_of(graph, node) if node.op in ("call_module", "call_function") else None
-        if operands is None or not first_name(operands[1]) or parameters[first_name(operands[1])].dim() != 2:
-            continue
-        hidden, weight, bias = operands
-        if bias is None or first_name(bias):
-            yield WideProduct(node, hidden, first_name(weight), first_name(bias) if bias is not None else "")
-
-
-def _readers(graph: OpGraph) -> dict[str, set[fx.Node]]:
-    """The readers of each parameter, by its first name."""
-    ties, found = graph.ties(), dict[str, set[fx.Node]]()
-    for node in graph.nodes:
-        for name in graph.node_parameters(node):
-            users = {node} if node.op == "call_module" else set(node.users)
-            found.setdefault(ties.get(name, name), set()).update(users)
     return found
 
 

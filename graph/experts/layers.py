@@ -19,6 +19,7 @@ from ..follow.engine import keeps_rows
 from ..operators.calls import copied_operand, unknown_call
 from ..operators.record import Elements
 from ..opgraph import OpGraph, value_tensors
+from ..row_parts import held_bytes
 
 
 @dataclass(frozen=True)
@@ -121,23 +122,9 @@ def _layer(look: _Look, offsets: fx.Node, products: list[fx.Node]) -> ExpertLaye
         entering=tuple(entering),
         leaving=leaving,
         bytes=sum(weight.numel() * look.graph.compute_dtype(weight).itemsize for weight in weights.values()),
-        held_bytes=_held_bytes(look.graph, weights.values()),
+        held_bytes=held_bytes(look.graph, weights.values()),
         refusal=_refusal(look, weights, reads, products, inside, entering, leaving, offsets),
     )
-
-
-def _bytes(graph: OpGraph, weight: nn.Parameter) -> tuple[int, int]:
-    """Bytes of a weight, and of the sum of its gradients, if it is trained."""
-    sums = graph.gradient_dtype(weight).itemsize if weight.requires_grad else 0
-    return weight.numel() * graph.compute_dtype(weight).itemsize, weight.numel() * sums
-
-
-def _held_bytes(graph: OpGraph, weights: Iterable[nn.Parameter]) -> int:
-    """Bytes of weights, of the sums of their gradients, and of what adds to the largest sum: a gradient, the same in
-    the type of the sum, and a gap in the allocator's memory of that size."""
-    rows = [_bytes(graph, weight) for weight in weights]
-    added = [own + sums * (1 if own == sums else 2) for own, sums in rows if sums]
-    return sum(own + sums for own, sums in rows) + max(added, default=0)
 
 
 def _inner_nodes(look: _Look, products: list[fx.Node]) -> set[fx.Node]:

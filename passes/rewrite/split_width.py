@@ -133,7 +133,7 @@ def _parts_refusal(graph: OpGraph) -> str:
     names = ", ".join(dict.fromkeys(rows))
     return (
         f"{names}: in parts already, which stay whole; put split-width before split-vocabulary and split-experts, "
-        "which then take what members leave whole"
+        "which then take what members leave whole, and leave split-linear out"
     )
 
 

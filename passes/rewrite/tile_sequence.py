@@ -46,8 +46,8 @@ class TileSequence(GraphPass):
     decides: ClassVar[tuple[Decision, ...]] = (Decision("tiles", dict[str, Annotated[int, Field(ge=2)]], {}),)
     automatic: ClassVar[tuple[str, ...]] = ("tokens",)
     closes: ClassVar[tuple[str, ...]] = (
-        "drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary", "split-experts", "split-context",
-        "split-width",
+        "drop-masks", "chunk-loss", "interleave-forwards", "split-vocabulary", "split-experts", "split-linear",
+        "split-context", "split-width",
     )  # fmt: skip
     tokens: int = 0
 
