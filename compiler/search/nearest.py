@@ -81,7 +81,8 @@ def _what_stays_whole(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
     """The reasons why tables and layers that are large for a device cannot be in parts."""
     first = wishes.micro_batches or micro_batch_counts(wishes.batch_size, hardware)[0][0]
     draft = Draft(trace(first), hardware, wishes.options)
-    return "; ".join(told for split in (SplitVocabulary(), SplitExperts(), SplitLinear()) for told in split.look(draft)[1])
+    passes = (SplitVocabulary(), SplitExperts(), SplitLinear())
+    return "; ".join(told for split in passes for told in split.look(draft)[1])
 
 
 def _own_copy(hardware: Hardware, memory: str) -> str:

@@ -383,5 +383,6 @@ def _smallest(bases: Sequence[Candidate]) -> list[Candidate]:
 
 def _drop_divisions(base: Candidate, tables: bool) -> Candidate:
     """A candidate without the passes that divide layers; nor, with `tables`, those that divide these."""
-    own: tuple[type[GraphPass], ...] = (SplitExperts, SplitLinear, SplitContext, *((SplitVocabulary,) if tables else ()))
+    own: tuple[type[GraphPass], ...] = (SplitExperts, SplitLinear, SplitContext)
+    own = (*own, SplitVocabulary) if tables else own
     return base.with_graph_passes(*(p for p in base.graph_passes if not isinstance(p, own)))

@@ -14,7 +14,7 @@ In: the op graph and the number of members. Out: `WidthRegion`s, no product in t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch import fx, nn
 from ...runtime.functions import own_tokens
 from ..dataflow import Dataflow
 from ..follow.engine import Follower
-from ..loss.head_loss import product_of
 from ..operators.states import ByRow
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from ..products.products import WideProduct, find_products, parameter_readers

@@ -98,7 +98,8 @@ def find_linear_weights(graph: OpGraph) -> dict[str, LinearWeight]:
             continue
         nodes = {product.node for product in own}
         biases = dict.fromkeys(product.bias for product in own if product.bias and product.out_dim == 0)
-        others = [node for read in (name, *biases) for node in readers[read] - nodes]
+        turned = {read for node in nodes for read in node.all_input_nodes if nodes.issuperset(read.users)}
+        others = [node for read in (name, *biases) for node in readers[read] - nodes - turned]
         refusal = f"{others[0].meta.get('source') or others[0].name} reads all of it, too" if others else ""
         layer = list_element(str(own[0].node.meta["module_path"]))
         found[name] = LinearWeight(name, parameters[name], layer, tuple(own), tuple(biases), refusal)
