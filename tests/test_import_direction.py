@@ -39,7 +39,7 @@ ORDER = {
     "graph": (
         "loss_terms", "opgraph", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit", "boundaries",
         "sizes", "blocks", "operator_blocks", "follow", "experts", "forwards", "costs", "loss", "masks", "tables",
-        "divide", "layers", "tiles", "stages", "profile",
+        "products", "divide", "layers", "tiles", "stages", "profile",
     ),
     "passes": (
         "work_limit", "run_again", "decisions", "draft", "base", "equal_programs", "phases", "receive_earlier",

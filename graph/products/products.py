@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..layers import list_element
 from ..loss.head_loss import product_of
 from ..opgraph import OpGraph
 from ..tables.tables import find_tables
@@ -70,13 +69,11 @@ def parameter_readers(graph: OpGraph) -> dict[str, set[fx.Node]]:
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """A matrix by its first name, and the products with it. `layer`: the element of a module list, or the module, in
-    which the first of them runs. `biases`: the parameters that have a number for each of its rows. `refusal`: why its
-    rows cannot be parts."""
+    """A matrix by its first name, and the products with it. `biases`: the parameters that have a number for each of its
+    rows. `refusal`: why its rows cannot be parts."""
 
     name: str
     value: nn.Parameter
-    layer: str
     products: tuple[WideProduct, ...]
     biases: tuple[str, ...] = ()
     refusal: str = ""
@@ -101,6 +98,5 @@ def find_linear_weights(graph: OpGraph) -> dict[str, LinearWeight]:
         turned = {read for node in nodes for read in node.all_input_nodes if nodes.issuperset(read.users)}
         others = [node for read in (name, *biases) for node in readers[read] - nodes - turned]
         refusal = f"{others[0].meta.get('source') or others[0].name} reads all of it, too" if others else ""
-        layer = list_element(str(own[0].node.meta["module_path"]))
-        found[name] = LinearWeight(name, parameters[name], layer, tuple(own), tuple(biases), refusal)
+        found[name] = LinearWeight(name, parameters[name], tuple(own), tuple(biases), refusal)
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import ClassVar
 
-from torch import nn
+from torch import fx, nn
 
 from ...graph.edit import copy_graph
 from ...graph.layers import list_element
@@ -124,9 +124,9 @@ def _layers(draft: Draft) -> dict[str, _Layer]:
     graph, room = draft.graph, SHARE * device_room(draft)
     found: dict[str, _Layer] = {}
     for name, weight in graph.once(find_linear_weights).items():
-        found.setdefault(weight.layer, _Layer({}, {})).linear[name] = weight
+        found.setdefault(_place(weight.products[0].node), _Layer({}, {})).linear[name] = weight
     for node in graph.nodes:
-        layer = found.get(list_element(str(node.meta.get("module_path", ""))))
+        layer = found.get(_place(node))
         if layer is not None:
             layer.parameters |= graph.node_parameters(node)
             if node.op != "get_attr" and node.meta["alias_of"] is None:
@@ -135,6 +135,11 @@ def _layers(draft: Draft) -> dict[str, _Layer]:
         layer.held_bytes = held_bytes(graph, {id(p): p for p in layer.parameters.values()}.values())
         layer.is_large = layer.held_bytes > room
     return found
+
+
+def _place(node: fx.Node) -> str:
+    """The path of the element of a module list, or of the module, that a node ran in."""
+    return list_element(str(node.meta.get("module_path", "")))
 
 
 def _counts(draft: Draft, layer: _Layer, able: Mapping[str, LinearWeight]) -> dict[str, int]:

@@ -62,6 +62,7 @@ class Way:
 
 
 WAYS: dict[str, Way] = {
+    "layers": Way(graph="split-linear{{parts=2}}"),
     "Ulysses": Way(graph="split-context{{by=heads, team={team}, experts={routes}}}", divides=True),
     "ring": Way(graph="split-context{{by=ring, team={team}, experts={routes}}}", divides=True),
     "routing": Way(graph="split-context{{by=rows, team={team}}}", divides=True, experts=True, routes=True),

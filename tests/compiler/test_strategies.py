@@ -16,6 +16,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.passes.rewrite.split_context import SplitContext
 from penstock.passes.rewrite.split_experts import SplitExperts
+from penstock.passes.rewrite.split_linear import SplitLinear
 from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.passes.rewrite.split_width import SplitWidth
 from penstock.passes.rewrite.tile_sequence import TileSequence
@@ -69,7 +70,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
         assert kind.__module__.rpartition(".")[2] == name.replace("-", "_")
     named = {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
     # The search adds these where memory is short, or steps are long.
-    searched = {SplitVocabulary.name, SplitExperts.name, RecomputePointwise.name}
+    searched = {SplitVocabulary.name, SplitExperts.name, SplitLinear.name, RecomputePointwise.name}
     searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name, KeepStages.name}
     assert set(PASSES) == named | searched and not named & searched
 

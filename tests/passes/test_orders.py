@@ -25,6 +25,7 @@ PIPELINES = {
     "chunks": f"drop-masks, recompute-pointwise, chunk-loss{{tokens=4}}, interleave-forwards, coarsen, {TAIL}",
     "tiles": f"tile-sequence{{tokens=4}}, coarsen, {TAIL}",
     "vocabulary": f"split-vocabulary{{parts=2}}, coarsen, {TAIL}",
+    "layers": f"split-linear{{parts=2}}, coarsen, {TAIL}",
     "width": f"split-width, recompute-pointwise, coarsen, mesh{{team=2}}, {TAIL}",
     "ssd": (
         "coarsen, partition-min-stage, map-sequential, schedule-1f1b, keep-stages{tier=all}, "

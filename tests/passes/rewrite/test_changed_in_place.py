@@ -66,6 +66,7 @@ TEAMS = {
     "drop-masks": 1,
     "chunk-loss{tokens=4}": 1,
     "split-vocabulary{parts=2}": 1,
+    "split-linear{parts=2}": 1,
     "tile-sequence{tokens=4}": 1,
     "split-context{team=2, by=heads}": 2,
     "split-context{team=2, by=ring}": 2,
@@ -76,6 +77,7 @@ CASES = [(line, value) for line in TEAMS for value in VALUES]
 QUICK = [
     ("chunk-loss{tokens=4}", "loss"),
     ("split-vocabulary{parts=2}", "view of lookup"),
+    ("split-linear{parts=2}", "view of rows"),
     ("split-context{team=2, by=heads}", "attention"),
     ("split-context{team=2, by=ring}", "attention"),
     ("split-width{team=2}", "view of rows"),
