@@ -14,7 +14,7 @@ from typing import ClassVar
 from ...graph.edit import copy_graph
 from ...graph.loss.chunk_head import LossChunk, chunk_head, workspace_bytes
 from ...graph.opgraph import OpGraph, value_tensors
-from ...graph.row_parts import even_boundaries, wrong_boundaries
+from ...graph.row_parts import even_boundaries, held_bytes, wrong_boundaries
 from ...graph.tables.split_table import split_table
 from ...graph.tables.tables import TokenTable, find_tables
 from ...ir.errors import PassError
@@ -22,7 +22,7 @@ from ...ir.units import format_bytes
 from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
-from .row_part_limits import COPIES, SHARE, device_room, refused_by_optimizer
+from .row_part_limits import SHARE, device_room, refused_by_optimizer
 
 Boundaries = dict[str, list[int]]  # table -> 0, the first row of each further part, the number of rows
 
@@ -56,7 +56,7 @@ class SplitVocabulary(GraphPass):
         found: Boundaries = {}
         refused = []
         for table in draft.graph.once(find_tables).values():
-            count = self.parts or num_parts(table, device_room(draft))
+            count = self.parts or num_parts(draft.graph, table, device_room(draft))
             refusal = table.refusal or refused_by_optimizer(draft, table.name, table.value)
             if count > 1 and (refusal or count > table.rows):
                 refused.append(f"{table.name} stays whole: {refusal or f'it has {table.rows} rows only'}")
@@ -85,9 +85,9 @@ class SplitVocabulary(GraphPass):
         draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
 
 
-def num_parts(table: TokenTable, room_bytes: int) -> int:
+def num_parts(graph: OpGraph, table: TokenTable, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device, with the values that it makes."""
-    divided = table.bytes * (COPIES if table.value.requires_grad else 1)
+    divided = held_bytes(graph, [table.value])
     divided += sum(workspace_bytes(head.loss, head.loss.num_tokens) for head in table.heads if head.loss is not None)
     read = [lookup.node for lookup in table.lookups] + [head.hidden for head in table.heads]
     whole = max(2 * sum(t.nbytes for t in value_tensors(node.meta["val"])) for node in read)

@@ -4,6 +4,7 @@ whole."""
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import penstock
+from penstock.cli.main import main
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
@@ -349,3 +351,15 @@ def test_an_edited_plan_with_other_rows_is_carried_out(tmp_path: Path) -> None:
     job = job_of(model, batch, strategy="auto", micro_batches="auto", plan=plan)
     job.write(tmp_path)
     assert_trains_like_eager(penstock.load(tmp_path, model), batch, REORDERED)
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_model_of_805_billion_parameters_is_planned_on_one_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two layers of Fuyou's largest GPT-3, of which one takes 25.9 GiB: c_fc and c_proj in two parts are enough."""
+    line = ["--hardware", "4090", "--dram", "1TB", "--search-seconds", "2", "--no-alternatives", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "gpt3-805b:n_layer=2", *line])
+    assert not ended.value.code
+    linear = json.loads(capsys.readouterr().out)["decisions"]["linear"]
+    names = [f"transformer.h.{i}.mlp.{name}.weight" for i in range(2) for name in ("c_fc", "c_proj")]
+    assert {name: len(rows) - 1 for name, rows in linear.items()} == dict.fromkeys(names, 2)
