@@ -6,6 +6,7 @@ from torch import nn
 
 from ..draft import Draft
 
+COPIES = 3  # of a table that is trained: the weights, their gradient, and the gradient that is added to it
 SHARE = 0.5  # of a device's memory that a part takes at most, so that another stage has room beside it
 
 

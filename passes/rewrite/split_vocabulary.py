@@ -22,7 +22,7 @@ from ...ir.units import format_bytes
 from ..decisions import Decision
 from ..draft import Draft
 from .graph_pass import GraphPass
-from .row_part_limits import SHARE, device_room, refused_by_optimizer
+from .row_part_limits import COPIES, SHARE, device_room, refused_by_optimizer
 
 Boundaries = dict[str, list[int]]  # table -> 0, the first row of each further part, the number of rows
 
@@ -87,7 +87,9 @@ class SplitVocabulary(GraphPass):
 
 def num_parts(graph: OpGraph, table: TokenTable, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device, with the values that it makes."""
-    divided = held_bytes(graph, [table.value])
+    divided = table.bytes * (COPIES if table.value.requires_grad else 1)
+    if table.value.requires_grad and graph.gradient_dtype(table.value) != table.dtype:  # sums are wider than gradients
+        divided = held_bytes(graph, [table.value])
     divided += sum(workspace_bytes(head.loss, head.loss.num_tokens) for head in table.heads if head.loss is not None)
     read = [lookup.node for lookup in table.lookups] + [head.hidden for head in table.heads]
     whole = max(2 * sum(t.nbytes for t in value_tensors(node.meta["val"])) for node in read)

@@ -354,7 +354,7 @@ def test_an_edited_plan_with_other_rows_is_carried_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_of_a_model_of_805_billion_parameters_is_planned_on_one_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_805_billion_parameters_is_planned_on_one_card(capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers of Fuyou's largest GPT-3, of which one takes 25.9 GiB: c_fc and c_proj in two parts are enough."""
     line = ["--hardware", "4090", "--dram", "1TB", "--search-seconds", "2", "--no-alternatives", "--json"]
     with pytest.raises(SystemExit) as ended:
