@@ -155,8 +155,9 @@ def test_products_of_the_same_inputs_have_their_parts_one_after_the_other() -> N
 @pytest.mark.parametrize("strategy", slow_but(("balanced",), ["auto", "balanced", "mobius"]))
 def test_a_layer_that_no_device_holds_is_trained(strategy: str) -> None:
     model, batch = wide_case()
-    with pytest.raises(DoesNotFit):
-        job_of(model, batch, "300kB", strategy=BALANCED)
+    if strategy == "auto":  # what would fit takes long to find
+        with pytest.raises(DoesNotFit, match=r"block 'layers.1' alone needs 339 KiB"):
+            job_of(model, batch, "300kB", strategy=BALANCED)
     job = job_of(model, batch, "300kB", strategy=strategy, search_s=1.0)
     assert {len(rows) - 1 for rows in job.plan.decisions.linear.values()} == {2}
     assert job.plan.predicted is not None and job.plan.predicted.peak_bytes["cpu0"] <= 300_000
