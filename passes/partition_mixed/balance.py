@@ -12,11 +12,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
+from .block_sets import Indices
 from .estimate import PipelineEstimate
 from .graph import BlockGraph, Clusters
 from .memory import Footprints, StageMemory
 
 TRIALS = 4000  # exchanges after which no further round begins
+FEWEST = 16  # the number of exchanges that are estimated at once, at first
 WORTH_WHILE = 0.9995  # an exchange must shorten the step by more than rounding
 
 
@@ -52,19 +56,20 @@ def earliest_end(
 ) -> list[int] | None:
     """The device of each stage: in order, the one with memory for it that ends all micro-batches' forwards first."""
     held: list[list[StageMemory]] = [[] for _ in memory.budgets]
-    free = [0] * len(held)
-    done: list[list[int]] = []
+    free = np.zeros((1, len(held)), np.int64)
+    done: dict[int, Indices] = {}
     device_of: list[int] = []
     for s, need in enumerate(needs):
         able = [d for d in range(len(held)) if memory.fits(d, [*held[d], need], swapped)]
         if not able:
             return None
-        ends = {d: flow.forward(s, [*device_of, d], list(free), done) for d in able}
-        best = min(able, key=lambda d: (ends[d][-1], free[d], d))
-        held[best].append(need)
-        device_of.append(best)
-        done.append(ends[best])
-        free[best] = ends[best][-1]
+        rows = np.array([[*device_of, d] for d in able])
+        ends = flow.forward(s, rows, np.repeat(free, len(able), axis=0), done)
+        row = min(range(len(able)), key=lambda row: (ends[row, -1], free[0, able[row]], able[row]))
+        held[able[row]].append(need)
+        device_of.append(able[row])
+        done[s] = ends[row : row + 1]
+        free[0, able[row]] = ends[row, -1]
     return device_of
 
 
@@ -72,8 +77,7 @@ def exchange(
     flow: PipelineEstimate, device_of: list[int], needs: Sequence[StageMemory], memory: Footprints, swapped: bool
 ) -> list[int]:
     """Let stages change devices, alone or in pairs, while the synchronous step gets shorter."""
-    best = list(device_of)
-    best_ns = flow.step_ns(best)
+    best, best_ns = list(device_of), flow.step_ns(device_of)
     num_devices = len(memory.budgets)
     trials = 0
     while trials < TRIALS:
@@ -82,14 +86,23 @@ def exchange(
             ((i, best[j]), (j, best[i])) for i, j in itertools.combinations(range(len(best)), 2) if best[i] != best[j]
         ]
         moves += [((i, d),) for i in range(len(best)) for d in range(num_devices) if d != best[i]]
-        for move in moves:
-            trial = list(best)
-            for i, d in move:
-                trial[i] = d
-            trials += 1
-            step_ns = flow.step_ns(trial)
-            if step_ns < best_ns * WORTH_WHILE and _fit(trial, {d for _, d in move}, needs, memory, swapped):
-                best, best_ns = trial, step_ns
+        trials += len(moves)
+        at, number = 0, FEWEST
+        while at < len(moves):  # many moves at once, up to the first that is made
+            some = moves[at : at + number]
+            rows = np.repeat([best], len(some), axis=0)
+            for row, move in enumerate(some):
+                for i, d in move:
+                    rows[row, i] = d
+            steps_ns = flow.steps_ns(rows)
+            for row in np.flatnonzero(steps_ns < best_ns * WORTH_WHILE).tolist():
+                trial = rows[row].tolist()
+                if _fit(trial, {d for _, d in some[row]}, needs, memory, swapped):
+                    best, best_ns = trial, int(steps_ns[row])
+                    at, number = at + row + 1, FEWEST
+                    break
+            else:
+                at, number = at + number, 2 * number
         if best_ns >= before_ns * WORTH_WHILE:
             break
     return best

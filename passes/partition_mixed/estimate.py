@@ -7,11 +7,14 @@ and overlap with everything but what waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ...graph.costs.stage_time import MessageTimes
 from ...ir.machine.hardware import Hardware
+from .block_sets import Indices
 from .graph import NANO, BlockGraph
 
 
@@ -36,7 +39,9 @@ class Wires:
 
 class PipelineEstimate:
     """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise; an
-    `asynchronous` pipeline spares the last one, and a device's time for one micro-batch counts."""
+    `asynchronous` pipeline spares the last one, and a device's time for one micro-batch counts.
+
+    Devices of stages are arrays [row, stage], as many rows take little longer than one."""
 
     def __init__(
         self,
@@ -47,91 +52,101 @@ class PipelineEstimate:
         spared: Sequence[bool] = (),
         asynchronous: bool = False,
     ):
-        self.wires, self.micro_batches, self.asynchronous = wires, micro_batches, asynchronous
-        home = {block: s for s, own in enumerate(members) for block in own}
-        self.forward_ns = [[sum(row[i] for i in own) for own in members] for row in graph.forward_ns]
-        self.load_ns = [[sum(row[i] for i in own) for own in members] for row in graph.load_ns]
+        self.micro_batches, self.asynchronous = micro_batches, asynchronous
+        self.ns_per_byte, self.latency_ns = np.array(wires.ns_per_byte), np.array(wires.latency_ns)
+        self.num_devices = len(self.ns_per_byte)
+        home = np.empty(graph.num_blocks, np.int64)
+        for s, own in enumerate(members):
+            home[own] = s
+        self._join(graph, home, len(members))
+        if asynchronous:
+            makers = {maker for maker, _, _ in self.values}
+            spared = [s not in makers for s in range(len(members))]
+        order, begins = np.concatenate(list(map(list, members))), np.cumsum([0, *map(len, members[:-1])])
+        forward, load = (np.add.reduceat(times[:, order], begins, axis=1) for times in graph.times_ns)
+        backward = load - forward
+        load = np.where(np.array([*spared] or [False]), backward, load)
+        self.load_ns = load.tolist()
+        self.forwards, self.backwards, self.loads = forward, load - forward, load
+
+    def _join(self, graph: BlockGraph, home: Indices, count: int) -> None:
+        """Find what flows between the stages."""
         edges: dict[tuple[int, int], int] = {}
         back: dict[tuple[int, int], int] = {}
         self.values: list[tuple[int, tuple[int, ...], int]] = []  # maker, reading stages, bytes there and back
-        for value in graph.values:
-            maker = home[value.maker]
-            readers = sorted({home[r] for r in value.readers} - {maker})
-            for reader in readers:
+        makers, readers = home[graph.ends.makers], home[graph.ends.readers.items]
+        of_reader = graph.ends.readers.owners
+        for k in np.unique(of_reader[makers[of_reader] != readers]).tolist():
+            value, maker = graph.values[k], int(makers[k])
+            others = sorted(set(home[list(value.readers)].tolist()) - {maker})
+            for reader in others:
                 edges[maker, reader] = edges.get((maker, reader), 0) + value.bytes
                 if value.has_gradient:
                     back[maker, reader] = back.get((maker, reader), 0) + value.bytes
-            if readers:
-                self.values.append((maker, tuple(readers), value.bytes * (1 + value.has_gradient)))
-        self.pred = [[(a, size) for (a, b), size in edges.items() if b == s] for s in range(len(members))]
-        self.succ = [[(b, size) for (a, b), size in back.items() if a == s] for s in range(len(members))]
-        self.edges = list(edges)
-        if asynchronous:
-            spared = [not any(maker == s for maker, _ in edges) for s in range(len(members))]
-        for s in (s for s, is_spared in enumerate(spared) if is_spared):
-            for loads, forwards in zip(self.load_ns, self.forward_ns):
-                loads[s] -= forwards[s]
+            self.values.append((maker, tuple(others), value.bytes * (1 + value.has_gradient)))
+        self.pred: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.succ: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        for (a, b), size in edges.items():
+            self.pred[b].append((a, size))
+        for (a, b), size in back.items():
+            self.succ[a].append((b, size))
 
     def step_ns(self, device_of: Sequence[int]) -> int:
         """Nanoseconds of one step without the optimizer; for an asynchronous pipeline, of one micro-batch in it."""
-        if self.asynchronous:
-            return max(self.periods_ns(device_of))
-        count = len(device_of)
-        free = [0] * (max(device_of) + 1)
-        done: list[list[int]] = []
-        for s in range(count):
-            done.append(self.forward(s, device_of, free, done))
-        backward: list[list[int]] = [[]] * count
-        for s in reversed(range(count)):
-            device = device_of[s]
-            took_ns = self.load_ns[device][s] - self.forward_ns[device][s]
-            backward[s] = self._run(s, device_of, free, took_ns, self.succ[s], backward)
-        return max(free)
+        return int(self.steps_ns(np.array([device_of]))[0])
 
-    def periods_ns(self, device_of: Sequence[int]) -> list[int]:
+    def steps_ns(self, rows: Indices) -> Indices:
+        """The same of each row of devices."""
+        if self.asynchronous:
+            return self._periods_ns(rows).max(axis=1)
+        count = rows.shape[1]
+        free = np.zeros((len(rows), self.num_devices), np.int64)
+        done: dict[int, Indices] = {}
+        for s in range(count):
+            done[s] = self.forward(s, rows, free, done)
+        after: dict[int, Indices] = {}
+        for s in reversed(range(count)):
+            after[s] = self._run(s, rows, free, self.backwards, self.succ[s], after)
+        return free.max(axis=1)
+
+    def _periods_ns(self, rows: Indices) -> Indices:
         """Per device its computation, and by how much sending activations, and gradients, takes longer (eq. 1)."""
-        loads = self.device_load_ns(device_of, max(device_of) + 1)
-        there, back = [0] * len(loads), [0] * len(loads)
+        every = np.arange(len(rows))
+        loads, there, back = np.zeros((3, len(rows), self.num_devices), np.int64)
+        for s in range(rows.shape[1]):
+            loads[every, rows[:, s]] += self.loads[rows[:, s], s]
         for sources, sent in ((self.pred, there), (self.succ, back)):
             for stage, row in enumerate(sources):
                 for source, size in row:
-                    rate = self.wires.ns_per_byte[device_of[source]][device_of[stage]]
-                    sent[device_of[source]] += int(size * rate)
-        return [load + max(0, x - load) + max(0, y - load) for load, x, y in zip(loads, there, back)]
+                    took_ns = size * self.ns_per_byte[rows[:, source], rows[:, stage]]
+                    sent[every, rows[:, source]] += took_ns.astype(np.int64)
+        return loads + np.maximum(0, there - loads) + np.maximum(0, back - loads)
 
-    def forward(
-        self, stage: int, device_of: Sequence[int], free: list[int], done: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """Ends of a stage's forwards, after those of the stages `done`. Updates `free`, when each device is free."""
-        took_ns = self.forward_ns[device_of[stage]][stage]
-        return self._run(stage, device_of, free, took_ns, self.pred[stage], done)
+    def forward(self, stage: int, rows: Indices, free: Indices, done: Mapping[int, Indices]) -> Indices:
+        """Ends of a stage's forwards, after those of the stages `done`, [row, micro-batch]. Updates `free`, when each
+        device is free."""
+        return self._run(stage, rows, free, self.forwards, self.pred[stage], done)
 
     def _run(
         self,
         stage: int,
-        device_of: Sequence[int],
-        free: list[int],
-        took_ns: int,
+        rows: Indices,
+        free: Indices,
+        times: Indices,
         sources: Sequence[tuple[int, int]],
-        done: Sequence[Sequence[int]],
-    ) -> list[int]:
-        """Ends of all micro-batches of one stage, in order."""
-        device = device_of[stage]
-        wires = self.wires
-        waits = []
+        done: Mapping[int, Indices],
+    ) -> Indices:
+        """Ends of all micro-batches of one stage, in order: micro-batch m ends at max(end of m - 1, what it waits for)
+        + T, so less (m + 1) T it ends at the largest of the device's first free moment and of all waits up to m."""
+        every, device = np.arange(len(rows)), rows[:, stage]
+        passed = times[device, stage][:, None] * np.arange(self.micro_batches + 1)
+        least = np.repeat(free[every, device][:, None], self.micro_batches, axis=1)
         for source, size in sources:
-            other = device_of[source]
-            lag = wires.latency_ns[other][device] + int(size * wires.ns_per_byte[other][device])
-            waits.append((done[source], lag))
-        ends = []
-        now = free[device]
-        for m in range(self.micro_batches):
-            for row, lag in waits:
-                if row[m] + lag > now:
-                    now = row[m] + lag
-            now += took_ns
-            ends.append(now)
-        free[device] = now
+            way = rows[:, source], device
+            lag = self.latency_ns[way] + (size * self.ns_per_byte[way]).astype(np.int64)
+            np.maximum(least, done[source] + lag[:, None] - passed[:, :-1], out=least)
+        ends: Indices = np.maximum.accumulate(least, axis=1) + passed[:, 1:]
+        free[every, device] = ends[:, -1]
         return ends
 
     def device_load_ns(self, device_of: Sequence[int], num_devices: int) -> list[int]:

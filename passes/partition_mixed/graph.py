@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from ...graph.blocks import Block
 from ...graph.boundaries import narrow_nodes, value_bytes
 from ...graph.costs.stage_time import block_seconds
 from ...graph.opgraph import OpGraph, value_tensors
 from ...ir.machine.hardware import Hardware
+from .block_sets import BlockValues, Indices
 
 NANO = 1e9
 
@@ -44,6 +48,15 @@ class BlockGraph:
     @property
     def num_blocks(self) -> int:
         return len(self.scopes)
+
+    @cached_property
+    def ends(self) -> BlockValues:
+        return BlockValues((v.maker for v in self.values), (v.readers for v in self.values), self.read)
+
+    @cached_property
+    def times_ns(self) -> tuple[Indices, Indices]:
+        """`forward_ns` and `load_ns`, [device, block]."""
+        return np.array(self.forward_ns), np.array(self.load_ns)
 
 
 def block_graph(

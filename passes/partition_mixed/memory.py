@@ -14,10 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from ...graph.costs.stage import Storages, storages
 from ...ir.program import aligned
 from ..draft import Draft
+from .block_sets import Flags, Holdings
 from .graph import BlockGraph
 
 
@@ -37,6 +41,14 @@ class StageMemory:
     @property
     def work_bytes(self) -> int:
         return self.kept_bytes + self.workspace_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.weight_bytes + self.state_bytes
+
+    @cached_property
+    def input_bytes(self) -> int:
+        return sum(size for size, _ in self.inputs.values())
 
 
 class Footprints:
@@ -79,6 +91,18 @@ class Footprints:
         self.shared = {key: blocks for key, blocks in homes.items() if len(blocks) > 1}
         self.distance: list[int] = []  # per block the number of stages after its own; empty in a synchronous pipeline
         self.alone_bytes = [self.lasting_bytes(i) + self.kept[i] for i in range(len(self.blocks))]
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make arrays of what blocks hold."""
+        self.sent = [(value.bytes, value.has_gradient) for value in self.graph.values]
+        weights = {key: row[0] for own in self.parameters for key, row in own.items()}
+        states = {key: row[1] for own in self.parameters for key, row in own.items()}
+        self.weights, self.states = Holdings(weights, self.parameters), Holdings(states, self.parameters)
+        held = (*self.saved, *self.own, *self.value_storages)
+        sizes = {key: size for row in held for key, size in row.items()}
+        self.storages = Holdings(sizes, self.saved, self.own, self.value_storages)
+        self.loading = [i for i, row in enumerate(self.batch) if row]
 
     def count_under_way(self, members: Sequence[Sequence[int]], distances: Sequence[int]) -> None:
         """Take these for the stages of an asynchronous pipeline from here on; `distances`: the number of stages after
@@ -108,41 +132,43 @@ class Footprints:
 
     def stage(self, members: Iterable[int]) -> StageMemory:
         own = list(members)
-        inside = set(own)
-        parameters = {key: row for i in own for key, row in self.parameters[i].items()}
-        inputs: dict[int, tuple[int, bool]] = {}
-        entering: set[int] = set()
-        saved: Storages = {}
-        under_way: dict[int, int] = {}
-        for i in own:
-            saved |= self.saved[i]
-            for k in self.graph.read[i]:
-                value = self.graph.values[k]
-                if value.maker not in inside:
-                    inputs[k] = value.bytes, value.has_gradient
-                    under_way[k] = self._num_under_way(k, i)
-                    entering |= self.value_storages[k].keys()
+        inside = self.graph.ends.mask(own)
+        entering, leaving = self.graph.ends.crossing(inside)
+        values = np.flatnonzero(entering).tolist()
+        inputs = {k: self.sent[k] for k in values}
+        under_way = {k: self._num_under_way(k, 0) for k in values} if self.distance else {}
+        for i in (i for i in self.loading if inside[i]):
             inputs.update((k, (size, False)) for k, size in self.batch[i].items())
-            under_way.update((k, max(under_way.get(k, 0), self._num_under_way(k, i))) for k in self.batch[i])
-        counted = {key for i in own for key in self.own[i]}
-        between = sum(size for key, size in saved.items() if key not in counted and key not in entering)
-        outputs = (k for i in own for k in self.graph.made[i] if not inside.issuperset(self.graph.values[k].readers))
+            if self.distance:
+                under_way.update((k, max(under_way.get(k, 0), self._num_under_way(k, i))) for k in self.batch[i])
         return StageMemory(
-            sum(weights for weights, _ in parameters.values()) + self._waiting_bytes(own),
-            sum(states for _, states in parameters.values()),
-            sum(self.kept[i] for i in own) + between,
+            self._held_bytes(self.weights, inside) + self._waiting_bytes(own),
+            self._held_bytes(self.states, inside),
+            sum(self.kept[i] for i in own) + self._between_bytes(inside, entering),
             max((self.workspace[i] for i in own), default=0),
             inputs,
-            frozenset(outputs),
+            frozenset(np.flatnonzero(leaving).tolist()),
             min(own, default=0),
             under_way,
         )
+
+    @staticmethod
+    def _held_bytes(things: Holdings, inside: Flags) -> int:
+        """The bytes of what these blocks have."""
+        return int(things.bytes[things.mark(things.groups[0].of(inside))].sum())
+
+    def _between_bytes(self, inside: Flags, entering: Flags) -> int:
+        """Bytes of values that these blocks save, but for those that enter, or that are in `kept`."""
+        saved, own, values = self.storages.groups
+        found = self.storages.mark(saved.of(inside))
+        found[own.of(inside)] = found[values.of(entering)] = False
+        return int(self.storages.bytes[found].sum())
 
     def activation_bytes(self, stages: Sequence[StageMemory]) -> int:
         """Bytes of the inputs of all micro-batches, each value once, until the backward of the first stage that reads
         them; gradients of values that several stages read, or that are made here, until the last part is there; and
         twice the gradients of one input. In an asynchronous pipeline, the inputs of the micro-batches under way."""
-        passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
+        passing = max((stage.input_bytes for stage in stages), default=0)
         if self.distance:
             there: dict[int, int] = {}
             for stage in stages:
@@ -171,7 +197,7 @@ class Footprints:
 
     def resident_bytes(self, stages: Sequence[StageMemory]) -> int:
         """Bytes of all these stages on one device, with everything that lasts on it."""
-        lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
+        lasting = sum(stage.lasting_bytes for stage in stages)
         return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
 
     def may_keep(self, device: int, stages: Sequence[StageMemory]) -> list[bool]:
