@@ -44,16 +44,18 @@ def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: fl
     """Contract edges inside of one module, the innermost modules first, up to `most_ns` of computation; then clusters
     that lack the CCO property. At least `count` clusters are left."""
     for depth in range(max((len(scope) for scope in graph.scopes), default=0), 0, -1):
+        scopes = [scope[:depth] if len(scope) >= depth else None for scope in graph.scopes]
         changed = True
         while changed:
             changed = False
             for a in clusters.list_in_order():
-                scope = graph.scopes[a][:depth] if len(graph.scopes[a]) >= depth else None
-                if a not in clusters.members or scope is None or len(clusters) <= count:
+                scope = scopes[a]
+                if scope is None or a not in clusters.members or len(clusters) <= count:
                     continue
-                for b in sorted(clusters.succ[a], key=clusters.place.__getitem__):
-                    light = clusters.load_ns[a] + clusters.load_ns[b] <= most_ns
-                    if graph.scopes[b][:depth] == scope and light and _merge(clusters, a, b, limits):
+                own_ns, load_ns = clusters.load_ns[a], clusters.load_ns
+                alike = [b for b in clusters.succ[a] if scopes[b] == scope and own_ns + load_ns[b] <= most_ns]
+                for b in sorted(alike, key=clusters.place.__getitem__) if len(alike) > 1 else alike:
+                    if _merge(clusters, a, b, limits):
                         changed = True
                         break
     _merge_to_hide(clusters, graph, count, limits)

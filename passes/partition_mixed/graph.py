@@ -138,7 +138,11 @@ class Clusters:
         return len(self.members)
 
     def list_in_order(self) -> list[int]:
-        return [c for c in self.order if c is not None]
+        found = [c for c in self.order if c is not None]
+        if 2 * len(found) < len(self.order):  # the places of clusters that were merged
+            self.order = list(found)
+            self.place = {c: i for i, c in enumerate(found)}
+        return found
 
     def neighbours(self, cluster: int) -> set[int]:
         return self.succ[cluster] | self.pred[cluster]
@@ -151,6 +155,10 @@ class Clusters:
         if after is None:
             return False
         begin, end = self.place[a], self.place[b]
+        if end == begin + 1:
+            self.order[end] = None
+            self._absorb(a, b)
+            return True
         inside = [c for c in self.order[begin : end + 1] if c is not None and c != a and c != b]
         before = [c for c in inside if c not in after]
         region: list[int | None] = [*before, a, *(c for c in inside if c in after)]

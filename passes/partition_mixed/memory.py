@@ -48,7 +48,7 @@ class StageMemory:
 
     @cached_property
     def input_bytes(self) -> int:
-        return sum(size for size, _ in self.inputs.values())
+        return sum([size for size, _ in self.inputs.values()])
 
 
 class Footprints:
@@ -102,6 +102,7 @@ class Footprints:
         held = (*self.saved, *self.own, *self.value_storages)
         sizes = {key: size for row in held for key, size in row.items()}
         self.storages = Holdings(sizes, self.saved, self.own, self.value_storages)
+        self.kept_bytes, self.workspace_bytes = np.array(self.kept), np.array(self.workspace)
         self.loading = [i for i, row in enumerate(self.batch) if row]
 
     def count_under_way(self, members: Sequence[Sequence[int]], distances: Sequence[int]) -> None:
@@ -130,6 +131,20 @@ class Footprints:
         """Bytes of a block's weights, gradients and optimizer states."""
         return sum(sum(row) for row in self.parameters[block].values())
 
+    @cached_property
+    def least_resident_bytes(self) -> int:
+        """A lower bound of what all devices together hold if they keep all stages resident: each parameter is in some
+        stage, with its gradient and its states."""
+        return int(self.weights.bytes.sum() + self.states.bytes.sum())
+
+    def most_alone_bytes(self, block: int) -> int:
+        """An upper bound of what a device holds while it runs one block alone."""
+        read = self.graph.read[block]
+        inputs = sum([self.graph.values[k].bytes for k in read]) + sum(self.batch[block].values())
+        weights = sum([weights for weights, _ in self.parameters[block].values()])
+        work = self.kept[block] + self.workspace[block] + sum(self.saved[block].values())
+        return weights + work + (self.micro_batches + 2) * inputs
+
     def stage(self, members: Iterable[int]) -> StageMemory:
         own = list(members)
         inside = self.graph.ends.mask(own)
@@ -144,8 +159,8 @@ class Footprints:
         return StageMemory(
             self._held_bytes(self.weights, inside) + self._waiting_bytes(own),
             self._held_bytes(self.states, inside),
-            sum(self.kept[i] for i in own) + self._between_bytes(inside, entering),
-            max((self.workspace[i] for i in own), default=0),
+            int(self.kept_bytes[inside].sum()) + self._between_bytes(inside, entering),
+            int(self.workspace_bytes[inside].max(initial=0)),
             inputs,
             frozenset(np.flatnonzero(leaving).tolist()),
             min(own, default=0),
@@ -215,8 +230,22 @@ class Footprints:
         return largest + self.activation_bytes(stages)
 
     def fits(self, device: int, stages: Sequence[StageMemory], swapped: bool) -> bool:
-        need = self.swapped_bytes(stages) if swapped else self.resident_bytes(stages)
-        return need <= self.budgets[device]
+        """Whether a device holds all these stages. Most often the bounds of `activation_bytes` tell: inputs take at
+        least those of one stage, at most twice those of all, as each gradient that waits is as large as its value."""
+        if not stages:
+            return True
+        budget = self.budgets[device]
+        largest, total = max([s.input_bytes for s in stages]), sum([s.input_bytes for s in stages])
+        if swapped:
+            rest = max([s.weight_bytes + s.work_bytes for s in stages])
+        else:
+            rest = sum([s.lasting_bytes for s in stages]) + max([s.work_bytes for s in stages])
+        rest += 2 * largest
+        if rest + 2 * self.micro_batches * total <= budget:
+            return True
+        if rest + self.micro_batches * largest > budget and not self.distance:
+            return False
+        return rest - 2 * largest + self.activation_bytes(stages) <= budget
 
 
 def _gradients(draft: Draft) -> dict[int, int]:

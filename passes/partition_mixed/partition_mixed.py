@@ -66,7 +66,7 @@ class PartitionMixed(Partition):
         counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
         problem = _Problem.from_draft(draft, self.asynchronous)
-        if problem.largest[0] > max(problem.memory.budgets):
+        if problem.has_too_large_block():
             raise problem.does_not_fit(counts)
         if self.asynchronous:
             found = problem.best_asynchronous(counts)
@@ -154,20 +154,17 @@ class _Problem:
 
     def best(self, counts: list[int], swapped: bool) -> _Attempt | None:
         """The best attempt over these L; None if none fits."""
-        if not swapped and sum(map(self.memory.lasting_bytes, range(self.graph.num_blocks))) > self._room_bytes():
+        if not swapped and self.memory.least_resident_bytes > sum(self.memory.budgets):
             return None
         attempts = [a for count in counts for a in self.attempts(count, swapped) if a.fits]
         return min(attempts, key=lambda a: a.rank, default=None)
 
-    def _room_bytes(self) -> int:
-        """Twice what all devices hold together: a tied weight may count several times in what is compared to it."""
-        return 2 * sum(self.memory.budgets)
-
     def attempts(self, count: int, swapped: bool) -> Iterator[_Attempt]:
         """The most promising attempts for one L, refined."""
         started: list[tuple[int, list[int], Clusters, list[list[int]]]] = []
+        small = self.merge_small(count, swapped)
         for grain in GRAINS:
-            coarse = self.coarsen(count, grain, swapped)
+            coarse = self.coarsen(small.copy(), count, grain, swapped)
             units = [sorted(own) for own in coarse.members.values()]
             for centers in CENTERS:
                 clusters = coarse.copy()
@@ -183,14 +180,22 @@ class _Problem:
                 seen.add(step_ns)
                 yield self.finish(count, clusters, devices, units, swapped)
 
-    def coarsen(self, count: int, grain: float, swapped: bool) -> Clusters:
-        """Clusters of blocks of one type."""
-        loads = [max(column) for column in zip(*self.assumed_graph.load_ns)]
-        clusters = Clusters(self.graph.succ, loads, self.block_bytes(swapped))
-        limits = self.limits(count, swapped)
-        merge_small(clusters, self.graph, limits)
-        merge_by_type(clusters, self.graph, count, sum(loads) / (grain * count), limits)
+    def merge_small(self, count: int, swapped: bool) -> Clusters:
+        """Clusters of blocks that are too small to be stages, and single blocks."""
+        clusters = Clusters(self.graph.succ, self.largest_loads, self.block_bytes(swapped))
+        merge_small(clusters, self.graph, self.limits(count, swapped))
         return clusters
+
+    def coarsen(self, clusters: Clusters, count: int, grain: float, swapped: bool) -> Clusters:
+        """Clusters of blocks of one type."""
+        most_ns = sum(self.largest_loads) / (grain * count)
+        merge_by_type(clusters, self.graph, count, most_ns, self.limits(count, swapped))
+        return clusters
+
+    @property
+    def largest_loads(self) -> list[int]:
+        """Per block the load on the device where it takes longest."""
+        return [max(column) for column in zip(*self.assumed_graph.load_ns)]
 
     def limits(self, count: int, swapped: bool) -> Limits:
         """Limits so that several stages fit a device. A swapped stage shares its device with the next one's weights."""
@@ -238,7 +243,8 @@ class _Problem:
         devices = exchange(flow, devices, needs, self.memory, swapped)
         device_of = dict(zip(order, devices))
         merge_components(clusters, device_of, self.graph, self.memory, swapped)
-        self.count_under_way(self.flow(clusters), clusters)
+        if self.asynchronous:
+            self.count_under_way(self.flow(clusters), clusters)
         members = [sorted(clusters.members[c]) for c in clusters.list_in_order()]
         devices = [device_of[c] for c in clusters.list_in_order()]
         plain = self.value(count, members, devices, swapped)
@@ -273,6 +279,11 @@ class _Problem:
             self.asynchronous,
             fits,
         )
+
+    def has_too_large_block(self) -> bool:
+        """Whether a block alone needs more than any device has."""
+        most, memory = max(self.memory.budgets), self.memory
+        return any(memory.most_alone_bytes(i) > most for i in range(self.graph.num_blocks)) and self.largest[0] > most
 
     @cached_property
     def largest(self) -> tuple[int, str]:

@@ -47,22 +47,34 @@ class Refinement:
 
     def run(self, units: Sequence[Sequence[int]]) -> None:
         """Move units until a pass over all of them moves none. Units whose blocks are in several stages stay."""
+        ends = [(unit, self._neighbours(unit)) for unit in units]
         for _ in range(PASSES):
-            moved = [self.move(unit) for unit in units if len({self.home[block] for block in unit}) == 1]
-            if not any(moved):
+            if not any([self.move(unit, *near) for unit, near in ends]):
                 break
+
+    def _neighbours(self, unit: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The blocks before a unit that it reads, and those after it that read it."""
+        if len(unit) == 1:
+            return list(self.graph.pred[unit[0]]), list(self.graph.succ[unit[0]])
+        inside = set(unit)
+        before = set().union(*[self.graph.pred[block] for block in unit]) - inside
+        return list(before), list(set().union(*[self.graph.succ[block] for block in unit]) - inside)
 
     def stages(self) -> tuple[list[list[int]], list[int]]:
         """Members and devices of the stages that are left."""
         kept = [s for s, own in enumerate(self.members) if own]
         return [sorted(self.members[s]) for s in kept], [self.device_of[s] for s in kept]
 
-    def move(self, unit: Sequence[int]) -> bool:
-        """Move a unit to the neighbouring stage with the largest gain, if any stage gains."""
-        source = self.home[unit[0]]
+    def move(self, unit: Sequence[int], read: Sequence[int], reading: Sequence[int]) -> bool:
+        """Move a unit, which reads some blocks and is read by others, to the neighbouring stage with the largest gain,
+        if any stage gains."""
+        home, source = self.home, self.home[unit[0]]
+        if any([home[block] != source for block in unit]):
+            return False
+        before, following = {home[block] for block in read}, {home[block] for block in reading}
+        if before <= {source} >= following:
+            return False
         inside = set(unit)
-        before = {self.home[a] for block in unit for a in self.graph.pred[block] if a not in inside}
-        following = {self.home[b] for block in unit for b in self.graph.succ[block] if b not in inside}
         earliest, latest = max(before, default=0), min(following, default=len(self.members) - 1)
         gains = [
             (gain, stage)
