@@ -6,7 +6,7 @@ enter and leave it, and the bytes of what it holds, each parameter and each stor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -30,9 +30,10 @@ class Items:
 
 
 class Holdings:
-    """Things with sizes that owners hold. `groups`: per owner the keys of its things; each group is one `Items`."""
+    """Things with sizes, or rows of sizes, that owners hold. `groups`: per owner the keys of its things; each group is
+    one `Items`."""
 
-    def __init__(self, sizes: dict[int, int], *groups: Sequence[Iterable[int]]):
+    def __init__(self, sizes: Mapping[int, int | tuple[int, ...]], *groups: Sequence[Iterable[int]]):
         numbers = {key: number for number, key in enumerate(sizes)}
         self.bytes = np.array(list(sizes.values()), np.int64)
         self.groups = [Items([numbers[key] for key in row] for row in rows) for rows in groups]

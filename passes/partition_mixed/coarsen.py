@@ -43,8 +43,7 @@ def merge_small(clusters: Clusters, graph: BlockGraph, limits: Limits) -> None:
 def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: float, limits: Limits) -> None:
     """Contract edges inside of one module, the innermost modules first, up to `most_ns` of computation; then clusters
     that lack the CCO property. At least `count` clusters are left."""
-    for depth in range(max((len(scope) for scope in graph.scopes), default=0), 0, -1):
-        scopes = [scope[:depth] if len(scope) >= depth else None for scope in graph.scopes]
+    for scopes in reversed(graph.prefixes[1:]):
         changed = True
         while changed:
             changed = False

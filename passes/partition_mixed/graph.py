@@ -54,6 +54,17 @@ class BlockGraph:
         return BlockValues((v.maker for v in self.values), (v.readers for v in self.values), self.read)
 
     @cached_property
+    def near(self) -> list[set[int]]:
+        """Per block those that it reads and those that read it."""
+        return [a | b for a, b in zip(self.pred, self.succ)]
+
+    @cached_property
+    def prefixes(self) -> list[list[tuple[str, ...] | None]]:
+        """By depth, per block the outermost modules around it; None where there are fewer."""
+        depths = range(1 + max((len(scope) for scope in self.scopes), default=0))
+        return [[scope[:n] if len(scope) >= n else None for scope in self.scopes] for n in depths]
+
+    @cached_property
     def times_ns(self) -> tuple[Indices, Indices]:
         """`forward_ns` and `load_ns`, [device, block]."""
         return np.array(self.forward_ns), np.array(self.load_ns)

@@ -96,9 +96,8 @@ class Footprints:
     def prepare(self) -> None:
         """Make arrays of what blocks hold."""
         self.sent = [(value.bytes, value.has_gradient) for value in self.graph.values]
-        weights = {key: row[0] for own in self.parameters for key, row in own.items()}
-        states = {key: row[1] for own in self.parameters for key, row in own.items()}
-        self.weights, self.states = Holdings(weights, self.parameters), Holdings(states, self.parameters)
+        lasting = {key: row for own in self.parameters for key, row in own.items()}
+        self.lasting = Holdings(lasting, self.parameters)
         held = (*self.saved, *self.own, *self.value_storages)
         sizes = {key: size for row in held for key, size in row.items()}
         self.storages = Holdings(sizes, self.saved, self.own, self.value_storages)
@@ -135,7 +134,7 @@ class Footprints:
     def least_resident_bytes(self) -> int:
         """A lower bound of what all devices together hold if they keep all stages resident: each parameter is in some
         stage, with its gradient and its states."""
-        return int(self.weights.bytes.sum() + self.states.bytes.sum())
+        return int(self.lasting.bytes.sum())
 
     def most_alone_bytes(self, block: int) -> int:
         """An upper bound of what a device holds while it runs one block alone."""
@@ -156,9 +155,11 @@ class Footprints:
             inputs.update((k, (size, False)) for k, size in self.batch[i].items())
             if self.distance:
                 under_way.update((k, max(under_way.get(k, 0), self._num_under_way(k, i))) for k in self.batch[i])
+        parameters = self.lasting.mark(self.lasting.groups[0].of(inside))
+        weight_bytes, state_bytes = self.lasting.bytes[parameters].sum(axis=0).tolist() if parameters.any() else (0, 0)
         return StageMemory(
-            self._held_bytes(self.weights, inside) + self._waiting_bytes(own),
-            self._held_bytes(self.states, inside),
+            weight_bytes + self._waiting_bytes(own),
+            state_bytes,
             int(self.kept_bytes[inside].sum()) + self._between_bytes(inside, entering),
             int(self.workspace_bytes[inside].max(initial=0)),
             inputs,
@@ -166,11 +167,6 @@ class Footprints:
             min(own, default=0),
             under_way,
         )
-
-    @staticmethod
-    def _held_bytes(things: Holdings, inside: Flags) -> int:
-        """The bytes of what these blocks have."""
-        return int(things.bytes[things.mark(things.groups[0].of(inside))].sum())
 
     def _between_bytes(self, inside: Flags, entering: Flags) -> int:
         """Bytes of values that these blocks save, but for those that enter, or that are in `kept`."""

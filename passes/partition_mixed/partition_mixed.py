@@ -195,7 +195,8 @@ class _Problem:
     @property
     def largest_loads(self) -> list[int]:
         """Per block the load on the device where it takes longest."""
-        return [max(column) for column in zip(*self.assumed_graph.load_ns)]
+        loads: list[int] = self.assumed_graph.times_ns[1].max(axis=0).tolist()
+        return loads
 
     def limits(self, count: int, swapped: bool) -> Limits:
         """Limits so that several stages fit a device. A swapped stage shares its device with the next one's weights."""

@@ -8,6 +8,7 @@ stages must stay topological, and what it leaves must stay connected.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from .estimate import Wires
@@ -38,6 +39,8 @@ class Refinement:
         for stage, own in enumerate(self.members):
             for block in own:
                 self.home[block] = stage
+        near = self.graph.near  # the blocks that may have a neighbour in another stage; all others stay
+        self.border = {i for i, home in enumerate(self.home) if any([self.home[j] != home for j in near[i]])}
         self.busy_ns = [0] * len(graph.load_ns)
         for block, stage in enumerate(self.home):
             device = self.device_of[stage]
@@ -47,34 +50,22 @@ class Refinement:
 
     def run(self, units: Sequence[Sequence[int]]) -> None:
         """Move units until a pass over all of them moves none. Units whose blocks are in several stages stay."""
-        ends = [(unit, self._neighbours(unit)) for unit in units]
         for _ in range(PASSES):
-            if not any([self.move(unit, *near) for unit, near in ends]):
+            if not any([self.move(unit) for unit in units if not self.border.isdisjoint(unit)]):
                 break
-
-    def _neighbours(self, unit: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The blocks before a unit that it reads, and those after it that read it."""
-        if len(unit) == 1:
-            return list(self.graph.pred[unit[0]]), list(self.graph.succ[unit[0]])
-        inside = set(unit)
-        before = set().union(*[self.graph.pred[block] for block in unit]) - inside
-        return list(before), list(set().union(*[self.graph.succ[block] for block in unit]) - inside)
 
     def stages(self) -> tuple[list[list[int]], list[int]]:
         """Members and devices of the stages that are left."""
         kept = [s for s, own in enumerate(self.members) if own]
         return [sorted(self.members[s]) for s in kept], [self.device_of[s] for s in kept]
 
-    def move(self, unit: Sequence[int], read: Sequence[int], reading: Sequence[int]) -> bool:
-        """Move a unit, which reads some blocks and is read by others, to the neighbouring stage with the largest gain,
-        if any stage gains."""
-        home, source = self.home, self.home[unit[0]]
+    def move(self, unit: Sequence[int]) -> bool:
+        """Move a unit to the neighbouring stage with the largest gain, if any stage gains."""
+        home, source, inside = self.home, self.home[unit[0]], set(unit)
         if any([home[block] != source for block in unit]):
             return False
-        before, following = {home[block] for block in read}, {home[block] for block in reading}
-        if before <= {source} >= following:
-            return False
-        inside = set(unit)
+        before = {home[a] for block in unit for a in self.graph.pred[block] if a not in inside}
+        following = {home[b] for block in unit for b in self.graph.succ[block] if b not in inside}
         earliest, latest = max(before, default=0), min(following, default=len(self.members) - 1)
         gains = [
             (gain, stage)
@@ -115,21 +106,23 @@ class Refinement:
         return sum(rates[d] for d in readers) * value.bytes * (1 + value.has_gradient)
 
     def _keeps_connection(self, stage: int, leaving: set[int]) -> bool:
-        rest = self.members[stage] - leaving
-        if not rest:
-            return True
-        stack = [next(iter(rest))]
-        found = set(stack)
-        while stack:
-            block = stack.pop()
-            near = ((self.graph.succ[block] | self.graph.pred[block]) & rest) - found
-            found |= near
-            stack += near
-        return len(found) == len(rest)
+        """Whether a stage, all of whose blocks are connected, is so without some: each part that it fell into would
+        have a neighbour of what leaves."""
+        rest, near = self.members[stage] - leaving, self.graph.near
+        wanted = set().union(*[near[block] for block in leaving]) & rest
+        waiting = deque([wanted.pop()] if wanted else [])
+        found = set(waiting)
+        while waiting and wanted:
+            new = (near[waiting.popleft()] & rest) - found
+            found |= new
+            wanted -= new
+            waiting += new
+        return not wanted
 
     def _fits(self, unit: Sequence[int], source: int, stage: int) -> bool:
-        changed = {source: self.members[source].difference(unit), stage: self.members[stage].union(unit)}
-        for device in {self.device_of[source], self.device_of[stage]}:
+        """Whether the devices of both stages hold what they then have: first the device that gets the unit."""
+        changed = {stage: self.members[stage].union(unit), source: self.members[source].difference(unit)}
+        for device in (self.device_of[stage], self.device_of[source]):
             held = [
                 self.memory.stage(sorted(changed[s])) if s in changed else self._memory_of(s)
                 for s, home in enumerate(self.device_of)
@@ -153,5 +146,6 @@ class Refinement:
         self.held.pop(stage, None)
         for block in unit:
             self.home[block] = stage
+            self.border |= self.graph.near[block]
             self.busy_ns[a] -= self.graph.load_ns[a][block]
             self.busy_ns[b] += self.graph.load_ns[b][block]
