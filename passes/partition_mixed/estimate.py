@@ -67,7 +67,9 @@ class PipelineEstimate:
         backward = load - forward
         load = np.where(np.array([*spared] or [False]), backward, load)
         self.load_ns = load.tolist()
-        self.forwards, self.backwards, self.loads = forward, load - forward, load
+        self.loads, turns = load, np.arange(micro_batches + 1)
+        self.passed = [times.T[:, :, None] * turns for times in (forward, load - forward)]  # [stage, device, turn]
+        self.waits = [self._lags(rows) for rows in (self.pred, self.succ)]
 
     def _join(self, graph: BlockGraph, home: Indices, count: int) -> None:
         """Find what flows between the stages."""
@@ -91,6 +93,12 @@ class PipelineEstimate:
         for (a, b), size in back.items():
             self.succ[a].append((b, size))
 
+    def _lags(self, rows: list[list[tuple[int, int]]]) -> list[list[tuple[int, Indices]]]:
+        """Per stage the stages that it waits for, with the nanoseconds of the message, [from device, to device]."""
+        sizes = np.array([size for row in rows for _, size in row], np.int64)[:, None, None]
+        lags = iter(self.latency_ns + (sizes * self.ns_per_byte).astype(np.int64))
+        return [[(source, next(lags)) for source, _ in row] for row in rows]
+
     def step_ns(self, device_of: Sequence[int]) -> int:
         """Nanoseconds of one step without the optimizer; for an asynchronous pipeline, of one micro-batch in it."""
         return int(self.steps_ns(np.array([device_of]))[0])
@@ -106,7 +114,7 @@ class PipelineEstimate:
             done[s] = self.forward(s, rows, free, done)
         after: dict[int, Indices] = {}
         for s in reversed(range(count)):
-            after[s] = self._run(s, rows, free, self.backwards, self.succ[s], after)
+            after[s] = self._run(s, rows, free, True, after)
         return free.max(axis=1)
 
     def _periods_ns(self, rows: Indices) -> Indices:
@@ -125,26 +133,18 @@ class PipelineEstimate:
     def forward(self, stage: int, rows: Indices, free: Indices, done: Mapping[int, Indices]) -> Indices:
         """Ends of a stage's forwards, after those of the stages `done`, [row, micro-batch]. Updates `free`, when each
         device is free."""
-        return self._run(stage, rows, free, self.forwards, self.pred[stage], done)
+        return self._run(stage, rows, free, False, done)
 
     def _run(
-        self,
-        stage: int,
-        rows: Indices,
-        free: Indices,
-        times: Indices,
-        sources: Sequence[tuple[int, int]],
-        done: Mapping[int, Indices],
+        self, stage: int, rows: Indices, free: Indices, backward: bool, done: Mapping[int, Indices]
     ) -> Indices:
         """Ends of all micro-batches of one stage, in order: micro-batch m ends at max(end of m - 1, what it waits for)
         + T, so less (m + 1) T it ends at the largest of the device's first free moment and of all waits up to m."""
         every, device = np.arange(len(rows)), rows[:, stage]
-        passed = times[device, stage][:, None] * np.arange(self.micro_batches + 1)
-        least = np.repeat(free[every, device][:, None], self.micro_batches, axis=1)
-        for source, size in sources:
-            way = rows[:, source], device
-            lag = self.latency_ns[way] + (size * self.ns_per_byte[way]).astype(np.int64)
-            np.maximum(least, done[source] + lag[:, None] - passed[:, :-1], out=least)
+        passed = self.passed[backward][stage][device]
+        least = free[every, device][:, None]
+        for source, lags in self.waits[backward][stage]:
+            least = np.maximum(least, done[source] + lags[rows[:, source], device][:, None] - passed[:, :-1])
         ends: Indices = np.maximum.accumulate(least, axis=1) + passed[:, 1:]
         free[every, device] = ends[:, -1]
         return ends

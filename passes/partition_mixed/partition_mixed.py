@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
+
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes, format_seconds
 from ..draft import Draft
@@ -171,14 +173,15 @@ class _Problem:
                 merge_around_centers(clusters, self.graph, count, centers, self.limits(count, swapped))
                 flow = self.flow(clusters)
                 self.count_under_way(flow, clusters)
-                for devices in self.starts(flow, clusters, swapped):
-                    started.append((flow.step_ns(devices), devices, clusters.copy(), units))
+                found = self.starts(flow, clusters, swapped)
+                for devices, step_ns in zip(found, flow.steps_ns(np.array(found)).tolist() if found else ()):
+                    started.append((step_ns, devices, clusters, units))
         started.sort(key=lambda row: row[0])
         seen: set[int] = set()
         for step_ns, devices, clusters, units in started:
             if step_ns not in seen and len(seen) < REFINED:
                 seen.add(step_ns)
-                yield self.finish(count, clusters, devices, units, swapped)
+                yield self.finish(count, clusters.copy(), devices, units, swapped)
 
     def merge_small(self, count: int, swapped: bool) -> Clusters:
         """Clusters of blocks that are too small to be stages, and single blocks."""
@@ -223,16 +226,14 @@ class _Problem:
         if self.asynchronous:
             self.memory.count_under_way([clusters.members[c] for c in clusters.list_in_order()], flow.distances())
 
-    def starts(self, flow: PipelineEstimate, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
+    def starts(self, flow: PipelineEstimate, clusters: Clusters, swapped: bool) -> list[list[int]]:
         needs = [self.memory.stage(clusters.members[c]) for c in clusters.list_in_order()]
-        yield from filter(
-            None,
-            (
-                longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=False),
-                longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=True),
-                earliest_end(flow, needs, self.memory, swapped),
-            ),
+        found = (
+            longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=False),
+            longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=True),
+            earliest_end(flow, needs, self.memory, swapped),
         )
+        return [devices for devices in found if devices is not None]
 
     def finish(
         self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
