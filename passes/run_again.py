@@ -54,8 +54,8 @@ def cheapest_of_many(seconds: Array, missing_bytes: Array, frees_bytes: Array) -
     took = np.take_along_axis(seconds, free, 1)
     longest = took.max(axis=1, keepdims=True)
     spent = np.round(took @ sets.T / np.where(longest > 0, ALIKE * longest, 1.0)) * len(ranks) + ranks
-    for frees, missing in zip(np.moveaxis(frees_bytes, 1, 0), missing_bytes.T):
-        spent[np.take_along_axis(frees, free, 1) @ sets.T < missing[:, None] - ROUNDING] = np.inf
+    frees = frees_bytes if count <= TOGETHER else np.take_along_axis(frees_bytes, free[:, None], 2)
+    spent[(frees @ sets.T < missing_bytes[:, :, None] - ROUNDING).any(axis=1)] = np.inf
     again = forced.copy()
     np.put_along_axis(again, free, sets[spent.argmin(axis=1)] > 0, 1)
     return again, possible & (spent.min(axis=1) < np.inf)

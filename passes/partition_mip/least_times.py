@@ -31,9 +31,9 @@ class LeastTimes:
 
     def __init__(self, problem: MipProblem):
         p = self.problem = problem
-        self.forward, self.backward, self.again = (np.array(x) for x in (p.forward_s, p.backward_s, p.again_s))
-        self.weights, self.grads, self.params = (np.array(x) for x in (p.weight_bytes, p.grad_bytes, p.params))
-        self.tensors, self.kept, self.messages = (np.array(x) for x in (p.tensors, p.kept_bytes, p.message_bytes))
+        self.took = np.array([p.forward_s, p.backward_s, p.again_s])  # [which, device, block]
+        self.held = np.array([p.weight_bytes, p.grad_bytes, p.params, p.tensors, p.kept_bytes])  # [which, block]
+        self.messages = np.array(p.message_bytes)
         self.work, self.inputs = self.table(p.work_bytes), self.table(p.input_bytes)
         self.message_s, self.latency_s = np.array(p.message_s), np.array(p.message_latency_s)
         self.shares = np.array(p.message_shares)
@@ -42,6 +42,7 @@ class LeastTimes:
         self.hosts = np.array([unit.host for unit in p.units])
         names = [field.name for field in fields(Unit)]
         self.units = {name: np.array([float(getattr(unit, name)) for unit in p.units]) for name in names}
+        self.layouts: dict[int, _Layout] = {}  # by number of stages
 
     def table(self, rows: Table) -> Floats:
         full = np.zeros((self.problem.num_blocks + 1,) * 2)
@@ -49,45 +50,60 @@ class LeastTimes:
             full[b, : len(row)] = row
         return full
 
-    def unit(self, name: str, devices: Indices) -> Floats:
-        """A number of each stage's device, [stage, 1]."""
-        return self.units[name][devices]
+    def layout(self, count: int) -> _Layout:
+        if count not in self.layouts:
+            self.layouts[count] = _Layout(self, count)
+        return self.layouts[count]
 
     def __call__(self, cuts: Indices | Sequence[Sequence[int]]) -> Floats:
         """Seconds by row; inf where a stage does not fit its device."""
-        rows = np.asarray(cuts)
-        fits = self.fits(rows.T)
-        found = np.full(len(rows), math.inf)
+        rows = np.asarray(cuts).T
+        layout, a, b = self.layout(len(rows) - 1), rows[:-1], rows[1:]
+        held, work, inputs = self.held[:, rows], self.work[b, a], self.inputs[b, a]
+        held = held[:, 1:] - held[:, :-1]
+        fits = np.all(held[0] + work + layout.num_inputs * inputs <= layout.unit["budget_bytes"], axis=0)
+        if fits.all():
+            return _Steps(self, layout, rows, held, work, inputs).seconds()
+        found = np.full(rows.shape[1], math.inf)
         if fits.any():
-            found[fits] = _Steps(self, rows[fits].T).seconds()
+            some = (x[..., fits] for x in (rows, held, work, inputs))
+            found[fits] = _Steps(self, layout, *some).seconds()
         return found
 
-    def fits(self, cuts: Indices) -> Flags:
-        n, count = len(self.problem.units), len(cuts) - 1
-        a, b = cuts[:-1], cuts[1:]
-        inputs = (self.problem.micro_batches * -(-count // n) + 2) * self.inputs[b, a]
-        budgets = self.unit("budget_bytes", np.arange(count)[:, None] % n)
-        fits: Flags = np.all(self.weights[b] - self.weights[a] + self.work[b, a] + inputs <= budgets, axis=0)
-        return fits
+
+class _Layout:
+    """The facts of partitions into one number of stages that do not depend on their cuts. `unit`: the numbers of each
+    stage's device, [stage, 1]; those of the ways of messages from the stages before and after."""
+
+    def __init__(self, of: LeastTimes, count: int):
+        n = len(of.problem.units)
+        self.count, self.on = count, np.arange(count) % n
+        self.before, self.after = (self.on - 1) % n, (self.on + 1) % n
+        self.unit = {name: row[self.on[:, None]] for name, row in of.units.items()}
+        self.num_inputs = of.problem.micro_batches * -(-count // n) + 2
+        self.hosts = of.hosts[self.on][:, None]
+        ways = (self.before, self.after)
+        self.latency_s, self.message_s, self.shares = (
+            [row[src, self.on][:, None] for src in ways] for row in (of.latency_s, of.message_s, of.shares)
+        )
+        self.sent_shares = of.shares[self.on, self.before][:, None]
 
 
 class _Steps:
     """One evaluation, as `recurrence._Step` of one partition."""
 
-    def __init__(self, of: LeastTimes, cuts: Indices):
+    def __init__(
+        self, of: LeastTimes, layout: _Layout, cuts: Indices, held: Floats, work: Floats, inputs: Floats
+    ):
         p = self.p = of.problem
-        self.of, self.cuts, self.n = of, cuts, len(p.units)
-        self.count, self.num = len(cuts) - 1, cuts.shape[1]
-        self.on = np.arange(self.count) % self.n
-        d, a, b = self.on[:, None], cuts[:-1], cuts[1:]
+        self.of, self.layout, self.cuts, self.n = of, layout, cuts, len(p.units)
+        self.count, self.num, self.on = layout.count, cuts.shape[1], layout.on
         self.zero = np.zeros(self.num)
-        own_s = of.unit("own_s", d)
-        self.tf = of.forward[d, b] - of.forward[d, a] + own_s
-        self.tb = of.backward[d, b] - of.backward[d, a] + own_s
-        self.w, self.g, self.q = (x[b] - x[a] for x in (of.weights, of.grads, of.params))
-        self.work, self.entering = of.work[b, a], p.micro_batches * of.inputs[b, a]
-        self.kept, self.calls = of.kept[b] - of.kept[a], of.tensors[b] - of.tensors[a]
-        self.again = of.again[d, b] - of.again[d, a]
+        took = of.took[:, self.on[:, None], cuts[1:]] - of.took[:, self.on[:, None], cuts[:-1]]
+        took[:2] += layout.unit["own_s"]
+        self.tf, self.tb, self.again = took
+        self.w, self.g, self.q, self.calls, self.kept = held
+        self.work, self.entering = work, p.micro_batches * inputs
         self.room, remat = self.place()
         self.tb += np.where(remat, self.again, 0.0)
         self.swapped = self.room < math.inf  # [device, row]
@@ -111,7 +127,7 @@ class _Steps:
         p, m = self.p, self.p.micro_batches
         names = (self.w, self.g, self.q, self.work, self.entering, self.kept)
         w, g, q, work, entering, kept = (x[stages] for x in names)
-        budget = self.of.unit("budget_bytes", devices[:, None])
+        budget = self.of.units["budget_bytes"][devices[:, None]]
         slack, inputs = 2 * entering / m, np.cumsum(entering, axis=0)
         most = (work + inputs)[:-1].max(axis=0, initial=0.0)
         ends = work[-1] + inputs[-1]
@@ -156,20 +172,14 @@ class _Steps:
         return found[:, :-1].T, found[:, -1]
 
     def seconds(self) -> Floats:
-        of, p, n, m = self.of, self.p, self.n, self.p.micro_batches
-        before, after = (self.on - 1) % n, (self.on + 1) % n
+        of, layout, n, m = self.of, self.layout, self.n, self.p.micro_batches
         messages = of.messages[self.cuts]
         self.from_before, self.from_after = messages[:-1], messages[1:]
-        fetch_s, shared_s, latency_s = (
-            of.unit(x, self.on[:, None]) for x in ("fetch_s", "shared_fetch_s", "latency_s")
-        )
+        fetch_s, shared_s, latency_s = (layout.unit[x] for x in ("fetch_s", "shared_fetch_s", "latency_s"))
         self.free, self.freed, self.own_up = ([self.zero] * n for _ in range(3))
         self.up = [self.zero] * (1 + max(of.complexes))
         if any(self.any_swapped):
-            through = [
-                m * sent * of.shares[src, self.on][:, None]
-                for sent, src in ((self.from_before, before), (self.from_after, after))
-            ]
+            through = [m * sent * row for sent, row in zip((self.from_before, self.from_after), layout.shares)]
             through[0][:n] = 0.0
             self.passing = [(self.w + sent) * shared_s + self.never for sent in through]
             self.alone = self.w * fetch_s + self.never
@@ -178,14 +188,12 @@ class _Steps:
                 np.where(late > 0, np.minimum(w, late) * fetch_s[n:] + latency_s[n:], -math.inf)
                 for w in (self.w[n:], self.w[:-n])
             ]
-        c = [
-            of.latency_s[src, self.on][:, None] + sent * of.message_s[src, self.on][:, None]
-            for sent, src in ((self.from_before, before), (self.from_after, after))
-        ]
+        ways = zip((self.from_before, self.from_after), layout.latency_s, layout.message_s)
+        c = [latency_s + sent * message_s for sent, latency_s, message_s in ways]
         self.sweep(range(self.count), self.tf, c[0], False)
         self.ready = self.sweep(range(self.count - 1, -1, -1), self.tb, c[1], True)
-        self.offloads(before)
-        if any(unit.shared_both_s for unit in p.units):
+        self.offloads()
+        if any(unit.shared_both_s for unit in self.p.units):
             self.both_ways()
         self.wait_for_ties()
         return self.update()
@@ -223,12 +231,12 @@ class _Steps:
         arrived: Floats = self.own_up[d] + self.never[j]
         return arrived
 
-    def offloads(self, before: Indices) -> None:
-        of, ready, units = self.of, self.ready, self.p.units
-        sent = self.p.micro_batches * self.from_before * of.shares[self.on, before][:, None]
+    def offloads(self) -> None:
+        of, ready, units, layout = self.of, self.ready, self.p.units, self.layout
+        sent = self.p.micro_batches * self.from_before * layout.sent_shares
         sent[0] = 0.0
-        work_s = (self.g + sent) * of.unit("shared_offload_s", self.on[:, None]) + self.never
-        alone = self.g * of.unit("offload_s", self.on[:, None]) + self.never
+        work_s = (self.g + sent) * layout.unit["shared_offload_s"] + self.never
+        alone = self.g * layout.unit["offload_s"] + self.never
         out, own_out = [self.zero] * len(self.up), [self.zero] * self.n
         for j in range(self.count - 1, -1, -1):
             d = j % self.n
@@ -240,7 +248,7 @@ class _Steps:
                 own_out[d], ready[j] = np.maximum(own_out[d], there), np.maximum(ready[j], there)
 
     def both_ways(self) -> None:
-        both = np.where(self.stage_swapped, self.of.unit("shared_both_s", self.on[:, None]), 0.0)
+        both = np.where(self.stage_swapped, self.layout.unit["shared_both_s"], 0.0)
         passed = [self.zero] * len(self.up)
         for j in range(self.count):
             c = self.of.complexes[j % self.n]
@@ -273,19 +281,16 @@ class _Steps:
         begin = np.maximum(self.ready, barrier)
         done: Floats = self.ready.max(axis=0)
         if not self.swapped[:n].all():
-            step_s, call_s, own_s, byte_s = (
-                of.unit(x, self.on[:, None]) for x in ("step_s", "call_s", "own_s", "byte_s")
-            )
+            step_s, call_s, own_s, byte_s = (self.layout.unit[x] for x in ("step_s", "call_s", "own_s", "byte_s"))
             took = self.q * step_s + self.calls * call_s + own_s
             if p.update.barrier:
                 took = took + 2 * self.g * byte_s + call_s + own_s
-            for d in range(n):
-                rest = _from_here(took[d :: self.n])
-                end = np.maximum(self.free[d] + rest[0], (begin[d :: self.n] + rest).max(axis=0))
-                done = np.maximum(done, np.where(self.swapped[d], 0.0, end))
+            rest = _from_here(self.by_device(took, 0.0))
+            ends = np.maximum(np.array(self.free[:n]) + rest[0], (self.by_device(begin, -math.inf) + rest).max(axis=0))
+            done = np.maximum(done, np.where(self.swapped[:n], 0.0, ends).max(axis=0))
         if any(self.any_swapped):
             for host in range(len(p.update.params_s)):
-                here = self.stage_swapped & (of.hosts[self.on] == host)[:, None]
+                here = self.stage_swapped & (self.layout.hosts == host)
                 took = self.q * p.update.params_s[host]
                 if p.update.barrier:
                     clipping = self.swapped[:n][of.hosts[:n] == host].sum(axis=0)
@@ -294,25 +299,32 @@ class _Steps:
                     took = np.where(here, took + self.g * clip_s[clipping], 0.0).sum(axis=0)
                     done = np.maximum(done, np.where(here.any(axis=0), barrier + took, 0.0))
                     continue
-                order = np.argsort(self.ready, axis=0, kind="stable")
-                took, turn, at = (np.take_along_axis(x, order, 0) for x in (np.where(here, took, 0.0), begin, here))
+                order = np.argsort(self.ready, axis=0, kind="stable"), np.arange(self.num)
+                took, turn, at = (x[order] for x in (np.where(here, took, 0.0), begin, here))
                 done = np.maximum(done, np.where(at, turn + _from_here(took), 0.0).max(axis=0))
         return done
+
+    def by_device(self, values: Floats, missing: float) -> Floats:
+        """The stages' values as [round, device, row]; `missing`: for a last round that not all devices have."""
+        n = min(self.n, self.count)
+        rounds = -(-self.count // n)
+        if rounds * n > self.count:
+            more = np.full((rounds * n - self.count, self.num), missing)
+            values = np.concatenate([values, more])
+        return values.reshape(rounds, n, self.num)
 
     def norm_s(self) -> Floats:
         """The seconds at which all devices have the norm of their gradients."""
         of, n = self.of, min(self.n, self.count)
-        ready = np.array([self.ready[d :: self.n].max(axis=0) for d in range(n)])
-        size = np.array([self.g[d :: self.n].sum(axis=0) for d in range(n)])
-        byte_s, call_s, own_s = (of.unit(x, np.arange(n)[:, None]) for x in ("byte_s", "call_s", "own_s"))
+        ready = self.by_device(self.ready, -math.inf).max(axis=0)
+        size = self.by_device(self.g, 0.0).sum(axis=0)
+        byte_s, call_s, own_s = (self.layout.unit[x][:n] for x in ("byte_s", "call_s", "own_s"))
         swapped = self.swapped[:n]
         last: Floats = np.where(swapped, 0.0, ready + size * byte_s + call_s + own_s).max(axis=0)
-        order = np.argsort(ready, axis=0, kind="stable")
+        order = np.argsort(ready, axis=0, kind="stable"), np.arange(self.num)
         for host, dram_s in enumerate(self.p.update.bytes_s):
             here = swapped & (of.hosts[:n] == host)[:, None]
-            took, turn, at = (
-                np.take_along_axis(x, order, 0) for x in (np.where(here, size * dram_s, 0.0), ready, here)
-            )
+            took, turn, at = (x[order] for x in (np.where(here, size * dram_s, 0.0), ready, here))
             last = np.maximum(last, np.where(at, turn + _from_here(took), 0.0).max(axis=0))
         return last
 
