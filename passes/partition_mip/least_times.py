@@ -11,6 +11,7 @@ every maximum.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import fields
@@ -37,7 +38,7 @@ class LeastTimes:
         self.work, self.inputs = self.table(p.work_bytes), self.table(p.input_bytes)
         self.message_s, self.latency_s = np.array(p.message_s), np.array(p.message_latency_s)
         self.shares = np.array(p.message_shares)
-        self.known: dict[bytes, Flags] = {}  # which stages of a device run again, and whether that is enough
+        self.known: dict[bytes, bytes] = {}  # which stages of a device run again, and whether that is enough
         self.complexes = np.array([unit.complex for unit in p.units])
         self.hosts = np.array([unit.host for unit in p.units])
         names = [field.name for field in fields(Unit)]
@@ -61,7 +62,7 @@ class LeastTimes:
         layout, a, b = self.layout(len(rows) - 1), rows[:-1], rows[1:]
         held, work, inputs = self.held[:, rows], self.work[b, a], self.inputs[b, a]
         held = held[:, 1:] - held[:, :-1]
-        fits = np.all(held[0] + work + layout.num_inputs * inputs <= layout.unit["budget_bytes"], axis=0)
+        fits = (held[0] + work + layout.num_inputs * inputs <= layout.unit["budget_bytes"]).all(axis=0)
         if fits.all():
             return _Steps(self, layout, rows, held, work, inputs).seconds()
         found = np.full(rows.shape[1], math.inf)
@@ -128,7 +129,7 @@ class _Steps:
         names = (self.w, self.g, self.q, self.work, self.entering, self.kept)
         w, g, q, work, entering, kept = (x[stages] for x in names)
         budget = self.of.units["budget_bytes"][devices[:, None]]
-        slack, inputs = 2 * entering / m, np.cumsum(entering, axis=0)
+        slack, inputs = 2 * entering / m, entering.cumsum(axis=0)
         most = (work + inputs)[:-1].max(axis=0, initial=0.0)
         ends = work[-1] + inputs[-1]
         keeping = np.maximum(most, ends + (m - 1) * kept[-1]) + slack[-1]
@@ -145,11 +146,11 @@ class _Steps:
         remat[-1] = ~keeps
         if not p.swap:
             held = (w + p.update.state_bytes * q + g).sum(axis=0)
-            missing = held - budget + inputs + m * np.cumsum(kept, axis=0) - np.cumsum(g, axis=0) + work - kept + slack
+            missing = held - budget + inputs + m * kept.cumsum(axis=0) - g.cumsum(axis=0) + work - kept + slack
             stays, short = held <= budget, (missing > 0).any(axis=0)
             again = np.full(kept.shape, p.always)
             if p.always:
-                stays &= (missing <= m * np.cumsum(kept, axis=0) - kept).all(axis=0)
+                stays &= (missing <= m * kept.cumsum(axis=0) - kept).all(axis=0)
             d, row = np.nonzero(stays & short & (not p.always))
             if len(d):
                 lacking = (x[:, d, row].T for x in (self.again[stages], missing, kept))
@@ -161,14 +162,13 @@ class _Steps:
         """Choose the stages of resident devices that run again, [round, device], and tell whether that is enough."""
         m, count, known = self.p.micro_batches, seconds.shape[1], self.of.known
         cases = np.hstack([seconds, missing, kept])
-        keys = [row.tobytes() for row in cases]  # partitions that are compared differ on few devices
-        new = {key: i for i, key in enumerate(keys) if key not in known}
+        keys = cases.view(np.dtype((np.void, cases.itemsize * cases.shape[1]))).ravel().tolist()
+        new = {key: i for i, key in enumerate(keys) if key not in known}  # compared partitions differ on few devices
         if new:
             seconds, missing, kept = (x[list(new.values())] for x in (seconds, missing, kept))
-            leaves = m * np.tri(count, count, -1) + (m - 1) * np.eye(count)  # those before; in its own, all but one
-            again, enough = cheapest_of_many(seconds, missing, leaves * kept[:, None])
-            known.update(zip(new, np.hstack([again, enough[:, None]])))
-        found = np.array([known[key] for key in keys])
+            again, enough = cheapest_of_many(seconds, missing, _leaves(m, count) * kept[:, None])
+            known.update((key, row.tobytes()) for key, row in zip(new, np.hstack([again, enough[:, None]])))
+        found = np.frombuffer(b"".join([known[key] for key in keys]), bool).reshape(len(keys), -1)
         return found[:, :-1].T, found[:, -1]
 
     def seconds(self) -> Floats:
@@ -200,23 +200,23 @@ class _Steps:
 
     def sweep(self, order: range, times: Floats, c: Floats, backward: bool) -> Floats:
         """One direction; returns the end of each stage."""
-        n, rest = self.n, self.p.micro_batches - 1
+        n, rest, maximum = self.n, self.p.micro_batches - 1, np.maximum
         ends = np.empty_like(times)
-        rest_times, rest_c = rest * times, rest * c
+        took, sent, rest_took, rest_sent = (list(x) for x in (times, c, rest * times, rest * c))
         first = last = self.zero
         for j in order:
             d, k = j % n, j - order.step
             if j != order[0]:
-                both = first + times[k]
-                first, last = both + c[j], np.maximum(last + times[k], both + rest_c[j]) + c[j]
-            first = np.maximum(first, self.free[d])
+                both = first + took[k]
+                first, last = both + sent[j], maximum(last + took[k], both + rest_sent[j]) + sent[j]
+            first = maximum(first, self.free[d])
             fetched = not backward or j < self.count - n
             if fetched and self.any_swapped[d]:
-                first = np.maximum(first, self.there_s(j, backward))
-            last = np.maximum(last, first + rest_times[j])
+                first = maximum(first, self.there_s(j, backward))
+            last = maximum(last, first + rest_took[j])
             if fetched:
                 self.freed[d] = self.free[d]
-            self.free[d] = ends[j] = last + times[j]
+            self.free[d] = ends[j] = last + took[j]
         return ends
 
     def there_s(self, j: int, backward: bool) -> Floats:
@@ -299,7 +299,7 @@ class _Steps:
                     took = np.where(here, took + self.g * clip_s[clipping], 0.0).sum(axis=0)
                     done = np.maximum(done, np.where(here.any(axis=0), barrier + took, 0.0))
                     continue
-                order = np.argsort(self.ready, axis=0, kind="stable"), np.arange(self.num)
+                order = self.ready.argsort(axis=0, kind="stable"), np.arange(self.num)
                 took, turn, at = (x[order] for x in (np.where(here, took, 0.0), begin, here))
                 done = np.maximum(done, np.where(at, turn + _from_here(took), 0.0).max(axis=0))
         return done
@@ -321,7 +321,7 @@ class _Steps:
         byte_s, call_s, own_s = (self.layout.unit[x][:n] for x in ("byte_s", "call_s", "own_s"))
         swapped = self.swapped[:n]
         last: Floats = np.where(swapped, 0.0, ready + size * byte_s + call_s + own_s).max(axis=0)
-        order = np.argsort(ready, axis=0, kind="stable"), np.arange(self.num)
+        order = ready.argsort(axis=0, kind="stable"), np.arange(self.num)
         for host, dram_s in enumerate(self.p.update.bytes_s):
             here = swapped & (of.hosts[:n] == host)[:, None]
             took, turn, at = (x[order] for x in (np.where(here, size * dram_s, 0.0), ready, here))
@@ -329,7 +329,15 @@ class _Steps:
         return last
 
 
+@functools.cache
+def _leaves(micro_batches: int, count: int) -> Floats:
+    """The micro-batches whose saved tensors a stage that runs again leaves free, [moment, stage]: of those before, all;
+    in its own backward, all but one."""
+    leaves: Floats = micro_batches * np.tri(count, count, -1) + (micro_batches - 1) * np.eye(count)
+    return leaves
+
+
 def _from_here(values: Floats) -> Floats:
     """Sums of each row's values from here to the end."""
-    summed: Floats = np.cumsum(values[::-1], axis=0)[::-1]
+    summed: Floats = values[::-1].cumsum(axis=0)[::-1]
     return summed

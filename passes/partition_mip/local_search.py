@@ -112,6 +112,7 @@ class Search:
         self.draw = RandomMoves(problem)
         self.work = WorkDone()
         self.known: dict[Cuts, float] = {}
+        self.least: dict[bytes, float] = {}  # lower bounds, by cuts
         self.best: dict[int, tuple[float, Cuts]] = {}
         self.seeds: dict[int, list[Cuts]] = {}
         self.climbed: set[Cuts] = set()
@@ -170,7 +171,12 @@ class Search:
         if self.bound is None:
             return np.array([self.seconds(tuple(map(int, row))) for row in rows])
         self.work.add(BATCH_S + (len(rows[0]) - 1) * (BATCH_STAGE_S + ROW_STAGE_S * len(rows)))
-        return self.bound(rows)
+        cuts = np.ascontiguousarray(rows)
+        keys = cuts.view(np.dtype((np.void, cuts.itemsize * cuts.shape[1]))).ravel().tolist()
+        new = {key: i for i, key in enumerate(keys) if key not in self.least}  # moves come back to the same partitions
+        if new:
+            self.least.update(zip(new, self.bound(cuts[list(new.values())]).tolist()))
+        return np.array([self.least[key] for key in keys])
 
     def try_all(self, count: int) -> None:
         rows = list(self.all_of(count))
