@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,9 +94,7 @@ class _Layout:
 class _Steps:
     """One evaluation, as `recurrence._Step` of one partition."""
 
-    def __init__(
-        self, of: LeastTimes, layout: _Layout, cuts: Indices, held: Floats, work: Floats, inputs: Floats
-    ):
+    def __init__(self, of: LeastTimes, layout: _Layout, cuts: Indices, held: Floats, work: Floats, inputs: Floats):
         p = self.p = of.problem
         self.of, self.layout, self.cuts, self.n = of, layout, cuts, len(p.units)
         self.count, self.num, self.on = layout.count, cuts.shape[1], layout.on
@@ -162,13 +161,13 @@ class _Steps:
         """Choose the stages of resident devices that run again, [round, device], and tell whether that is enough."""
         m, count, known = self.p.micro_batches, seconds.shape[1], self.of.known
         cases = np.hstack([seconds, missing, kept])
-        keys = cases.view(np.dtype((np.void, cases.itemsize * cases.shape[1]))).ravel().tolist()
+        keys = bytes_of_rows(cases)
         new = {key: i for i, key in enumerate(keys) if key not in known}  # compared partitions differ on few devices
         if new:
             seconds, missing, kept = (x[list(new.values())] for x in (seconds, missing, kept))
             again, enough = cheapest_of_many(seconds, missing, _leaves(m, count) * kept[:, None])
             known.update((key, row.tobytes()) for key, row in zip(new, np.hstack([again, enough[:, None]])))
-        found = np.frombuffer(b"".join([known[key] for key in keys]), bool).reshape(len(keys), -1)
+        found = np.frombuffer(b"".join([known[key] for key in keys]), np.bool_).reshape(len(keys), -1)
         return found[:, :-1].T, found[:, -1]
 
     def seconds(self) -> Floats:
@@ -285,8 +284,10 @@ class _Steps:
             took = self.q * step_s + self.calls * call_s + own_s
             if p.update.barrier:
                 took = took + 2 * self.g * byte_s + call_s + own_s
-            rest = _from_here(self.by_device(took, 0.0))
-            ends = np.maximum(np.array(self.free[:n]) + rest[0], (self.by_device(begin, -math.inf) + rest).max(axis=0))
+            rest = _from_here(self.rounds_of_devices(took, 0.0))
+            ends = np.maximum(
+                np.array(self.free[:n]) + rest[0], (self.rounds_of_devices(begin, -math.inf) + rest).max(axis=0)
+            )
             done = np.maximum(done, np.where(self.swapped[:n], 0.0, ends).max(axis=0))
         if any(self.any_swapped):
             for host in range(len(p.update.params_s)):
@@ -304,7 +305,7 @@ class _Steps:
                 done = np.maximum(done, np.where(at, turn + _from_here(took), 0.0).max(axis=0))
         return done
 
-    def by_device(self, values: Floats, missing: float) -> Floats:
+    def rounds_of_devices(self, values: Floats, missing: float) -> Floats:
         """The stages' values as [round, device, row]; `missing`: for a last round that not all devices have."""
         n = min(self.n, self.count)
         rounds = -(-self.count // n)
@@ -316,8 +317,8 @@ class _Steps:
     def norm_s(self) -> Floats:
         """The seconds at which all devices have the norm of their gradients."""
         of, n = self.of, min(self.n, self.count)
-        ready = self.by_device(self.ready, -math.inf).max(axis=0)
-        size = self.by_device(self.g, 0.0).sum(axis=0)
+        ready = self.rounds_of_devices(self.ready, -math.inf).max(axis=0)
+        size = self.rounds_of_devices(self.g, 0.0).sum(axis=0)
         byte_s, call_s, own_s = (self.layout.unit[x][:n] for x in ("byte_s", "call_s", "own_s"))
         swapped = self.swapped[:n]
         last: Floats = np.where(swapped, 0.0, ready + size * byte_s + call_s + own_s).max(axis=0)
@@ -327,6 +328,13 @@ class _Steps:
             took, turn, at = (x[order] for x in (np.where(here, size * dram_s, 0.0), ready, here))
             last = np.maximum(last, np.where(at, turn + _from_here(took), 0.0).max(axis=0))
         return last
+
+
+def bytes_of_rows(rows: NDArray[Any]) -> list[bytes]:
+    """The bytes of each row, by which equal rows are found."""
+    packed: Any = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))
+    found: list[bytes] = packed.ravel().tolist()
+    return found
 
 
 @functools.cache

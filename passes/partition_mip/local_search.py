@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..work_limit import WorkDone
-from .least_times import LeastTimes
+from .least_times import LeastTimes, bytes_of_rows
 from .problem import MipProblem
 from .random_moves import RandomMoves
 from .recurrence import contended_s, num_fetched
@@ -171,8 +171,8 @@ class Search:
         if self.bound is None:
             return np.array([self.seconds(tuple(map(int, row))) for row in rows])
         self.work.add(BATCH_S + (len(rows[0]) - 1) * (BATCH_STAGE_S + ROW_STAGE_S * len(rows)))
-        cuts = np.ascontiguousarray(rows)
-        keys = cuts.view(np.dtype((np.void, cuts.itemsize * cuts.shape[1]))).ravel().tolist()
+        cuts = np.asarray(rows)
+        keys = bytes_of_rows(cuts)
         new = {key: i for i, key in enumerate(keys) if key not in self.least}  # moves come back to the same partitions
         if new:
             self.least.update(zip(new, self.bound(cuts[list(new.values())]).tolist()))

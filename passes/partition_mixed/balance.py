@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .block_sets import Indices
+from .block_sets import Integers
 from .estimate import PipelineEstimate
 from .graph import BlockGraph, Clusters
 from .memory import Footprints, StageMemory
@@ -57,7 +57,7 @@ def earliest_end(
     """The device of each stage: in order, the one with memory for it that ends all micro-batches' forwards first."""
     held: list[list[StageMemory]] = [[] for _ in memory.budgets]
     free = np.zeros((1, len(held)), np.int64)
-    done: dict[int, Indices] = {}
+    done: dict[int, Integers] = {}
     device_of: list[int] = []
     for s, need in enumerate(needs):
         able = [d for d in range(len(held)) if memory.fits(d, [*held[d], need], swapped)]

@@ -1,7 +1,7 @@
 """Sums over sets of blocks, as arrays: a search asks for those of thousands of sets.
 
-In: per block the values that it makes and reads, and the parameters and storages that it holds. Out: of any set of blocks, the values that
-enter and leave it, and the bytes of what it holds, each parameter and each storage once.
+In: per block the values that it makes and reads, and the parameters and storages that it holds. Out: of any set of
+blocks, the values that enter and leave it, and the bytes of what it holds, each parameter and each storage once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-Flags = NDArray[np.bool_]
-Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Integers = NDArray[np.int64]
 
 
 class Items:
@@ -24,7 +24,7 @@ class Items:
         self.owners = np.repeat(np.arange(len(found)), [len(row) for row in found])
         self.items = np.array(list(chain.from_iterable(found)), np.int64)
 
-    def of(self, owners: Flags) -> Indices:
+    def select(self, owners: Mask) -> Integers:
         """The items of the owners that a mask selects."""
         return self.items[owners[self.owners]]
 
@@ -38,7 +38,7 @@ class Holdings:
         self.bytes = np.array(list(sizes.values()), np.int64)
         self.groups = [Items([numbers[key] for key in row] for row in rows) for rows in groups]
 
-    def mark(self, things: Indices) -> Flags:
+    def mark(self, things: Integers) -> Mask:
         """A mask of these things."""
         found = np.zeros(len(self.bytes), bool)
         found[things] = True
@@ -54,13 +54,13 @@ class BlockValues:
         self.num_blocks, self.num_values = len(read), len(self.makers)
         self.num_readers = np.bincount(self.readers.owners, minlength=self.num_values)
 
-    def mask(self, members: Sequence[int]) -> Flags:
+    def mask(self, members: Sequence[int]) -> Mask:
         inside = np.zeros(self.num_blocks, bool)
         inside[members] = True
         return inside
 
-    def crossing(self, inside: Flags) -> tuple[Flags, Flags]:
+    def crossing(self, inside: Mask) -> tuple[Mask, Mask]:
         """Masks of the values that enter the blocks, and of those made in them and read elsewhere."""
-        count = np.bincount(self.read.of(inside), minlength=self.num_values)
+        count = np.bincount(self.read.select(inside), minlength=self.num_values)
         here = inside[self.makers]
         return (count > 0) & ~here, here & (count < self.num_readers)

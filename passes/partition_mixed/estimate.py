@@ -14,7 +14,7 @@ import numpy as np
 
 from ...graph.costs.stage_time import MessageTimes
 from ...ir.machine.hardware import Hardware
-from .block_sets import Indices
+from .block_sets import Integers
 from .graph import NANO, BlockGraph
 
 
@@ -41,7 +41,7 @@ class PipelineEstimate:
     """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise; an
     `asynchronous` pipeline spares the last one, and a device's time for one micro-batch counts.
 
-    Devices of stages are arrays [row, stage], as many rows take little longer than one."""
+    Devices of stages are arrays [row, stage]: a hundred rows take little longer than one row."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PipelineEstimate:
         self.passed = [times.T[:, :, None] * turns for times in (forward, load - forward)]  # [stage, device, turn]
         self.waits = [self._lags(rows) for rows in (self.pred, self.succ)]
 
-    def _join(self, graph: BlockGraph, home: Indices, count: int) -> None:
+    def _join(self, graph: BlockGraph, home: Integers, count: int) -> None:
         """Find what flows between the stages."""
         edges: dict[tuple[int, int], int] = {}
         back: dict[tuple[int, int], int] = {}
@@ -93,7 +93,7 @@ class PipelineEstimate:
         for (a, b), size in back.items():
             self.succ[a].append((b, size))
 
-    def _lags(self, rows: list[list[tuple[int, int]]]) -> list[list[tuple[int, Indices]]]:
+    def _lags(self, rows: list[list[tuple[int, int]]]) -> list[list[tuple[int, Integers]]]:
         """Per stage the stages that it waits for, with the nanoseconds of the message, [from device, to device]."""
         sizes = np.array([size for row in rows for _, size in row], np.int64)[:, None, None]
         lags = iter(self.latency_ns + (sizes * self.ns_per_byte).astype(np.int64))
@@ -103,21 +103,23 @@ class PipelineEstimate:
         """Nanoseconds of one step without the optimizer; for an asynchronous pipeline, of one micro-batch in it."""
         return int(self.steps_ns(np.array([device_of]))[0])
 
-    def steps_ns(self, rows: Indices) -> Indices:
+    def steps_ns(self, rows: Integers) -> Integers:
         """The same of each row of devices."""
         if self.asynchronous:
-            return self._periods_ns(rows).max(axis=1)
+            longest: Integers = self._periods_ns(rows).max(axis=1)
+            return longest
         count = rows.shape[1]
         free = np.zeros((len(rows), self.num_devices), np.int64)
-        done: dict[int, Indices] = {}
+        done: dict[int, Integers] = {}
         for s in range(count):
             done[s] = self.forward(s, rows, free, done)
-        after: dict[int, Indices] = {}
+        after: dict[int, Integers] = {}
         for s in reversed(range(count)):
             after[s] = self._run(s, rows, free, True, after)
-        return free.max(axis=1)
+        ends: Integers = free.max(axis=1)
+        return ends
 
-    def _periods_ns(self, rows: Indices) -> Indices:
+    def _periods_ns(self, rows: Integers) -> Integers:
         """Per device its computation, and by how much sending activations, and gradients, takes longer (eq. 1)."""
         every = np.arange(len(rows))
         loads, there, back = np.zeros((3, len(rows), self.num_devices), np.int64)
@@ -128,16 +130,17 @@ class PipelineEstimate:
                 for source, size in row:
                     took_ns = size * self.ns_per_byte[rows[:, source], rows[:, stage]]
                     sent[every, rows[:, source]] += took_ns.astype(np.int64)
-        return loads + np.maximum(0, there - loads) + np.maximum(0, back - loads)
+        periods: Integers = loads + np.maximum(0, there - loads) + np.maximum(0, back - loads)
+        return periods
 
-    def forward(self, stage: int, rows: Indices, free: Indices, done: Mapping[int, Indices]) -> Indices:
+    def forward(self, stage: int, rows: Integers, free: Integers, done: Mapping[int, Integers]) -> Integers:
         """Ends of a stage's forwards, after those of the stages `done`, [row, micro-batch]. Updates `free`, when each
         device is free."""
         return self._run(stage, rows, free, False, done)
 
     def _run(
-        self, stage: int, rows: Indices, free: Indices, backward: bool, done: Mapping[int, Indices]
-    ) -> Indices:
+        self, stage: int, rows: Integers, free: Integers, backward: bool, done: Mapping[int, Integers]
+    ) -> Integers:
         """Ends of all micro-batches of one stage, in order: micro-batch m ends at max(end of m - 1, what it waits for)
         + T, so less (m + 1) T it ends at the largest of the device's first free moment and of all waits up to m."""
         every, device = np.arange(len(rows)), rows[:, stage]
@@ -145,7 +148,7 @@ class PipelineEstimate:
         least = free[every, device][:, None]
         for source, lags in self.waits[backward][stage]:
             least = np.maximum(least, done[source] + lags[rows[:, source], device][:, None] - passed[:, :-1])
-        ends: Indices = np.maximum.accumulate(least, axis=1) + passed[:, 1:]
+        ends: Integers = np.maximum.accumulate(least, axis=1) + passed[:, 1:]
         free[every, device] = ends[:, -1]
         return ends
 

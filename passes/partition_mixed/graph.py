@@ -17,7 +17,7 @@ from ...graph.boundaries import narrow_nodes, value_bytes
 from ...graph.costs.stage_time import block_seconds
 from ...graph.opgraph import OpGraph, value_tensors
 from ...ir.machine.hardware import Hardware
-from .block_sets import BlockValues, Indices
+from .block_sets import BlockValues, Integers
 
 NANO = 1e9
 
@@ -54,7 +54,7 @@ class BlockGraph:
         return BlockValues((v.maker for v in self.values), (v.readers for v in self.values), self.read)
 
     @cached_property
-    def near(self) -> list[set[int]]:
+    def neighbours(self) -> list[set[int]]:
         """Per block those that it reads and those that read it."""
         return [a | b for a, b in zip(self.pred, self.succ)]
 
@@ -65,7 +65,7 @@ class BlockGraph:
         return [[scope[:n] if len(scope) >= n else None for scope in self.scopes] for n in depths]
 
     @cached_property
-    def times_ns(self) -> tuple[Indices, Indices]:
+    def times_ns(self) -> tuple[Integers, Integers]:
         """`forward_ns` and `load_ns`, [device, block]."""
         return np.array(self.forward_ns), np.array(self.load_ns)
 

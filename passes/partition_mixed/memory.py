@@ -21,7 +21,7 @@ import numpy as np
 from ...graph.costs.stage import Storages, storages
 from ...ir.program import aligned
 from ..draft import Draft
-from .block_sets import Flags, Holdings
+from .block_sets import Mask, Holdings
 from .graph import BlockGraph
 
 
@@ -155,12 +155,12 @@ class Footprints:
             inputs.update((k, (size, False)) for k, size in self.batch[i].items())
             if self.distance:
                 under_way.update((k, max(under_way.get(k, 0), self._num_under_way(k, i))) for k in self.batch[i])
-        parameters = self.lasting.mark(self.lasting.groups[0].of(inside))
+        parameters = self.lasting.mark(self.lasting.groups[0].select(inside))
         weight_bytes, state_bytes = self.lasting.bytes[parameters].sum(axis=0).tolist() if parameters.any() else (0, 0)
         return StageMemory(
             weight_bytes + self._waiting_bytes(own),
             state_bytes,
-            int(self.kept_bytes[inside].sum()) + self._between_bytes(inside, entering),
+            int(self.kept_bytes[inside].sum()) + self._passing_bytes(inside, entering),
             int(self.workspace_bytes[inside].max(initial=0)),
             inputs,
             frozenset(np.flatnonzero(leaving).tolist()),
@@ -168,11 +168,11 @@ class Footprints:
             under_way,
         )
 
-    def _between_bytes(self, inside: Flags, entering: Flags) -> int:
+    def _passing_bytes(self, inside: Mask, entering: Mask) -> int:
         """Bytes of values that these blocks save, but for those that enter, or that are in `kept`."""
         saved, own, values = self.storages.groups
-        found = self.storages.mark(saved.of(inside))
-        found[own.of(inside)] = found[values.of(entering)] = False
+        found = self.storages.mark(saved.select(inside))
+        found[own.select(inside)] = found[values.select(entering)] = False
         return int(self.storages.bytes[found].sum())
 
     def activation_bytes(self, stages: Sequence[StageMemory]) -> int:

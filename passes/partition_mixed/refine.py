@@ -39,7 +39,7 @@ class Refinement:
         for stage, own in enumerate(self.members):
             for block in own:
                 self.home[block] = stage
-        near = self.graph.near  # the blocks that may have a neighbour in another stage; all others stay
+        near = self.graph.neighbours  # the blocks that may have a neighbour in another stage; all others stay
         self.border = {i for i, home in enumerate(self.home) if any([self.home[j] != home for j in near[i]])}
         self.busy_ns = [0] * len(graph.load_ns)
         for block, stage in enumerate(self.home):
@@ -108,7 +108,7 @@ class Refinement:
     def _keeps_connection(self, stage: int, leaving: set[int]) -> bool:
         """Whether a stage, all of whose blocks are connected, is so without some: each part that it fell into would
         have a neighbour of what leaves."""
-        rest, near = self.members[stage] - leaving, self.graph.near
+        rest, near = self.members[stage] - leaving, self.graph.neighbours
         wanted = set().union(*[near[block] for block in leaving]) & rest
         waiting = deque([wanted.pop()] if wanted else [])
         found = set(waiting)
@@ -146,6 +146,6 @@ class Refinement:
         self.held.pop(stage, None)
         for block in unit:
             self.home[block] = stage
-            self.border |= self.graph.near[block]
+            self.border |= self.graph.neighbours[block]
             self.busy_ns[a] -= self.graph.load_ns[a][block]
             self.busy_ns[b] += self.graph.load_ns[b][block]
