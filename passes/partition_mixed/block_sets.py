@@ -16,8 +16,8 @@ Mask = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 
-class Items:
-    """Items of owners, such as the values that each block reads, as one array beside the owner of each."""
+class ItemRows:
+    """ItemRows of owners, such as the values that each block reads, as one array beside the owner of each."""
 
     def __init__(self, rows: Iterable[Iterable[int]]):
         found = [list(row) for row in rows]
@@ -31,12 +31,12 @@ class Items:
 
 class Holdings:
     """Things with sizes, or rows of sizes, that owners hold. `groups`: per owner the keys of its things; each group is
-    one `Items`."""
+    one `ItemRows`."""
 
     def __init__(self, sizes: Mapping[int, int | tuple[int, ...]], *groups: Sequence[Iterable[int]]):
         numbers = {key: number for number, key in enumerate(sizes)}
         self.bytes = np.array(list(sizes.values()), np.int64)
-        self.groups = [Items([numbers[key] for key in row] for row in rows) for rows in groups]
+        self.groups = [ItemRows([numbers[key] for key in row] for row in rows) for rows in groups]
 
     def mark(self, things: Integers) -> Mask:
         """A mask of these things."""
@@ -50,7 +50,7 @@ class BlockValues:
     each block."""
 
     def __init__(self, makers: Iterable[int], readers: Iterable[Sequence[int]], read: Sequence[Sequence[int]]):
-        self.makers, self.readers, self.read = np.array([*makers], np.int64), Items(readers), Items(read)
+        self.makers, self.readers, self.read = np.array([*makers], np.int64), ItemRows(readers), ItemRows(read)
         self.num_blocks, self.num_values = len(read), len(self.makers)
         self.num_readers = np.bincount(self.readers.owners, minlength=self.num_values)
 

@@ -21,7 +21,7 @@ import numpy as np
 from ...graph.costs.stage import Storages, storages
 from ...ir.program import aligned
 from ..draft import Draft
-from .block_sets import Mask, Holdings
+from .block_sets import Holdings, Mask
 from .graph import BlockGraph
 
 
