@@ -129,7 +129,7 @@ def _layers(draft: Draft) -> dict[str, _Layer]:
         layer = found.get(_place(node))
         if layer is not None:
             layer.parameters |= graph.node_parameters(node)
-            if node.op != "get_attr" and node.meta["alias_of"] is None:
+            if node.op not in ("get_attr", "output") and node.meta["alias_of"] is None:
                 layer.value_bytes += sum(tensor.nbytes for tensor in value_tensors(node.meta["val"]))
     for layer in found.values():
         layer.held_bytes = held_bytes(graph, {id(p): p for p in layer.parameters.values()}.values())
