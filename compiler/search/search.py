@@ -113,7 +113,6 @@ class Sweep(Attempts):
             self.first_that_fits(self.with_tiles(bases))
         if self.hardware.num_devices > 1:
             self.share_weights(next(base for base in bases if TILES not in base.graph_passes))
-        self.parts_beside_more_rows()
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
             self.share_sequences()
@@ -302,29 +301,13 @@ class Sweep(Attempts):
     def few_micro_batches(self) -> None:
         """Begin with the fewest micro-batches whose rows fit beside a part: in parts, a layer is many stages, each
         takes longer to fetch than to compute, and each further micro-batch adds a turn of every stage."""
-        if self.wishes.micro_batches is None and not self.wishes.fewest_first:
-            fewest, counts = self.fewest_beside_parts()
-            self.usual, self.last_resort = [fewest], [n for n in counts if n > fewest]
-
-    def parts_beside_more_rows(self) -> None:
-        """Where layers are large for a device and yet fit, beside few rows: try parts of them, beside more rows, with
-        the fewest micro-batches that fit."""
-        (split, must), before, base = self.parts, self.best, self.base
-        is_open = self.wishes.micro_batches is None and not self.wishes.fewest_first
-        if before is None or must or not is_open or all(before.candidate.find(type(p)) for p in split):
-            return
-        fewest, _ = self.fewest_beside_parts()
-        if fewest < before.count:
-            self.base = base.with_graph_passes(*base.graph_passes, *split)
-            self.look(fewest, scouts(self.compiler(fewest).lane(self.base), self.base))
-            self.base = base if self.best is before else self.base
-
-    def fewest_beside_parts(self) -> tuple[int, list[int]]:
-        """The fewest micro-batches whose rows fit beside a part of what is large for a device, and all numbers."""
         counts = sorted({*divisors(self.wishes.batch_size), *self.usual, *self.last_resort})
-        draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
-        able = (n for n in counts if all(p.has_room(draft, self.usual[0] / n) for p in self.parts[0]))
-        return next(able, counts[-1]), counts
+        if self.wishes.micro_batches is None and not self.wishes.fewest_first:
+            draft = Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)
+            split, _ = self.parts
+            able = (n for n in counts if all(p.has_room(draft, self.usual[0] / n) for p in split))
+            fewest = next(able, counts[-1])
+            self.usual, self.last_resort = [fewest], [n for n in counts if n > fewest]
 
     @cached_property
     def parts(self) -> tuple[list[GraphPass], bool]:
