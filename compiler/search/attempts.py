@@ -2,9 +2,9 @@
 
 A candidate is not compiled if its lower bound is no better than the best, or if it comes to the same programs as
 another. Candidates left when time is up, or nothing is left to gain, are listed as such; but each named strategy,
-partitioner and mapping is judged once, by its bound or by its simulation, within `OWED` more of the time. Time is
-counted by what was done (`passes/work_limit.py`), so that a search ends where it would end on a machine that does
-nothing else.
+partitioner and mapping is judged once, by its bound or by its simulation, within `OWED` more of the time, unless the
+search is shorter than usual. Time is counted by what was done (`passes/work_limit.py`), so that a search ends where it
+would end on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-ba
 SEARCH_S = 33.0  # of work
 TRACE_S = 3e-4  # of work, for a node of a graph of another number of micro-batches
 SAME = 1e-9  # the share by which the steps of equal plans may differ, by rounding
-PATIENCE, PATIENT = 12, 0.6  # plans in a row, and times the work until the last gain, that gain nothing: a search ends
+MOST_PLANS, MOST_WORK = 12, 0.6  # plans in a row without a gain, and times the work until the last one: the search ends
 GAIN = 0.002  # the share of a step that counts as a gain
 OWED = 1.0  # times the search's work, for what has not been judged when that is done
 NEAR = 0.01  # the share of a step that is not worth another candidate
@@ -114,21 +114,21 @@ class Attempts:
             self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     @property
-    def end(self) -> Skipped | None:
+    def reason_to_end(self) -> Skipped | None:
         """The reason to try nothing new, once something fits: time would be up before a candidate ends that takes as
         long as the longest so far, or nothing has gained for a while."""
         if self.best is None:
             return None
         if self.work.seconds + self.longest_s > self.until_s:
             return Skipped.OUT_OF_TIME
-        until_s = (1 + self.patience * PATIENT) * self.gained_s
-        goes_on = self.plans <= self.patience * PATIENCE or self.work.seconds <= until_s
+        until_s = (1 + self.patience * MOST_WORK) * self.gained_s
+        goes_on = self.plans <= self.patience * MOST_PLANS or self.work.seconds <= until_s
         return None if goes_on else Skipped.NO_GAIN
 
     @property
     def is_late(self) -> bool:
         """Whether time is up, or the search over."""
-        return self.work.seconds > self.until_s or self.end is not None
+        return self.work.seconds > self.until_s or self.reason_to_end is not None
 
     def is_owed(self, candidate: Candidate) -> bool:
         """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
@@ -196,8 +196,8 @@ class Attempts:
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.excess_bytes > 0 and not candidate.uses_ssd:
             return Trial(candidate, count, reason=self.too_large_without_ssds())
-        if self.end is not None and not self.is_owed(candidate):
-            return Trial(candidate, count, reason=self.end)
+        if self.reason_to_end is not None and not self.is_owed(candidate):
+            return Trial(candidate, count, reason=self.reason_to_end)
         enough = self.enough
         if enough is not None:
             return Trial(candidate, count, reason=enough)

@@ -102,8 +102,9 @@ class PlacedCandidate:
 
     @property
     def keys(self) -> list[tuple[str, tuple[str, tuple[Pass, ...]]]]:
-        """Equal for candidates that come to the same programs, each with the field of their trials that must be true
-        for that. Passes over the op graph may do nothing."""
+        """Keys that candidates with the same programs have in common. Beside each key is the field of a trial that must
+        be true, or else the key says nothing; empty for the first, which always counts. Passes over the op graph may
+        do nothing."""
         fields = [name for p in self.candidate.graph_passes for name in p.fields()]
         names = [name for name in fields if self.decisions.get(name)]
         shown = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices", "copies")}
@@ -255,7 +256,7 @@ class CandidateCompiler:
 
 
 def _plain_form(p: Pass) -> Pass | None:
-    """The pass to the same effect where devices hold all that lasts or is saved; None: nothing."""
+    """The plainest pass that does the same where devices hold all weights, states and saved tensors; None: no pass."""
     match p:
         case TakeTurns() | KeepStages() | InsertSsd():
             return None

@@ -104,8 +104,8 @@ def quick_strategies(base: Candidate, num_devices: int) -> list[Candidate]:
 
 
 def resident_stages(position: Position) -> Iterator[Candidate]:
-    """The fastest candidate with stages that stay on devices which cannot hold all of theirs; while that gains, also
-    with half the stages, which move less where several of today's fit beside those that stay."""
+    """The fastest candidate with stages that stay on devices which cannot hold all of their stages. While that gains,
+    the number of stages is halved."""
     for row in position.leaders[:1]:
         if row.swapped and row.candidate.fetches and not row.candidate.is_shared:
             yield row.candidate.with_tiering(resident=True, activations=True)
@@ -190,11 +190,11 @@ def layout_scouts(attempts: Attempts, row: LayoutEstimate, base: Candidate) -> I
     if best is not None and row.bound_s >= best.step_s:
         attempts.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
         return
-    end = attempts.end
+    reason = attempts.reason_to_end
     if best is not None and row.scout_s > attempts.until_s - attempts.work.seconds:
-        end = Skipped.OUT_OF_TIME
-    if end is not None:
-        attempts.trials.append(Trial(candidate, row.count, reason=end))
+        reason = Skipped.OUT_OF_TIME
+    if reason is not None:
+        attempts.trials.append(Trial(candidate, row.count, reason=reason))
         return
     lane = attempts.lane_of(candidate, row.count)
     if lane is None:

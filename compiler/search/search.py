@@ -146,8 +146,8 @@ class Sweep(Attempts):
             count = next((n for n in sorted({*self.usual, *self.last_resort}) if n % teams == 0), None)
             if count is None:
                 continue
-            if self.end is not None:
-                self.trials.append(Trial(base.on(mesh), count, reason=self.end))
+            if self.reason_to_end is not None:
+                self.trials.append(Trial(base.on(mesh), count, reason=self.reason_to_end))
                 continue
             lane = self.compiler(count).lane(base)
             experts = mesh.shards == 1 or not has_experts(lane.graph)  # parts of weights are not spread once more
@@ -160,8 +160,8 @@ class Sweep(Attempts):
                     tiled = found.with_graph_passes(*found.graph_passes, TILES).on(mesh)
                     candidates += [tiled] if tiled.is_shared else [tiled, tiled.leaving()]
                 for candidate in candidates:
-                    if self.end is not None:  # dividing a model's layers takes as long as a plan
-                        self.trials.append(Trial(candidate, count, reason=self.end))
+                    if self.reason_to_end is not None:  # dividing a model's layers takes as long as a plan
+                        self.trials.append(Trial(candidate, count, reason=self.reason_to_end))
                         continue
                     self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
 
@@ -259,8 +259,8 @@ class Sweep(Attempts):
         whole = _drop_divisions(base, width)
         split = SplitWidth(row.members) if width else SplitContext("rows", row.members)
         candidate = whole.with_graph_passes(*whole.graph_passes, split).on(row.mesh)
-        if self.end is not None:
-            self.trials.append(Trial(candidate, row.count, reason=self.end))
+        if self.reason_to_end is not None:
+            self.trials.append(Trial(candidate, row.count, reason=self.reason_to_end))
             return
         lane = self.lane_of(candidate, row.count)
         if lane is not None and lane.graph.divided:  # else members are replicas
@@ -319,9 +319,9 @@ class Sweep(Attempts):
 
     def scout(self) -> None:
         """Try scouts with the first number of micro-batches, and the best of them with every promising one; if nothing
-        fits, scouts with others until one does, unless DRAM is too small, which these need, too. Where experts
-        must be in parts, each of these alone has the size that suits a device, so that the fewest stages, which have
-        several of them, come last."""
+        fits, scouts with other numbers until one does, unless DRAM is too small, whatever the number. Where experts
+        must be in parts, each part alone has the size that suits a device, so that the fewest stages, which have
+        several parts, come last."""
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
             if self.best is not None:

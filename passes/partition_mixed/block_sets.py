@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 
 
 class ItemRows:
-    """ItemRows of owners, such as the values that each block reads, as one array beside the owner of each."""
+    """The items of several owners, such as the values that each block reads, as one array beside the owner of each."""
 
     def __init__(self, rows: Iterable[Iterable[int]]):
         found = [list(row) for row in rows]

@@ -69,7 +69,7 @@ from ...runtime.functions import among_zeros, chunked_cross_entropy, evaluation_
 from ..decisions import By, Decision, TokenSplit
 from ..draft import Draft
 from .graph_pass import GraphPass
-from .row_part_limits import refused_by_optimizer
+from .rows_in_parts import refused_by_optimizer
 
 HEADS = 1  # dimension of the operands of attention
 

@@ -26,17 +26,15 @@ from ...ir.units import format_bytes
 from ...runtime.experts.split_experts import join_part, part_offsets, part_rows
 from ..decisions import Decision
 from ..draft import Draft
-from .graph_pass import GraphPass
-from .row_part_limits import SHARE, device_room, refused_by_optimizer
+from .rows_in_parts import SHARE, RowBoundaries, RowsInParts, device_room, few, refused_by_optimizer
 
 BUFFERS = 2  # of a part in DRAM: one is read from SSD while another one is updated and written
 DRAM_SHARE = 0.25  # of DRAM that such buffers of all devices take at most
 OF_ROWS = 3  # what a part holds over its rows' values: gradients, copies in order, what waits to enter or to leave
-ExpertBoundaries = dict[str, list[int]]  # layer -> 0, the first expert of each further part, the number of experts
 
 
 @dataclass(frozen=True)
-class SplitExperts(GraphPass):
+class SplitExperts(RowsInParts):
     """`parts`: of each layer of experts, or automatic: layers that take more than half of a device, into parts that do
     not. Where weights and states fill all memory but SSDs, parts are so small, too, that those that all devices update
     at one time take a quarter of DRAM."""
@@ -44,29 +42,17 @@ class SplitExperts(GraphPass):
     name: ClassVar[str] = "split-experts"
     rank: ClassVar[int] = 12
     # layer -> 0, the first expert of each further part, the number of experts
-    decides: ClassVar[tuple[Decision, ...]] = (Decision("experts", dict[str, list[int]], {}),)
-    automatic: ClassVar[tuple[str, ...]] = ("parts",)
-    parts: int = 0
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("experts", RowBoundaries, {}),)
 
-    def divides(self, draft: Draft) -> bool:
-        return bool(self.look(draft)[0])
+    def lacks(self, draft: Draft) -> str:
+        return _divided_before(draft.graph) or (
+            "this model multiplies no groups of rows by experts' matrices; of transformers' implementations "
+            'grouped_mm does: model.set_experts_implementation("grouped_mm")'
+        )
 
-    def plan(self, draft: Draft) -> ExpertBoundaries:
-        """Raises `PassError` where `parts` is given and no layer can have this number."""
-        found, refused = self.look(draft)
-        if refused:
-            draft.notes[self.name] = "; ".join(refused)
-        if self.parts > 1 and not found:
-            none = _divided_before(draft.graph) or (
-                "this model multiplies no groups of rows by experts' matrices; of transformers' implementations "
-                'grouped_mm does: model.set_experts_implementation("grouped_mm")'
-            )
-            raise PassError(f"split-experts: {'; '.join(refused) or none}")
-        return found
-
-    def look(self, draft: Draft) -> tuple[ExpertBoundaries, list[str]]:
+    def look(self, draft: Draft) -> tuple[RowBoundaries, list[str]]:
         """The layers to split, and the reasons why other large layers cannot be split."""
-        found: ExpertBoundaries = {}
+        found: RowBoundaries = {}
         refused: dict[str, list[str]] = {}
         updated_bytes = self._updated_bytes(draft)
         for name, layer in draft.graph.once(find_expert_layers).items():
@@ -80,7 +66,7 @@ class SplitExperts(GraphPass):
                 refused.setdefault(refusal, []).append(name)
             elif count > 1:
                 found[name] = even_boundaries(layer.experts, min(count, layer.experts))
-        return found, [f"{_few(names)} whole: {refusal}" for refusal, names in refused.items()]
+        return found, [f"{few(names)} whole: {refusal}" for refusal, names in refused.items()]
 
     def _updated_bytes(self, draft: Draft) -> float:
         """The bytes that a part may have, with gradients and states, where these come from SSD: DRAM holds all that
@@ -106,7 +92,7 @@ class SplitExperts(GraphPass):
         most_bytes = max((layer.row_bytes for layer in layers), default=0)
         return OF_ROWS * times * most_bytes <= (1 - SHARE) * device_room(draft)
 
-    def rewrite(self, draft: Draft, decision: ExpertBoundaries) -> None:
+    def rewrite(self, draft: Draft, decision: RowBoundaries) -> None:
         if not decision:
             return
         layers = draft.graph.once(find_expert_layers)
@@ -117,7 +103,7 @@ class SplitExperts(GraphPass):
         split_layers(graph, [(layers[name], experts) for name, experts in decision.items()])
         draft.graph = copy_graph(graph)  # over what its nodes read now
         told = [f"the experts of {name} are {len(experts) - 1} parts" for name, experts in decision.items()]
-        draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
+        self.tell(draft, told)
 
 
 def _divided_before(graph: OpGraph) -> str:
@@ -126,10 +112,6 @@ def _divided_before(graph: OpGraph) -> str:
         return ""
     told, way = ("split-context", "set its option experts=false") if graph.apart else ("split-width", "put it after")
     return f"{told}, which comes before it, has divided experts among {graph.team} members; {way}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return f"{names[0]} stays" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more stay"
 
 
 def _num_parts(layer: ExpertLayer, room_bytes: int) -> int:

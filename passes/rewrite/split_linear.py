@@ -26,40 +26,25 @@ from ...ir.errors import PassError
 from ...ir.units import format_bytes
 from ..decisions import Decision
 from ..draft import Draft
-from .graph_pass import GraphPass
-from .row_part_limits import SHARE, device_room, refused_by_optimizer
-
-LinearBoundaries = dict[str, list[int]]  # weight -> 0, the first row of each further part, the number of rows
+from .rows_in_parts import SHARE, RowBoundaries, RowsInParts, device_room, few, refused_by_optimizer
 
 
 @dataclass(frozen=True)
-class SplitLinear(GraphPass):
+class SplitLinear(RowsInParts):
     """`parts`: of each weight, or automatic: where a layer takes more than half of a device, its largest weights, until
     neither the rest of the layer nor a part does."""
 
     name: ClassVar[str] = "split-linear"
     rank: ClassVar[int] = 13
     # weight of a linear layer -> 0, the first row of each further part, the number of rows
-    decides: ClassVar[tuple[Decision, ...]] = (Decision("linear", dict[str, list[int]], {}),)
-    automatic: ClassVar[tuple[str, ...]] = ("parts",)
-    parts: int = 0
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("linear", RowBoundaries, {}),)
 
-    def divides(self, draft: Draft) -> bool:
-        return bool(self.look(draft)[0])
+    def lacks(self, draft: Draft) -> str:
+        return _refusal_of_team(draft.graph) or "this model has no linear layers"
 
-    def plan(self, draft: Draft) -> LinearBoundaries:
-        """Raises `PassError` where `parts` is given and no weight can have this number."""
-        found, refused = self.look(draft)
-        if refused:
-            draft.notes[self.name] = "; ".join(refused)
-        if self.parts > 1 and not found:
-            none = _refusal_of_team(draft.graph) or "this model has no linear layers"
-            raise PassError(f"split-linear: {'; '.join(refused) or none}")
-        return found
-
-    def look(self, draft: Draft) -> tuple[LinearBoundaries, list[str]]:
+    def look(self, draft: Draft) -> tuple[RowBoundaries, list[str]]:
         """The weights to split, and the reasons why others cannot be split."""
-        found: LinearBoundaries = {}
+        found: RowBoundaries = {}
         refused: dict[str, list[str]] = defaultdict(list)
         if _refusal_of_team(draft.graph):
             return {}, []
@@ -75,7 +60,7 @@ class SplitLinear(GraphPass):
                     refused[refusal].append(name)
             counts = dict.fromkeys(able, self.parts) if self.parts else _counts(draft, layer, able)
             found |= {name: even_boundaries(able[name].rows, count) for name, count in counts.items() if count > 1}
-        return found, [f"{_few(names)} whole: {refusal}" for refusal, names in refused.items()]
+        return found, [f"{few(names)} whole: {refusal}" for refusal, names in refused.items()]
 
     def must_divide(self, draft: Draft) -> bool:
         """Whether some layer of which weights can be split is too large for every device while it is whole."""
@@ -89,7 +74,7 @@ class SplitLinear(GraphPass):
         most_bytes = max((layer.value_bytes for layer in _layers(draft).values()), default=0)
         return times * most_bytes <= (1 - SHARE) * device_room(draft)
 
-    def rewrite(self, draft: Draft, decision: LinearBoundaries) -> None:
+    def rewrite(self, draft: Draft, decision: RowBoundaries) -> None:
         if not decision:
             return
         weights = draft.graph.once(find_linear_weights)
@@ -103,8 +88,8 @@ class SplitLinear(GraphPass):
         by_count: dict[int, list[str]] = defaultdict(list)
         for name, rows in decision.items():
             by_count[len(rows) - 1].append(name)
-        told = [f"{_few(names, 'is', 'are')} in {count} parts" for count, names in sorted(by_count.items())]
-        draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
+        told = [f"{few(names, 'is', 'are')} in {count} parts" for count, names in sorted(by_count.items())]
+        self.tell(draft, told)
 
 
 @dataclass
@@ -172,10 +157,6 @@ def _refusal_of_team(graph: OpGraph) -> str:
         f"the work inside layers is divided among {graph.team} members already; put split-linear before split-context, "
         "or leave it out where split-width divides the layers"
     )
-
-
-def _few(names: Sequence[str], one: str = "stays", several: str = "stay") -> str:
-    return f"{names[0]} {one}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more {several}"
 
 
 def _check(draft: Draft, weights: Mapping[str, LinearWeight], name: str, rows: Sequence[int]) -> None:

@@ -21,39 +21,24 @@ from ...ir.errors import PassError
 from ...ir.units import format_bytes
 from ..decisions import Decision
 from ..draft import Draft
-from .graph_pass import GraphPass
-from .row_part_limits import COPIES, SHARE, device_room, refused_by_optimizer
-
-Boundaries = dict[str, list[int]]  # table -> 0, the first row of each further part, the number of rows
+from .rows_in_parts import COPIES, SHARE, RowBoundaries, RowsInParts, device_room, refused_by_optimizer
 
 
 @dataclass(frozen=True)
-class SplitVocabulary(GraphPass):
+class SplitVocabulary(RowsInParts):
     """`parts`: of each table, or automatic: tables that take more than half of a device, into parts that do not."""
 
     name: ClassVar[str] = "split-vocabulary"
     rank: ClassVar[int] = 11
     # split table -> 0, the first row of each further part, the number of rows
-    decides: ClassVar[tuple[Decision, ...]] = (Decision("vocabulary", dict[str, list[int]], {}),)
-    automatic: ClassVar[tuple[str, ...]] = ("parts",)
-    parts: int = 0
+    decides: ClassVar[tuple[Decision, ...]] = (Decision("vocabulary", RowBoundaries, {}),)
 
-    def divides(self, draft: Draft) -> bool:
-        return bool(self.look(draft)[0])
+    def lacks(self, draft: Draft) -> str:
+        return _refusal_of_team(draft.graph) or "this model looks no table up"
 
-    def plan(self, draft: Draft) -> Boundaries:
-        """Raises `PassError` where `parts` is given and no table can have this number."""
-        found, refused = self.look(draft)
-        if refused:
-            draft.notes[self.name] = "; ".join(refused)
-        if self.parts > 1 and not found:
-            none = _refusal_of_team(draft.graph) or "this model looks no table up"
-            raise PassError(f"split-vocabulary: {'; '.join(refused) or none}")
-        return found
-
-    def look(self, draft: Draft) -> tuple[Boundaries, list[str]]:
+    def look(self, draft: Draft) -> tuple[RowBoundaries, list[str]]:
         """The tables to split, and the reasons why other large tables cannot be split."""
-        found: Boundaries = {}
+        found: RowBoundaries = {}
         refused = []
         for table in draft.graph.once(find_tables).values():
             count = self.parts or num_parts(draft.graph, table, device_room(draft))
@@ -64,7 +49,7 @@ class SplitVocabulary(GraphPass):
                 found[table.name] = even_boundaries(table.rows, count)
         return found, refused
 
-    def rewrite(self, draft: Draft, decision: Boundaries) -> None:
+    def rewrite(self, draft: Draft, decision: RowBoundaries) -> None:
         if not decision:
             return
         tables = draft.graph.once(find_tables)
@@ -82,7 +67,7 @@ class SplitVocabulary(GraphPass):
         lost -= set(draft.graph.outputs)
         told = [f"{name} is {len(rows) - 1} parts" for name, rows in decision.items()]
         told += [f"evaluation gives no {', '.join(sorted(lost))}, which would exist whole"] if lost else []
-        draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
+        self.tell(draft, told)
 
 
 def num_parts(graph: OpGraph, table: TokenTable, room_bytes: int) -> int:

@@ -42,7 +42,7 @@ from ...ir.program import RowPart
 from ..decisions import Decision, Width
 from ..draft import Draft
 from .graph_pass import GraphPass
-from .row_part_limits import device_room, refused_by_optimizer
+from .rows_in_parts import device_room, refused_by_optimizer
 
 PartOfModel = WidthRegion | ExpertLayer | TokenTable
 ROWS = 0  # the dimension along which the rows of all members are put together

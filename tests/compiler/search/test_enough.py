@@ -64,12 +64,12 @@ def test_none_is_begun_that_would_end_late() -> None:
 def test_plans_that_gain_nothing_end_a_search_unless_it_was_to_be_long() -> None:
     tried = attempts.Attempts.__new__(attempts.Attempts)
     tried.until_s, tried.longest_s, tried.best = 1000.0, 0.0, object()  # type: ignore[assignment]
-    tried.plans, tried.gained_s, tried.patience, tried.work = attempts.PATIENCE + 1, 5.0, 1.0, WorkDone(8.1)
-    assert tried.end is Skipped.NO_GAIN
+    tried.plans, tried.gained_s, tried.patience, tried.work = attempts.MOST_PLANS + 1, 5.0, 1.0, WorkDone(8.1)
+    assert tried.reason_to_end is Skipped.NO_GAIN
     tried.work = WorkDone(7.9)  # not much longer than the last gain took
-    assert tried.end is None
+    assert tried.reason_to_end is None
     tried.work, tried.patience = WorkDone(100.0), 10.0
-    assert tried.end is None
+    assert tried.reason_to_end is None
 
 
 @pytest.mark.slow
