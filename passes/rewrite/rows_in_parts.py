@@ -1,4 +1,4 @@
-"""Passes that make parts of a parameter's rows: their base, the room that parts must fit into, and what refuses parts.
+"""Passes that make parts of a parameter's rows: their base, the room of a part, and optimizers that take no parts.
 
 Each part is a parameter and a block of its own, so that a partitioner may put parts into several stages.
 """
