@@ -165,13 +165,13 @@ class JobOptions:
     def _compile(self, dump: Callable[[str, Draft], None] | None, hardware: Hardware) -> Job:
         named = self.named_model()
         weights = named.directory if named.has_weights else None
-        model = share((JobOptions, self.model, self.adapter, self.base), named.on_meta)
+        model = share((JobOptions, self.model, self.adapter, self.base), named.describe)
         job = self.compile_model(model, hardware, named.batch_spec(self.batch, self.sequence), weights)
         if dump is None:
             return job
         chosen = dataclasses.replace(self, strategy="auto", micro_batches=None)
         example = named.batch_spec(self.batch, self.sequence)
-        return chosen.compile_model(named.on_meta(), hardware, example, weights, plan=job.plan, dump=dump)
+        return chosen.compile_model(named.describe(), hardware, example, weights, plan=job.plan, dump=dump)
 
     def compile_model(
         self, model: Any, hardware: Hardware, example_inputs: Any, weights: Path | None = None, **more: Any

@@ -1,6 +1,6 @@
 """Adapters by text for the command line: "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora".
 
-PEFT puts them on. It is an optional dependency: a plan of LoRA's plain factors is made without it (`plan_on`).
+PEFT puts them on. It is an optional dependency: a plan of LoRA's plain factors is made without it (`describe_on`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import difflib
 import importlib
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...runtime.quantised.layers import QuantisedLinear
 from ...runtime.quantised.libraries import is_installed
-from .lora import CLASSIFIERS, TARGETS, with_lora
+from .lora import CLASSIFIERS, TARGETS, unlike_layer, with_lora
 
 ALL_LINEAR = "all-linear"
 FORM = "lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"
@@ -74,19 +74,28 @@ class LoraChoice:
             made: nn.Module = library.get_peft_model(model, config)
         return made
 
-    def plan_on(self, model: nn.Module, head: str) -> nn.Module:
-        """As `put_on` for a model on meta, of which a plan is made: PEFT and the library of a quantised base need not
-        be installed. Raises `PlanError` where they must be, as DoRA has more than two factors."""
-        is_described = any(isinstance(module, QuantisedLinear) for module in model.modules())
-        if is_installed("peft") and not is_described:
-            return self.put_on(model, head)
-        if self.dora:
-            raise PlanError(
-                f"--adapter with dora: {'bitsandbytes' if is_described else 'peft'} is not installed, without which "
-                "plain LoRA alone is planned: pip install 'penstock[adapters,bitsandbytes]', or leave dora out"
-            )
+    def describe_on(self, model: nn.Module, head: str) -> nn.Module:
+        """As `put_on` for a model on meta, of which a plan is made, without PEFT: for plain factors alone."""
         with torch.device("meta"):
             return with_lora(model, self._target_names(model), head, self.r, self._scaling)
+
+    def needs_libraries(self, model: nn.Module, head: str, libraries: Sequence[str]) -> bool:
+        """Whether a plan needs these libraries: DoRA has more than two factors, and PEFT has adapters of its own for
+        layers that are not linear. Raises `PlanError` where one of them is not installed then."""
+        unlike = unlike_layer(model, self._target_names(model), head)
+        missing = next((name for name in libraries if not is_installed(name)), None) if self.dora or unlike else None
+        if missing is not None and self.dora:
+            raise PlanError(
+                f"--adapter with dora: {missing} is not installed, without which plain LoRA alone is planned: pip "
+                "install 'penstock[adapters,bitsandbytes]', or leave dora out"
+            )
+        if missing is not None:
+            raise PlanError(
+                f"--adapter: {unlike}, and {missing}, without which only adapters of linear layers are planned, is not "
+                "installed: pip install 'penstock[adapters,bitsandbytes]', or name linear layers beside it, such as "
+                "targets=q_proj+v_proj"
+            )
+        return self.dora or bool(unlike)
 
     @property
     def _alpha(self) -> float:

@@ -1,7 +1,7 @@
 """Frozen bases by name for the command line: the form of the weights under an adapter in storage and on the way.
 
-transformers puts bitsandbytes' layers in. Where that optional dependency is missing, planning has layers of the same
-bytes in their place; `load`, which makes values, needs it.
+transformers puts bitsandbytes' layers in. Planning has layers of the same bytes in their place, and does without that
+optional dependency; `load`, which makes values, needs it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import nn
 
 from ...ir.errors import PlanError
 from ...runtime.quantised.layers import Linear4bitBytes, Linear8bitBytes, QuantisedLinear
-from ...runtime.quantised.libraries import bitsandbytes, is_installed
+from ...runtime.quantised.libraries import bitsandbytes
 
-BASES = ("bf16", "int8", "nf4")
+QUANTISED = ("int8", "nf4")
+BASES = ("bf16", *QUANTISED)
 _NF4 = {"quant_type": "nf4", "blocksize": 64, "compress_statistics": True, "quant_state": None}
 PRECISION = "bf16-true"  # in which everything around the base computes
 
@@ -51,23 +52,22 @@ def quantisation(base: str) -> Any:
 
 def on_base(model: nn.Module, base: str) -> nn.Module:
     """A model on meta with the linear layers of its body quantised; its head stays as it is."""
-    if base == "bf16":
+    if base not in QUANTISED:
         return model
-    anyhow: Any = model
-    heads = [name for name, _ in model.named_children() if name != anyhow.base_model_prefix]
-    if not is_installed("bitsandbytes"):
-        return _with_bytes_of(model, base, heads)
     how = quantisation(base)
     from transformers.integrations import replace_with_bnb_linear
 
-    made: Any = replace_with_bnb_linear(model, heads, how, pre_quantized=False)
+    made: Any = replace_with_bnb_linear(model, _heads(model), how, pre_quantized=False)
     setattr(made, "is_loaded_in_8bit" if base == "int8" else "is_loaded_in_4bit", True)  # as from_pretrained does
     found: nn.Module = made
     return found
 
 
-def _with_bytes_of(model: nn.Module, base: str, heads: list[str]) -> nn.Module:
+def describe_base(model: nn.Module, base: str) -> nn.Module:
     """The model with the bytes of a base in place of its linear layers, as `on_base` and `with_bytes` leave it."""
+    if base not in QUANTISED:
+        return model
+    heads = _heads(model)
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -75,6 +75,10 @@ def _with_bytes_of(model: nn.Module, base: str, heads: list[str]) -> nn.Module:
         if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(path, heads):
             model.set_submodule(path, _bytes_of(module.requires_grad_(False), base))
     return model
+
+
+def _heads(model: Any) -> list[str]:
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
 
 
 def _bytes_of(layer: Any, base: str) -> QuantisedLinear:

@@ -1,6 +1,7 @@
 """The layers of LoRA as PEFT would put them on a model on meta: the same names, parameters and calls.
 
-A plan needs no more of them, so PEFT need not be installed for one. A test holds these layers to PEFT's own.
+A plan needs no more of them, so PEFT is neither needed nor imported for one, which takes seconds. A test holds these
+layers to PEFT's own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import PlanError
 from ...runtime.quantised.layers import Linear4bitBytes, QuantisedLinear
 
 CLASSIFIERS = {"classification": ("classifier", "score"), "image-classification": ("classifier",)}  # trained as a copy
@@ -98,8 +98,7 @@ class TrainedCopy(nn.Module):
 
 def with_lora(model: Any, targets: Collection[str], head: str, r: int, scaling: float) -> LoraModel:
     """The model with adapters around the layers whose names end in `targets`, all linear ones but the head where these
-    are empty, and trained copies of a classifier. Raises `PlanError` for layers that take more than two plain factors.
-    """
+    are empty, and trained copies of a classifier. `unlike_layer` must have found none."""
     saved = CLASSIFIERS.get(head, ())
     output = model.get_output_embeddings()
     model.requires_grad_(False)
@@ -108,18 +107,29 @@ def with_lora(model: Any, targets: Collection[str], head: str, r: int, scaling: 
             model.set_submodule(path, TrainedCopy(module))
         if set(path.split(".")) & set(saved):
             continue
-        is_linear = isinstance(module, (nn.Linear, QuantisedLinear)) or _is_conv1d(module)
-        has_name = any(f".{path}".endswith(f".{name}") for name in targets)
-        has_experts = any(p.dim() == 3 for name, p in module.named_parameters(recurse=False) if name == "gate_up_proj")
-        if (has_experts and (not targets or _OF_EXPERTS & {*targets})) or (has_name and not is_linear):
-            raise PlanError(
-                f"--adapter: {path} is a {type(module).__name__}, and peft, which puts other adapters on it than on "
-                "linear layers, is not installed: pip install 'penstock[adapters]', or name linear layers beside it, "
-                "such as targets=q_proj+v_proj"
-            )
-        if is_linear and module is not output if not targets else has_name:
+        if _is_linear(module) and module is not output if not targets else _has_name(path, targets):
             model.set_submodule(path, LoraLinear(module, r, scaling))
     return LoraModel(model)
+
+
+def unlike_layer(model: nn.Module, targets: Collection[str], head: str) -> str:
+    """The first layer of the targets that takes other adapters than two plain factors, and its class; "" for none."""
+    saved = {*CLASSIFIERS.get(head, ())}
+    for path, module in list(model.named_modules())[1:]:
+        has_experts = any(p.dim() == 3 for name, p in module.named_parameters(recurse=False) if name == "gate_up_proj")
+        is_chosen = has_experts and (not targets or _OF_EXPERTS & {*targets})
+        is_other = _has_name(path, targets) and not _is_linear(module)
+        if (is_chosen or is_other) and not saved & {*path.split(".")}:
+            return f"{path} is a {type(module).__name__}"
+    return ""
+
+
+def _has_name(path: str, names: Collection[str]) -> bool:
+    return any(f".{path}".endswith(f".{name}") for name in names)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, QuantisedLinear)) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

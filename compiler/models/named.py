@@ -21,7 +21,7 @@ from torch import nn
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from .adapters import LoraChoice, peft
-from .bases import on_base, quantisation, require_base
+from .bases import QUANTISED, describe_base, on_base, quantisation, require_base
 from .from_python import is_python, python_maker
 from .table import alias_of, known_models
 
@@ -55,8 +55,28 @@ class NamedModel:
         """The model without a single weight, in training mode."""
         with torch.device("meta"):
             model = self._from_config()
-            model = on_base(model, self.base) if self.base else model
-        return model if self.adapter is None else self.adapter.plan_on(model, self.head).train()
+            return model if self.adapter is None else self._adapt(model, self.adapter)
+
+    def describe(self) -> nn.Module:
+        """As `on_meta`, for a plan that nothing runs: PEFT and the library of a quantised base, which take seconds to
+        import, are needed only for more than plain factors beside linear layers."""
+        libraries = ["peft", *(["bitsandbytes"] if self.base in QUANTISED else [])]
+        with torch.device("meta"):
+            model = self._from_config()
+            if self.adapter is None:
+                return model
+            if self.make is not None or self.adapter.needs_libraries(model, self.head, libraries):
+                return self._adapt(model, self.adapter)
+            return self.adapter.describe_on(describe_base(model, self.base), self.head).train()
+
+    def _adapt(self, model: nn.Module, adapter: LoraChoice) -> nn.Module:
+        """A model on meta with the base and the adapters of the libraries."""
+        if adapter.dora and self.base in QUANTISED:
+            raise PlanError(
+                f"--adapter with dora on --base {self.base}: DoRA begins from the norms of weights, and here are none "
+                "that were quantised; plan it on --base bf16, or leave dora out"
+            )
+        return adapter.put_on(on_base(model, self.base), self.head).train()
 
     def require_libraries(self) -> None:
         """Raise `PlanError` where PEFT or the library of the base, without which nothing runs, is not installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 import penstock
 from penstock.cli.task import compile_task
 from penstock.compiler.models.lora import TARGETS
-from penstock.compiler.models.named import find_model
+from penstock.compiler.models.named import NamedModel, find_model
 from penstock.errors import PlanError
 from penstock.ir.program.text import print_program
 from penstock.runtime.quantised.model import with_bytes
@@ -59,7 +60,7 @@ def test_parameters_are_those_of_the_libraries(hide: Hide, name: str, options: d
     pytest.importorskip("bitsandbytes")
     expected = params(find_model(name, **options).on_meta())
     hide("peft", "bitsandbytes")
-    found = params(find_model(name, **options).on_meta())
+    found = params(find_model(name, **options).describe())
     assert found == expected and list(found) == list(expected)
     assert any(trained for _, _, trained, _ in found.values())
 
@@ -75,16 +76,16 @@ def test_parameters_are_those_of_the_libraries(hide: Hide, name: str, options: d
 def test_plans_are_those_with_the_libraries(hide: Hide, name: str, precision: str, options: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes")
 
-    def plan() -> penstock.Job:
+    def plan(make: Callable[[NamedModel], nn.Module]) -> penstock.Job:
         named = find_model(name, **options)
         return penstock.compile(
-            named.on_meta(), "rtx4090x1", example_inputs=named.batch_spec(4, 16), precision=precision,
+            make(named), "rtx4090x1", example_inputs=named.batch_spec(4, 16), precision=precision,
             micro_batches=1, strategy="mobius",
         )  # fmt: skip
 
-    expected = plan()
+    expected = plan(NamedModel.on_meta)
     hide("peft", "bitsandbytes")
-    found = plan()
+    found = plan(NamedModel.describe)
     assert found.plan == expected.plan
     texts = [[print_program(program) for program in job.programs] for job in (found, expected)]
     assert texts[0] == texts[1]
@@ -95,9 +96,28 @@ def test_either_library_may_be_missing(hide: Hide) -> None:
     expected = params(find_model(LLAMA, adapter="lora", base="nf4").on_meta())
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "bitsandbytes", None)
-        assert params(find_model(LLAMA, adapter="lora", base="nf4").on_meta()) == expected
+        assert params(find_model(LLAMA, adapter="lora", base="nf4").describe()) == expected
     hide("peft")
-    assert params(find_model(LLAMA, adapter="lora", base="nf4").on_meta()) == expected
+    assert params(find_model(LLAMA, adapter="lora", base="nf4").describe()) == expected
+
+
+def test_a_plan_of_plain_factors_imports_neither_library() -> None:
+    code = (
+        "import sys; from penstock.cli.options import JobOptions; "
+        f"JobOptions(model={LLAMA!r}, hardware=['rtx4090x1'], batch=2, sequence=16, adapter='lora', base='nf4', "
+        "strategy='mobius').compile(); print(sorted({'peft', 'bitsandbytes'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_more_than_plain_factors_are_planned_with_the_libraries() -> None:
+    pytest.importorskip("bitsandbytes")
+    for name, adapter, base in ((LLAMA, "lora:r=2,dora", "bf16"), (EXPERTS, "lora:targets=all-linear", "nf4")):
+        named = find_model(name, adapter=adapter, base=base)
+        assert params(named.describe()) == params(named.on_meta())
+    for base in ("int8", "nf4"):
+        with pytest.raises(PlanError, match=f"dora on --base {base}: .*plan it on --base bf16, or leave dora out"):
+            find_model(LLAMA, adapter="lora:dora", base=base).describe()
 
 
 def test_layers_with_adapters_are_those_that_peft_chooses() -> None:
@@ -117,8 +137,8 @@ def test_layers_with_adapters_are_those_that_peft_chooses() -> None:
 def test_what_takes_more_than_two_factors_names_peft(hide: Hide, name: str, adapter: str, message: str) -> None:
     hide("peft")
     with pytest.raises(PlanError, match=message):
-        find_model(name, adapter=adapter).on_meta()
-    find_model(name, adapter="lora:targets=q_proj+v_proj").on_meta()  # the way out
+        find_model(name, adapter=adapter).describe()
+    find_model(name, adapter="lora:targets=q_proj+v_proj").describe()  # the way out
 
 
 def test_a_run_names_the_library_that_it_lacks(hide: Hide) -> None:
@@ -140,7 +160,7 @@ def test_described_layers_compute_what_peft_computes(hide: Hide) -> None:
     named = find_model(LLAMA, adapter="lora:r=4,targets=all-linear")
     theirs = named.load().requires_grad_(True)
     hide("peft")
-    own = named.on_meta().to_empty(device="cpu").requires_grad_(True)
+    own = named.describe().to_empty(device="cpu").requires_grad_(True)
     own.load_state_dict({name: torch.randn_like(value) / 8 for name, value in theirs.state_dict().items()})
     theirs.load_state_dict(own.state_dict())
     for name, buffer in theirs.named_buffers():
