@@ -29,7 +29,7 @@ class RowsInParts(GraphPass):
     parts: int = 0
 
     def look(self, draft: Draft) -> tuple[RowBoundaries, list[str]]:
-        """What to split, and the reasons why other rows cannot be split."""
+        """The rows to split, and the reasons why others cannot be split."""
         raise NotImplementedError
 
     def lacks(self, draft: Draft) -> str:
