@@ -129,13 +129,18 @@ def flops_of(rows: Iterable[Product] | Iterable[AttentionCall]) -> float:
 
 def merge_mixes(mixes: Iterable[CallMix]) -> CallMix:
     """All calls of several computations, equal ones in one row."""
-    times = Counter(mixes)  # few distinct ones among many, as equal blocks share theirs
+    return _merge_times(tuple(Counter(mixes).items()))  # few distinct ones among many, as equal blocks share theirs
+
+
+@lru_cache(maxsize=1 << 12)
+def _merge_times(times: tuple[tuple[CallMix, int], ...]) -> CallMix:
+    """All calls of computations that are each made a number of times."""
     return CallMix(
-        merge_rows((row, n) for mix, n in times.items() for row in mix.products),
-        merge_rows((row, n) for mix, n in times.items() for row in mix.attention),
-        merge_rows((row, n) for mix, n in times.items() for row in mix.pointwise),
-        sum(n * mix.other_flops for mix, n in times.items()),
-        sum(n * mix.traffic_bytes for mix, n in times.items()),
+        merge_rows((row, n) for mix, n in times for row in mix.products),
+        merge_rows((row, n) for mix, n in times for row in mix.attention),
+        merge_rows((row, n) for mix, n in times for row in mix.pointwise),
+        sum(n * mix.other_flops for mix, n in times),
+        sum(n * mix.traffic_bytes for mix, n in times),
     )
 
 
