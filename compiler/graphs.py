@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,14 @@ from .stale import hide_marks
 _REFUSALS = (OtherTrace, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
+@dataclass
+class Tape:
+    """The tape of a model's first trace. `at_inputs`: the graph of inputs with other rows; None where there is none."""
+
+    is_begun: bool = False
+    at_inputs: Callable[[Any], OpGraph] | None = None
+
+
 class Graphs:
     """Called with a number of micro-batches, it returns the op graph of one of them, and remembers it.
 
@@ -35,25 +44,27 @@ class Graphs:
     cannot be followed, is traced for each number.
     """
 
-    def __init__(self, request: Request, accumulate: int | None = None):
+    def __init__(self, request: Request, accumulate: int | None = None, tape: Tape | None = None):
         self.request, self.accumulate = request, accumulate
         self.sizes: Sizes | None = None  # None: the most of each
         self._facts = MEAN_OVER_ROWS
         self._has_learned = False
         self._known: dict[int, OpGraph] = {}
-        self._has_tape = False
-        self._from_tape: Callable[[Any], OpGraph] | None = None  # of the first trace; None where it has no tape
+        self._tape = tape or Tape()
 
     @staticmethod
     def find(request: Request, accumulate: int | None) -> Graphs:
-        """The graphs of a request; those of an earlier one with the same model and batch where plans share them.
+        """The graphs of a request. Where plans share them, those of an earlier one with the same model and batch, or
+        from its trace where the batch has other rows.
         `accumulate`: the micro-batches of a mini-batch with an update of its own; None: all of them have one update."""
+        if request.loss_fn is not None or request.loss_weight is not None:
+            return Graphs(request, accumulate)
         batch, is_open = request.batch, request.count is None
-        flags, leaves = tuple(batch.shape.flags.items()), tuple(batch.shape.leaves.items())
-        types = request.types, request.gradient_dtype, request.boundary_dtype, request.device_kind
-        key = (Graphs, id(request.model), leaves, flags, batch.documents, repr(batch.sizes), types, is_open, accumulate)
-        ours = request.loss_fn is None and request.loss_weight is None
-        return share(key, lambda: Graphs(request, accumulate)) if ours else Graphs(request, accumulate)
+        rows = tuple((name, shape[1:], dtype) for name, (shape, dtype) in batch.shape.leaves.items())
+        model = id(request.model), tuple(batch.shape.flags.items()), request.types, request.device_kind
+        more = request.gradient_dtype, request.boundary_dtype, is_open, accumulate
+        key = (Graphs, model, tuple(batch.shape.leaves.items()), batch.documents, repr(batch.sizes), more)
+        return share(key, lambda: Graphs(request, accumulate, share((Tape, model, rows, batch.documents), Tape)))
 
     def __call__(self, count: int) -> OpGraph:
         if count not in self._known:
@@ -112,7 +123,8 @@ class Graphs:
         """The graph as the model makes it, by the way that the request allows."""
         if self.request.batch.sizes is not None:
             return self._graph_of_sizes(count)
-        if self.request.count is None and self.request.batch.shape.size > 1:
+        is_open = self.request.count is None or self._tape.at_inputs is not None
+        if is_open and self.request.batch.shape.size > 1:
             return self._graph_of_rows(count)
         return self._trace(count)
 
@@ -125,18 +137,19 @@ class Graphs:
 
     def _graph_of_rows(self, count: int) -> OpGraph:
         """The graph from the tape of the first trace, which this makes if there is none."""
-        if not self._has_tape:
-            self._has_tape = True
+        tape = self._tape
+        if not tape.is_begun:
+            tape.is_begun = True
             try:
                 graph = self._trace(count, any_rows=True)
             except CaptureError:  # of the model itself, or of what is followed: a trace alone tells
                 return self._trace(count)
-            self._from_tape, graph.at_inputs = graph.at_inputs, None
+            tape.at_inputs, graph.at_inputs = graph.at_inputs, None
             return graph
-        if self._from_tape is None:
+        if tape.at_inputs is None:
             return self._trace(count)
         try:
-            return self._from_tape(micro_batch_spec(self.request.batch.inputs, count))
+            return tape.at_inputs(micro_batch_spec(self.request.batch.inputs, count))
         except _REFUSALS:
             return self._trace(count)
 
