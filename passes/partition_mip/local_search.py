@@ -10,7 +10,8 @@ random moves (`random_moves`), also such that cost a little, less and less of it
 search climbs by all moves: a cut one block to either side, a block handed on over several stages, a block more in each
 stage of a round and one less in each of another round, a stage cut in two, two stages joined. Half of the time goes to
 first turns, of the best starts. The next turn of the others is for the number of stages that may become the fastest:
-its best partition, less what turns as late as its next one have saved so far.
+its best partition, less what turns as late as its next one have saved so far. Chains of equal blocks on equal devices,
+whose best partitions are near a start, end after a few turns that save nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .least_times import LeastTimes, bytes_of_rows
 from .problem import MipProblem
 from .random_moves import RandomMoves
 from .recurrence import contended_s, num_fetched
-from .starts import Cuts, like, starts, two_sizes
+from .starts import Cuts, is_chain, like, starts, two_sizes
 
 Objective = Callable[[MipProblem, Sequence[int]], float]
 STEPS = (50, 120, 200, 300, 400)  # of the chains of the first turn of a number of stages, the second, and on
@@ -42,6 +43,7 @@ SAVED_BEFORE = 2  # if this number of turns had done so before
 HOPE = 1.0  # times as much is hoped for
 HOPELESS = 5e-4  # a share of a step not worth a turn
 MOST_TURNS = 12  # for one number of stages
+IDLE_TURNS = 4  # in a row that save nothing: then a chain of equal blocks on equal devices is not searched further
 SEEDS, NEAR_BEST = 9, 1.1  # starts of the first turn: the most, and how much slower than the best of them at most
 LIKE = 2  # the best other numbers of stages that a turn imitates
 JUDGED = 4  # the most ends of chains that are evaluated
@@ -128,10 +130,12 @@ class Search:
                 self.begin(count)
             if self.is_late() and self.best:
                 break
-        while not self.is_late() and (count := turns.next()):
-            before_s, begin_s = self.best[count][0], self.work.seconds
+        most_idle, idle = IDLE_TURNS if is_chain(self.problem) else math.inf, 0
+        while not self.is_late() and idle < most_idle and (count := turns.next()):
+            before_s, begin_s, best_s = self.best[count][0], self.work.seconds, self.best_s
             self.turn(count, turns.taken[count], set(counts))
             turns.took(count, 1 - self.best[count][0] / before_s, self.work.seconds - begin_s)
+            idle = 0 if self.best_s < (1 - HOPELESS) * best_s else idle + 1
         return min(self.best.values(), default=None)
 
     def run_all(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
@@ -142,6 +146,10 @@ class Search:
                 if self.is_late():
                     break
         return min(self.best.values(), default=None)
+
+    @property
+    def best_s(self) -> float:
+        return min(self.best.values())[0]
 
     def all_of(self, count: int) -> Iterator[Cuts]:
         length = self.problem.num_blocks

@@ -10,9 +10,11 @@ from below, which may find a faster partition. It is imported with `prove=true` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ...graph.opgraph import OpGraph
 from ...ir.errors import PassError
 from ...ir.units import format_seconds
 from ..draft import Draft
@@ -81,12 +83,18 @@ def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5)
     ]
 
 
+def _searches(graph: OpGraph) -> list[MipFound]:
+    """The searches over the blocks of a graph so far: `candidates` asks for what `cut` has found."""
+    return []
+
+
 @dataclass
 class MipFound:
     """The partitions that the search found. `proof`: of the best one; None: not proved."""
 
     problem: MipProblem
     search: Search
+    counts: list[int]
     proof: Proof | None
     order: list[int]
     literal: bool
@@ -99,35 +107,49 @@ class MipFound:
         asked = asked_stages(draft, options.stages)
         order = device_order(options.order, devices) if options.order else cross_order(draft.lane_hardware, length)
         slices = Slices(draft, order)
+        fewest = slices.fewest()
+        counts = [asked] if asked else list(range(fewest or 1, length + 1))
+        if fewest is None:
+            raise slices.does_not_fit(counts)
         problem = replace(
             problem_of(draft, slices),
             swap=options.swap,
             always=options.always,
             ordered=options.turns,
         )
-        fewest = slices.fewest()
-        counts = [asked] if asked else list(range(fewest or 1, length + 1))
+        known = [] if options.prove else draft.graph.once(_searches)
+        for found in known:
+            if found.answers(problem, counts, order, options):
+                return found
         search = Search(
             problem,
             literal_s if options.literal else contended_s,
             SEARCH_SHARE * options.deadline_s,
         )
         every = length <= EXHAUSTIVE_BLOCKS
-        if fewest is None or (search.run_all(counts) if every else search.run(counts)) is None:
+        if (search.run_all(counts) if every else search.run(counts)) is None:
             raise slices.does_not_fit(counts)
         proof = None
         if every and not search.is_late():
-            proof = Proof(min(search.best.values())[0], "trying every partition")
+            proof = Proof(search.best_s, "trying every partition")
         elif options.prove:
             from .proof.solve import prove
 
             left_s = options.deadline_s - MOVES * min(search.work.seconds, SEARCH_SHARE * options.deadline_s)
             proof = prove(search, counts, left_s, options.literal)
-        return MipFound(problem, search, proof, order, options.literal)
+        known.append(MipFound(problem, search, counts, proof, order, options.literal))
+        return known[-1]
+
+    def answers(
+        self, problem: MipProblem, counts: Sequence[int], order: Sequence[int], options: PartitionMip
+    ) -> bool:
+        """Whether a search for these numbers of stages, with these options, would find no more."""
+        is_long, is_same = self.search.most_s >= SEARCH_SHARE * options.deadline_s, self.literal == options.literal
+        return is_long and is_same and (self.counts, self.order, self.problem) == (counts, order, problem)
 
     @property
     def best_s(self) -> float:
-        return min(self.search.best.values())[0]
+        return self.search.best_s
 
     @property
     def best_cuts(self) -> Cuts:

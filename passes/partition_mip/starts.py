@@ -74,15 +74,18 @@ def equal_rounds(length: int, shares: Sequence[float], count: int) -> list[Cuts]
     return found
 
 
+def is_chain(p: MipProblem) -> bool:
+    """Whether devices are equal and most blocks alike."""
+    return len(set(rates_of(p))) == 1 and Counter(p.kinds).most_common(1)[0][1] >= LIKE * p.num_blocks
+
+
 def two_sizes(p: MipProblem, count: int) -> list[Cuts]:
-    """Stages of two sizes, where devices are equal and most blocks alike, the larger ones in a row, anywhere: in
-    multiples of what a common block takes, so that one of little time joins its neighbour. The first block, or none, is
-    a stage of its own."""
-    length, took = p.num_blocks, np.array(seconds_of(p))
-    kind, number = Counter(p.kinds).most_common(1)[0]
-    common = p.kinds.index(kind)
-    if len(set(rates_of(p))) > 1 or number < LIKE * length:
+    """Stages of two sizes in a chain, the larger ones in a row, anywhere: in multiples of what a common block takes, so
+    that one of little time joins its neighbour. The first block, or none, is a stage of its own."""
+    if not is_chain(p):
         return []
+    length, took = p.num_blocks, np.array(seconds_of(p))
+    common = p.kinds.index(Counter(p.kinds).most_common(1)[0][0])
     found = []
     for alone in (0, 1) if 1 < count < length else (0,):
         sums, stages = took[alone:] - took[alone], count - alone
