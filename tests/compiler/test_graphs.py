@@ -59,24 +59,26 @@ class SumOfRows(nn.Module):
 
 
 def test_plans_share_a_trace_and_are_those_that_each_makes_alone(traces: list[bool]) -> None:
-    """On other machines, too; asynchronous micro-batches scale their losses otherwise."""
-    model, batch = SumOfRows(), {"x": torch.randn(8, 4)}
+    """On other machines and with other batches, too; asynchronous micro-batches scale their losses otherwise."""
+    model = SumOfRows()
 
-    def texts(num_devices: int, strategy: str, **options: Any) -> list[str]:
+    def texts(num_devices: int, strategy: str, *, rows: int = 8, **options: Any) -> list[str]:
         job = penstock.compile(
-            model, penstock.Hardware.cpu(num_devices, memory="64MB"), example_inputs=batch, optimizer=SGD,
-            strategy=strategy, **options,
+            model, penstock.Hardware.cpu(num_devices, memory="64MB"), example_inputs={"x": torch.randn(rows, 4)},
+            optimizer=SGD, strategy=strategy, **options,
         )  # fmt: skip
         return [text for _, text in sorted(job.folder.files.items())]
 
     mini = {"micro_batches": 4}
     cases: list[tuple[int, str, dict[str, Any]]] = [(1, "balanced", {}), (1, "balanced", mini), (2, "async", mini)]
+    cases += [(1, "balanced", {"rows": 12}), (1, "balanced", {**mini, "rows": 12})]
     alone = [texts(number, strategy, **options) for number, strategy, options in cases]
-    assert traces == [True, False, False]
+    assert traces == [True, False, False, True, False]
+    traces.clear()
     with sharing():
         assert [texts(number, strategy, **options) for number, strategy, options in cases] == alone
         assert texts(2, "balanced") == texts(2, "balanced")
-    assert traces == [True, False, False] * 2
+    assert traces == [True]
     assert alone[1] != alone[0] and any("* 4.0" in text for text in alone[1])
 
 
@@ -115,6 +117,22 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(x) if x.shape[0] > 2 else x.tanh()
         return self.layers(x).mean()
+
+
+def test_a_plan_of_rows_that_a_shared_trace_does_not_know_has_its_own(traces: list[bool]) -> None:
+    model, options = Branches(), {"optimizer": SGD, "strategy": "balanced"}
+
+    def plan(rows: int, **more: Any) -> list[str]:
+        example = {"x": torch.randn(rows, 8)}
+        job = penstock.compile(model, penstock.Hardware.cpu(1), example_inputs=example, **options, **more)
+        return [text for _, text in sorted(job.folder.files.items())]
+
+    alone = plan(4, micro_batches=2)
+    with sharing():
+        plan(8)
+        traces.clear()
+        assert plan(4, micro_batches=2) == alone
+    assert traces == [False]
 
 
 def test_a_model_that_branches_on_its_rows_is_traced_for_each_number(
