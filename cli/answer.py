@@ -6,7 +6,6 @@ Alternatives begin from the chosen pipeline of passes, beside a search of second
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from ..compiler.job.job import Job
 from ..compiler.models.named import NamedModel
+from ..compiler.plan import Plan
 from ..compiler.report.explain import device_name
 from ..compiler.report.failures import FailureReport, failure_text
 from ..compiler.report.tiers import AGAIN, PLACES, activations_homes, states_tier, weights_home, weights_tier
@@ -84,18 +84,18 @@ def alternatives(options: JobOptions, job: Job, tell: Callable[[str], None]) -> 
     DRAM are faster on the machine as it is, too. `tell` hears of each before it is planned."""
     named, hardware, anew = options.named_model(), job.hardware, _anew(options)
     dram = MORE_DRAM * max(host.dram_bytes for host in hardware.hosts)
-    wish = _Wish(f"--dram {spell_bytes(dram)}", (_same(job), anew), hardware.with_(dram=dram))
+    wish = _Wish(f"--dram {spell_bytes(dram)}", (_same(job.plan), anew), hardware.with_(dram=dram))
     tell(f"with {wish.text}")
-    with_dram, better = _try(wish, options, named)
-    job = _faster_here(job, better, options, named)
-    least = items_per_s(job, named, options)  # which the plan at hand makes there, too
+    with_dram, better = _try(wish, options)
+    job = _faster_here(job, better, options)
+    least = items_per_s(job.plan, options)  # which the plan at hand makes there, too
     found = [dataclasses.replace(with_dram, items_per_s=max(least, with_dram.items_per_s or 0.0), reason="")]
-    same, larger = _same(job), {"batch": 2 * options.batch}
+    same, larger = _same(job.plan), {"batch": 2 * options.batch}
     wishes = _other_precision(same, options, hardware)
     twice = {**same, **larger, "micro_batches": 2 * job.plan.micro_batches}
     wishes.append(_Wish(f"--batch {2 * options.batch}", (twice, {**anew, **larger}), hardware))
     wishes += _adapter(anew, options, named, hardware)
-    return [*found, *_plan_all(wishes, options, named, tell)], job
+    return [*found, *_plan_all(wishes, options, tell)], job
 
 
 def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternative]:
@@ -104,7 +104,7 @@ def what_fits(options: JobOptions, tell: Callable[[str], None]) -> list[Alternat
     wishes = _other_precision(anew, options, hardware)
     if not all(host.ssds for host in hardware.hosts):
         wishes.append(_Wish(f"--ssd {SSD}", (anew,), with_ssds(hardware, SSD)))
-    return _plan_all([*wishes, *_adapter(anew, options, named, hardware)], options, named, tell)
+    return _plan_all([*wishes, *_adapter(anew, options, named, hardware)], options, tell)
 
 
 def _anew(options: JobOptions) -> dict[str, object]:
@@ -113,21 +113,21 @@ def _anew(options: JobOptions) -> dict[str, object]:
     return {"search_seconds": SHORT_S if asked is None else min(SHORT_S, asked), "plan": None}
 
 
-def _same(job: Job) -> dict[str, object]:
+def _same(plan: Plan) -> dict[str, object]:
     """The changes for the pipeline of a plan."""
-    return {"strategy": job.plan.passes, "micro_batches": job.plan.micro_batches, "plan": None}
+    return {"strategy": plan.passes, "micro_batches": plan.micro_batches, "plan": None}
 
 
-def _faster_here(job: Job, other: Job | None, options: JobOptions, named: NamedModel) -> Job:
+def _faster_here(job: Job, other: Plan | None, options: JobOptions) -> Job:
     """The job with the passes of `other`, which are for another machine, where they are faster here and the search may
     choose; else the job itself."""
-    if other is None or options.strategy != "auto" or other.plan.passes == job.plan.passes:
+    if other is None or options.strategy != "auto" or other.passes == job.plan.passes:
         return job
     try:
         found = dataclasses.replace(options, **_same(other)).compile(hardware=job.hardware)  # type: ignore[arg-type]
     except DoesNotFit:
         return job
-    if items_per_s(found, named, options) <= items_per_s(job, named, options):
+    if items_per_s(found.plan, options) <= items_per_s(job.plan, options):
         return job
     assert found.plan.predicted is not None and job.plan.predicted is not None
     before = Trial(Candidate.parse(job.plan.passes, job.hardware.num_devices), job.plan.micro_batches)
@@ -150,32 +150,28 @@ def _adapter(changes: dict[str, object], options: JobOptions, named: NamedModel,
     return [_Wish(f"--adapter {LORA}", ({**changes, "adapter": LORA},), hardware)]
 
 
-def _plan_all(
-    wishes: Iterable[_Wish], options: JobOptions, named: NamedModel, tell: Callable[[str], None]
-) -> list[Alternative]:
+def _plan_all(wishes: Iterable[_Wish], options: JobOptions, tell: Callable[[str], None]) -> list[Alternative]:
     found = []
     for wish in wishes:
         tell(f"with {wish.text}")
-        found.append(_try(wish, options, named)[0])
+        found.append(_try(wish, options)[0])
     return found
 
 
-def _try(wish: _Wish, options: JobOptions, named: NamedModel) -> tuple[Alternative, Job | None]:
-    """The alternative that a wish is, and the job of its best plan, if there is one."""
-    rates: list[tuple[float, Job]] = []
+def _try(wish: _Wish, options: JobOptions) -> tuple[Alternative, Plan | None]:
+    """The alternative that a wish is, and its best plan, if there is one."""
+    rates: list[tuple[float, Plan]] = []
     misses: list[PenstockError] = []
     for way in wish.ways:
         chosen = dataclasses.replace(options, **way)  # type: ignore[arg-type]
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # nobody has asked for this plan
-                job = chosen.compile(hardware=wish.hardware)
-            rates.append((items_per_s(job, named, chosen), job))
+            plan = chosen.find_plan(wish.hardware)
+            rates.append((items_per_s(plan, chosen), plan))
         except PenstockError as miss:
             misses.append(miss)
     if rates:
-        rate, job = max(rates, key=lambda each: each[0])
-        return Alternative(wish.text, rate), job
+        rate, plan = max(rates, key=lambda each: each[0])
+        return Alternative(wish.text, rate), plan
     fits_no_way = isinstance(misses[-1], DoesNotFit)
     reason = "does not fit" if fits_no_way else " ".join(str(misses[-1]).split())
     return Alternative(wish.text, None, reason), None

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..compiler.job.job import Job
-from ..compiler.models.named import NamedModel
-from ..compiler.plan import Savings
+from ..compiler.plan import Plan, Savings
 from ..compiler.report.failures import FailureReport
 from ..compiler.report.wear import wear_of
 from .compare import SECONDS_AN_HOUR, price
@@ -62,11 +61,10 @@ class Figures:
         return asdict(self)
 
 
-def items_per_s(job: Job, named: NamedModel, options: JobOptions) -> float:
+def items_per_s(plan: Plan, options: JobOptions) -> float:
     """Tokens a second, or images where the model takes these."""
-    predicted = job.plan.predicted
-    step_s = job.simulate().step_s if predicted is None else predicted.step_s
-    return named.items(options.batch, options.sequence)[0] / step_s
+    assert plan.predicted is not None
+    return options.items()[0] / plan.predicted.step_s
 
 
 def figures_of(
@@ -81,7 +79,7 @@ def figures_of(
     predicted, timeline = job.plan.predicted, job.simulate()
     assert predicted is not None
     items, item = options.named_model().items(options.batch, options.sequence)
-    rate = items_per_s(job, options.named_model(), options)
+    rate = items_per_s(job.plan, options)
     busiest, busy_share = timeline.bottleneck()
     buy, rent = price(job.hardware)
     rent = price_per_hour if price_per_hour is not None else rent

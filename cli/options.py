@@ -22,8 +22,11 @@ from ..compiler.planning import rare_collections, share
 from ..ir.errors import PlanError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..compiler.job.job import Job
     from ..compiler.models.named import NamedModel
+    from ..compiler.plan import Plan
     from ..data.spec import DataSpec
     from ..ir.machine.hardware import Hardware
     from ..passes.draft import Draft
@@ -164,14 +167,24 @@ class JobOptions:
 
     def _compile(self, dump: Callable[[str, Draft], None] | None, hardware: Hardware) -> Job:
         named = self.named_model()
-        weights = named.directory if named.has_weights else None
-        model = share((JobOptions, self.model, self.adapter, self.base), named.describe)
-        job = self.compile_model(model, hardware, named.batch_spec(self.batch, self.sequence), weights)
+        weights, example = named.weights, named.batch_spec(self.batch, self.sequence)
+        job = self.compile_model(self._described(named), hardware, example, weights)
         if dump is None:
             return job
         chosen = dataclasses.replace(self, strategy="auto", micro_batches=None)
-        example = named.batch_spec(self.batch, self.sequence)
         return chosen.compile_model(named.describe(), hardware, example, weights, plan=job.plan, dump=dump)
+
+    def find_plan(self, hardware: Hardware) -> Plan:
+        """The plan of the job that `compile` would make for a machine."""
+        from ..compiler import api
+
+        named = self.named_model()
+        model, example = self._described(named), named.batch_spec(self.batch, self.sequence)
+        with rare_collections():
+            return api.find_plan(model, hardware, example_inputs=example, **self._wishes(hardware, named.weights))
+
+    def _described(self, named: NamedModel) -> nn.Module:
+        return share((JobOptions, self.model, self.adapter, self.base), named.describe)
 
     def compile_model(
         self, model: Any, hardware: Hardware, example_inputs: Any, weights: Path | None = None, **more: Any
@@ -179,7 +192,12 @@ class JobOptions:
         """Compile the job for a given model and batch. `more` is passed on to `penstock.compile`."""
         from ..compiler import api
 
-        arguments: dict[str, Any] = {
+        wishes = {**self._wishes(hardware, weights), **more}
+        return api.compile(model, hardware, example_inputs=example_inputs, **wishes)
+
+    def _wishes(self, hardware: Hardware, weights: Path | None) -> dict[str, Any]:
+        """The arguments of `penstock.compile` beside the model, its batch and the machine."""
+        return {
             "optimizer": self.optimizer_partial(),
             "param_groups": self.param_groups(),
             "strategy": self.strategy,
@@ -199,7 +217,6 @@ class JobOptions:
             "cuda_graphs": self.cuda_graphs,
             "timeout_s": self.timeout,
         }
-        return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
 
     def precision_on(self, hardware: Hardware) -> str:
         """The precision, which is that of the base where only that is named, and else by the machine's parts."""

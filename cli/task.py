@@ -145,7 +145,7 @@ def _held_out(options: TrainOptions, codec: Codec, named: NamedModel, classes: l
 
 def _require_fitting(options: TrainOptions, named: NamedModel, codec: Codec, kind: str) -> None:
     """Raise `PlanError` for wishes that this kind of data, this model or this tokenizer cannot keep."""
-    if not named.has_weights and "/" in (options.model or "") and named.directory is None:
+    if named.weights is None and "/" in (options.model or "") and named.directory is None:
         raise PlanError(
             f"{options.model} has no weights here: it is no directory, nor in the hub's cache. --download gets them; "
             f"--model {alias_of(options.model or '')} begins with new ones"
@@ -194,7 +194,7 @@ def compile_task(options: TrainOptions, task: TrainingTask, hardware: Hardware) 
     named = task.named
     named.require_libraries()
     needs_values = task.kind == "preference" or (named.adapter is not None and named.adapter.dora)
-    weights = named.directory if named.has_weights and not needs_values else None
+    weights = None if needs_values else named.weights
     model = named.on_meta() if weights is not None else named.load(options.seed)
     if task.kind == "preference":
         model = (DPO(model) if options.beta is None else DPO(model, options.beta)).train()

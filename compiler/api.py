@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -101,11 +102,8 @@ def compile(
             ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, compile_stages=compile_stages, cuda_graphs=cuda_graphs,
             dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
         ).settle()  # fmt: skip
-        graphs = Graphs.find(request, _mini_batch_size(request.wishes, request.machine))
-        wishes, rows = _learn_rows(request, graphs)
-        result = _search(request, graphs, wishes, rows)
+        graphs, wishes, rows, result = _find(request)
         best = result.best
-        _require_runnable(request, best)
         folder, trust = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
@@ -118,6 +116,28 @@ def compile(
 
 
 compile.__doc__ = f"{compile.__doc__}\n    {Request.__doc__}"  # `help` shows what each argument is
+
+
+def find_plan(model: nn.Module, hardware: Hardware | str | Path, **wishes: Any) -> Plan:
+    """The plan that `compile` would make of the same arguments; no file of a program is printed. Raises as that does,
+    and warns of nothing."""
+    given = inspect.signature(compile).bind(model, hardware, **wishes)
+    given.apply_defaults()
+    with planning(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        request = Request(**given.arguments).settle()
+        graphs, _, _, result = _find(request)
+        graphs.forget()
+        return make_plan(result, _model_name(model), request.strategy)
+
+
+def _find(request: Request) -> tuple[Graphs, Wishes, RowFacts, SearchResult]:
+    """The graphs of a request, its wishes and facts of rows, and what the search has found, which can run."""
+    graphs = Graphs.find(request, _mini_batch_size(request.wishes, request.machine))
+    wishes, rows = _learn_rows(request, graphs)
+    result = _search(request, graphs, wishes, rows)
+    _require_runnable(request, result.best)
+    return graphs, wishes, rows, result
 
 
 def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:

@@ -48,8 +48,9 @@ class NamedModel:
     padding: bool = True  # whether rows of its batches may end in padding, so that these have an attention_mask
 
     @property
-    def has_weights(self) -> bool:
-        return self.directory is not None and any(self.directory.glob("*.safetensors"))
+    def weights(self) -> Path | None:
+        """The directory, if it holds weights."""
+        return self.directory if self.directory and any(self.directory.glob("*.safetensors")) else None
 
     def on_meta(self) -> nn.Module:
         """The model without a single weight, in training mode."""
@@ -89,7 +90,7 @@ class NamedModel:
         """The model with the weights of its directory; those that are not there are drawn from `seed`."""
         torch.manual_seed(seed)
         quantised = quantisation(self.base) if self.base else None
-        if not self.has_weights:
+        if self.weights is None:
             if quantised is not None:
                 raise PlanError(
                     f"--base {self.base}: {self.name} has no weights here that could be quantised; name a directory "

@@ -22,6 +22,7 @@ from penstock.cli.answer import (
 from penstock.cli.figures import Alternative, SsdWrites, figures_of, items_per_s
 from penstock.cli.options import JobOptions, natural_precision
 from penstock.compiler.job.job import Job
+from penstock.compiler.plan import Plan
 from penstock.ir.errors import DoesNotFit, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.units import time_text
@@ -81,19 +82,9 @@ def test_bf16_is_offered_where_it_was_left_out() -> None:
 def test_more_dram_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options()
     job = chosen.compile()
-    monkeypatch.setattr("penstock.cli.answer.items_per_s", lambda found, named, wish: 100.0 if found is job else 95.0)
+    monkeypatch.setattr("penstock.cli.answer.items_per_s", lambda plan, wish: 100.0 if plan is job.plan else 95.0)
     rates = {other.options: other.items_per_s for other in alternatives(chosen, job, print)[0]}
     assert rates == {"--batch 8": 95.0, "--dram 128GB": 100.0, "--adapter lora:r=16": 95.0}
-
-
-class Planned:
-    """Stands for a job of these options on a machine, planned in no time: its passes, and its tokens a second."""
-
-    def __init__(self, asked: JobOptions, hardware: Hardware, job: Job):
-        more = hardware.hosts[0].dram_bytes > job.hardware.hosts[0].dram_bytes
-        self.passes = f"{job.plan.passes}, take-turns" if asked.strategy == "auto" and more else asked.strategy
-        self.plan = job.plan.model_copy(update={"passes": self.passes, "rivals": []})
-        self.folder, self.hardware, self.more = SimpleNamespace(plan=self.plan), hardware, more
 
 
 @pytest.mark.parametrize(
@@ -106,13 +97,26 @@ def test_passes_that_suit_more_dram_are_tried_on_the_machine_as_it_is(
 ) -> None:
     """They become the plan if they are faster here; more DRAM is worth what it adds to that."""
     asked = options()
-    monkeypatch.setattr(JobOptions, "compile", lambda self, hardware: Planned(self, hardware, job))
 
-    def rate(found: Any, named: Any, wish: JobOptions) -> float:
-        if not isinstance(found, Planned) or found.passes == job.plan.passes or wish.batch != asked.batch:
+    def has_more(hardware: Hardware) -> bool:
+        return hardware.hosts[0].dram_bytes > job.hardware.hosts[0].dram_bytes
+
+    def find_plan(self: JobOptions, hardware: Hardware) -> Plan:
+        anew = self.strategy == "auto" and has_more(hardware)
+        passes = f"{job.plan.passes}, take-turns" if anew else self.strategy
+        return job.plan.model_copy(update={"passes": passes, "rivals": [], "hardware": str(has_more(hardware))})
+
+    def compile_job(self: JobOptions, hardware: Hardware) -> Any:
+        plan = find_plan(self, hardware)
+        return SimpleNamespace(plan=plan, folder=SimpleNamespace(plan=plan), hardware=hardware)
+
+    def rate(plan: Plan, wish: JobOptions) -> float:
+        if plan.passes == job.plan.passes or wish.batch != asked.batch:
             return 100.0
-        return there if found.more else here
+        return there if plan.hardware == "True" else here
 
+    monkeypatch.setattr(JobOptions, "find_plan", find_plan)
+    monkeypatch.setattr(JobOptions, "compile", compile_job)
     monkeypatch.setattr("penstock.cli.answer.items_per_s", rate)
     others, best = alternatives(asked, job, print)
     assert others[0] == Alternative("--dram 128GB", promise)
@@ -133,13 +137,12 @@ PROMISES: list[dict[str, object]] = [
 def test_what_an_alternative_promises_is_what_it_leads_to(changes: dict[str, object]) -> None:
     asked = options(**{"model": "gpt2:n_layer=4,n_embd=128,n_head=4,vocab_size=512", "search_seconds": 1.0, **changes})
     others, job = alternatives(asked, asked.compile(), print)
-    named = asked.named_model()
     for other in others:
         option, value = other.options.removeprefix("--").split()
         wished = replace(asked, **{option: int(value) if option == "batch" else value})
         assert other.items_per_s is not None
-        assert items_per_s(wished.compile(), named, wished) == pytest.approx(other.items_per_s, rel=0.02), other
-    assert others[0].items_per_s is not None and others[0].items_per_s >= items_per_s(job, named, asked)
+        assert items_per_s(wished.compile().plan, wished) == pytest.approx(other.items_per_s, rel=0.02), other
+    assert others[0].items_per_s is not None and others[0].items_per_s >= items_per_s(job.plan, asked)
 
 
 def test_only_what_is_faster_is_advice(job: Job) -> None:
