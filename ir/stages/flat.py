@@ -9,7 +9,8 @@ shard by shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,15 @@ class Segment:
         start, numel = self.starts[number], self.params[number].numel
         first, last = index * self.length - start, (index + 1) * self.length - start
         return min(max(first, 0), numel), min(max(last, 0), numel)
+
+    def pieces_of(self, index: int) -> Iterator[tuple[ParamSpec, int]]:
+        """The parameters of which member `index` has elements, and how many of each."""
+        number = max(0, bisect_right(self.starts, index * self.length) - 1)
+        while number < len(self.starts) and self.starts[number] < (index + 1) * self.length:
+            first, last = self.range_of(number, index)
+            if last > first:
+                yield self.params[number], last - first
+            number += 1
 
     def turning_points(self, count: int) -> set[int]:
         """Of `count` members, those whose pieces may differ from the pieces of the member before: the first and the

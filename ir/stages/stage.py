@@ -370,19 +370,19 @@ class StageSpec:
     def pieces(self, count: int, index: int) -> tuple[ParamSpec, ...]:
         """The piece of each parameter that member `index` of `count` has, as one row: all of it, a piece, or nothing.
         """
-        sizes = {
-            param.name: last - first
-            for segment in self.segments(count)
-            for number, param in enumerate(segment.params)
-            for first, last in [segment.range_of(number, index)]
-        }
-        return tuple(replace(param, shape=(sizes[param.name],)) for param in self.params)
+        sizes = self._piece_sizes(count, index)
+        return tuple(replace(param, shape=(sizes.get(param.name, 0),)) for param in self.params)
 
     def unlike_pieces(self, count: int) -> list[tuple[ParamSpec, ...]]:
         """The pieces of members of `count`, without parameters of which they have nothing: once for members one after
         the other who have as much of the same parameters. So its length does not grow with `count`."""
         members = {0}.union(*(segment.turning_points(count) for segment in self.segments(count)))
-        return [tuple(p for p in self.pieces(count, index) if p.numel) for index in sorted(members)]
+        sizes = (self._piece_sizes(count, index) for index in sorted(members))
+        return [tuple(replace(p, shape=(own[p.name],)) for p in self.params if p.name in own) for own in sizes]
+
+    def _piece_sizes(self, count: int, index: int) -> dict[str, int]:
+        """The elements of each parameter that member `index` of `count` has, if any."""
+        return {param.name: size for segment in self.segments(count) for param, size in segment.pieces_of(index)}
 
     def _flat(self, count: int) -> tuple[tuple[Segment, ...], StageSpec]:
         if count not in self._shards:

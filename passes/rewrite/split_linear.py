@@ -144,7 +144,8 @@ def _counts(draft: Draft, layer: _Layer, able: Mapping[str, LinearWeight]) -> di
 
 def _refusal(draft: Draft, weight: LinearWeight) -> str:
     """The reason why a weight stays whole; empty where it can be split."""
-    own = [(weight.name, weight.value), *((name, draft.graph.parameters()[name]) for name in weight.biases)]
+    parameters = draft.graph.once(OpGraph.parameters)
+    own = [(weight.name, weight.value), *((name, parameters[name]) for name in weight.biases)]
     refused = (refused_by_optimizer(draft, name, value) for name, value in own)
     return weight.refusal or next(filter(None, refused), "")
 
