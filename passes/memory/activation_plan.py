@@ -10,7 +10,7 @@ over it finds the optimum. Kept classes fill device memory first, then DRAM, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from ..decisions import MemoryName
 INPUTS, CLASSES = "inputs", "classes"  # the two parts of a stage that are placed, each in one memory
 ClassPlace = tuple[str, str]  # (stage, INPUTS or CLASSES)
 GOLDEN = 0.6180339887  # any number of its multiples, modulo 1, is spread evenly
+MOST_POINTS = 64  # of a curve, before those around the best
 CLOSE = 1.001  # a step that is shorter by less than this factor is not worth more bytes
 
 
@@ -137,17 +138,30 @@ def _round(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def sweep(problem: ActivationProblem) -> list[Point]:
-    """The curve: for every number of items taken in order of benefit, the step and the memory of every item."""
+def sweep(problem: ActivationProblem, share: float = -1.0) -> list[Point]:
+    """The curve: for numbers of items taken in order of benefit, the step and the memory of every item. Of many items
+    about `MOST_POINTS` numbers are looked at, evenly spread, and all around the best of these (`best`)."""
+    items = sort_by_benefit(problem.items, problem.stages)
+    stride = -(-len(items) // MOST_POINTS) or 1
+    some = _points(problem, items, {*range(0, len(items) + 1, stride), len(items)})
+    near = best(some, share).count
+    more = {*range(max(0, near - stride), min(near + stride, len(items)) + 1)} - {point.count for point in some}
+    return sorted([*some, *_points(problem, items, more)], key=lambda point: point.count)
+
+
+def _points(problem: ActivationProblem, items: Sequence[Item], counts: Set[int]) -> list[Point]:
+    """The points at which these numbers of items are kept."""
     classes = dict.fromkeys(problem.stages, 0)
-    kept_bytes, saved_s = 0, 0.0
-    points = [point_of(problem, 0, classes, kept_bytes, saved_s)]
-    for count, item in enumerate(sort_by_benefit(problem.items, problem.stages), 1):
-        classes[item.stage] += item.bytes
-        kept_bytes += item.bytes
-        saved_s += item.saved_s
-        points.append(point_of(problem, count, classes, kept_bytes, saved_s))
-    return points
+    kept_bytes, saved_s, found = 0, 0.0, list[Point]()
+    for count in range(max(counts, default=-1) + 1):
+        if count:
+            item = items[count - 1]
+            classes[item.stage] += item.bytes
+            kept_bytes += item.bytes
+            saved_s += item.saved_s
+        if count in counts:
+            found.append(point_of(problem, count, classes, kept_bytes, saved_s))
+    return found
 
 
 def point_of(

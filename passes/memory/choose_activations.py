@@ -171,7 +171,7 @@ class ChooseActivations(Pass):
         move_activations(trial, {name: away for name in names}, Ahead())
         swapped = machine.must_swap(trial)
         problem = problem_of(machine, names, memories, inputs, machine.room_bytes(trial, swapped), swapped)
-        return problem, sweep(problem)
+        return problem, sweep(problem, self.share)
 
 
 def problem_of(
@@ -227,7 +227,7 @@ def _fitting(
             break
         room = replace(problem.room, device_bytes=max(0.0, problem.room.device_bytes - lacking_bytes))
         problem = replace(problem, room=room)
-        points = sweep(problem)
+        points = sweep(problem, share)
     return outcome
 
 

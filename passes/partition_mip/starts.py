@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
@@ -157,13 +156,9 @@ def rates_of(p: MipProblem) -> list[float]:
 def _cut(sums: Sequence[float], shares: Sequence[float]) -> Cuts:
     """Cuts where the running sums pass each stage's share of the whole, with at least one block a stage."""
     count, length = len(shares), len(sums) - 1
-    whole, passed = sum(shares), 0.0
-    cuts = [0]
-    for j, share in enumerate(shares[:-1]):
-        passed += share
-        target = sums[-1] * passed / whole
-        at = bisect_left(sums, target)
-        if at and target - sums[at - 1] < sums[min(at, length)] - target:
-            at -= 1
-        cuts.append(min(max(at, cuts[-1] + 1), length - (count - 1 - j)))
-    return (*cuts, length)
+    values, j = np.asarray(sums), np.arange(1, count)
+    target = values[-1] * np.cumsum(shares)[:-1] / sum(shares)
+    at = values.searchsorted(target)
+    at -= (at > 0) & (target - values[at - 1] < values[np.minimum(at, length)] - target)
+    inner = np.minimum(np.maximum.accumulate(np.maximum(at, j) - j) + j, length - count + j)
+    return (0, *map(int, inner), length)

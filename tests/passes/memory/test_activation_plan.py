@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -138,6 +139,21 @@ def test_nothing_moves_where_links_bound_and_something_where_computation_does() 
     assert (chosen.count, chosen.backward_bound) == (0, "ssd")
     chosen = best(sweep(problem(items)))
     assert chosen.count > 0 and chosen.step_s < sweep(problem(items))[0].step_s
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1 << 20), st.sampled_from([-1.0, 0.0, 0.3, 0.77, 1.0]))
+def test_of_many_items_the_best_is_that_of_all_numbers(seed: int, share: float) -> None:
+    draw = random.Random(seed)
+    items = [Item(draw.choice(STAGES), str(i), draw.randint(1, 4), draw.choice([0.0, 0.01, draw.random() / 50]))
+             for i in range(draw.randint(60, 400))]  # fmt: skip
+    case = problem(items)
+    few = sweep(case, share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.passes.memory.activation_plan.MOST_POINTS", len(items))
+        every = sweep(case, share)
+    assert len(every) == len(items) + 1 and len(few) <= 2 * 64
+    assert best(few, share).count == best(every, share).count
 
 
 def test_a_share_is_what_is_asked_for() -> None:
