@@ -62,9 +62,9 @@ from .calls import (
 )
 from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .guard import Borrowed, autocast_aliases, original_apply, replace_functions
-from .rows.sizes import ModeSwitch, OtherTrace, settle
+from .rows.sizes import ModeSwitch, OtherTrace, settle, tensors_in
 from .values import UNKNOWN
-from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
+from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
 
 SEEDS = {  # functions that set the state of a generator of the process
     torch: ("manual_seed", "seed", "set_rng_state"),

@@ -18,8 +18,8 @@ from ...ir.calls import function_name
 from ...runtime.torch_names import set_grad_enabled
 from .calls import RecordedCall
 from .recorder import Recorder
-from .rows.sizes import NumberSlot, SizeSlot, plain
-from .writer import has_tensor, tensors_in
+from .rows.sizes import NumberSlot, SizeSlot, plain, tensors_in
+from .writer import has_tensor
 
 
 class Misaligned(Exception):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import operator
 from collections import Counter
-from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
 
@@ -31,7 +30,7 @@ from ...runtime.torch_names import (
 from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
-from .rows.sizes import RowTape, Tracked
+from .rows.sizes import RowTape, Tracked, tensors_in
 from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -247,14 +246,3 @@ def number_draws(graph: fx.Graph) -> None:
 
 def has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or any(True for _ in tensors_in(value))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)

@@ -14,7 +14,19 @@ import torch
 from torch import fx
 
 from ....runtime.torch_names import set_grad_enabled
-from .sizes import Asked, Call, CallOutcome, Computed, ModeSwitch, NumberSlot, OtherTrace, RowTape, SizeSlot
+from .sizes import (
+    Asked,
+    Call,
+    CallOutcome,
+    Computed,
+    ModeSwitch,
+    NumberSlot,
+    OtherTrace,
+    RowTape,
+    SizeSlot,
+    looks_of,
+    tensors_in,
+)
 
 
 class RowReplay:
@@ -61,22 +73,24 @@ class RowReplay:
     def call(self, entry: Call) -> None:
         node, before = entry.node, entry.node.meta["val"]
         args, kwargs = self.arguments(entry)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         found = entry.run(*args, **kwargs)
         if isinstance(found, torch.Tensor) and not node.meta["mutates"] and any(found is value for value in given):
             found = found.view_as(found)
-        was = list(_tensors(fx.map_arg((entry.args, entry.kwargs), lambda n: n.meta["val"])))
-        if _shares([*given, *_tensors(found)]) != _shares([*was, *_tensors(before)]):
+        if looks_of(found) != entry.looks:
+            raise OtherTrace(f"{node.meta['source']}\n  {node.target} gives other values for other rows")
+        was = list(tensors_in(fx.map_arg((entry.args, entry.kwargs), lambda n: n.meta["val"])))
+        if _shares([*given, *tensors_in(found)]) != _shares([*was, *tensors_in(before)]):
             if not isinstance(found, torch.Tensor) or _shares(given) != _shares(was):
                 raise OtherTrace(f"{node.meta['source']}\n  {node.target} shares other memory for other rows")
             self.alias[node] = self.owner(entry, found)  # contiguous() of one row is no copy
-        self.bind(node, found, before)
+        self.bind(node, found)
 
     def owner(self, entry: Call, found: torch.Tensor) -> fx.Node | None:
         """The first argument whose memory a result shares."""
         nodes: list[fx.Node] = []
         fx.map_arg((entry.args, entry.kwargs), nodes.append)
-        alike = (n for n in nodes if any(len(set(_shares([found, t]))) == 1 for t in _tensors(self.value(n))))
+        alike = (n for n in nodes if any(len(set(_shares([found, t]))) == 1 for t in tensors_in(self.value(n))))
         return next(alike, None)
 
     def arguments(self, entry: Call | CallOutcome) -> Any:
@@ -85,37 +99,19 @@ class RowReplay:
     def value(self, node: fx.Node) -> Any:
         return self.values.get(node, node.meta["val"])
 
-    def bind(self, node: fx.Node, found: Any, before: Any) -> None:
-        made, was = list(_tensors(found)), list(_tensors(before))
-        if [_look(t) for t in made] != [_look(t) for t in was]:
-            raise OtherTrace(f"{node.meta['source']}\n  {node.target} gives other values for other rows")
+    def bind(self, node: fx.Node, found: Any) -> None:
         self.values[node] = found
         for child, key in self.items.get(node, ()):
-            self.bind(child, found[key], before[key])
+            self.bind(child, found[key])
 
 
 def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _look(tensor: torch.Tensor) -> tuple:
-    return tensor.dim(), tensor.dtype, tensor.requires_grad
-
-
 def _shares(tensors: list[torch.Tensor]) -> list[int]:
     storages = [int(t.untyped_storage()._cdata) for t in tensors]
     return [storages.index(storage) for storage in storages]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,14 +80,35 @@ class Computed:
     kind: type
 
 
+Look = tuple[int, torch.dtype, bool]
+
+
+def looks_of(value: Any) -> list[Look]:
+    """For each tensor of a value, what other rows must not change: dimensions, type, and whether it has a gradient."""
+    return [(tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in tensors_in(value)]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
 @dataclass
 class Call:
-    """A recorded call. `tape` has it in the order in which it ran."""
+    """A recorded call. `tape` has it in the order in which it ran. `looks`: of its results as the call gave them; a
+    later write in place may let them need a gradient."""
 
     node: fx.Node
     run: Callable[..., Any]
     args: Any
     kwargs: Any
+    looks: list[Look]
 
 
 @dataclass
@@ -171,7 +192,7 @@ class RowTape:
             raise OtherTrace(f"{self.line()}\n  {name} changes the shape of a tensor in place")
         if has_slot((args, kwargs)) or any(parent in self.follows for parent in parents):
             self.follows.add(node)
-        self.entries.append(Call(node, run, args, kwargs))
+        self.entries.append(Call(node, run, args, kwargs, looks_of(node.meta["val"])))
 
 
 class Tracked:

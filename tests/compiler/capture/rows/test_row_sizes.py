@@ -70,6 +70,13 @@ def test_other_rows_are_what_a_trace_of_them_gives(name: str) -> None:
     assert show(found.at_inputs(one)) == show(trace(model, one))
 
 
+def write_into(empty: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As DeepSeek puts keys together: what is empty needs a gradient only after the write."""
+    empty[..., :6].copy_(x)
+    empty[..., 6:].copy_(x[:, :3])
+    return empty
+
+
 FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda x: x.view(x.shape[0], 2, -1),
     "all of the shape": lambda x: torch.zeros(x.shape) + torch.ones(*x.size()),
@@ -84,6 +91,7 @@ FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole or not": lambda x: x + x.shape[0] * 1 + torch.full((x.shape[0] * 2 // 2, 6), x.shape[0] * 1.0),
     "pad": lambda x: nn.functional.pad(x, (0, 0, 0, 8 - x.shape[0])),
     "in place": lambda x: x.clone().add_(x.shape[0]).mul_(torch.ones(x.shape[0], 1)),
+    "written into": lambda x: write_into(x.new_empty(*x.shape[:-1], 9), x),
     "stride": lambda x: x.as_strided((x.shape[0], 3), (x.stride(0), 2)),
 }
 
