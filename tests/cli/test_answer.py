@@ -274,7 +274,7 @@ def test_amounts_of_another_form(changes: dict[str, str], said: str) -> None:
 
 @pytest.mark.slow
 def test_it_says_where_weights_and_activations_wait(job: Job) -> None:
-    small = options(strategy="fuyou", batch=64, set=["memory=40MB"])
+    small = options(strategy="fuyou", batch=64, set=["memory=20MB"])
     plan = small.compile()
     assert any(row.classes_to == "dram" for row in plan.plan.decisions.activations.values())
     line = next(line for line in say(small, plan, None, None, []) if line.startswith("plan "))
