@@ -168,7 +168,7 @@ class JobOptions:
     def _compile(self, dump: Callable[[str, Draft], None] | None, hardware: Hardware) -> Job:
         named = self.named_model()
         weights, example = named.weights, named.batch_spec(self.batch, self.sequence)
-        job = self.compile_model(self._described(named), hardware, example, weights)
+        job = self.compile_model(self._shared_model(named), hardware, example, weights)
         if dump is None:
             return job
         chosen = dataclasses.replace(self, strategy="auto", micro_batches=None)
@@ -179,11 +179,11 @@ class JobOptions:
         from ..compiler import api
 
         named = self.named_model()
-        model, example = self._described(named), named.batch_spec(self.batch, self.sequence)
+        model, example = self._shared_model(named), named.batch_spec(self.batch, self.sequence)
         with rare_collections():
             return api.find_plan(model, hardware, example_inputs=example, **self._wishes(hardware, named.weights))
 
-    def _described(self, named: NamedModel) -> nn.Module:
+    def _shared_model(self, named: NamedModel) -> nn.Module:
         return share((JobOptions, self.model, self.adapter, self.base), named.describe)
 
     def compile_model(

@@ -43,7 +43,7 @@ TRACE_S = 3e-4  # of work, for a node of a graph of another number of micro-batc
 SAME = 1e-9  # the share by which the steps of equal plans may differ, by rounding
 MOST_PLANS, MOST_WORK = 12, 0.6  # plans in a row without a gain, and times the work until the last one: the search ends
 GAIN = 0.002  # the share of a step that counts as a gain
-OWED = 1.0  # times the search's work, for what has not been judged when that is done
+OWED = 0.5  # times the search's work, for what has not been judged when that is done
 NEAR = 0.01  # the share of a step that is not worth another candidate
 
 
@@ -134,7 +134,7 @@ class Attempts:
         """Whether a candidate is judged though the time is up: a named strategy, and the first of a partitioner or of a
         mapping; none in a search that was to be short."""
         all_s = self.wishes.search_s
-        has_time = SEARCH_S <= all_s <= self.until_s and self.work.seconds < (1 + OWED) * all_s
+        has_time = SEARCH_S <= all_s <= self.until_s and self.work.seconds + self.longest_s < (1 + OWED) * all_s
         return has_time and (candidate.name in STRATEGIES or not candidate.cut_and_mapping <= self.judged)
 
     @property

@@ -80,10 +80,7 @@ class Computed:
     kind: type
 
 
-Look = tuple[int, torch.dtype, bool]
-
-
-def looks_of(value: Any) -> list[Look]:
+def looks_of(value: Any) -> list[tuple[int, torch.dtype, bool]]:
     """For each tensor of a value, what other rows must not change: dimensions, type, and whether it has a gradient."""
     return [(tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in tensors_in(value)]
 
@@ -108,7 +105,7 @@ class Call:
     run: Callable[..., Any]
     args: Any
     kwargs: Any
-    looks: list[Look]
+    looks: list[tuple[int, torch.dtype, bool]]
 
 
 @dataclass

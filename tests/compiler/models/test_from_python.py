@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_function_of_a_file(file: Path) -> None:
     named = find_model(f"{file}:small")
-    assert named.head == "causal-lm" and not named.has_weights
+    assert named.head == "causal-lm" and not named.weights
     model = named.on_meta()
     assert all(value.is_meta for value in model.parameters())
     assert named.batch_spec(2, 8)["input_ids"]["shape"] == [2, 8]
@@ -142,7 +142,7 @@ def test_what_the_hubs_cache_has_is_taken_with_its_weights(tmp_path: Path, monke
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(cache))
     assert cached_directory("me/tiny") == snapshot
     named = find_model("me/tiny")
-    assert named.directory == snapshot and named.has_weights
+    assert named.directory == snapshot and named.weights
     assert json.loads((snapshot / "config.json").read_text())["n_embd"] == named.config.n_embd
 
 

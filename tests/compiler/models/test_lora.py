@@ -101,6 +101,7 @@ def test_either_library_may_be_missing(hide: Hide) -> None:
     assert params(find_model(LLAMA, adapter="lora", base="nf4").describe()) == expected
 
 
+@pytest.mark.slow
 def test_a_plan_of_plain_factors_imports_neither_library() -> None:
     code = (
         "import sys; from penstock.cli.options import JobOptions; "

