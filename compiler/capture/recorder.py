@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from ...graph.edit import set_base, set_writes
 from ...graph.kernels.stand_ins import SHAPE_RULES
-from ...graph.opgraph import CHECKS
+from ...graph.opgraph import CHECKS, value_tensors
 from ...ir.edges import written_roots
 from ...ir.errors import CaptureError
 from ...runtime import accelerator
@@ -62,7 +62,7 @@ from .calls import (
 )
 from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .guard import Borrowed, autocast_aliases, original_apply, replace_functions
-from .rows.sizes import ModeSwitch, OtherTrace, settle, tensors_in
+from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
 
@@ -264,7 +264,7 @@ class Recorder(GraphWriter):
             view = self.on_plain_call(getattr(packet, func._overloadname), args, kwargs)
             self.node_of[id(args[0])] = self.node_of[id(view)]
             return func(*args, **kwargs)
-        given = list(tensors_in((args, kwargs)))
+        given = list(value_tensors((args, kwargs)))
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             raise CaptureError(f"{self.lines.where()}\n  needs a gradient through torch.vmap")
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
@@ -282,7 +282,7 @@ class Recorder(GraphWriter):
         finally:
             self.busy = True
         result = tree_map_only(torch.Tensor, self._again, result)
-        self.batched_nodes.update(self.node_of[id(tensor)] for tensor in tensors_in(result))
+        self.batched_nodes.update(self.node_of[id(tensor)] for tensor in value_tensors(result))
         return result
 
     def _again(self, recorded: torch.Tensor) -> torch.Tensor:
@@ -525,7 +525,7 @@ class Recorder(GraphWriter):
             set_base(node, argument or self.storages.get(storage))
             self.storages.setdefault(storage, node)
         elif value is not None:
-            storages = {storage_of(t) for t in tensors_in(value)}
+            storages = {storage_of(t) for t in value_tensors(value)}
             set_base(node, next((n for n, t, _ in touched if storage_of(t) in storages), None))
         return node
 

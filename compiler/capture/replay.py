@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from ...graph.edit import evaluation_of, set_evaluation
+from ...graph.opgraph import value_tensors
 from ...ir.calls import function_name
 from ...runtime.torch_names import set_grad_enabled
 from .calls import RecordedCall
 from .recorder import Recorder
-from .rows.sizes import NumberSlot, SizeSlot, plain, tensors_in
+from .rows.sizes import NumberSlot, SizeSlot, plain
 from .writer import has_tensor
 
 
@@ -108,7 +109,7 @@ class Replay(Recorder):
     def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
         if _nodes(args, kwargs) != _nodes(step.args, step.kwargs):
             raise Misaligned(f"{self.lines.current()}: {step.target} reads other values in evaluation than in training")
-        shapes = [[(t.shape, t.dtype) for t in tensors_in(value)] for value in (result, step.meta["val"])]
+        shapes = [[(t.shape, t.dtype) for t in value_tensors(value)] for value in (result, step.meta["val"])]
         if shapes[0] != shapes[1]:
             raise Misaligned(f"{self.lines.current()}: {step.target} gives other shapes in evaluation than in training")
         set_evaluation(step, (args, kwargs))

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ...graph.edit import describe, set_base, set_writes
+from ...graph.opgraph import value_tensors
 from ...graph.sizes.nodes import SizeNodes
 from ...ir.errors import CaptureError
 from ...ir.plain_graph import PlainGraph
@@ -30,7 +31,7 @@ from ...runtime.torch_names import (
 from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
-from .rows.sizes import RowTape, Tracked, tensors_in
+from .rows.sizes import RowTape, Tracked
 from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -245,4 +246,4 @@ def number_draws(graph: fx.Graph) -> None:
 
 
 def has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or any(True for _ in tensors_in(value))
+    return isinstance(value, torch.Tensor) or any(True for _ in value_tensors(value))

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
+from ...runtime.quantised.libraries import is_installed
 from .adapters import LoraChoice, peft
 from .bases import QUANTISED, describe_base, on_base, quantisation, require_base
 from .from_python import is_python, python_maker
@@ -66,7 +67,8 @@ class NamedModel:
             model = self._from_config()
             if self.adapter is None:
                 return model
-            if self.make is not None or self.adapter.needs_libraries(model, self.head, libraries):
+            is_own_code = self.make is not None and all(map(is_installed, libraries))  # with layers of any kind
+            if is_own_code or self.adapter.needs_libraries(model, self.head, libraries):
                 return self._adapt(model, self.adapter)
             return self.adapter.describe_on(describe_base(model, self.base), self.head).train()
 

@@ -266,9 +266,13 @@ class Attempts:
         same = best is not None and abs(compiled.step_s - best.step_s) <= SAME * best.step_s
         self.plans += 1
         if best is None or compiled.step_s < (1 - GAIN) * best.step_s:
-            self.gained_s, self.plans = self.work.seconds, 0
+            self.renew_patience()
         if best is None or (compiled.burden < best.burden if same else compiled.step_s < best.step_s):
             self.best = compiled
+
+    def renew_patience(self) -> None:
+        """Count plans and work without a gain from now on."""
+        self.gained_s, self.plans = self.work.seconds, 0
 
     def result(self) -> SearchResult:
         """The best candidate, proven, and why the others lost. One that cannot be proven makes room for the next."""

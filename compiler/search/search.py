@@ -115,7 +115,7 @@ class Sweep(Attempts):
             self.share_weights(next(base for base in bases if TILES not in base.graph_passes))
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
-            self.gained_s, self.plans = self.work.seconds, 0  # what gained nothing so far says nothing of teams
+            self.renew_patience()  # what gained nothing so far says nothing of teams
             self.share_sequences()
 
     def first_that_fits(self, bases: Sequence[Candidate]) -> None:

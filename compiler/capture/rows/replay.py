@@ -13,20 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....graph.opgraph import value_tensors
 from ....runtime.torch_names import set_grad_enabled
-from .sizes import (
-    Asked,
-    Call,
-    CallOutcome,
-    Computed,
-    ModeSwitch,
-    NumberSlot,
-    OtherTrace,
-    RowTape,
-    SizeSlot,
-    looks_of,
-    tensors_in,
-)
+from .sizes import Asked, Call, CallOutcome, Computed, ModeSwitch, NumberSlot, OtherTrace, RowTape, SizeSlot, looks_of
 
 
 class RowReplay:
@@ -73,14 +62,14 @@ class RowReplay:
     def call(self, entry: Call) -> None:
         node, before = entry.node, entry.node.meta["val"]
         args, kwargs = self.arguments(entry)
-        given = list(tensors_in((args, kwargs)))
+        given = list(value_tensors((args, kwargs)))
         found = entry.run(*args, **kwargs)
         if isinstance(found, torch.Tensor) and not node.meta["mutates"] and any(found is value for value in given):
             found = found.view_as(found)
         if looks_of(found) != entry.looks:
             raise OtherTrace(f"{node.meta['source']}\n  {node.target} gives other values for other rows")
-        was = list(tensors_in(fx.map_arg((entry.args, entry.kwargs), lambda n: n.meta["val"])))
-        if _shares([*given, *tensors_in(found)]) != _shares([*was, *tensors_in(before)]):
+        was = list(value_tensors(fx.map_arg((entry.args, entry.kwargs), lambda n: n.meta["val"])))
+        if _shares([*given, *value_tensors(found)]) != _shares([*was, *value_tensors(before)]):
             if not isinstance(found, torch.Tensor) or _shares(given) != _shares(was):
                 raise OtherTrace(f"{node.meta['source']}\n  {node.target} shares other memory for other rows")
             self.alias[node] = self.owner(entry, found)  # contiguous() of one row is no copy
@@ -90,7 +79,7 @@ class RowReplay:
         """The first argument whose memory a result shares."""
         nodes: list[fx.Node] = []
         fx.map_arg((entry.args, entry.kwargs), nodes.append)
-        alike = (n for n in nodes if any(len(set(_shares([found, t]))) == 1 for t in tensors_in(self.value(n))))
+        alike = (n for n in nodes if any(len(set(_shares([found, t]))) == 1 for t in value_tensors(self.value(n))))
         return next(alike, None)
 
     def arguments(self, entry: Call | CallOutcome) -> Any:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from ....graph.opgraph import value_tensors
 from ....ir.errors import CaptureError
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -82,18 +83,7 @@ class Computed:
 
 def looks_of(value: Any) -> list[tuple[int, torch.dtype, bool]]:
     """For each tensor of a value, what other rows must not change: dimensions, type, and whether it has a gradient."""
-    return [(tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in tensors_in(value)]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    return [(tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in value_tensors(value)]
 
 
 @dataclass

@@ -51,6 +51,16 @@ def test_a_function_of_a_file(file: Path) -> None:
     torch.testing.assert_close(next(named.load(3).parameters()), next(named.load(3).parameters()), rtol=0, atol=0)
 
 
+def test_adapters_on_it_are_planned_with_and_without_peft(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    named = find_model(f"{file}:small", adapter="lora:r=2")
+    expected = {name: (p.shape, p.requires_grad) for name, p in named.describe().named_parameters()}
+    assert type(named.describe()).__name__ == "PeftModelForCausalLM"
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert {name: (p.shape, p.requires_grad) for name, p in named.describe().named_parameters()} == expected
+    assert any(is_trained for _, is_trained in expected.values())
+
+
 def test_a_class_by_its_dotted_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(file.parent))
     for name in ("my_models.Wide", "my_models:Wide"):
