@@ -167,9 +167,11 @@ class Sweep(Attempts):
                     self.look(count, lane_scouts(self.compiler(count).lane(candidate), candidate, mesh))
 
     def sweep_until_one_fits(self) -> None:
+        """Make moves until something fits; those that are left come after teams, in `best_of_counts`."""
         for count in (*self.usual, *self.last_resort):
-            if self.best is None and not (self.is_late and self.trials):
-                self.sweep(count)
+            moves = proposals(Position(self, count, self.base))
+            while self.best is None and not (self.is_late and self.trials) and (candidate := next(moves, None)):
+                self.look(count, [candidate])
 
     def best_of_counts(self) -> None:
         """Sweep the best candidate's number of micro-batches and try it with others, until it has been swept with its
@@ -248,7 +250,7 @@ class Sweep(Attempts):
         few_rows = self.wishes.batch_size < self.hardware.num_devices
         if self.best is None or few_rows or len(self.hardware.hosts) > 1:
             return True
-        blocks = self.compiler(self.usual[0]).lane(base).blocks
+        blocks = self.compiler(self.usual[0]).lane(_drop_divisions(base, True)).blocks
         room = min(device.budget_bytes for device in self.hardware.devices)
         return GRADIENT_TOO * max(block.param_bytes for block in blocks) > room
 

@@ -107,10 +107,10 @@ def test_width_is_chosen_where_rows_are_too_few_for_all_devices(rows: int) -> No
 @pytest.mark.slow
 def test_width_is_tried_with_shards_where_a_layer_takes_most_of_a_device() -> None:
     """Of 17 MB of weights, gradients and states a fourth fits each device: what a member of two has is shared by two
-    teams. Theory sees that this may win, and nothing without parts of layers is faster than what is chosen."""
+    teams. Theory sees that this may win; nothing is faster than what is chosen, which may have parts of layers."""
     machine = Hardware.cpu(4, memory="5MB", dram="1GB", h2d="20MB/s", d2h="20MB/s", link="2GB/s")
     options: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "search_s": 8.0}
     plan = penstock.compile(Wide(), machine, example_inputs={"x": torch.zeros(8, 64)}, **options).plan
     assert plan.predicted is not None
-    assert "split-width" in plan.passes and "shards=2" in plan.passes
+    assert any("split-width" in rival.passes and "shards=2" in rival.passes for rival in plan.rivals)
     assert plan.predicted.step_s <= min(r.step_s for r in plan.rivals if r.step_s is not None)
