@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "hardware": ("hardware", "set", "dram", "ssd", "ssd_dir", "ssd_verify", "timeout"),
     "plan": (
         "strategy", "micro_batches", "search_seconds", "plan", "profile", "profile_cache", "precision",
-        "gradient_dtype", "boundary_dtype", "compile_stages", "cuda_graphs",
+        "gradient_dtype", "boundary_dtype", "kernels", "compile_stages", "cuda_graphs",
     ),
     "optimizer": (
         "optimizer", "lr", "weight_decay", "no_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",

@@ -101,6 +101,9 @@ class JobOptions:
         typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
     ] = None
     ssd_verify: Annotated[bool, typer.Option(help="check all that is read from SSD")] = False
+    kernels: Annotated[
+        str, typer.Option(help="written: a model's calls one by one; fused: chains of pointwise calls as one kernel")
+    ] = "written"
     compile_stages: Annotated[bool, typer.Option(help="run repeated blocks by torch.compile")] = False
     cuda_graphs: Annotated[bool, typer.Option(help="run stages that stay on their GPU from CUDA graphs")] = False
     timeout: Annotated[
@@ -213,6 +216,7 @@ class JobOptions:
             "profile": self.profiling(),
             "ssd_dirs": self.ssd_dir,
             "ssd_verify": self.ssd_verify,
+            "kernels": self.kernels,
             "compile_stages": self.compile_stages,
             "cuda_graphs": self.cuda_graphs,
             "timeout_s": self.timeout,

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from ..ir.names import is_index
-from ..ir.tiles import TiledPart, mark_of, with_parts
+from ..ir.regions import FusedRegion, Region, TiledRegion, TileMark, mark_of, with_regions
+from ..runtime.functions import fused
 from ..runtime.functions.tiles import in_tiles
 from .expressions import IN_PLACE, Expressions, Text, literal
 from .imports import Imports
@@ -44,7 +45,7 @@ class CallText(Protocol):
 class Body:
     """Writes one forward when it is made. `path` is the dotted path of the module that the forward belongs to.
 
-    `hints` are wanted names; `is_tile`: the steps are those of a tiled part. The results are `lines`, `returned` (the
+    `hints` are wanted names; `is_region`: the steps are those of a region. The results are `lines`, `returned` (the
     text of each output) and `first_names` (the names of the inputs as arguments).
     """
 
@@ -57,20 +58,20 @@ class Body:
         path: str = "",
         call_text: Callable[[BlockCall], CallText] | None = None,
         hints: dict[fx.Node, str] | None = None,
-        is_tile: bool = False,
+        is_region: bool = False,
     ):
         self.steps = [s for s in steps if not (isinstance(s, fx.Node) and is_switch(s))]
-        self.steps = self.steps if is_tile else with_parts(self.steps)
-        self.describe = describe_tile if is_tile else describe
+        self.steps = self.steps if is_region else with_regions(self.steps)
+        self.describe = describe_inside if is_region else describe
         self.inputs, self.outputs, self.path, self.imports = inputs, list(outputs), path, imports
         self.call_text = call_text
         self.hints = hints or {}
         self.expressions = Expressions(imports, path, self._name, self._device)
         for step in self.steps:  # what is imported must be known before anything is named
-            for node in step.nodes if isinstance(step, TiledPart) else [step] if isinstance(step, fx.Node) else []:
+            for node in step.nodes if isinstance(step, Region) else [step] if isinstance(step, fx.Node) else []:
                 self.expressions.prepare(node)
-            if isinstance(step, TiledPart):
-                self.imports.function(in_tiles)
+            if isinstance(step, Region):
+                self.imports.function(in_tiles if isinstance(step, TiledRegion) else fused)
         roots = (n for n in self.steps if isinstance(n, fx.Node) and n.meta.get("module_path") == "")
         self.leaves = {str(n.target) for n in self.steps if isinstance(n, fx.Node) and n.op == "call_module"}
         self.root_type = next((str(n.meta.get("module_type", "")) for n in roots), "")
@@ -123,9 +124,11 @@ class Body:
                 self._release()
                 if isinstance(step, Loop):
                     self._loop(step)
-                elif isinstance(step, TiledPart):
+                elif isinstance(step, TiledRegion):
                     self._tiles(step)
-                else:
+                elif isinstance(step, FusedRegion):
+                    self._fused(step)
+                elif isinstance(step, BlockCall):
                     self._call(step)
         self.now += 1
         self._switch(_PLAIN)
@@ -192,18 +195,9 @@ class Body:
         left = f"{', '.join(names)} = " if names else ""
         self._emit(left, _call_text(member("self", "", call.path), arguments), describe_all(call.outputs))
 
-    def _tiles(self, part: TiledPart) -> None:
-        """Write a part as a function of a tile, and the call that runs it over all tiles."""
-        texts = [self._name(n).text for n in part.inputs]
-        wanted = {n: text if text.isidentifier() else usable(op_name(n)) for n, text in zip(part.inputs, texts)}
-        body = Body(part.nodes, _distinct(wanted), part.outputs, self.imports, self.path, is_tile=True)
-        name = self.names.take("tile", self.now, self.now)
-        arguments = ", ".join(body.first_names.values())
-        of = f"of {part.tokens} tokens; backward computes it again"
-        self.lines += [Line(0, [""])] if self.lines and self.lines[-1].texts != [""] else []
-        self.lines.append(Line(0, [f"def {name}({arguments}):"], of))
-        self.lines += [replace(line, depth=line.depth + 1) for line in body.lines]
-        self.lines += [Line(1, [f"return {', '.join(body.returned)}"]), Line(0, [""])]
+    def _tiles(self, part: TiledRegion) -> None:
+        """Write a region as a function of a tile, and the call that runs it over all tiles."""
+        name, texts, returned = self._function(part, "tile", f"of {part.tokens} tokens; backward computes it again")
         rows = [f"[{', '.join(map(str, row))}]" for row in (texts, part.dims, part.results)]
         weights = [member("self", self.path, weight) for weight in part.weights]
         if weights:  # one by one, so that lines break between them
@@ -212,10 +206,29 @@ class Body:
         unread = ["unread=self.recomputing"] if self._may_be_unread(part) else []
         function = self.imports.function(in_tiles)
         call = _call_text(function, [name, str(part.tokens), *rows, *weights, *unread])
-        results = [self._bind(n, usable(r) if r.isidentifier() else name) for n, r in zip(part.outputs, body.returned)]
+        results = [self._bind(n, usable(r) if r.isidentifier() else name) for n, r in zip(part.outputs, returned)]
         self._emit(f"{', '.join(results)} = ", call, describe_all(part.outputs))
 
-    def _may_be_unread(self, part: TiledPart) -> bool:
+    def _fused(self, region: FusedRegion) -> None:
+        """Write a region as a function, and the call that runs it as one kernel."""
+        name, texts, _ = self._function(region, "chain", "one kernel, which backward computes again")
+        rows = [f"[{', '.join(row)}]" for row in (texts, map(str, region.needed))]
+        call = _call_text(self.imports.function(fused), [name, *rows])
+        self._emit(f"{self._bind(region.result, self._suggest(region.result))} = ", call, describe(region.result))
+
+    def _function(self, region: Region, wanted: str, comment: str) -> tuple[str, list[str], list[str]]:
+        """Write a region as a function: its name, the texts of what it reads, and those of its results inside."""
+        texts = [self._name(n).text for n in region.inputs]
+        names = {n: text if text.isidentifier() else usable(op_name(n)) for n, text in zip(region.inputs, texts)}
+        body = Body(region.nodes, _distinct(names), region.outputs, self.imports, self.path, is_region=True)
+        name = self.names.take(wanted, self.now, self.now)
+        self.lines += [Line(0, [""])] if self.lines and self.lines[-1].texts != [""] else []
+        self.lines.append(Line(0, [f"def {name}({', '.join(body.first_names.values())}):"], comment))
+        self.lines += [replace(line, depth=line.depth + 1) for line in body.lines]
+        self.lines += [Line(1, [f"return {', '.join(body.returned)}"]), Line(0, [""])]
+        return name, texts, body.returned
+
+    def _may_be_unread(self, part: TiledRegion) -> bool:
         """Whether a rematerialisation may need no results of a part. A stage knows; in a block it is so where the stage
         says it (`Stage.unread`), as others of its class are elsewhere."""
         if not self.path:
@@ -431,10 +444,12 @@ def describe(node: fx.Node) -> str:
     return _type_texts(node.meta.get("val"), node.meta.get("shown"))
 
 
-def describe_tile(node: fx.Node) -> str:
-    """The same inside a tiled part: `f32[2, tile, 768]`."""
+def describe_inside(node: fx.Node) -> str:
+    """The same inside a region; of tiles: `f32[2, tile, 768]`."""
     value, mark = node.meta.get("val"), mark_of(node)
-    if mark is None or mark.result is None or not isinstance(value, torch.Tensor):
+    if not isinstance(mark, TileMark):
+        return describe(node)
+    if mark.result is None or not isinstance(value, torch.Tensor):
         return ""
     size = "tile" if mark.each == 1 else f"{mark.each}*tile"
     return _type_texts(value, [size if dim == mark.result else str(n) for dim, n in enumerate(value.shape)])

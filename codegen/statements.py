@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.tiles import TiledPart
+from ..ir.regions import Region
 from .expressions import IN_PLACE
 from .inlining import is_in_place_method, nodes_to_inline
 from .loops import Loop
 from .names import FOREVER
 from .segments import BlockCall, item_reads
 
-Statement = fx.Node | BlockCall | Loop | TiledPart
+Statement = fx.Node | BlockCall | Loop | Region
 _MAX_UNPACKED = 16
 
 
@@ -90,6 +90,6 @@ class Statements:
 
 def step_reads(step: Statement) -> list[fx.Node]:
     """Values that a step reads, in training or in evaluation mode."""
-    if isinstance(step, TiledPart):
+    if isinstance(step, Region):
         return step.inputs
     return step.reads() if isinstance(step, Loop) else item_reads(step)

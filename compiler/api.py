@@ -21,7 +21,7 @@ from ..graph.tables.picked_rows import PickRules, picked_rows
 from ..ir.errors import DoesNotFit, PassError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype
-from ..passes.draft import Draft
+from ..passes.draft import Draft, KernelChoice
 from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
@@ -82,6 +82,7 @@ def compile(
     profile: bool | str | Path | None = None,
     ssd_dirs: Sequence[str | Path] | None = None,
     ssd_verify: bool = False,
+    kernels: KernelChoice = "written",
     compile_stages: bool = False,
     cuda_graphs: bool = False,
     dynamic_shapes: Any = None,
@@ -99,8 +100,8 @@ def compile(
             strategy=strategy, plan=plan, micro_batches=micro_batches, precision=precision,
             gradient_dtype=gradient_dtype, boundary_dtype=boundary_dtype, max_grad_norm=max_grad_norm, seed=seed,
             weights=weights, stop_on_nan=stop_on_nan, search_s=search_s, steps=steps, dump=dump, profile=profile,
-            ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, compile_stages=compile_stages, cuda_graphs=cuda_graphs,
-            dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
+            ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, kernels=kernels, compile_stages=compile_stages,
+            cuda_graphs=cuda_graphs, dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
         ).settle()  # fmt: skip
         graphs, wishes, rows, result = _find(request)
         best = result.best

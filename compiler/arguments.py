@@ -17,6 +17,7 @@ from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program, graphs_of_stages, no_graphs_text, reasons_without_graphs
+from ..passes.draft import KernelChoice
 from ..passes.table import PASSES
 from .batches.shape import BatchShape
 from .pipeline import parse_pipeline
@@ -167,6 +168,17 @@ def check_compile_stages(compile_stages: object) -> None:
     """Raise `PlanError` for anything but True and False: modes of torch.compile are not offered."""
     if not isinstance(compile_stages, bool):
         raise PlanError(f"compile_stages={compile_stages!r}; it is True or False")
+
+
+def check_kernels(kernels: object, compile_stages: bool) -> None:
+    """Raise `PlanError` for an unknown kind of kernels, and for two kinds at once."""
+    if kernels not in get_args(KernelChoice):
+        raise PlanError(f'kernels={kernels!r}; it is "written", or "fused" for chains of pointwise calls as one kernel')
+    if kernels == "fused" and compile_stages:
+        raise PlanError(
+            'compile_stages=True with kernels="fused": compiled blocks choose their kernels themselves. Leave one of '
+            "them out"
+        )
 
 
 def check_cuda_graphs(cuda_graphs: object, compile_stages: bool, machine: Hardware) -> None:

@@ -17,7 +17,7 @@ from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.ops import DEVICE, DRAM
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.draft import Draft, Options, StepBytes
+from ..passes.draft import Draft, KernelChoice, Options, StepBytes
 from ..runtime.measure.temporaries import step_bytes
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
 from ..runtime.optimizer.tiles import steps_in_tiles
@@ -32,6 +32,7 @@ from .arguments import (
     check_compile_stages,
     check_cuda_graphs,
     check_dynamic,
+    check_kernels,
     check_made,
     check_model,
     check_search_s,
@@ -120,6 +121,8 @@ class Request:
     ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
         that keep something on SSD need any, and only when they run. ssd_verify: check all bytes read from SSD against
         the bytes written.
+    kernels: "written" runs a model's calls one by one; "fused" each chain of pointwise calls as one (norms, rotary
+        embeddings, gated activations), on GPUs by a kernel that torch.compile's backend makes and that is tried first.
     compile_stages: run repeated blocks by `torch.compile`: each class of the printed file is compiled
         once for all its blocks. Where that is not possible, a warning names the class and why it runs eagerly.
     cuda_graphs: launch forward and backward of a stage as one each, from graphs captured before the first step. Only
@@ -158,6 +161,7 @@ class Request:
     profile: bool | str | Path | None
     ssd_dirs: Sequence[str | Path] | None
     ssd_verify: bool
+    kernels: KernelChoice
     compile_stages: bool
     cuda_graphs: bool
     dynamic_shapes: Any
@@ -177,6 +181,7 @@ class Request:
         check_steps(self.steps)
         check_search_s(self.search_s)
         check_compile_stages(self.compile_stages)
+        check_kernels(self.kernels, self.compile_stages)
         plan = None if self.plan is None else Plan.from_any(self.plan)
         wishes = {name: getattr(self, name) for name in IN_PLANS}
         wishes["precision"] = Precision.of(self.precision).name
@@ -267,6 +272,7 @@ class Request:
             profiler=make_profiler(self.profile, self.precision),
             cuda_graphs=self.cuda_graphs,
             compile_stages=self.compile_stages,
+            kernels=self.kernels,
             step_bytes_of=_step_bytes(spec, self.types.is_pure, self.device_kind),
             **_optimizer_facts(spec, self.model, self._stepped_dtype),
         )

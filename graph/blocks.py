@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..ir.machine.call_mix import NO_CALLS, CallMix
-from ..ir.tiles import mark_of
+from ..ir.regions import mark_of
 from .opgraph import OpGraph, value_tensors
 from .sizes.named import expressions_of
 from .turn_seconds import TurnSeconds
@@ -112,7 +112,7 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
         args = expressions_of(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
         in_evaluation = (node.meta.get("eval_args"), node.meta.get("eval_kwargs"))
         evaluation = expressions_of(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
-        flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"), *_tile(node))
+        flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"), *_look(node))
         path = _local(name, node.meta.get("module_path", ""))
         text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
     outside = [number[n] for n in node_outputs(nodes)]
@@ -124,9 +124,9 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
-def _tile(node: fx.Node) -> tuple[Any, ...]:
+def _look(node: fx.Node) -> tuple[Any, ...]:
     mark = mark_of(node)
-    return () if mark is None else (mark.part.rpartition("/")[2], mark.tokens, mark.dims, mark.result)
+    return () if mark is None else mark.look
 
 
 class _Name(str):

@@ -12,7 +12,7 @@ from torch import fx
 from ..ir.edges import written_roots
 from ..ir.errors import PassError
 from ..ir.names import is_index
-from ..ir.tiles import mark_of
+from ..ir.regions import mark_of
 from .blocks import Block, node_inputs, node_outputs, structural_hash
 from .dataflow import shared_nodes
 from .divide.exchanges import borders, is_exchange
@@ -196,7 +196,7 @@ def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node
                 pairs.append((holder.setdefault(ties.get(name, name), node), node))
         mark = mark_of(node)
         if mark is not None:
-            pairs.append((holder.setdefault(f"part {mark.part}", node), node))
+            pairs.append((holder.setdefault(f"part {mark.region}", node), node))
     return [(a, b) for a, b in pairs if a in home and b in home]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
@@ -32,6 +32,9 @@ class Lasting(NamedTuple):
     states: int
 
 
+KernelChoice = Literal["written", "fused"]
+
+
 @dataclass(frozen=True)
 class Options:
     """The user's wishes besides model and hardware. Amounts are per global batch unless said otherwise."""
@@ -50,6 +53,7 @@ class Options:
     optimizer_rounds: bool = False  # the optimizer itself rounds what it writes into weights without masters
     cuda_graphs: bool = False  # stages run from CUDA graphs where they can
     compile_stages: bool = False  # torch.compile runs repeated blocks
+    kernels: KernelChoice = "written"  # or chains of pointwise calls as one
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property

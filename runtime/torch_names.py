@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from torch._dynamo import lookup_backend
     from torch._dynamo.source import ConstantSource
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils._sympy import functions as size_functions
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._triton import has_triton_package
@@ -69,6 +70,7 @@ LATE = {  # a public name: its module and its name there
     "dynamo_errors": ("torch._dynamo.exc", ""),  # what torch.compile raises
     "has_triton_package": ("torch.utils._triton", "has_triton_package"),  # whether torch.compile can write kernels
     "lookup_backend": ("torch._dynamo", "lookup_backend"),  # a backend of torch.compile by name
+    "make_fx": ("torch.fx.experimental.proxy_tensor", "make_fx"),  # the calls of a function, as a graph
     "size_functions": ("torch.utils._sympy.functions", ""),  # what is computed of symbolic sizes
     "stage_backward_input": ("torch.distributed.pipelining._backward", "stage_backward_input"),  # half of a backward
     "stage_backward_weight": ("torch.distributed.pipelining._backward", "stage_backward_weight"),  # the other half

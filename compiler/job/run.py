@@ -335,11 +335,11 @@ class JobRun:
         )
 
     def _tell_eager(self, found: dict[str, dict[str, str]]) -> None:
-        """Warn of each class of blocks that is to be compiled and is not, once."""
+        """Warn of each class of blocks, or chain of calls, that is to be compiled and is not, once."""
         for stage, reasons in found.items():
             for name, reason in reasons.items():
                 if name not in self.eager_blocks.get(stage, {}):
-                    warnings.warn(f"compile_stages: {name} of {stage} runs eagerly: {reason}", stacklevel=6)
+                    warnings.warn(f"{name} of {stage} runs eagerly: {reason}", stacklevel=6)
         self.eager_blocks = found
 
     def _tell_ungraphed(self, found: dict[str, str]) -> None:

@@ -175,8 +175,10 @@ class Attempts:
         return PLAIN if self.best is None else self.best.candidate
 
     def look(self, count: int, candidates: Iterable[Candidate]) -> None:
-        """Try each candidate that was not tried with `count` micro-batches before."""
-        for candidate in candidates:
+        """Try each candidate that was not tried with `count` micro-batches before, with the kernels that the user asked
+        for."""
+        for plain in candidates:
+            candidate = plain.fusing() if self.wishes.options.kernels == "fused" else plain
             if (count, candidate) not in self.done:
                 self.done.add((count, candidate))
                 begin_s = self.work.seconds

@@ -20,6 +20,7 @@ from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.partition import Partition
 from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.rewrite.coarsen import Coarsen
+from ...passes.rewrite.fuse_pointwise import FusePointwise
 from ...passes.rewrite.graph_pass import GraphPass
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
@@ -119,6 +120,13 @@ class Candidate:
         else:
             passes = self.passes if form is None else (*self.passes, form)
         return self if passes == self.passes else Candidate(passes)
+
+    def fusing(self) -> Candidate:
+        """The same candidate with chains of pointwise calls as one kernel each."""
+        if self.find(FusePointwise) is not None:
+            return self
+        head = next((i for i, p in enumerate(self.passes) if not isinstance(p, GraphPass)), 0)
+        return dataclasses.replace(self, passes=(*self.passes[:head], FusePointwise(), *self.passes[head:]))
 
     @property
     def fetches(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,15 +24,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
-from ...ir.tiles import TiledPart, mark_of, unread_parts, with_parts
-from ...runtime.functions import attend_block, chunked_cross_entropy, part_statistics, with_gradients
+from ...ir.regions import FusedRegion, Region, TiledRegion, mark_of, unread_regions, with_regions
+from ...runtime.functions import attend_block, chunked_cross_entropy, fused, part_statistics, with_gradients
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
 from ...runtime.script_caches import kept_caches
 from ...runtime.stage.operators import COSTLY, written_tensors
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import Look, attention_bytes, look_of, parts_of, result_bytes
-from ...runtime.torch_names import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes, tree_leaves
+from ...runtime.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    current_dispatch_modes,
+    disable_current_modes,
+    tree_leaves,
+)
 from ..blocks import AgainCost, Block, BlockCost, CostlyCall
 from ..forwards.first_only import unread_by_gradients
 from ..kernels.attention import cuda_attention
@@ -177,13 +184,16 @@ class FakeBlockRun:
         values = dict(self.inputs)
         last: dict[fx.Node, int] = {}
         keep = set(self.block.outputs)
-        steps = with_parts(self.block.nodes)
+        steps = with_regions(self.block.nodes)
         for i, step in enumerate(steps):
-            for arg in step.inputs if isinstance(step, TiledPart) else step.all_input_nodes:
+            for arg in step.inputs if isinstance(step, Region) else step.all_input_nodes:
                 last[arg] = i
         for i, step in enumerate(steps):
-            if isinstance(step, TiledPart):
-                self.run_part(step, values, step.name in unread)
+            if isinstance(step, Region):
+                if isinstance(step, TiledRegion):
+                    self.run_tiles(step, values, step.name in unread)
+                elif isinstance(step, FusedRegion):
+                    self.run_fused(step, values)
                 read = step.inputs
             elif step in without:
                 values[step] = None
@@ -202,20 +212,46 @@ class FakeBlockRun:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
             values[node] = self.call(node, args, kwargs)
 
-    def run_part(self, part: TiledPart, values: dict[fx.Node, Any], unread: bool) -> None:
-        """Run a part as the printed stage does."""
-        held = {n: values[n] for node in part.nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    def body(self, region: Region, values: dict[fx.Node, Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """A region as a function of what it reads."""
+        held = {n: values[n] for node in region.nodes for n in node.all_input_nodes if n.op == "get_attr"}
 
-        def body(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            inside = {**held, **dict(zip(part.inputs, operands))}
-            last = {arg: node for node in part.nodes for arg in node.all_input_nodes}
-            for node in part.nodes:
+        def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            inside = {**held, **dict(zip(region.inputs, operands))}
+            last = {arg: node for node in region.nodes for arg in node.all_input_nodes}
+            for node in region.nodes:
                 self.run_node(node, inside)
                 for arg in node.all_input_nodes:
-                    if last[arg] is node and arg not in part.outputs:
+                    if last[arg] is node and arg not in region.outputs:
                         inside.pop(arg, None)
-            return tuple(inside[node] for node in part.outputs)
+            return tuple(inside[node] for node in region.outputs)
 
+        return run
+
+    def run_fused(self, region: FusedRegion, values: dict[fx.Node, Any]) -> None:
+        """Run a region as the printed stage does; its calls count as one where kernels are made for it."""
+        body = self.body(region, values)
+        operands = [values[n] for n in region.inputs]
+        counting = self.one_call if self.cuda else None
+        values[region.result] = fused(lambda *given: body(*given)[0], operands, region.needed, counting)
+
+    @contextmanager
+    def one_call(self, read: Sequence[torch.Tensor]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
+        """Count the calls within this as one, which reads and writes what it is told."""
+        meters = [mode for mode in current_dispatch_modes() if isinstance(mode, _Meter)]
+        made: list[torch.Tensor] = []
+        for meter in meters:
+            meter.is_inside = True
+        try:
+            yield made.extend
+        finally:
+            for meter in meters:
+                meter.is_inside = False
+                meter.note_moves(None, 0.0, sum(map(_num_bytes, (*read, *made))))
+
+    def run_tiles(self, part: TiledRegion, values: dict[fx.Node, Any], unread: bool) -> None:
+        """Run a region as the printed stage does."""
+        body = self.body(part, values)
         operands = [values[n] for n in part.inputs]
         weights = [self.fake(self.parameters[name]) for name in part.weights]
         made = in_tiles(body, part.tokens, operands, part.dims, part.results, weights, self.some_tiles, unread)
@@ -336,7 +372,7 @@ class FakeBlockRun:
     def unread(self) -> _Meter | None:
         """Run with gradients, as where nothing reads the results of parts that end the block; None without such. Where
         only the first forward needs other nodes, too, that alone is left out."""
-        parts = {part.name for part in unread_parts(self.block.nodes)}
+        parts = {part.name for part in unread_regions(self.block.nodes)}
         if not parts or unread_by_gradients(self.block.nodes):
             return None
         meter = _Meter(self)
@@ -390,6 +426,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.largest_bytes = 0  # of one storage, or of what an operator holds
         self.uncounted: set[str] = set()  # operators of which is not known what they hold
         self.known: set[int] = set()
+        self.is_inside = False  # of what counts as one call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -409,11 +446,8 @@ class _Meter(TorchDispatchMode, KernelCalls):
         for tensor in written_tensors(func, args, kwargs):
             if tensor.untyped_storage()._cdata in self.outputs:
                 self.outputs[tensor.untyped_storage()._cdata].is_changed = True
-        if new or func._schema.is_mutable:
-            self.launches += times
-            moved_bytes = sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
-            self.traffic_bytes += moved_bytes * times
-            self.rows.note(rows, flops, moved_bytes, times)
+        if (new or func._schema.is_mutable) and not self.is_inside:
+            self.note_moves(rows, flops, sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made))
         for tensor in new:
             self.note_birth(tensor.untyped_storage())
         if self.run.cuda:
@@ -423,6 +457,12 @@ class _Meter(TorchDispatchMode, KernelCalls):
             else:
                 self.note_workspace(held_bytes)
         return out
+
+    def note_moves(self, rows: Sequence[Product | AttentionCall] | None, flops: float, moved_bytes: int) -> None:
+        """A call that is these rows, if that is known, and reads and writes `moved_bytes`."""
+        self.launches += self.run.times
+        self.traffic_bytes += moved_bytes * self.run.times
+        self.rows.note(rows, flops, moved_bytes, self.run.times)
 
     def note_workspace(self, num_bytes: int) -> None:
         self.largest_bytes = max(self.largest_bytes, num_bytes)

@@ -14,7 +14,7 @@ from torch import fx
 
 from ...ir.calls import function_name
 from ...ir.program import SavedSpec
-from ...ir.tiles import unread_parts
+from ...ir.regions import unread_regions
 from ...runtime.stage.operators import COSTLY
 from ..blocks import Block, CostlyCall
 from ..operators.calls import operators
@@ -53,7 +53,7 @@ def saved_classes(
     found: list[SavedSpec] = []
     uses: dict[str, int] = {}
     number = 0
-    tiles = {node: part.num_tiles for block in blocks for part in unread_parts(block.nodes) for node in part.nodes}
+    tiles = {node: part.num_tiles for block in blocks for part in unread_regions(block.nodes) for node in part.nodes}
     for node in body:
         if shared.get(node):
             absent += [number] if node in without else []

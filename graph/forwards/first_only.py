@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from ...ir.tiles import unread_parts
+from ...ir.regions import unread_regions
 from ...runtime.functions import with_gradients
 from ..blocks import Block
 from ..dataflow import Dataflow
@@ -61,7 +61,7 @@ def unread_in(blocks: Sequence[Block], own: Collection[fx.Node]) -> frozenset[fx
     stage."""
     found: set[fx.Node] = set()
     for block in blocks:
-        parts = unread_parts(block.nodes) if block.cost.unread is not None else []
+        parts = unread_regions(block.nodes) if block.cost.unread is not None else []
         inside = {node for part in parts for node in part.nodes}
         if not any(user in own and user not in inside for part in parts for n in part.outputs for user in n.users):
             found |= inside

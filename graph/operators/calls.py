@@ -22,7 +22,7 @@ Known = TypeVar("Known")
 NO_ELEMENTS = (-1, frozenset[Elements]())
 
 
-class _Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Records calls of operators, in order."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def run_again(node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype] | None = None
         operands |= {n: operands[n].to(dtype) for n, dtype in (dtypes or {}).items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        with _Recorder() as recorder:
+        with CallRecorder() as recorder:
             try:
                 value = call(*args[node.op == "call_method" :], **kwargs)
             except Exception:  # of any kind, by what the user calls

@@ -1,6 +1,6 @@
 """`tile-sequence`: token-wise parts of layers over tiles of tokens, forward and backward.
 
-In: the op graph. Out: the same step, in which the nodes of each part are neighbours and marked (`ir/tiles.py`). A
+In: the op graph. Out: the same step, in which the nodes of each part are neighbours and marked (`ir/regions.py`). A
 stage runs such a part by `functions.in_tiles`: forward keeps what enters it, backward computes each tile again before
 it goes back through it, so that the values inside (of a MLP, of norms in fp32, of projections) exist for one tile at a
 time. Attention, whose kernels need no tiles, is outside, and is not computed again. (Bekman et al. 2025, "Arctic Long
@@ -22,7 +22,7 @@ from ...graph.follow.tokens import sequence_lengths
 from ...graph.opgraph import OpGraph
 from ...graph.tiles.token_wise import TokenPart, token_parts
 from ...ir.errors import PassError
-from ...ir.tiles import MARK, TileMark
+from ...ir.regions import MARK, TileMark
 from ...ir.units import format_bytes
 from ..base import Pass, PlanSoFar
 from ..decisions import Decision

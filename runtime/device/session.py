@@ -142,8 +142,8 @@ class DeviceSession:
         self._counters_before: tuple[dict[str, Any], int]  # and of evaluations, before the step that began last
         self._report_of_tail: dict[str, Any] = {}
         self.report_before: dict[str, Any] = {}  # of the step before the one that began last; empty at the first
-        if setup.compile_stages:
-            self._try_blocks(programs["step"])
+        if setup.compile_stages or any(store.runner.has_chains for store in self.state.stores.values()):
+            self._try_kernels(programs["step"])
         self._to_graph = programs["step"] if self._has_graphs else None  # until the first step, as weights come before
 
     def _find_device(self) -> torch.device:
@@ -165,8 +165,9 @@ class DeviceSession:
             warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
             warm_up_routes(programs, self.device)
 
-    def _try_blocks(self, program: Program) -> None:
-        """Compile the stages' blocks where they will run: while no message is under way, and no value takes memory."""
+    def _try_kernels(self, program: Program) -> None:
+        """Compile the stages' blocks, or their chains of calls, where they will run: while no message is under way, and
+        no value takes memory."""
         keeps: dict[str, list[Any]] = {}
         for node in program.ops():
             if node.target is ops.forward:
@@ -174,7 +175,7 @@ class DeviceSession:
 
         def run() -> None:
             for stage, found in keeps.items():
-                self.state.stores[stage].runner.try_blocks(found)
+                self.state.stores[stage].runner.try_kernels(found)
 
         self._compute(run)
 

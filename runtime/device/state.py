@@ -296,9 +296,10 @@ class DeviceState:
         return squares**0.5 / scale, self.loss_scale is not None and not finite
 
     def eager_blocks(self) -> dict[str, dict[str, str]]:
-        """Of stages that are to run compiled: stage -> class of blocks -> why it runs eagerly."""
-        found = {name: store.runner.compiled for name, store in self.stores.items()}
-        return {name: dict(compiled.reasons) for name, compiled in found.items() if compiled and compiled.reasons}
+        """Of stages that are to run compiled: stage -> class of blocks, or chain of calls -> why it runs eagerly."""
+        runners = {name: store.runner for name, store in self.stores.items()}
+        found = {name: r.chains_as_written | (r.compiled.reasons if r.compiled else {}) for name, r in runners.items()}
+        return {name: reasons for name, reasons in found.items() if reasons}
 
     def forget_values(self) -> None:
         """Remove the values of a step from the accounts."""

@@ -153,7 +153,7 @@ class RehearsedSession(DeviceSession):
     def _find_device(self) -> torch.device:
         return NOWHERE
 
-    def _try_blocks(self, program: Program) -> None:
+    def _try_kernels(self, program: Program) -> None:
         """A rehearsal has no blocks."""
 
     @property

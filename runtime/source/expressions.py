@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 
+from ..functions.fused import fused
 from ..functions.tiles import in_tiles
 from . import allowed
 from .names import FileNames, excerpt, is_autograd_function, refuse
 
+RUN_REGIONS = {function.__name__: function for function in (in_tiles, fused)}
+
 
 class ExpressionCheck:
     """Checks expressions of one function. `values`: its local names; `members`: the names that its class, and the
-    classes that it builds, give parts of the model; `tiles`: the functions inside it. Raises `VerifyError` at the first
-    that goes beyond what is printed."""
+    classes that it builds, give parts of the model; `regions`: the functions inside it. Raises `VerifyError` at the
+    first that goes beyond what is printed."""
 
-    def __init__(self, names: FileNames, values: set[str], members: set[str], tiles: Collection[str] = ()):
-        self.names, self.values, self.members, self.tiles = names, values, members, tiles
+    def __init__(self, names: FileNames, values: set[str], members: set[str], regions: Collection[str] = ()):
+        self.names, self.values, self.members, self.regions = names, values, members, regions
         self.kinds: dict[type[ast.AST], Callable[..., None]] = {
             ast.Constant: self._constant,
             ast.Name: self._name,
@@ -90,7 +93,7 @@ class ExpressionCheck:
     # --- calls
 
     def _call(self, node: ast.Call) -> None:
-        for argument in node.args[1:] if self._runs_tiles(node) else node.args:
+        for argument in node.args[1:] if self._runs_region(node) else node.args:
             self.value(argument)
         for given in node.keywords:
             if given.arg is None:
@@ -111,15 +114,15 @@ class ExpressionCheck:
         else:
             refuse(node, f"{excerpt(function)} is nothing that a stage may call")
 
-    def _runs_tiles(self, node: ast.Call) -> bool:
-        """Whether this is `functions.in_tiles(tile, ...)`: it alone is given a function, one of this forward."""
+    def _runs_region(self, node: ast.Call) -> bool:
+        """Whether this is `functions.in_tiles(tile, ...)`, or `fused`: these alone are given a function, one of this
+        forward."""
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if called != in_tiles.__name__ or self.names.root(node.func) is None:
-            return False
-        if self.names.find(node.func) is not in_tiles:
+        function = RUN_REGIONS.get(called)
+        if function is None or self.names.root(node.func) is None or self.names.find(node.func) is not function:
             return False
         first = node.args[0] if node.args else node
-        if not isinstance(first, ast.Name) or first.id not in self.tiles:
+        if not isinstance(first, ast.Name) or first.id not in self.regions:
             refuse(node, f"{excerpt(node)}: its first argument is a function of the same forward")
         return True
 

@@ -14,16 +14,16 @@ from .signature import check_signature
 
 def check_forward(function: ast.FunctionDef, names: FileNames, members: set[str]) -> None:
     """Raises `VerifyError` where the function goes beyond what is printed."""
-    tiles = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
+    regions = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
     values = {argument.arg for argument in function.args.args[1:]}
-    values |= {argument.arg for tile in tiles for argument in tile.args.args}
+    values |= {argument.arg for region in regions for argument in region.args.args}
     values |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    parts = {tile.name for tile in tiles}
+    parts = {region.name for region in regions}
     for name in sorted(values | parts):
         if name != "_":
             names.check_new(function, name)
         if name in values and name in parts:
-            refuse(function, f"{name!r} is a function of a tile and a value", beyond=False)
+            refuse(function, f"{name!r} is a function and a value", beyond=False)
     _ForwardCheck(ExpressionCheck(names, values, members, parts)).function(function)
 
 
@@ -38,7 +38,7 @@ class _ForwardCheck:
             ast.With: self._with,
             ast.If: self._if,
             ast.Delete: self._delete,
-            ast.FunctionDef: self._tile,
+            ast.FunctionDef: self._region,
         }
 
     def function(self, function: ast.FunctionDef) -> None:
@@ -50,8 +50,8 @@ class _ForwardCheck:
         if last.value is not None:  # a block that changes its operands in place may return nothing
             self.expressions.value(last.value)
 
-    def _tile(self, node: ast.FunctionDef) -> None:
-        """The function of a tile of tokens, which `functions.in_tiles` is given."""
+    def _region(self, node: ast.FunctionDef) -> None:
+        """The function of a region, which `functions.in_tiles` or `functions.fused` is given."""
         check_signature(node, (), exact=False)
         self.function(node)
 

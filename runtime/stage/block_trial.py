@@ -101,7 +101,7 @@ class BlockTrial:
         runs = []
         try:
             with self._values(call.block):
-                args = tree_map(lambda like: self._draw(like, keep), call.args)
+                args = tree_map(lambda like: draw_like(like, self.device, keep), call.args)
                 for forward in (type(call.block).forward, compiled):
                     self._run(call.block, forward, args, keep)  # compiles, chooses among kernels, takes workspaces
                     runs.append(self._run(call.block, forward, args, keep))
@@ -110,27 +110,25 @@ class BlockTrial:
         return self._compare(runs[0], runs[1], keep)
 
     def _compare(self, written: BlockRun, found: BlockRun, keep: bool) -> str | None:
-        tolerance = FP32_TOLERANCE if self.precision.low_dtype is None else LOW_TOLERANCE
-        if not all(_agree(*pair, _largest(pair[:1]), tolerance) for pair in zip(written.outputs, found.outputs)):
-            return f"outputs differ from those as written by more than {tolerance:g} of the largest value"
-        largest = _largest(written.gradients)  # some are zero but for rounding
-        if not all(_agree(*pair, largest, tolerance) for pair in zip(written.gradients, found.gradients, strict=True)):
-            return f"gradients differ from those as written by more than {tolerance:g} of the largest value"
+        rows = [("outputs", [a], [b]) for a, b in zip(written.outputs, found.outputs)]
+        for what, expected, made in [*rows, ("gradients", written.gradients, found.gradients)]:
+            if reason := difference(what, expected, made, self.precision):
+                return reason
         for mine, theirs in zip(found.saved, written.saved, strict=True):
             if mine > theirs:
                 return f"a block would save {mine} bytes for backward; as written it saves {theirs}"
         spec = self.spec
         most = written.alive + (spec.forward_workspace_bytes if keep else spec.light_workspace_bytes)
-        rows = [
+        sizes = [
             ("after forward", found.alive, written.alive),
             ("in forward", found.forward_peak, max(written.forward_peak, most)),
         ]
         most = written.alive + spec.backward_workspace_bytes
         for mine, theirs in zip(found.whole_peaks, written.whole_peaks, strict=True):
-            rows.append(("in backward", mine, max(theirs, most)))
-        for what, mine, counted in rows:
-            if mine > counted:
-                return f"a block would take {mine} bytes {what}; as written, and in the plan's account, {counted}"
+            sizes.append(("in backward", mine, max(theirs, most)))
+        for what, taken, counted in sizes:
+            if taken > counted:
+                return f"a block would take {taken} bytes {what}; as written, and in the plan's account, {counted}"
         return None
 
     def _run(self, block: nn.Module, forward: Forward, args: tuple[Any, ...], keep: bool) -> BlockRun:
@@ -157,21 +155,8 @@ class BlockTrial:
         found.outputs = [output.detach().cpu() for output in outputs]
         outputs = [output for output in outputs if output.requires_grad]
         if outputs:
-            torch.autograd.backward(outputs, [self._draw(output) for output in outputs])
+            torch.autograd.backward(outputs, [draw_like(output, self.device) for output in outputs])
             found.whole_peaks.append(peak_bytes(self.device) - before_bytes)
-
-    def _draw(self, like: Any, keep: bool = False) -> Any:
-        """A tensor of this layout, with values that follow from it, and with `keep` a leaf as it is; what is no tensor
-        is itself."""
-        if not isinstance(like, Tensor):
-            return like
-        shape = [1 if stride == 0 else size for size, stride in zip(like.shape, like.stride())]
-        made = torch.empty_strided(shape, like.stride(), dtype=like.dtype, device=self.device)
-        if like.is_floating_point():
-            made.normal_(generator=torch.Generator(self.device).manual_seed(0))
-        else:
-            made.fill_(like.dtype == torch.bool)  # 0 is a token, and a place, of every model
-        return made.expand(like.shape).requires_grad_(keep and like.requires_grad)
 
     @contextmanager
     def _values(self, block: nn.Module) -> Iterator[None]:
@@ -198,6 +183,29 @@ class BlockTrial:
 
 
 _NOTHING = nullcontext()
+
+
+def draw_like(like: Any, device: torch.device, keep: bool = False) -> Any:
+    """A tensor of this layout, with values that follow from it, and with `keep` a leaf as it is; what is no tensor is
+    itself."""
+    if not isinstance(like, Tensor):
+        return like
+    shape = [1 if stride == 0 else size for size, stride in zip(like.shape, like.stride())]
+    made = torch.empty_strided(shape, like.stride(), dtype=like.dtype, device=device)
+    if like.is_floating_point():
+        made.normal_(generator=torch.Generator(device).manual_seed(0))
+    else:
+        made.fill_(like.dtype == torch.bool)  # 0 is a token, and a place, of every model
+    return made.expand(like.shape).requires_grad_(keep and like.requires_grad)
+
+
+def difference(what: str, written: Sequence[Tensor], found: Sequence[Tensor], precision: Precision) -> str:
+    """The difference between results that is more than rounding, in words; empty where there is none."""
+    tolerance = FP32_TOLERANCE if precision.low_dtype is None else LOW_TOLERANCE
+    largest = _largest(written)  # some are zero but for rounding
+    if all(_agree(*pair, largest, tolerance) for pair in zip(written, found, strict=True)):
+        return ""
+    return f"{what} differ from those as written by more than {tolerance:g} of the largest value"
 
 
 def _noting(saved: dict[int, int]) -> saved_tensors_hooks:

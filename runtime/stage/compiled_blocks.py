@@ -130,13 +130,18 @@ class CompiledBlocks:
 
 def require_compiler(device: torch.device, backend: str = BACKEND) -> None:
     """Raises `PlanError` where torch's compiler lacks what it needs for this device."""
-    from ..torch_names import has_triton_package
-
-    if device.type == "cuda" and backend == BACKEND and not has_triton_package():
+    if lacks_triton(device, backend):
         raise PlanError(
             "compile_stages=True on a GPU needs Triton, with which torch.compile writes its kernels, and this Python "
             f"has none. Install the triton that torch {torch.__version__} requires, or leave compile_stages out"
         )
+
+
+def lacks_triton(device: torch.device, backend: str = BACKEND) -> bool:
+    """Whether torch's compiler cannot write kernels for a GPU."""
+    from ..torch_names import has_triton_package
+
+    return device.type == "cuda" and backend == BACKEND and not has_triton_package()
 
 
 _trials = 0  # those under way in this process

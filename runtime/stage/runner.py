@@ -23,6 +23,7 @@ from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
 from ..torch_names import NormBase, engine_run_backward
 from .block_trial import BlockTrial, fake_run
+from .chain_kernels import has_chains, make_kernels
 from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
 from .graphed_stage import GraphedStage
@@ -71,6 +72,8 @@ class StageRunner:
         outputs = (*spec.outputs, *spec.extra_outputs) if self.precision.low_dtype is not None else ()
         self._dtypes = [getattr(torch, output.dtype) for output in outputs]
         self.compiled = None if compiler is None else CompiledBlocks(module, compiler)
+        self.has_chains = has_chains(module) and self.device.type == "cuda"
+        self.chains_as_written: dict[str, str] = {}  # chains of calls without kernels, and why
         self._params = _own_parameters(spec, module, self.device)
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._changes = [param for param in spec.params if param.change]
@@ -159,9 +162,11 @@ class StageRunner:
 
     # --- the ways to run
 
-    def try_blocks(self, keeps: Sequence[bool | Sequence[str]]) -> None:
-        """Compile the stage's blocks and try them. Before the first step, by the thread and on the stream that will run
-        the stage. `keeps`: of its forwards."""
+    def try_kernels(self, keeps: Sequence[bool | Sequence[str]]) -> None:
+        """Compile the stage's blocks, or make kernels for its chains of calls, and try them. Before the first step, by
+        the thread and on the stream that will run the stage. `keeps`: of its forwards."""
+        if self.has_chains:
+            self.chains_as_written = make_kernels(self._run_on_fakes, self.device, self.precision)
         if self.compiled is None:
             return
         if any(keep and not isinstance(keep, bool) for keep in keeps):
@@ -169,14 +174,13 @@ class StageRunner:
             return
         shapes = {id(self._params[param.name]): param.shape for param in self.spec.params}
         trial = BlockTrial(self.spec, self.device, self.precision, shapes)
+        self.compiled.try_classes(self._run_on_fakes, trial, [True, False] if not all(keeps) else [True])
 
-        def run() -> None:
-            rows = [self.spec.inputs, *([self.spec.backward_inputs] if self.spec.again is not None else [])]
-            for row, again in zip(rows, (False, True)):
-                with self.draws.seed_draws(0), self.precision.autocast(self.device), recomputing(self.module, again):
-                    fake_run(self.module, self.spec, row, self._params, self.device)
-
-        self.compiled.try_classes(run, trial, [True, False] if not all(keeps) else [True])
+    def _run_on_fakes(self) -> None:
+        rows = [self.spec.inputs, *([self.spec.backward_inputs] if self.spec.again is not None else [])]
+        for row, again in zip(rows, (False, True)):
+            with self.draws.seed_draws(0), self.precision.autocast(self.device), recomputing(self.module, again):
+                fake_run(self.module, self.spec, row, self._params, self.device)
 
     def make_graphs(self, graphs: StageGraphs) -> str:
         """Run the stage from CUDA graphs from now on, on the weights that are bound. Before the first step, by the

@@ -73,7 +73,7 @@ def test_blocks_that_draw_run_eagerly_by_name_and_exactly() -> None:
     eager = Eager(model)
     with compile_job(model, batch, strategy=in_stages(1)) as job:
         assert "stage0  GPT2Block, 4 blocks: eagerly: it draws random numbers" in reasons_of(job)
-        with pytest.warns(UserWarning, match="compile_stages: GPT2Block of stage0 runs eagerly: it draws random"):
+        with pytest.warns(UserWarning, match="GPT2Block of stage0 runs eagerly: it draws random"):
             loss = job.step(batch)
         assert torch.equal(loss, eager.step(batch))
         assert job.last is not None and "draws" in job.last.eager_blocks["stage0"]["GPT2Block"]

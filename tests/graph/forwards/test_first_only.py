@@ -249,7 +249,7 @@ def test_blocks_run_compiled_with_and_without_the_reference(tmp_path: Path) -> N
     found = []
     for compiler in (None, "aot_eager"):
         runner = runner_of(file, spec, compiler)
-        runner.try_blocks([False])
+        runner.try_kernels([False])
         runner.forward(inputs, 0, keep=False)
         found.append(runner.backward(None, needed, douts, None, 0)[1])
         assert runner.compiled is None or (runner.compiled.blocks and not runner.compiled.reasons)

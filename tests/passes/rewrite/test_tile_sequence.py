@@ -26,7 +26,7 @@ from penstock.ir import ops
 from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.program import work_of
-from penstock.ir.tiles import TiledPart, mark_of, with_parts
+from penstock.ir.regions import TiledRegion, mark_of, with_regions
 from penstock.passes.rewrite.tile_sequence import TileSequence
 from penstock.runtime.functions.tiles import tile_slices
 from penstock.runtime.stage.runner import StageRunner
@@ -170,7 +170,7 @@ def test_attention_stays_whole_and_a_part_stands_together() -> None:
     tiles = TileSequence(3)
     decision = tiles.plan(draft)
     tiles.rewrite(draft, decision)
-    parts = [step for step in with_parts(draft.graph.nodes) if isinstance(step, TiledPart)]
+    parts = [step for step in with_regions(draft.graph.nodes) if isinstance(step, TiledRegion)]
     assert {part.name: part.tokens for part in parts} == decision and len(parts) == 4
     assert sorted(node.name for node in draft.graph.nodes) == sorted(before)
     for name in ("scaled_dot_product_attention", "cross_entropy"):
@@ -294,7 +294,7 @@ def test_members_of_a_team_cut_their_own_tokens() -> None:
     graph = sequences.graph_of(lambda: sequences.Decoder(depth=1))
     line = sequences.lines("heads", 2).replace("coarsen", "tile-sequence{tokens=2}, coarsen", 1)
     draft = sequences.make_draft(graph, line, 2)
-    assert any(isinstance(step, TiledPart) for step in with_parts(draft.graph.nodes))
+    assert any(isinstance(step, TiledRegion) for step in with_regions(draft.graph.nodes))
     sequences.assert_a_team_trains_as_eager(graph, draft)
 
 

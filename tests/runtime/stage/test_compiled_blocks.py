@@ -96,7 +96,7 @@ def run(kind: type[Block], compiler: str | None, keep: bool = True):
     params = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in weights.items())
     spec = StageSpec("stage0", (X,), (TensorSpec("y", (4, 8), "float32"),), params, kept_bytes=MOST)
     runner = StageRunner(spec, stage, CPU, "fp32", compiler=compiler)
-    runner.try_blocks([keep])
+    runner.try_kernels([keep])
     results = []
     for seed in range(2):
         runner.bind({name: w.clone() for name, w in weights.items()})  # each time elsewhere
