@@ -17,7 +17,7 @@ from torch import fx
 
 from ...ir.edges import storage_root
 from ...ir.regions import mark_of, region_inputs
-from ...runtime.functions.fused import Chain
+from ...runtime.functions.chains import Chain
 from ...runtime.stage.operators import is_cheap
 from ...runtime.torch_names import FakeTensor, FakeTensorMode, make_fx
 from ..blocks import Block, structural_hash

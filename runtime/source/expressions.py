@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 
-from ..functions.fused import fused
+from ..functions.chains import fused
 from ..functions.tiles import in_tiles
 from . import allowed
 from .names import FileNames, excerpt, is_autograd_function, refuse

@@ -1,4 +1,4 @@
-"""ChainKernels for the chains of pointwise calls of a stage, made and tried before any step: same results, no more memory?
+"""Kernels for the chains of pointwise calls of a stage, made and tried before any step: same results, no more memory?
 
 In: a stage's chains (`functions.fused`), as a run of it on fake tensors makes them. Out: kernels in `KERNELS`, one for
 forward and one for backward of each kind of call, and for others why they run as written. The calls of a chain, and of
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.precision import Precision
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
-from ..functions.fused import KERNELS, Chain, ChainKernels, fused, noted_chains
+from ..functions.chains import KERNELS, Chain, ChainKernels, fused, noted_chains
 from .block_trial import NO_ROOM, difference, draw_like
 from .compiled_blocks import BACKEND, lacks_triton
 
