@@ -45,7 +45,7 @@ class Savings:
 
     @property
     def text(self) -> str:
-        parts = f"at most {self.by_plan:.0%} by another plan, {self.by_fusing:.0%} by fused kernels (--compile-stages)"
+        parts = f"at most {self.by_plan:.0%} by another plan, {self.by_fusing:.0%} by fused kernels (--kernels fused)"
         return f"no run on this machine could save more than {self.in_all:.0%} of it: {parts}, the rest at peak rates"
 
 

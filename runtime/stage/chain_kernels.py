@@ -18,7 +18,7 @@ from ...ir.precision import Precision
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
 from ..functions.chains import KERNELS, Chain, ChainKernels, fused, noted_chains
 from .block_trial import NO_ROOM, difference, draw_like
-from .compiled_blocks import BACKEND, lacks_triton
+from .compiled_blocks import lacks_triton
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -30,9 +30,11 @@ def has_chains(module: nn.Module) -> bool:
 
 
 def make_kernels(
-    run: Callable[[], None], device: torch.device, precision: Precision, backend: str = BACKEND
+    run: Callable[[], None], device: torch.device, precision: Precision, backend: str
 ) -> dict[str, str]:
     """Make kernels for the chains that `run` calls. Returns why some run as written, by their names."""
+    if lacks_triton(device, backend):
+        return {"every chain of calls": "Python has no Triton"}
     with noted_chains() as calls:
         run()
     reasons: dict[str, str] = {}
@@ -42,9 +44,8 @@ def make_kernels(
         known = KERNELS.get(call.key(made))
         if known is not None and (wanted in known.backward or not any(wanted)):
             continue
-        reason = "Python has no Triton" if lacks_triton(device, backend) else ""
         try:
-            reason = reason or _try(call, made, wanted, precision, backend)
+            reason = _try(call, made, wanted, precision, backend)
         except torch.OutOfMemoryError:
             reason = NO_ROOM
         except Exception as error:  # of any kind, by the backend

@@ -24,7 +24,7 @@ from ..optimizer.hooks import change_params
 from ..torch_names import NormBase, engine_run_backward
 from .block_trial import BlockTrial, fake_run
 from .chain_kernels import has_chains, make_kernels
-from .compiled_blocks import KEEPS, CompiledBlocks
+from .compiled_blocks import BACKEND, KEEPS, CompiledBlocks
 from .draws import Draws
 from .graphed_stage import GraphedStage
 from .kept import Kept
@@ -166,7 +166,7 @@ class StageRunner:
         """Compile the stage's blocks, or make kernels for its chains of calls, and try them. Before the first step, by
         the thread and on the stream that will run the stage. `keeps`: of its forwards."""
         if self.has_chains:
-            self.chains_as_written = make_kernels(self._run_on_fakes, self.device, self.precision)
+            self.chains_as_written = make_kernels(self._run_on_fakes, self.device, self.precision, BACKEND)
         if self.compiled is None:
             return
         if any(keep and not isinstance(keep, bool) for keep in keeps):

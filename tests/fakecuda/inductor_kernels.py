@@ -1,12 +1,13 @@
-"""A job with compiled stages under emulation, with Inductor's own kernels for CUDA, which Triton interprets on the
-emulated device: everything of compiled stages is checked against eager but the kernels' machine code. Its weights are
-resident, as the interpreter copies whole storages back, in which fetches would be under way.
+"""Jobs with compiled stages, and with fused chains of calls, under emulation, with Inductor's own kernels for CUDA,
+which Triton interprets on the emulated device: everything is checked against eager but the kernels' machine code. The
+weights are resident, as the interpreter copies whole storages back, in which fetches would be under way.
 
 Run: make gpu-emulated-kernels
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, GridExpr
@@ -24,6 +26,7 @@ from triton.runtime.interpreter import TensorHandle
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import GptSize
 from penstock.tests.gpu.rehearsal import batches, compile_job, model_of
+from penstock.tests.gpu.test_gpu_fused import Spelled
 
 SIZE = GptSize(layers=4, width=32, heads=2, vocabulary=64, length=16)
 counts = {"kernels": 0, "launches": 0}
@@ -91,16 +94,19 @@ def main() -> None:
     CachingAutotuner.precompile = lambda tuner, *args, **options: prepare(tuner)
     CachingAutotuner.run = run
     parity.exact_arithmetic()
-    model, data = model_of(SIZE), batches(SIZE)
-    for precision in ("fp32", "bf16"):
+    data = batches(SIZE)
+    ways: list[tuple[nn.Module, dict[str, Any]]] = [
+        (model_of(SIZE), {"compile_stages": True}), (Spelled(SIZE), {"kernels": "fused"}),
+    ]  # fmt: skip
+    for (model, options), precision in itertools.product(ways, ("fp32", "bf16")):
         torch._dynamo.reset()
         wanted = parity.train_eager(model, data, "cuda", precision)
         before = counts["launches"]
-        with compile_job(model, data[0], precision=precision, compile_stages=True) as job:
+        with compile_job(model, data[0], precision=precision, **options) as job:
             found = parity.train_job(job, data)
             assert job.last.eager_blocks == {}, job.last.eager_blocks
         apart = parity.compare(found, wanted, parity.start_of(model))
-        print(precision, apart, counts, flush=True)
+        print(options, precision, apart, counts, flush=True)
         assert counts["launches"] > before and apart.fits(precision)
 
 

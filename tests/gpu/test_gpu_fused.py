@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.bench.peers import gpu_sections, parity
+from penstock.bench.peers.gpt import GptSize
 from penstock.runtime.functions.chains import KERNELS
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
@@ -49,15 +50,15 @@ CORE = {("resident", "bf16", "aot_eager"), ("swapped", "fp32", "aot_eager"), ("s
 class Layer(nn.Module):
     """A layer as Llama has it, call by call."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
-        width = SIZE.width
+        width, self.heads = size.width, size.heads
         self.norms = nn.ModuleList(Norm(width) for _ in range(2))
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.gate, self.up, self.down = (nn.Linear(a, b) for a, b in 2 * [(width, 2 * width)] + [(2 * width, width)])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows = self.attend(self.norms[0](x)).unflatten(-1, (3, SIZE.heads, -1)).permute(2, 0, 3, 1, 4)
+        rows = self.attend(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key = (part * cos + torch.cat(part.chunk(2, -1)[::-1], -1) * sin for part in rows[:2].unbind(0))
         mixed = F.scaled_dot_product_attention(query, key, rows[2], is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
@@ -66,12 +67,14 @@ class Layer(nn.Module):
 
 
 class Spelled(nn.Module):
-    def __init__(self) -> None:
+    """A model of such layers, on the words of `batch_of`."""
+
+    def __init__(self, size: GptSize = SIZE) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(SIZE.vocabulary, SIZE.width), nn.Linear(SIZE.width, SIZE.vocabulary)
-        self.layers = nn.ModuleList(Layer() for _ in range(SIZE.layers))
-        angles = torch.outer(torch.arange(float(SIZE.length)), torch.logspace(0, -3, SIZE.width // SIZE.heads))
+        self.words, self.head = nn.Embedding(size.vocabulary, size.width), nn.Linear(size.width, size.vocabulary)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        angles = torch.outer(torch.arange(float(size.length)), torch.logspace(0, -3, size.width // size.heads))
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 
@@ -93,7 +96,7 @@ def kernels() -> Iterator[None]:
 def test_losses_and_weights_are_eagers(
     kind: str, precision: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.runtime.stage.chain_kernels.BACKEND", backend)
+    monkeypatch.setattr("penstock.runtime.stage.runner.BACKEND", backend)
     model, data = Spelled(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision)
     with KINDS[kind](model, data[0], precision=precision, kernels="fused") as job:

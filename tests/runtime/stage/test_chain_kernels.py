@@ -91,11 +91,12 @@ def test_a_kernel_that_is_wrong_is_named_and_not_used(
 ) -> None:
     written = step()
     monkeypatch.setattr("penstock.runtime.torch_names.lookup_backend", backend_of(change), raising=False)
-    found = make_kernels(run_on_fakes, CPU, FP32)
+    found = make_kernels(run_on_fakes, CPU, FP32, "inductor")
     assert all(reason in text for text in found.values()) and "gate's gate(gate, up)" in found
     assert all(map(torch.equal, step(), written))
 
 
 def test_without_triton_chains_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_kernels, "lacks_triton", lambda device, backend: True)
-    assert set(make_kernels(run_on_fakes, CPU, FP32).values()) == {"Python has no Triton"} and not KERNELS
+    found = make_kernels(run_on_fakes, CPU, FP32, "inductor")
+    assert found == {"every chain of calls": "Python has no Triton"} and not KERNELS
