@@ -16,7 +16,7 @@ from torch import fx
 
 from ..ir.names import is_index
 from ..ir.regions import FusedRegion, Region, TiledRegion, TileMark, mark_of, with_regions
-from ..runtime.functions import fused
+from ..runtime.functions import fuse
 from ..runtime.functions.tiles import in_tiles
 from .expressions import IN_PLACE, Expressions, Text, literal
 from .imports import Imports
@@ -71,7 +71,7 @@ class Body:
             for node in step.nodes if isinstance(step, Region) else [step] if isinstance(step, fx.Node) else []:
                 self.expressions.prepare(node)
             if isinstance(step, Region):
-                self.imports.function(in_tiles if isinstance(step, TiledRegion) else fused)
+                self.imports.function(in_tiles if isinstance(step, TiledRegion) else fuse)
         roots = (n for n in self.steps if isinstance(n, fx.Node) and n.meta.get("module_path") == "")
         self.leaves = {str(n.target) for n in self.steps if isinstance(n, fx.Node) and n.op == "call_module"}
         self.root_type = next((str(n.meta.get("module_type", "")) for n in roots), "")
@@ -127,7 +127,7 @@ class Body:
                 elif isinstance(step, TiledRegion):
                     self._tiles(step)
                 elif isinstance(step, FusedRegion):
-                    self._fused(step)
+                    self._chain(step)
                 elif isinstance(step, BlockCall):
                     self._call(step)
         self.now += 1
@@ -209,11 +209,11 @@ class Body:
         results = [self._bind(n, usable(r) if r.isidentifier() else name) for n, r in zip(part.outputs, returned)]
         self._emit(f"{', '.join(results)} = ", call, describe_all(part.outputs))
 
-    def _fused(self, region: FusedRegion) -> None:
+    def _chain(self, region: FusedRegion) -> None:
         """Write a region as a function, and the call that runs it as one kernel."""
         name, texts, _ = self._function(region, "chain", "one kernel, which backward computes again")
         rows = [f"[{', '.join(row)}]" for row in (texts, map(str, region.needed))]
-        call = _call_text(self.imports.function(fused), [name, *rows])
+        call = _call_text(self.imports.function(fuse), [name, *rows])
         self._emit(f"{self._bind(region.result, self._suggest(region.result))} = ", call, describe(region.result))
 
     def _function(self, region: Region, wanted: str, comment: str) -> tuple[str, list[str], list[str]]:

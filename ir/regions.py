@@ -108,7 +108,7 @@ def with_regions(steps: Sequence[Any]) -> list[Any]:
             continue
         members[mark.region].append(step)
         if last[mark.region] == i:
-            make = _tiled if isinstance(mark, TileMark) else _fused
+            make = _tile_region if isinstance(mark, TileMark) else _fuse_region
             found.append(make(mark.region, members[mark.region]))
     return found
 
@@ -132,7 +132,7 @@ def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def _tiled(name: str, nodes: list[fx.Node]) -> TiledRegion:
+def _tile_region(name: str, nodes: list[fx.Node]) -> TiledRegion:
     marks: dict[fx.Node, TileMark] = {node: node.meta[MARK] for node in nodes}
     dims: dict[fx.Node, int | None] = {}
     weights: dict[str, None] = {}
@@ -148,7 +148,7 @@ def _tiled(name: str, nodes: list[fx.Node]) -> TiledRegion:
     return TiledRegion(name, nodes, inputs, outputs, tokens, [dims[node] for node in inputs], results, [*weights])
 
 
-def _fused(name: str, nodes: list[fx.Node]) -> FusedRegion:
+def _fuse_region(name: str, nodes: list[fx.Node]) -> FusedRegion:
     read = {a for n in nodes for a, needed in zip(n.all_input_nodes, n.meta[MARK].needed, strict=True) if needed}
     inputs, outputs = region_inputs(nodes), _outputs(nodes)
     return FusedRegion(name, nodes, inputs, outputs, [i for i, node in enumerate(inputs) if node in read])

@@ -184,6 +184,11 @@ def taken_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def begin_peak(device: torch.device) -> None:
     """Let `peak_bytes` count from here on."""
     if device.type == "cuda":

@@ -29,17 +29,17 @@ MAY_IMPORT = {
 ORDER = {
     "ir": (
         "errors", "extensions", "documents", "units", "precision", "names", "machine", "stages", "ops", "calls",
-        "edges", "plain_graph", "tiles", "program", "verify",
+        "edges", "plain_graph", "regions", "program", "verify",
     ),
     "runtime": (
         "torch_names", "script_caches", "accelerator", "modules", "experts", "quantised", "functions", "forced_eager",
         "model_names", "children", "forks", "scratch", "bad_step", "nodes", "threads", "turns", "source", "simulate",
-        "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure", "processes",
+        "ssd", "state", "optimizer", "compiled", "stage", "reference", "device", "emulate", "measure", "processes",
     ),
     "graph": (
         "loss_terms", "opgraph", "row_parts", "turn_seconds", "operators", "kernels", "dataflow", "edit", "boundaries",
         "sizes", "blocks", "operator_blocks", "follow", "experts", "forwards", "costs", "loss", "masks", "tables",
-        "products", "divide", "layers", "tiles", "stages", "profile",
+        "products", "divide", "layers", "regions", "stages", "profile",
     ),
     "passes": (
         "work_limit", "run_again", "decisions", "draft", "base", "equal_programs", "phases", "receive_earlier",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...ir.program import Interface
+from ...runtime.compiled.blocks import CompiledBlocks
 from ...runtime.device.file import open_directory
 from ...runtime.source.trust import Trust
-from ...runtime.stage.compiled_blocks import CompiledBlocks
 
 
 def find_blocks(directory: str | Path, interface: Interface, trust: Trust) -> dict[str, CompiledBlocks]:

@@ -122,11 +122,10 @@ class Candidate:
         return self if passes == self.passes else Candidate(passes)
 
     def fusing(self) -> Candidate:
-        """The same candidate with chains of pointwise calls as one kernel each."""
-        if self.find(FusePointwise) is not None:
-            return self
-        head = next((i for i, p in enumerate(self.passes) if not isinstance(p, GraphPass)), 0)
-        return dataclasses.replace(self, passes=(*self.passes[:head], FusePointwise(), *self.passes[head:]))
+        """The same candidate with chains of pointwise calls as one kernel each, of what other passes have made."""
+        before = [p for p in self.graph_passes if not isinstance(p, FusePointwise)]
+        after = (p for p in self.passes if not isinstance(p, GraphPass))
+        return dataclasses.replace(self, passes=(*before, FusePointwise(), *after))
 
     @property
     def fetches(self) -> bool:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...ir.regions import FusedRegion, Region, TiledRegion, mark_of, unread_regions, with_regions
-from ...runtime.functions import attend_block, chunked_cross_entropy, fused, part_statistics, with_gradients
+from ...runtime.functions import attend_block, chunked_cross_entropy, fuse, part_statistics, with_gradients
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
 from ...runtime.script_caches import kept_caches
@@ -233,7 +233,7 @@ class FakeBlockRun:
         body = self.body(region, values)
         operands = [values[n] for n in region.inputs]
         counting = self.one_call if self.cuda else None
-        values[region.result] = fused(lambda *given: body(*given)[0], operands, region.needed, counting)
+        values[region.result] = fuse(lambda *given: body(*given)[0], operands, region.needed, counting)
 
     @contextmanager
     def one_call(self, read: Sequence[torch.Tensor]) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:

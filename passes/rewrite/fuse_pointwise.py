@@ -1,7 +1,7 @@
 """`fuse-pointwise`: a chain of pointwise calls runs as one kernel, forward and backward.
 
 In: the op graph. Out: the same step, in which the nodes of each chain are neighbours and marked (`ir/regions.py`). A
-stage runs such a chain by `functions.fused`: forward reads what enters and writes the result, backward computes the
+stage runs such a chain by `functions.fuse`: forward reads what enters and writes the result, backward computes the
 chain again from those of its inputs that gradients depend on, which are all that is saved. Norms that a model spells
 out, rotary embeddings, gated activations are found by their calls, not by the names of models. (Dao et al. 2022,
 "FlashAttention", 3.1: what bounds such calls is the traffic to memory.)
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...graph.edit import copy_graph
-from ...graph.kernels.chains import CallChain, call_chains
+from ...graph.regions.call_chains import CallChain, call_chains
 from ...ir.errors import PassError
 from ...ir.regions import MARK, FuseMark
 from ...ir.units import format_bytes

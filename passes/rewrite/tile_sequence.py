@@ -20,7 +20,7 @@ from torch import fx
 from ...graph.edit import copy_graph, set_arguments
 from ...graph.follow.tokens import sequence_lengths
 from ...graph.opgraph import OpGraph
-from ...graph.tiles.token_wise import TokenPart, token_parts
+from ...graph.regions.token_wise import TokenPart, token_parts
 from ...ir.errors import PassError
 from ...ir.regions import MARK, TileMark
 from ...ir.units import format_bytes

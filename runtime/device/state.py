@@ -16,12 +16,12 @@ from ...ir.precision import Precision
 from ...ir.program import Account, Interface, StageHome, team_of
 from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
 from ..bad_step import BadStep
+from ..compiled.blocks import BACKEND, require_compiler
 from ..optimizer.gradients import LossScale, LossScales
 from ..optimizer.stage_optimizer import StageOptimizer, Workspace
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
-from ..stage.compiled_blocks import BACKEND, require_compiler
 from ..stage.saver import piece_bytes
 from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore, StoreSetup

@@ -32,7 +32,7 @@ from ..experts.split_experts import (
 from ..quantised.linear_4bit import linear_4bit
 from ..quantised.linear_8bit import linear_8bit
 from ..quantised.linear_torchao import linear_torchao
-from .chains import fused
+from .chains import fuse
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
 from .member_tables import joined_members, member_lookup
@@ -51,7 +51,7 @@ __all__ = [
     "cross_entropy_of_parts",
     "document_borders",
     "evaluation_logits",
-    "fused",
+    "fuse",
     "in_tiles",
     "join_part",
     "joined_members",

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Body = Callable[..., Tensor]
-OneCall = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # takes what a kernel would read and write
+ChainBody = Callable[..., Tensor]
+CountCall = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # takes what a kernel would read and write
 
 
-def fused(body: Body, operands: Sequence[Tensor], needed: Sequence[int], one_call: OneCall | None = None) -> Tensor:
+def fuse(
+    body: ChainBody, operands: Sequence[Tensor], needed: Sequence[int], one_call: CountCall | None = None
+) -> Tensor:
     """`body(*operands)`, a tensor of its own. `needed`: the places of the operands whose values backward reads; only
     these are saved. `one_call`: what forward and backward run in, for costs."""
     kind = operands[0].device.type
@@ -43,12 +45,12 @@ class ChainKernels:
 
 
 class Chain(NamedTuple):
-    body: Body
+    body: ChainBody
     needed: tuple[int, ...]
     kind: str
     autocasts: bool
     dtype: torch.dtype
-    one_call: OneCall | None = None
+    one_call: CountCall | None = None
 
     def run(self, *operands: Tensor) -> Tensor:
         # Without the cache: what a forward without autograd has cast must not serve one with it.
@@ -76,8 +78,8 @@ _noting: list[list[tuple[Chain, tuple[Tensor, ...]]]] = []
 
 
 @contextmanager
-def noted_chains() -> Iterator[list[tuple[Chain, tuple[Tensor, ...]]]]:
-    """Collect the calls of `fused` within this."""
+def note_chains() -> Iterator[list[tuple[Chain, tuple[Tensor, ...]]]]:
+    """Collect the calls of `fuse` within this."""
     found: list[tuple[Chain, tuple[Tensor, ...]]] = []
     _noting.append(found)
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 
-from ..functions.chains import fused
+from ..functions.chains import fuse
 from ..functions.tiles import in_tiles
 from . import allowed
 from .names import FileNames, excerpt, is_autograd_function, refuse
 
-RUN_REGIONS = {function.__name__: function for function in (in_tiles, fused)}
+RUN_REGIONS = {function.__name__: function for function in (in_tiles, fuse)}
 
 
 class ExpressionCheck:
@@ -115,7 +115,7 @@ class ExpressionCheck:
             refuse(node, f"{excerpt(function)} is nothing that a stage may call")
 
     def _runs_region(self, node: ast.Call) -> bool:
-        """Whether this is `functions.in_tiles(tile, ...)`, or `fused`: these alone are given a function, one of this
+        """Whether this is `functions.in_tiles(tile, ...)`, or `fuse`: these alone are given a function, one of this
         forward."""
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         function = RUN_REGIONS.get(called)

@@ -51,7 +51,7 @@ class _ForwardCheck:
             self.expressions.value(last.value)
 
     def _region(self, node: ast.FunctionDef) -> None:
-        """The function of a region, which `functions.in_tiles` or `functions.fused` is given."""
+        """The function of a region, which `functions.in_tiles` or `functions.fuse` is given."""
         check_signature(node, (), exact=False)
         self.function(node)
 

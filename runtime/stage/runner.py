@@ -19,17 +19,18 @@ from torch.autograd.graph import GradientEdge
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
+from ..accelerator import storage_of
+from ..compiled.block_trial import BlockTrial, fake_run
+from ..compiled.blocks import BACKEND, KEEPS, CompiledBlocks
+from ..compiled.chain_kernels import has_chains, make_kernels
 from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
 from ..torch_names import NormBase, engine_run_backward
-from .block_trial import BlockTrial, fake_run
-from .chain_kernels import has_chains, make_kernels
-from .compiled_blocks import BACKEND, KEEPS, CompiledBlocks
 from .draws import Draws
 from .graphed_stage import GraphedStage
 from .kept import Kept
 from .saved_classes import Keeping, SavedClasses, Taking
-from .saved_places import SavedPlaces, storage_of, with_own_storage
+from .saved_places import SavedPlaces, with_own_storage
 from .split_backward import Rest, input_half, weight_half
 
 NOTHING = nullcontext()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..accelerator import storage_of
 from .pointwise import PointwiseAgain
 
 
@@ -76,11 +77,6 @@ class SavedPlaces:
             self.starts = [start for start, _, _ in rows]
             self.spans = [(end, name) for _, end, name in rows]
         return self.starts
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def with_own_storage(tensor: Tensor, taken: set[int], held: Container[int] = ()) -> Tensor:

@@ -41,10 +41,14 @@ KINDS = {
     "resident": partial(compile_job, stages=1),
     "2 stages": partial(compile_job, stages=2),
     "swapped": swapping_job,
+    "graphs": partial(compile_job, stages=1, cuda_graphs=not REHEARSED),
 }
 AS_WRITTEN = "inductor"  # of which Python has no Triton under emulation
 BACKENDS = [AS_WRITTEN, "aot_eager"]
-CORE = {("resident", "bf16", "aot_eager"), ("swapped", "fp32", "aot_eager"), ("swapped", "bf16", AS_WRITTEN)}
+CORE = {
+    ("resident", "bf16", "aot_eager"), ("graphs", "fp32", "aot_eager"), ("swapped", "fp32", "aot_eager"),
+    ("swapped", "bf16", AS_WRITTEN),
+}  # fmt: skip
 
 
 class Layer(nn.Module):

@@ -14,7 +14,7 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import PIPELINE
-from penstock.graph.kernels.chains import call_chains
+from penstock.graph.regions.call_chains import call_chains
 from penstock.ir.errors import PassError, PlanError
 from penstock.ir.regions import Region, with_regions
 from penstock.passes.rewrite.fuse_pointwise import FusePointwise
@@ -152,7 +152,7 @@ def test_an_edited_plan_fuses_what_it_names() -> None:
         copy.deepcopy(model), penstock.Hardware.cpu(1, memory="64MB", dram="1GB"), example_inputs=batch, optimizer=SGD,
         plan=plan,
     ) as job:  # fmt: skip
-        assert job.code().count("functions.fused(") == 1
+        assert job.code().count("functions.fuse(") == 1
     plan.decisions.fused = ["layers.1/9"]
     with pytest.raises(PassError, match=r"'layers.1/9' is no chain of calls of this model; it has layers.0/1"):
         penstock.compile(

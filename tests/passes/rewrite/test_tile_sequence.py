@@ -20,8 +20,8 @@ from penstock.graph.costs import block as costs
 from penstock.graph.follow.tokens import TokenFacts, token_facts
 from penstock.graph.forwards.first_only import unread_in
 from penstock.graph.layers import find_blocks
-from penstock.graph.tiles import token_wise as parts
-from penstock.graph.tiles.token_wise import token_parts
+from penstock.graph.regions import token_wise as parts
+from penstock.graph.regions.token_wise import token_parts
 from penstock.ir import ops
 from penstock.ir.calls import call_name
 from penstock.ir.errors import PassError, VerifyError

@@ -11,10 +11,10 @@ from torch._dynamo.utils import counters
 from penstock.ir.errors import PlanError
 from penstock.ir.precision import Precision
 from penstock.ir.program import ParamSpec, StageSpec, TensorSpec
+from penstock.runtime.compiled.block_trial import BlockRun, BlockTrial
+from penstock.runtime.compiled.blocks import require_compiler
 from penstock.runtime.functions import packed_attention
 from penstock.runtime.modules import Scope, Stage, draw_at
-from penstock.runtime.stage.block_trial import BlockRun, BlockTrial
-from penstock.runtime.stage.compiled_blocks import require_compiler
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.shown_elsewhere import slow_but
 

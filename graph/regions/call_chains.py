@@ -1,4 +1,5 @@
-"""Chains of calls that one kernel can compute: pointwise calls, casts, views and sums over the last dimension.
+"""Chains of calls that one kernel can compute, for `fuse-pointwise`: pointwise calls, casts, views, and sums over the
+last dimension.
 
 In: an op graph. Out: `CallChain`s, each in one layer, with one result. Every value inside is read inside alone, so that
 a chain ends where a value goes two ways: that value is in memory anyway. A chain counts if the values from outside that
@@ -23,11 +24,11 @@ from ...runtime.torch_names import FakeTensor, FakeTensorMode, make_fx
 from ..blocks import Block, structural_hash
 from ..costs.block import FakeBlockRun
 from ..dataflow import Dataflow
+from ..kernels.cuda_autocast import autocast_as
 from ..layers import layer_runs
 from ..operators.calls import CallRecorder, call_key
 from ..operators.record import OperatorCall, is_pointwise
 from ..opgraph import OpGraph, is_check, value_tensors
-from .cuda_autocast import autocast_as
 
 OVER_ROWS = ("mean", "sum", "amax", "amin", "var", "_softmax")  # where they are over the last dimension
 
@@ -172,7 +173,7 @@ class _Finder:
         with CallRecorder() as recorder, saving, torch.enable_grad():
             result = body(*operands)
         calls = [call for call in recorder.calls if not call.func.is_view]
-        needed = _needed(body, operands, result)
+        needed = _read_places(body, operands, result)
         if len(calls) < 2 or needed is None:
             return None
         for node, operand in zip(inputs, operands):
@@ -185,7 +186,7 @@ class _Finder:
         return _Findings(needed, moved - sum(map(_bytes, (*operands, result))))
 
 
-def _needed(
+def _read_places(
     body: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], result: torch.Tensor
 ) -> tuple[int, ...] | None:
     """The places of the operands that the gradients are made of; None where one of them gets none."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.graph.costs.block import measure
-from penstock.graph.kernels.chains import call_chains
 from penstock.graph.layers import find_blocks
 from penstock.graph.opgraph import OpGraph
+from penstock.graph.regions.call_chains import call_chains
 from penstock.passes.rewrite.fuse_pointwise import FusePointwise
 from penstock.tests.passes.rewrite.test_fuse_pointwise import Stack, batch_of
 from penstock.tests.passes.running import apply, draft_of

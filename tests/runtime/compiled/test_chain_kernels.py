@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.ir.precision import Precision
-from penstock.runtime.functions import fused
+from penstock.runtime.compiled import chain_kernels
+from penstock.runtime.compiled.chain_kernels import make_kernels
+from penstock.runtime.functions import fuse
 from penstock.runtime.functions.chains import KERNELS, Chain
-from penstock.runtime.stage import chain_kernels
-from penstock.runtime.stage.chain_kernels import make_kernels
 from penstock.runtime.torch_names import FakeTensorMode
 
 CPU, FP32 = torch.device("cpu"), Precision.of("fp32")
@@ -38,13 +38,13 @@ def turn(x: Tensor, cos: Tensor) -> Tensor:
 def run_on_fakes() -> None:
     with FakeTensorMode():
         x, y = (torch.empty(4, 8, requires_grad=True) for _ in range(2))
-        fused(gate, [x, y], [0, 1])
-        fused(turn, [x, torch.empty(8)], [1])
+        fuse(gate, [x, y], [0, 1])
+        fuse(turn, [x, torch.empty(8)], [1])
 
 
 def step() -> list[Tensor]:
     x, y = (torch.linspace(-2, 2, 32).view(4, 8).requires_grad_() for _ in range(2))
-    made = fused(gate, [x, y], [0, 1]) + fused(turn, [x, torch.linspace(0, 1, 8)], [1])
+    made = fuse(gate, [x, y], [0, 1]) + fuse(turn, [x, torch.linspace(0, 1, 8)], [1])
     made.square().sum().backward()
     assert x.grad is not None and y.grad is not None
     return [made, x.grad, y.grad]
@@ -62,10 +62,10 @@ def test_other_layouts_and_other_wishes_run_as_written() -> None:
     make_kernels(run_on_fakes, CPU, FP32, "aot_eager")
     frozen = torch.linspace(-2, 2, 32).view(4, 8)
     trained = frozen.clone().requires_grad_()
-    result = fused(gate, [frozen, trained], [0, 1])  # of which one gradient is wanted
+    result = fuse(gate, [frozen, trained], [0, 1])  # of which one gradient is wanted
     result.sum().backward()
     torch.testing.assert_close(trained.grad, F.silu(frozen))
-    torch.testing.assert_close(fused(gate, [frozen.t(), frozen.t()], [0, 1]), gate(frozen.t(), frozen.t()))
+    torch.testing.assert_close(fuse(gate, [frozen.t(), frozen.t()], [0, 1]), gate(frozen.t(), frozen.t()))
 
 
 def backend_of(change: Any) -> Any:

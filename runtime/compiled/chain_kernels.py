@@ -1,6 +1,6 @@
 """Kernels for the chains of pointwise calls of a stage, made and tried before any step: same results, no more memory?
 
-In: a stage's chains (`functions.fused`), as a run of it on fake tensors makes them. Out: kernels in `KERNELS`, one for
+In: a stage's chains (`functions.fuse`), as a run of it on fake tensors makes them. Out: kernels in `KERNELS`, one for
 forward and one for backward of each kind of call, and for others why they run as written. The calls of a chain, and of
 autograd's way back through it, are taken down on made-up values and given to a backend of torch.compile as they are.
 """
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from ...ir.precision import Precision
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
-from ..functions.chains import KERNELS, Chain, ChainKernels, fused, noted_chains
+from ..functions.chains import KERNELS, Chain, ChainKernels, fuse, note_chains
 from .block_trial import NO_ROOM, difference, draw_like
-from .compiled_blocks import lacks_triton
+from .blocks import lacks_triton
 
-Run = Callable[..., Sequence[Tensor]]
+KernelCall = Callable[..., Sequence[Tensor]]
 
 
 def has_chains(module: nn.Module) -> bool:
     """Whether a forward of a stage runs chains of calls."""
     codes = (getattr(type(part).forward, "__code__", None) for part in module.modules())
-    return any(code is not None and fused.__name__ in code.co_names for code in codes)
+    return any(code is not None and fuse.__name__ in code.co_names for code in codes)
 
 
 def make_kernels(
@@ -35,7 +35,7 @@ def make_kernels(
     """Make kernels for the chains that `run` calls. Returns why some run as written, by their names."""
     if lacks_triton(device, backend):
         return {"every chain of calls": "Python has no Triton"}
-    with noted_chains() as calls:
+    with note_chains() as calls:
         run()
     reasons: dict[str, str] = {}
     for call, operands in calls:
@@ -67,7 +67,7 @@ def _try(
         compile_graph, plain = lookup_backend(backend), [operand.detach() for operand in operands]
         forward = _compile(lambda *given: [call.run(*given)], plain, range(len(plain)), compile_graph)
         read = [0, *(1 + i for i in call.needed)]
-        rows: list[tuple[Run, Sequence[Tensor]]] = [(forward, plain)]
+        rows: list[tuple[KernelCall, Sequence[Tensor]]] = [(forward, plain)]
         if any(wanted):
             backward = _compile(
                 lambda grad, *given: call.gradients(grad, given, wanted), [grad, *plain], read, compile_graph
@@ -76,8 +76,8 @@ def _try(
         as_written = [lambda: [call.run(*operands)], lambda: call.gradients(grad, operands, wanted)]
         for (kernel, given), what, run in zip(rows, ("outputs", "gradients"), as_written):
             kernel(*given)  # chooses its launches
-            expected, most_bytes = _measured(run, grad.device)
-            found, its_bytes = _measured(partial(kernel, *given), grad.device)
+            expected, most_bytes = _measure(run, grad.device)
+            found, its_bytes = _measure(partial(kernel, *given), grad.device)
             if reason := difference(what, expected, found, precision):
                 return reason
             if its_bytes > most_bytes:
@@ -88,7 +88,7 @@ def _try(
     return ""
 
 
-def _measured(run: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int]:
+def _measure(run: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int]:
     """The results of a run, and the bytes that it takes of a GPU at its peak."""
     begin_peak(device)
     before_bytes = taken_bytes(device)
@@ -96,7 +96,7 @@ def _measured(run: Callable[[], Sequence[Tensor]], device: torch.device) -> tupl
     return made, peak_bytes(device) - before_bytes
 
 
-def _compile(run: Run, operands: Sequence[Tensor], read: Sequence[int], compile_graph: Any) -> Run:
+def _compile(run: KernelCall, operands: Sequence[Tensor], read: Sequence[int], compile_graph: Any) -> KernelCall:
     """A kernel for a function of these operands, which takes those at the places `read`."""
     from ..torch_names import make_fx
 
@@ -107,7 +107,7 @@ def _compile(run: Run, operands: Sequence[Tensor], read: Sequence[int], compile_
         if i not in read:
             made.graph.erase_node(node)  # nobody reads it, as the plan has found
     made.recompile()
-    kernel: Run = compile_graph(made, [operands[i] for i in read])
+    kernel: KernelCall = compile_graph(made, [operands[i] for i in read])
     return kernel
 
 

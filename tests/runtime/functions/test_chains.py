@@ -1,4 +1,4 @@
-"""`functions.fused`: the same bits as its calls one by one; only what gradients depend on is saved."""
+"""`functions.fuse`: the same bits as its calls one by one; only what gradients depend on is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.runtime.functions import fused
+from penstock.runtime.functions import fuse
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def test_values_and_gradients_have_the_same_bits(
     written, given = draw(shapes, wanted, dtype), draw(shapes, wanted, dtype)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        result = fused(body, given, needed)
+        result = fuse(body, given, needed)
     expected = body(*written)
     assert torch.equal(result, expected) and [id(t) for t in saved] == [id(given[i]) for i in needed]
     expected.square().sum().backward()
@@ -76,7 +76,7 @@ def test_the_modes_of_forward_hold_in_backward() -> None:
         return torch.tanh(x @ y)
 
     found = []
-    for run in (body, lambda *given: fused(body, given, [0, 1])):
+    for run in (body, lambda *given: fuse(body, given, [0, 1])):
         given = draw([(4, 4), (4, 4)], [True, True], torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = run(*given)
@@ -87,7 +87,7 @@ def test_the_modes_of_forward_hold_in_backward() -> None:
 
 def test_nothing_is_saved_without_autograd() -> None:
     with torch.no_grad():
-        result = fused(gate, draw([(4, 8), (4, 8)], [True, True], torch.float32), [0, 1])
+        result = fuse(gate, draw([(4, 8), (4, 8)], [True, True], torch.float32), [0, 1])
     assert result.grad_fn is None
 
 
@@ -102,5 +102,5 @@ def test_a_cost_run_sees_one_call_that_reads_and_writes() -> None:
         told.append([t.numel() for t in (*read, *made)])
 
     given = draw([(2, 3, 8), (3, 8), (3, 8)], [True, False, False], torch.float32)
-    fused(turn, given, [1, 2], one_call).sum().backward()
+    fuse(turn, given, [1, 2], one_call).sum().backward()
     assert told == [[48, 24, 24, 48], [48, 24, 24, 48]]

@@ -18,10 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec
-from ..accelerator import begin_peak, peak_bytes, taken_bytes
+from ..accelerator import begin_peak, peak_bytes, storage_of, taken_bytes
 from ..script_caches import kept_caches
 from ..torch_names import tree_leaves, tree_map
-from .saved_places import storage_of
 
 FP32_TOLERANCE = 1e-4  # of the largest value: sums of up to thousands of terms in another order
 SMALL_BYTE = 60  # of quantised weights: 0.01 where four of them are an fp32 number
