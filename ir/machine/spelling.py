@@ -6,23 +6,28 @@ from __future__ import annotations
 import re
 
 from ..errors import HardwareError
-from .presets import PARTS, is_of_a_part, preset_document, preset_names
+from .gpu_parts import PARTS
+from .presets import is_of_a_part, preset_document, preset_names
 from .validation import close_names
 
 _BEFORE = re.compile(r"(?P<count>\d+)\s*[x*×]\s*(?P<rest>.+)")
 _AFTER = re.compile(r"(?P<rest>.+?)\s*[x*×]\s*(?P<count>\d+)(?P<more>(-[12]rc)?(-pcie[345])?)")
-_MEMORY = re.compile(r"(?P<rest>.+?)[\s-]+(?P<gib>\d+)\s*gi?b")
+_MEMORY = re.compile(r"(?P<rest>.+?)[\s-]+(?P<gib>\d+)\s*gi?b(?P<more>.*)")
 # Words that makers and drivers put around the name of a GPU.
-_AROUND = re.compile(r"nvidia|geforce|amd|radeon|instinct|tesla|\bsxm\d?\b|\bhbm\d\w?\b")
+_AROUND = re.compile(
+    r"nvidia|geforce|\bamd\b|instinct|tesla|\bsxm\d?\b|\bhbm\d\w?\b|\b(gpu|agx|generation|blackwell)\b"
+    r"|(workstation|server) edition"
+)
 
 
 def preset_of(name: str) -> str:
     """The name of the preset that is meant. Raises `HardwareError`, with what it may be, for none or several."""
     if preset_document(name) is not None:
         return name
-    text = _AROUND.sub("", name.lower()).strip()
+    text = " ".join(_AROUND.sub("", name.lower()).split())
     machines = [known for known in preset_names() if not is_of_a_part(known)]
-    begun = [known for known in machines if known.startswith(f"{text}-")]
+    hyphened = text.replace(" ", "-")
+    begun = [known for known in machines if hyphened == known or known.startswith(f"{hyphened}-")]
     if len(begun) == 1:
         return begun[0]
     if "+" in text:
@@ -56,7 +61,7 @@ def parts_like(text: str) -> list[str]:
     if wanted in plain:
         return [plain[wanted]]
     if match := _MEMORY.fullmatch(text.strip()):
-        return [part for part in parts_like(match["rest"]) if _has_memory(part, int(match["gib"]))]
+        return [part for part in parts_like(match["rest"] + match["more"]) if _has_memory(part, int(match["gib"]))]
     if len(wanted) < 3:
         return []
     found = re.compile(r"(?<!\d)" + "-?".join(wanted) + r"(?!\d)")

@@ -22,7 +22,8 @@ import torch
 
 from ...ir.errors import HardwareError
 from ...ir.machine.hardware import Hardware
-from ...ir.machine.presets import PARTS, PCIE_X16, gpu, stated_reserve
+from ...ir.machine.gpu_parts import PARTS
+from ...ir.machine.presets import PCIE_X16, gpu, stated_reserve
 from ..accelerator import links_bandwidth, require_known_gpus
 from ..children import start_module
 from ..ssd.folder import free_space

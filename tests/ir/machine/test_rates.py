@@ -24,7 +24,8 @@ from penstock.ir.machine.call_mix import (
 )
 from penstock.ir.machine.hardware import Device, Hardware
 from penstock.ir.machine.part_rates import MEASURED
-from penstock.ir.machine.presets import PARTS, gpu
+from penstock.ir.machine.gpu_parts import PARTS
+from penstock.ir.machine.presets import gpu
 from penstock.ir.machine.rates import SLOWEST, RateTable, interpolate
 
 ROWS: list[dict[str, Any]] = [

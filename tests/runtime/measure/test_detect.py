@@ -14,7 +14,7 @@ import torch
 
 from penstock import Hardware
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.presets import PARTS
+from penstock.ir.machine.gpu_parts import PARTS
 from penstock.runtime.measure import cpu as measure
 from penstock.runtime.measure import detect
 
