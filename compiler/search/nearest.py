@@ -104,6 +104,8 @@ def _own_copy(hardware: Hardware, memory: str) -> str:
 def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
     has_ssds = any(host.ssds for host in hardware.hosts)
     tier = tier_of(miss.memory)
+    if tier == ops.DRAM and any(host.shared_memory for host in hardware.hosts):
+        yield _more_for_dram(miss, trace, hardware, wishes)
     if tier == ops.DRAM and has_ssds:
         if wishes.asked is not None or wishes.decided is not None:
             free = dataclasses.replace(wishes, asked=None, decided=None)
@@ -153,6 +155,26 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
         change["memory"] = short_bytes(growth.next_size_bytes("memory", largest.memory_bytes, more_bytes))
         wider = wider.with_(memory=change["memory"])
+    return None
+
+
+def _more_for_dram(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+    """Leave DRAM more of the memory that it shares with the devices, by the missing bytes until a plan fits."""
+    growth = Growth()
+    largest = max(hardware.devices, key=lambda device: device.memory_bytes)
+    left_bytes = largest.usable_bytes
+    for _ in range(TRIES):
+        dram_bytes = growth.next_size_bytes("dram", largest.usable_bytes - left_bytes, miss.missing_bytes)
+        left_bytes = largest.usable_bytes - dram_bytes
+        if left_bytes <= 0 or not miss.missing_bytes:
+            return None
+        change = {"memory": short_bytes(int(left_bytes / largest.usable_fraction), up=False)}
+        tried = attempt_smallest(trace, hardware.with_(**change), wishes)
+        if isinstance(tried, CompiledCandidate):
+            return Nearest(change, tried.step_s)
+        if not isinstance(tried, DoesNotFit) or tier_of(tried.memory) != ops.DRAM:
+            return None
+        miss = tried
     return None
 
 
