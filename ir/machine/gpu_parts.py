@@ -32,6 +32,11 @@ class GpuPart:
     display: bool = True  # a card that a desktop may use
     link_gb_s: tuple[float, float] | None = None  # to the device and back, where the link is not PCIe
 
+    @property
+    def is_card(self) -> bool:
+        """Whether it is a card that a desktop may use for its display."""
+        return self.server is None and self.display
+
 
 TECHPOWERUP = "TechPowerUp's database of GPUs"
 _WHITEPAPER = "fp16 rate with fp32 accumulation from the architecture whitepaper"
@@ -122,7 +127,7 @@ PARTS = {
     "rtxa5500": _workstation(24, 34.1, 768),
     "rtxa6000": _workstation(48, 38.71, 768),
     "rtx4000ada": _workstation(20, 26.73, 360),
-    "rtx4000ada-sff": _workstation(20, 19.17, 280),
+    "rtx4000sffada": _workstation(20, 19.17, 280),
     "rtx4500ada": _workstation(24, 39.63, 432),
     "rtx5000ada": _workstation(32, 65.28, 576),
     "rtx5880ada": _workstation(48, 69.27, 864),

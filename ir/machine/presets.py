@@ -280,7 +280,7 @@ def _server(name: str, part_name: str, count: int) -> Document:
     part = PARTS[part_name]
     server = SERVERS[part.server or ""]
     if count > server.gpus:
-        raise HardwareError(f"hardware preset {name!r}: such a server holds at most {server.gpus} GPUs")
+        raise HardwareError(f"hardware preset {name!r}: such a server holds at most {server.gpus} GPU{'s' * (server.gpus > 1)}")
     share = count / server.gpus
     complexes = max(1, round(server.switches * share))
     ssds = [STOCK_SSD] * max(1, round(server.ssds * share))
