@@ -91,7 +91,7 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
 
 
 def shared_text(hardware: Hardware, host: int) -> str:
-    """A sentence on the memory that a host's devices share with its CPU; empty where they have memories of their own."""
+    """A sentence on the memory that a host's devices share with its CPU; empty where they have their own."""
     here = hardware.hosts[host]
     if not here.shared_memory:
         return ""

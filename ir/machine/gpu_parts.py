@@ -168,7 +168,9 @@ PARTS = {
         900, server="b300x8",
     ),
     "gh200": GpuPart(
-        96, 67, 989, 4000, 5, 0.65, f"NVIDIA GH200 datasheet, 96 GB of HBM3; {_C2C_SAID}; {_NO_TABLE}",
+        96, 67, 989, 4000, 5, 0.65,
+        "an H100's rates; 96 GB of HBM3 at 4000 GB/s by datacrunch.io/blog/data-movement-in-the-"
+        f"nvidia-gh200-grace-hopper-superchip; {_C2C_SAID}; {_NO_TABLE}",
         server="gh200x1", link_gb_s=_C2C,
     ),
     "gb200": GpuPart(
@@ -197,7 +199,7 @@ PARTS = {
     "rx7900xtx": GpuPart(24, 61.4, 122.8, 960, 4, 0.60, f"AMD Radeon RX 7900 XTX datasheet, {_NO_TABLE}"),
     "gb10": GpuPart(
         128 * GB, 29.7, 125, 273, 5, 0.70,
-        f"NVIDIA DGX Spark user guide: 128 GB at 273 GB/s, 1 PFLOPS of sparse FP4; fp32 from {TECHPOWERUP}; {_FP4}; "
+        f"128 GB at 273 GB/s and fp32 from {TECHPOWERUP}; 1 PFLOPS of sparse FP4, {_FP4}; "
         f"{_NO_TABLE}", server="dgx-spark",
     ),
     "radeon8060s": GpuPart(
@@ -208,13 +210,13 @@ PARTS = {
     ),
     "orin-64gb": GpuPart(
         64 * GB, 5.3, 42.5, 204.8, 4, 0.70,
-        "NVIDIA Jetson AGX Orin technical brief: 5.3 TFLOPS of fp32, 170 TOPS of sparse INT8; half precision derived, a "
-        f"quarter of that; {_NO_TABLE}", server="jetson-orin",
+        "NVIDIA Jetson AGX Orin technical brief: 5.3 TFLOPS of fp32, 170 TOPS of sparse INT8; half precision derived, "
+        f"a quarter of that; {_NO_TABLE}", server="jetson-orin",
     ),
     "thor-128gb": GpuPart(
         128 * GB, 8.04, 258.75, 273, 5, 0.70,
-        f"NVIDIA Jetson T5000: 2070 TFLOPS of sparse FP4, 128 GB at 273 GB/s; fp32 derived, 2560 cores at 1.57 GHz; "
-        f"{_FP4}; {_NO_TABLE}", server="jetson-thor",
+        f"128 GB at 273 GB/s from {TECHPOWERUP}; 2070 TFLOPS of sparse FP4, {_FP4}; fp32 derived, 2560 cores at "
+        f"1.57 GHz; {_NO_TABLE}", server="jetson-thor",
     ),
 }  # fmt: skip
 
@@ -257,8 +259,14 @@ SERVERS = {
         "960GB", 1024, 144, 4, 2, f"a compute tray of GB200 NVL72 without the rack's NVLink, two Grace: {_GRACE} each; "
         "disks and network assumed", 1600, 4,
     ),
-    "dgx-spark": ServerPart("128GB", 273, 20, 1, 1, "NVIDIA DGX Spark user guide", 200, 1, True),
-    "strix-halo": ServerPart("128GB", 256, 16, 1, 1, "AMD Ryzen AI Max+ 395 with 128 GB", 10, 1, True),
-    "jetson-orin": ServerPart("64GB", 204.8, 12, 1, 1, "NVIDIA Jetson AGX Orin 64 GB", 10, 1, True),
-    "jetson-thor": ServerPart("128GB", 273, 14, 1, 1, "NVIDIA Jetson AGX Thor", 25, 1, True),
+    "dgx-spark": ServerPart("128GB", 273, 20, 1, 1, "dgx-spark.warehack.ing/hardware; disk assumed", 200, 1, True),
+    "strix-halo": ServerPart(
+        "128GB", 256, 16, 1, 1, "AMD Ryzen AI Max+ 395 with 128 GB of LPDDR5X-8000; disk, network assumed", 10, 1, True
+    ),
+    "jetson-orin": ServerPart(
+        "64GB", 204.8, 12, 1, 1, "NVIDIA Jetson AGX Orin technical brief, 64 GB; disk, network assumed", 10, 1, True
+    ),
+    "jetson-thor": ServerPart(
+        "128GB", 273, 14, 1, 1, "NVIDIA Jetson AGX Thor with 128 GB; cores, disk, network assumed", 10, 1, True
+    ),
 }  # fmt: skip

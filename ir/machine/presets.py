@@ -1,7 +1,8 @@
 """Known machines by name, as plain documents for `Hardware`.
 
 `PARTS` (`gpu_parts.py`) holds datasheet figures of GPUs; a family name such as `rtx4090x4-2rc` puts a number of one
-part into a server. The machines of the papers are written out one by one. Every document states where its figures come from.
+part into a server. The machines of the papers are written out one by one. Every document states where its figures come
+from.
 
 What datasheets do not say is assumed by a few rules, the same for all machines:
 - PCIe x16 moves 13.1, 26 and 52 GB/s per direction for generation 3, 4 and 5 (83% of the wire rate; Mobius
@@ -280,14 +281,16 @@ def _server(name: str, part_name: str, count: int) -> Document:
     part = PARTS[part_name]
     server = SERVERS[part.server or ""]
     if count > server.gpus:
-        raise HardwareError(f"hardware preset {name!r}: such a server holds at most {server.gpus} GPU{'s' * (server.gpus > 1)}")
+        raise HardwareError(
+            f"hardware preset {name!r}: such a server holds at most {server.gpus} GPU{'s' * (server.gpus > 1)}"
+        )
     share = count / server.gpus
     complexes = max(1, round(server.switches * share))
     ssds = [STOCK_SSD] * max(1, round(server.ssds * share))
     down, up = links_of(part)
     one = host(
-        str(parse_bytes(server.dram) * count // server.gpus), server.channels_gb_s * share, max(1, round(server.cores * share)),
-        complexes, down, ssds=ssds, p2p=True,
+        str(parse_bytes(server.dram) * count // server.gpus), server.channels_gb_s * share,
+        max(1, round(server.cores * share)), complexes, down, ssds=ssds, p2p=True,
         nvlink_bandwidth=0.8 * (part.nvlink_gb_s or 0) * 1e9 if count > 1 else None,
     )  # fmt: skip
     one["root_complexes"] = [{"bandwidth_up": up, "bandwidth_down": down}] * complexes

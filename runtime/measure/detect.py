@@ -21,8 +21,8 @@ import psutil
 import torch
 
 from ...ir.errors import HardwareError
-from ...ir.machine.hardware import Hardware
 from ...ir.machine.gpu_parts import PARTS
+from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import PCIE_X16, SHARED_CAP, SHARED_DEVICE, gpu, stated_reserve
 from ...ir.machine.spelling import bare_name, parts_like
 from ..accelerator import links_bandwidth, require_known_gpus
@@ -33,6 +33,7 @@ from .disks import disk_directories
 MEASURE_TIMEOUT_S = 120.0
 PCI = Path("/sys/bus/pci/devices")
 MEMORY_LESS = 0.15  # of a card with ECC, or with a part of it for the system
+
 
 def detect_hardware(measure: bool = False) -> Hardware:
     """This machine as a document: its CUDA devices, or CPU devices when it has none.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import penstock
-from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
 from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states, zoo_case
@@ -13,7 +12,7 @@ from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, ass
 POOL_BYTES = 4_000_000
 
 
-def shared(memory: str, **changes: str) -> Hardware:
+def machine(memory: str, **changes: str) -> Hardware:
     return Hardware.cpu(1, memory=memory, dram=POOL_BYTES).with_(shared_memory=True, **changes)
 
 
@@ -21,7 +20,7 @@ def shared(memory: str, **changes: str) -> Hardware:
 def test_a_plan_keeps_within_the_pool_and_trains_like_eager(memory: str, moves: bool) -> None:
     """On a device with room nothing is moved that the memory holds already; on a small one, both parts are held."""
     model, batch = zoo_case("gpt2")
-    job = penstock.compile(model, shared(memory), example_inputs=batch, optimizer=SGD, strategy="auto")
+    job = penstock.compile(model, machine(memory), example_inputs=batch, optimizer=SGD, strategy="auto")
     assert bool(job.plan.decisions.fetch) == moves
     own_bytes = job.hardware.devices[0].model_bytes
     assert own_bytes == sum(p.nbytes for p in model.parameters())  # the script's copy is in the same memory

@@ -38,7 +38,9 @@ def test_every_part_is_listed_under_a_name_of_its_own() -> None:
 def test_the_figures_of_a_part_agree_with_each_other(name: str) -> None:
     part, document = PARTS[name], gpu(name, 0)
     peak = document["peak_flops"]
-    assert peak["fp16"] > peak["fp32"] and ("bf16" in peak) == part.bf16 and peak.get("bf16", peak["fp16"]) == peak["fp16"]
+    assert (
+        peak["fp16"] > peak["fp32"] and ("bf16" in peak) == part.bf16 and peak.get("bf16", peak["fp16"]) == peak["fp16"]
+    )
     assert document["h2d_bandwidth"] <= document["memory_bandwidth"] >= document["d2h_bandwidth"]
     assert re.search(r"datasheet|whitepaper|TechPowerUp|guide|brief|figures|https?|\w\.\w+/", part.source), part.source
     assert (name in MEASURED) != ("no table of rates" in part.source)
@@ -71,7 +73,7 @@ def test_fewer_lanes_carry_their_part() -> None:
     assert eight.bandwidth("dram0", "gpu0") == sixteen.bandwidth("dram0", "gpu0") / 2 == 13e9
 
 
-def test_a_large_card_stands_beside_twice_its_memory_and_a_data_centres_card_drives_no_display() -> None:
+def test_a_large_card_has_twice_its_memory_in_dram_and_a_data_centres_card_drives_no_display() -> None:
     large, small = Hardware.preset("rtxpro6000"), Hardware.preset("rtx4090")
     assert (large.hosts[0].dram_bytes, small.hosts[0].dram_bytes) == (192e9, 64e9)
     displays = [Hardware.preset(name).devices[0].reserve for name in ("l40s", "rtx4090")]

@@ -22,9 +22,9 @@ from penstock.ir.machine.call_mix import (
     both,
     merge_mixes,
 )
+from penstock.ir.machine.gpu_parts import PARTS
 from penstock.ir.machine.hardware import Device, Hardware
 from penstock.ir.machine.part_rates import MEASURED
-from penstock.ir.machine.gpu_parts import PARTS
 from penstock.ir.machine.presets import gpu
 from penstock.ir.machine.rates import SLOWEST, RateTable, interpolate
 
@@ -258,7 +258,7 @@ def test_a_device_twice_as_fast_has_a_table_twice_as_fast() -> None:
 
 
 def test_every_measured_part_has_a_table_with_its_sources() -> None:
-    """In its own dtypes, at most its peak, and slower for small products. Others have one rate, as their sources say."""
+    """In its own dtypes, at most its peak, and slower for small products. Others say that they have none."""
     assert MEASURED.keys() < PARTS.keys()
     for name in PARTS.keys() - MEASURED.keys():
         assert gpu(name, 0)["rates"] is None and "no table of rates" in PARTS[name].source
