@@ -90,6 +90,12 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
     return "; ".join(parts)
 
 
+def shared_texts(hardware: Hardware) -> list[str]:
+    """The sentences of hosts whose devices share their memory, of equal hosts that of the first."""
+    kinds = hardware.host_kinds
+    return [text for kind in dict.fromkeys(kinds) if (text := shared_text(hardware, kinds.index(kind)))]
+
+
 def shared_text(hardware: Hardware, host: int) -> str:
     """A sentence on the memory that a host's devices share with its CPU; empty where they have their own."""
     here = hardware.hosts[host]

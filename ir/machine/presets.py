@@ -271,9 +271,9 @@ def _mixed_workstation(name: str) -> Document | None:
         return None
     document = _cards(name, min(cards, key=lambda part: PARTS[part].pcie), len(cards), 1, None)
     sources = dict.fromkeys(f"{part}: {PARTS[part].source}" for part in cards)
-    source = "; ".join([document["source"].partition("; 64 GB")[0], "64 GB DRAM a card assumed", *sources])
+    source = "; ".join([*document["source"].split("; ")[:2], *sources])
     devices = [gpu(part, index) for index, part in enumerate(cards)]
-    return with_reserve({**document, "source": source, "devices": devices}, display=True)
+    return with_reserve({**document, "source": source, "devices": devices}, any(PARTS[part].display for part in cards))
 
 
 def _server(name: str, part_name: str, count: int) -> Document:

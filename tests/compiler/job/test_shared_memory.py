@@ -16,11 +16,18 @@ def machine(memory: str, **changes: str) -> Hardware:
     return Hardware.cpu(1, memory=memory, dram=POOL_BYTES).with_(shared_memory=True, **changes)
 
 
-@pytest.mark.parametrize(("memory", "moves"), [("3.6MB", False), ("700kB", True)])
-def test_a_plan_keeps_within_the_pool_and_trains_like_eager(memory: str, moves: bool) -> None:
+@pytest.mark.parametrize(
+    ("memory", "strategy", "moves"),
+    [
+        ("3.6MB", "mobius", False),
+        ("700kB", "balanced", True),
+        pytest.param("3.6MB", "auto", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_keeps_within_the_pool_and_trains_like_eager(memory: str, strategy: str, moves: bool) -> None:
     """On a device with room nothing is moved that the memory holds already; on a small one, both parts are held."""
     model, batch = zoo_case("gpt2")
-    job = penstock.compile(model, machine(memory), example_inputs=batch, optimizer=SGD, strategy="auto")
+    job = penstock.compile(model, machine(memory), example_inputs=batch, optimizer=SGD, strategy=strategy)
     assert bool(job.plan.decisions.fetch) == moves
     own_bytes = job.hardware.devices[0].model_bytes
     assert own_bytes == sum(p.nbytes for p in model.parameters())  # the script's copy is in the same memory
@@ -37,6 +44,7 @@ def test_a_plan_keeps_within_the_pool_and_trains_like_eager(memory: str, moves: 
     assert "cpu0 and dram0 are one memory of 3.81 MiB, of which plans may use 3.81 MiB in all" in job.explain()
 
 
+@pytest.mark.slow
 def test_what_fits_in_no_part_of_the_pool_is_refused_with_the_pool_and_the_cap() -> None:
     model, batch = zoo_case("gpt2")
     hardware = Hardware.cpu(1, memory="200kB", dram="400kB").with_(shared_memory=True, dram_usable_fraction=0.75)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.compiler.own_copy import reserve_copies
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.describe import shared_text
+from penstock.ir.machine.describe import shared_text, shared_texts
 from penstock.ir.machine.gpu_parts import PARTS, SERVERS
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import slice_of
@@ -33,7 +33,8 @@ def test_all_such_machines_have_a_preset_of_their_own() -> None:
     assert len(shared) == len(SHARED)
     others = [Hardware.preset(name) for name in ("rtx4090", "gh200", "h100x8")]
     assert not any(host.shared_memory for other in others for host in other.hosts)
-    assert shared_text(others[0], 0) == ""
+    assert shared_text(others[0], 0) == "" and shared_texts(others[0]) == []
+    assert shared_texts(Hardware.preset("gb10x1:64")) == [shared_text(Hardware.preset("dgx-spark"), 0)]
 
 
 @pytest.mark.parametrize(
