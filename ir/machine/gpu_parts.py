@@ -44,7 +44,7 @@ _ASSUMED = "achieved fractions assumed"
 _NO_TABLE = f"no table of rates; {_ASSUMED}"
 _A100 = "NVIDIA A100 SXM datasheet; achieved: a transformer block reaches 200 TFLOPS in Fuyou"
 _B200 = "glennklockwood.com/garden/processors/B200, from NVIDIA's Blackwell architecture technical brief"
-_B200_MEMORY = "180 GB each by the DGX B200 user guide"
+_B200_MEMORY = "its memory and 7680 bits at 3996 MHz as the driver says in pytorch/ao pull request 4002"
 _FP4 = "half precision derived from sparse FP4, an eighth of it (torring.dev/blog/2026/rtx-spark-throttling)"
 # NVLink-C2C moves 450 GB/s per direction; what copies reach of it was measured.
 _C2C = (375.0, 297.0)
@@ -161,7 +161,7 @@ PARTS = {
     "h100-pcie": _server_card(80, 51, 756, 2000, 5, 0.60, "H100 PCIe"),
     "h100-nvl": _server_card(94, 60, 835, 3900, 5, 0.60, "H100 NVL"),
     "h200-nvl": _server_card(141 * GB, 60, 835, 4800, 5, 0.60, "H200 NVL"),
-    "b200": GpuPart(180 * GB, 80, 2250, 8000, 5, 0.65, f"{_B200}; {_B200_MEMORY}; {_NO_TABLE}", 900, server="dgxb200"),
+    "b200": GpuPart(178.35, 80, 2250, 7672, 5, 0.65, f"{_B200}; {_B200_MEMORY}; {_NO_TABLE}", 900, server="dgxb200"),
     "b300": GpuPart(
         288 * GB, 75, 2250, 8000, 5, 0.65,
         f"glennklockwood.com/garden/processors/B300 and datacrunch.io/blog/nvidia-b300-vs-b200; {_NO_TABLE}",
@@ -174,8 +174,8 @@ PARTS = {
         server="gh200x1", link_gb_s=_C2C,
     ),
     "gb200": GpuPart(
-        186 * GB, 90, 2500, 8000, 5, 0.65, f"{_B200}, its GB200 variant; 186 GB each; {_C2C_SAID}, assumed here; "
-        f"{_NO_TABLE}", 900, server="gb200x4", link_gb_s=_C2C,
+        186 * GB, 90, 2500, 8000, 5, 0.65, f"{_B200}, its GB200 variant; 186 GB each by MLPerf Inference 6.1; "
+        f"{_C2C_SAID}, assumed here; {_NO_TABLE}", 900, server="gb200x4", link_gb_s=_C2C,
     ),
     "mi250": GpuPart(  # one of the module's two dies, which torch sees as a device each
         64, 45.25, 181.05, 1638.4, 4, 0.60, f"half an AMD Instinct MI250 by its datasheet, {_NO_TABLE}", 50,
