@@ -1,6 +1,7 @@
 """The user's own copy of the model: the memory that it takes where the plan's programs run, which no plan may use.
 
-A copy in DRAM that is the devices' memory counts as theirs. A model on the meta device takes none. Under torchrun, and so on several hosts, every device's process has a copy.
+A model on the meta device takes none. A copy in DRAM that is the devices' memory counts as theirs. Under torchrun, and
+so on several hosts, every device's process has a copy.
 """
 
 from __future__ import annotations

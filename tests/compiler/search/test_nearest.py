@@ -120,7 +120,7 @@ def test_memories_grow_by_what_is_missing_then_by_shares_that_double() -> None:
 
 @pytest.mark.slow
 def test_dram_gets_more_of_the_memory_that_it_shares_with_the_device() -> None:
-    """Where that lets a plan fit, the refusal says so, and which memory it is."""
+    """The refusal names the memory, and the part of the device with which a plan fits."""
     pool = Hardware.cpu(1, memory="60kB", dram="64kB", ssd="1MB").with_(shared_memory=True)
     with torch.device("meta"):
         model = Net(False)
