@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB = 1e9 / 2**30  # GiB in a GB, for memories that are sold in GB
+# What ECC leaves of GDDR6, on by default in cards for servers: nvidia-smi has 15360 MiB of a T4, 23034 MiB of an L4,
+# 46068 MiB of an A40 and an L40S.
+ECC = 15 / 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def _workstation(gib: float, fp32: float, memory_gb_s: float, pcie: int = 4) -> 
 def _server_card(
     gib: float, fp32: float, half: float, memory_gb_s: float, pcie: int, achieved_half: float, datasheet: str
 ) -> GpuPart:
-    source = f"NVIDIA {datasheet} datasheet; memory, its bandwidth and fp32 as in {TECHPOWERUP}; {_NO_TABLE}"
+    source = f"NVIDIA {datasheet} datasheet, less ECC in GDDR6; bandwidth and fp32 as in {TECHPOWERUP}; {_NO_TABLE}"
     return GpuPart(gib, fp32, half, memory_gb_s, pcie, achieved_half, source, display=False)
 
 
@@ -139,13 +142,14 @@ PARTS = {
     "rtxpro6000": _workstation(96, 126, 1790, 5),
     "rtxpro6000-maxq": _workstation(96, 109.7, 1790, 5),
     "t4": GpuPart(
-        16, 8.1, 65, 320, 3, 0.50, f"NVIDIA T4 datasheet, as in {TECHPOWERUP}; {_NO_TABLE}", bf16=False, display=False
+        16 * ECC, 8.1, 65, 320, 3, 0.50, f"NVIDIA T4 datasheet, less ECC, as in {TECHPOWERUP}; {_NO_TABLE}", bf16=False,
+        display=False,
     ),
-    "l4": _server_card(24, 30.3, 121, 300, 4, 0.50, "L4"),
-    "l40": _server_card(48, 90.5, 181, 864, 4, 0.75, "L40"),
-    "l40s": _server_card(48, 91.6, 362, 864, 4, 0.75, "L40S"),
-    "a10": _server_card(24, 31.2, 125, 600, 4, 0.65, "A10"),
-    "a40": _server_card(48, 37.4, 149.7, 696, 4, 0.75, "A40"),
+    "l4": _server_card(24 * ECC, 30.3, 121, 300, 4, 0.50, "L4"),
+    "l40": _server_card(48 * ECC, 90.5, 181, 864, 4, 0.75, "L40"),
+    "l40s": _server_card(48 * ECC, 91.6, 362, 864, 4, 0.75, "L40S"),
+    "a10": _server_card(24 * ECC, 31.2, 125, 600, 4, 0.65, "A10"),
+    "a40": _server_card(48 * ECC, 37.4, 149.7, 696, 4, 0.75, "A40"),
     "v100-16gb": GpuPart(
         16, 15.7, 125, 900, 3, 0.70, f"NVIDIA V100 SXM2 datasheet; {_ASSUMED}", 150, bf16=False, server="dgx1"
     ),

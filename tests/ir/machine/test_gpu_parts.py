@@ -78,3 +78,10 @@ def test_a_large_card_has_twice_its_memory_in_dram_and_a_data_centres_card_drive
     assert (large.hosts[0].dram_bytes, small.hosts[0].dram_bytes) == (192e9, 64e9)
     displays = [Hardware.preset(name).devices[0].reserve for name in ("l40s", "rtx4090")]
     assert [reserve.display_bytes > 0 for reserve in displays if reserve is not None] == [False, True]
+
+
+@pytest.mark.parametrize(("name", "mib"), [("t4", 15360), ("l4", 23034), ("a40", 46068), ("l40s", 46068)])
+def test_ecc_takes_a_part_of_the_memory_of_cards_for_servers(name: str, mib: int) -> None:
+    """As nvidia-smi counts it."""
+    assert PARTS[name].gib == pytest.approx(mib / 1024, rel=1e-3)
+    assert Hardware.preset(f"{name} {round(mib / 1024 * 16 / 15)}GB").name == f"{name}x1"
