@@ -21,6 +21,7 @@ from ..compiler.search.candidate import Candidate
 from ..compiler.search.trial import Trial
 from ..ir import ops
 from ..ir.errors import DoesNotFit, PenstockError, PlanError
+from ..ir.machine.describe import shared_texts
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_bytes, format_seconds, spell_bytes, time_text
 from ..passes.partition_mip.partition_mip import PartitionMip
@@ -193,7 +194,7 @@ def answer(options: JobOptions, job: Job, figures: Figures, failures: FailureRep
         rows = f"{_many(options.batch, 'row')} of {_many(options.sequence, item)}"
     lines = [
         f"{options.model} on {job.hardware.name}: {rows}, {plan.precision}, plan {plan.hash}",
-        _line("fits", "yes: " + "; ".join(_peaks(figures))),
+        _line("fits", "yes: " + "; ".join([*_peaks(figures), *shared_texts(job.hardware)])),
         _line("speed", f"{figure(rate)} {item}s a second, a step of {format_seconds(figures.step_s)}"),
         _line("bound by", f"{_busiest(job.hardware, figures)}; {_gain(figures)}"),
         _line("plan", _stages(job)),

@@ -1,6 +1,7 @@
 """The user's own copy of the model: the memory that it takes where the plan's programs run, which no plan may use.
 
-A model on the meta device takes none. Under torchrun, and so on several hosts, every device's process has a copy.
+A model on the meta device takes none. A copy in DRAM that is the devices' memory counts as theirs. Under torchrun, and
+so on several hosts, every device's process has a copy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def reserve_copies(hardware: Hardware, copies: Sequence[Mapping[str, int]]) -> H
     for device, copy in zip(hardware.devices, copies):
         for place, num_bytes in copy.items():
             kind, _, index = place.partition(":")
-            if kind == "cuda":
+            if kind == "cuda" or hardware.hosts[device.host].shared_memory:
                 key = device.host, int(index or 0)
                 on_gpu[key] = on_gpu.get(key, 0) + num_bytes
             else:
@@ -49,8 +50,9 @@ def reserve_copies(hardware: Hardware, copies: Sequence[Mapping[str, int]]) -> H
     hosts = [h.model_copy(update={"model_bytes": n}) for h, n in zip(hardware.hosts, on_host, strict=True)]
     devices, seen = [], defaultdict[int, int](int)
     for device in hardware.devices:
-        num_bytes = on_gpu.get((device.host, seen[device.host]), 0) if device.kind == "cuda" else 0
-        seen[device.host] += device.kind == "cuda"
+        counts = device.kind == "cuda" or hardware.hosts[device.host].shared_memory
+        num_bytes = on_gpu.get((device.host, seen[device.host]), 0) if counts else 0
+        seen[device.host] += counts
         devices.append(device.model_copy(update={"model_bytes": num_bytes}))
     fields = {name: getattr(hardware, name) for name in type(hardware).model_fields}
     return Hardware(**{**fields, "hosts": hosts, "devices": devices})  # a copy would take cached budgets along

@@ -80,7 +80,7 @@ def _require_gpus(hardware: Hardware, num_devices: int) -> None:
 
 
 def _require_dram(hardware: Hardware, host: int) -> None:
-    budget_bytes, here_bytes = hardware.dram_budget_bytes(host), ram_bytes()
+    budget_bytes, here_bytes = hardware.dram_budget_bytes(host) + hardware.shared_bytes(host), ram_bytes()
     if budget_bytes > here_bytes:
         most_bytes = int(USABLE * here_bytes / hardware.hosts[host].dram_usable_fraction)
         nearest = short_bytes(most_bytes, up=False)

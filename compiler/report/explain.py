@@ -10,6 +10,7 @@ from ...graph.follow.coupling import fact_lines
 from ...graph.follow.rows import MEAN_OVER_ROWS, RowFacts
 from ...graph.loss_terms import LossTerm
 from ...ir import ops
+from ...ir.machine.describe import shared_texts
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Drain, Program, pooled_bytes
 from ...ir.units import format_bytes, format_seconds
@@ -127,6 +128,7 @@ def _prediction(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> 
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
         lines += _wrap(f"{begin}: ", held) if held else [begin]
     lines += _pools(programs, hardware)
+    lines += [f"  {text}" for text in shared_texts(hardware)]
     lines += _own_copies(hardware)
     lines += _copies(p.copied_bytes, hardware)
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]

@@ -115,7 +115,7 @@ def _device_text(draft: Draft, name: str, profile: MemoryProfile, budget: int) -
 
 
 def _host_text(draft: Draft, need: MemoryNeed, budget: int) -> str:
-    text = ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in need.parts.items())
+    text = ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in need.parts.items()) or "nothing"
     if need.loading_bytes > need.step_bytes:
         text = f"while weights are loaded {format_bytes(need.loading_bytes)}, in a step {text}"
     there = f"has {format_bytes(budget)} usable" if budget else "is not there"

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ir import ops
 from ...ir.errors import DoesNotFit, PenstockError
+from ...ir.machine.describe import shared_text
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
@@ -64,11 +65,12 @@ class Growth:
 
 def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> DoesNotFit:
     """The same error with the nearest plan that fits in its text and in its `nearest`, and with what the script's own
-    copy of the model takes of the memory that is short."""
+    copy of the model takes of the memory that is short, and with the other users of that memory."""
     wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
     found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
     whole = _what_stays_whole(trace, hardware, wishes) if tier_of(miss.memory) == ops.DEVICE else ""
-    said = [str(miss).rstrip("."), whole, _own_copy(hardware, miss.memory), "" if found is None else str(found)]
+    shared = shared_text(hardware, hardware.host_of(miss.memory)) if miss.memory else ""
+    said = [str(miss).rstrip("."), shared, whole, _own_copy(hardware, miss.memory), "" if found is None else str(found)]
     return DoesNotFit(
         ". ".join(part for part in said if part),
         memory=miss.memory,
@@ -102,6 +104,8 @@ def _own_copy(hardware: Hardware, memory: str) -> str:
 def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
     has_ssds = any(host.ssds for host in hardware.hosts)
     tier = tier_of(miss.memory)
+    if tier == ops.DRAM and any(host.shared_memory for host in hardware.hosts):
+        yield _more_for_dram(miss, trace, hardware, wishes)
     if tier == ops.DRAM and has_ssds:
         if wishes.asked is not None or wishes.decided is not None:
             free = dataclasses.replace(wishes, asked=None, decided=None)
@@ -140,7 +144,8 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         if isinstance(tried, CompiledCandidate):
             if change and len(trace(tried.count).nodes) <= LARGE_GRAPH_NODES:
                 change["memory"], tried = _less(trace, wider, wishes, below_bytes, tried)
-            if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
+            changed = hardware.with_(**change, dram=BOUNDLESS_BYTES)
+            if (dram_bytes := _dram_bytes(tried, changed)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = short_bytes(dram_bytes)
             return Nearest(change, tried.step_s)
         if not isinstance(tried, DoesNotFit):
@@ -150,6 +155,26 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
         change["memory"] = short_bytes(growth.next_size_bytes("memory", largest.memory_bytes, more_bytes))
         wider = wider.with_(memory=change["memory"])
+    return None
+
+
+def _more_for_dram(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+    """Leave DRAM more of the memory that it shares with the devices, by the missing bytes until a plan fits."""
+    growth = Growth()
+    largest = max(hardware.devices, key=lambda device: device.memory_bytes)
+    left_bytes = largest.usable_bytes
+    for _ in range(TRIES):
+        dram_bytes = growth.next_size_bytes("dram", largest.usable_bytes - left_bytes, miss.missing_bytes)
+        left_bytes = largest.usable_bytes - dram_bytes
+        if left_bytes <= 0 or not miss.missing_bytes:
+            return None
+        change = {"memory": short_bytes(int(left_bytes / largest.usable_fraction), up=False)}
+        tried = attempt_smallest(trace, hardware.with_(**change), wishes)
+        if isinstance(tried, CompiledCandidate):
+            return Nearest(change, tried.step_s)
+        if not isinstance(tried, DoesNotFit) or tier_of(tried.memory) != ops.DRAM:
+            return None
+        miss = tried
     return None
 
 
@@ -203,6 +228,6 @@ def _dram_bytes(compiled: CompiledCandidate, hardware: Hardware) -> int:
     """Bytes of DRAM that every host must have for this candidate."""
     hosts = hardware.hosts
     return max(
-        ceil((need + hosts[host].model_bytes) / hosts[host].dram_usable_fraction)
+        ceil((need + hosts[host].model_bytes + hardware.shared_bytes(host)) / hosts[host].dram_usable_fraction)
         for host, need in _dram_needs(compiled).items()
     )

@@ -17,7 +17,7 @@ from ...graph.opgraph import OpGraph
 from ...graph.turn_seconds import TurnSeconds
 from ...ir.errors import PenstockError
 from ...ir.machine.hardware import Hardware
-from ...ir.machine.slower import with_slower
+from ...ir.machine.overrides import with_slower
 from ...ir.program import Program, StageSpec
 from ...ir.units import format_seconds
 from ...passes.draft import MeasureBlocks

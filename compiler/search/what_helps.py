@@ -126,7 +126,7 @@ def changed_machines(hardware: Hardware) -> Iterator[Change]:
         yield Change("twice the hosts", _twice_the_hosts(hardware))
         assert hardware.network is not None
         yield _speed_up("network", _with(hardware, network=_scale(hardware.network, "bandwidth")))
-    else:
+    elif not hardware.hosts[0].shared_memory:  # there, another device would have no memory
         one_more = "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device"
         yield Change(one_more, _one_more_device(hardware))
     yield Change("one more root complex", _one_more_root_complex(hardware))

@@ -70,6 +70,7 @@ def _describe_device(device: Device) -> str:
 def _describe_host(host: Host, complex_sizes: list[int]) -> str:
     parts = [
         f"DRAM {format_bytes(host.dram_bytes)} at {format_rate(host.dram_bandwidth)}"
+        + (f", the devices' memory too, {format_bytes(host.usable_bytes)} usable" if host.shared_memory else "")
         + (f", {format_bytes(host.model_bytes)} of it the script's own copy of the model" if host.model_bytes else ""),
         f"{host.cpu_cores} cores, AdamW {host.optimizer_params_per_s / 1e9:.2f} G parameters/s"
         + ("" if host.optimizer_threads is None else f" with {host.optimizer_threads} threads"),
@@ -87,6 +88,24 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
         rates = f"read {format_rate(read)}, write {format_rate(write)}"
         parts.append(f"{len(host.ssds)} SSD{f' in {at}' if at else ''}, {size}, {rates}")
     return "; ".join(parts)
+
+
+def shared_texts(hardware: Hardware) -> list[str]:
+    """The sentences of hosts whose devices share their memory, of equal hosts that of the first."""
+    kinds = hardware.host_kinds
+    return [text for kind in dict.fromkeys(kinds) if (text := shared_text(hardware, kinds.index(kind)))]
+
+
+def shared_text(hardware: Hardware, host: int) -> str:
+    """A sentence on the memory that a host's devices share with its CPU; empty where they have their own."""
+    here = hardware.hosts[host]
+    if not here.shared_memory:
+        return ""
+    names = ", ".join(device.name for device in hardware.devices if device.host == host)
+    return (
+        f"{names} and dram{host} are one memory of {format_bytes(here.dram_bytes)}, of which plans may use "
+        f"{format_bytes(here.usable_bytes)} in all"
+    )
 
 
 def _describe_shares(of: str, curve: RateCurve | None, text: Callable[[float], str]) -> list[str]:

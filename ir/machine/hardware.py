@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Validati
 from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
+from ..units import format_bytes, short_bytes
 from .call_mix import NO_CALLS, CallMix
 from .copies import KEY, copies_in, first_of, multiply, taken_out
 from .describe import describe_hardware
@@ -112,12 +113,17 @@ class Device(MachinePart):
     model_bytes: SomeBytes = 0
 
     @property
-    def budget_bytes(self) -> int:
-        """The bytes of the memory that a plan may use."""
+    def usable_bytes(self) -> int:
+        """The bytes of the memory that a plan and the script's own copy of the model may use."""
         most_bytes = int(self.memory_bytes * self.usable_fraction)
         if self.reserve is not None:
             most_bytes = min(most_bytes, self.memory_bytes - self.reserve.num_bytes)
-        return max(0, most_bytes - self.model_bytes)
+        return max(0, most_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The bytes of the memory that a plan may use."""
+        return max(0, self.usable_bytes - self.model_bytes)
 
     @property
     def gaps_bytes(self) -> int | None:
@@ -222,12 +228,28 @@ class Hardware(MachinePart):
                 if highest is not None and highest > peak * (1 + 1e-9):
                     found = f"found {highest:g} FLOP/s in {dtype}, allowed: at most peak_flops, {peak:g}"
                     raise HardwareError(f"{at}.rates: {found}")
+        for index, host in enumerate(self.hosts):
+            self._check_shared_memory(index, host)
         if len(self.hosts) > 1 and self.network is None:
             raise HardwareError(f"network: missing for {len(self.hosts)} hosts; give bandwidth and latency_s")
         racks = None if self.network is None else self.network.racks
         if racks is not None and racks.rack_of_host and len(racks.rack_of_host) != len(self.hosts):
             found = f"found {len(racks.rack_of_host)} numbers, allowed: one for each of the {len(self.hosts)} hosts"
             raise HardwareError(f"network.racks.rack_of_host: {found}")
+
+    def _check_shared_memory(self, index: int, host: Host) -> None:
+        """Refuse devices that may use more than the memory that they share with the CPU."""
+        cap_bytes, taken_bytes = host.usable_bytes, self.shared_bytes(index)
+        if taken_bytes <= cap_bytes + len(self.devices):  # a lane's part of a host is rounded down
+            return
+        here = [device for device in self.devices if device.host == index]
+        names, most = ", ".join(device.name for device in here), max(device.usable_fraction for device in here)
+        nearest_bytes = min(int(cap_bytes / most), host.dram_bytes) // len(here)
+        raise HardwareError(
+            f"hosts[{index}].shared_memory: {names} may use {format_bytes(taken_bytes)}, allowed: at most "
+            f"{format_bytes(cap_bytes)}, which is {host.dram_usable_fraction:g} of the {format_bytes(host.dram_bytes)} "
+            f'that CPU and GPU share; nearest: memory="{short_bytes(nearest_bytes, up=False)}"'
+        )
 
     # -- memories, links, routes -----------------------------------------------------------------------------------
 
@@ -244,7 +266,7 @@ class Hardware(MachinePart):
         """Memories that belong to a host, arrays of disks included: name to (host, budget in bytes)."""
         found = {}
         for index, host in enumerate(self.hosts):
-            left_bytes = int(host.dram_bytes * host.dram_usable_fraction) - host.model_bytes
+            left_bytes = host.usable_bytes - host.model_bytes - self.shared_bytes(index)
             found[f"dram{index}"] = (index, max(0, left_bytes))
             if host.ssds:
                 found[f"ssd{index}"] = (index, sum(ssd.budget_bytes for ssd in host.ssds))
@@ -265,6 +287,12 @@ class Hardware(MachinePart):
         if memory not in self._own_memories:
             raise unknown_memory(self, memory)
         return self._own_memories[memory][1]
+
+    def shared_bytes(self, host: int) -> int:
+        """The bytes of a host's usable DRAM that are its devices' memory; 0 where they have memories of their own."""
+        if not self.hosts[host].shared_memory:
+            return 0
+        return sum(device.usable_bytes for device in self.devices if device.host == host)
 
     def dram_budget_bytes(self, host: int = 0) -> int:
         return self.budget_bytes(f"dram{host}")

@@ -67,6 +67,8 @@ class Host(MachinePart):
     devices it is the loopback between two worker processes. `nvlink_message_shares` is the share of it that messages
     reach by their bytes, besides their latency; `ssd_shares` the share of the sum of rates that N disks reach together.
     `staged_bandwidth` is the most that messages of one GPU reach through DRAM, without P2P and NVLink.
+    With `shared_memory` the devices have no memory of their own: what they may use is part of the usable DRAM, and the
+    rest of it is the budget of DRAM, so that both together stay within `dram_usable_fraction` of the one memory.
     `model_bytes` is what the script's own copy of the model takes of the usable DRAM; `compile` sets it, on devices
     too.
     """
@@ -74,6 +76,7 @@ class Host(MachinePart):
     dram_bytes: Bytes
     model_bytes: SomeBytes = 0
     dram_usable_fraction: Fraction = 0.9
+    shared_memory: bool = False
     dram_bandwidth: Rate
     cpu_cores: Annotated[int, Field(gt=0)]
     optimizer_params_per_s: Annotated[float, Field(gt=0)]
@@ -90,6 +93,11 @@ class Host(MachinePart):
     cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
     price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes of DRAM that plans and the script's own copy of the model may use."""
+        return int(self.dram_bytes * self.dram_usable_fraction)
 
     @property
     def ssd_bandwidths(self) -> tuple[float, float]:

@@ -1,8 +1,10 @@
-"""Replacing figures of a whole machine by keyword: dram="4TB", ssds=2, num_devices=8."""
+"""Replacing figures of a whole machine by keyword: dram="4TB", ssds=2, num_devices=8; and devices as a run has shown
+them: like their document, but slower."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HardwareError
@@ -11,7 +13,7 @@ from .rates import RateTable
 from .validation import close_names
 
 if TYPE_CHECKING:
-    from .hardware import Hardware
+    from .hardware import Device, Hardware
 
 _SHORT = {"dram": "dram_bytes", "memory": "memory_bytes"}
 # A device's constant rates, and the kinds of calls in its table for which a new one then holds at every size.
@@ -124,3 +126,20 @@ def _disks(disks: list[dict[str, Any]], value: object) -> object:
         raise HardwareError(f"ssds: found {value}, allowed: 0 or more disks, or a list of them")
     like = {**(disks[0] if disks else STOCK_SSD), "directory": None}  # no two disks have a directory in common
     return [*disks[:value], *(like for _ in range(value - len(disks)))]
+
+
+def slower(device: Device, times: float) -> Device:
+    """The device when all that it computes takes `times` as long."""
+    changed = {
+        "peak_flops": {dtype: rate / times for dtype, rate in device.peak_flops.items()},
+        "memory_bandwidth": device.memory_bandwidth / times,
+        "op_overhead_s": device.op_overhead_s * times,
+        "rates": None if device.rates is None else device.rates.scaled(1 / times),
+    }
+    return device.model_copy(update=changed)
+
+
+def with_slower(hardware: Hardware, times: Mapping[int, float]) -> Hardware:
+    """The machine when the computation of these devices takes `times` as long."""
+    devices = [slower(d, times[i]) if i in times else d for i, d in enumerate(hardware.devices)]
+    return hardware.model_copy(update={"devices": devices})

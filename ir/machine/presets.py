@@ -1,18 +1,22 @@
 """Known machines by name, as plain documents for `Hardware`.
 
-`PARTS` holds datasheet figures of GPUs; a family name such as `rtx4090x4-2rc` puts a number of one part into a
-server. The machines of the papers are written out one by one. Every document states where its figures come from.
+`PARTS` (`gpu_parts.py`) holds datasheet figures of GPUs; a family name such as `rtx4090x4-2rc` puts a number of one
+part into a server. The machines of the papers are written out one by one. Every document states where its figures come
+from.
 
 What datasheets do not say is assumed by a few rules, the same for all machines:
 - PCIe x16 moves 13.1, 26 and 52 GB/s per direction for generation 3, 4 and 5 (83% of the wire rate; Mobius
-  measured 13.1 on generation 3).
+  measured 13.1 on generation 3), fewer lanes their part of it.
 - All GPUs under one root complex share one x16 uplink, through a switch or split lanes.
 - DRAM reaches 80% of its channels' rate; AdamW on the CPU moves 28 bytes a parameter at 60% of that.
 - A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
 - A GPU keeps a reserve that is not a plan's (`stated_reserve`): a context, workspaces, buffers of messages, gaps, and
   on a gaming card a display. The papers' machines have none, only the part of the memory that a plan may use.
-- NVIDIA's parts have tables of rates by size (`part_rates.py`), those in the papers' machines too; AMD's have one
-  constant rate.
+- Parts that were measured have tables of rates by size (`part_rates.py`), those in the papers' machines too; the
+  others have one constant rate.
+- Where CPU and GPU share one memory, a plan may use `SHARED_CAP` of it, GPU and CPU together, and the GPU
+  `SHARED_DEVICE` of it. The rest is for the system, the page cache and the GPU's reserve. A copy reads and writes that
+  memory, so it moves at most half of its bandwidth.
 
 Some figures of the papers' machines nobody has published. They are fitted to one figure of the paper each, once, and
 `fitted_to` names it: the reproduction of that figure says nothing.
@@ -23,12 +27,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import HardwareError
 from ..extensions import entries
 from ..units import parse_bytes
+from .gpu_parts import PARTS, SERVERS, GpuPart
 from .overrides import STOCK_SSD
 from .part_rates import MEASURED, part_rates
 
@@ -50,65 +54,12 @@ MICS_FITTED = {"mics fig2": "the shares that gathers reach of the network's rate
 FUYOU_SSD_SHARES = {1: 1.0, 12: 0.39}
 FUYOU_FITTED = {"fuyou fig8: 13B, A100, batch 8": "what 12 disks reach together"}
 PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
+# Of the memory that a GPU shares with the CPU: users of a DGX Spark found 0.85 to 0.87 safe for all of a program, and
+# the host stopping above (conselara.dev/notes/dgx-spark-gb10-hardware-reference).
+SHARED_CAP, SHARED_DEVICE = 0.85, 0.8
 # PCIe 4 x4 M.2: rates and 1200 TBW of the Samsung 980 PRO 2 TB datasheet.
 CONSUMER_SSD = {
     "size_bytes": "2TB", "read_bandwidth": "7GB/s", "write_bandwidth": "5GB/s", "endurance_bytes": "1.2PB",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GpuPart:
-    """Datasheet figures of one GPU: GiB of memory, dense TFLOPS, GB/s."""
-
-    gib: float
-    fp32: float
-    half: float
-    memory_gb_s: float
-    pcie: int
-    achieved_half: float  # of peak for large matrix products
-    source: str
-    nvlink_gb_s: float | None = None  # per direction
-    bf16: bool = True
-    server: str | None = None  # key of SERVERS: sold as a whole machine, not as a card
-
-
-_WHITEPAPER = "fp16 rate with fp32 accumulation from the architecture whitepaper"
-_ASSUMED = "achieved fractions assumed"
-_AMD_HOST = "host assumed: two EPYC of its generation with all DRAM channels"
-_A100 = "NVIDIA A100 SXM datasheet; achieved: a transformer block reaches 200 TFLOPS in Fuyou"
-PARTS = {
-    "rtx2080ti": GpuPart(11, 13.4, 53.8, 616, 3, 0.80, f"NVIDIA Turing whitepaper; {_ASSUMED}", bf16=False),
-    "rtx3090": GpuPart(24, 35.6, 71, 936, 4, 0.85, f"NVIDIA GA102 whitepaper ({_WHITEPAPER}); {_ASSUMED}"),
-    "rtx3090ti": GpuPart(24, 40, 80, 1008, 4, 0.85, f"NVIDIA RTX 3090 Ti datasheet ({_WHITEPAPER}); {_ASSUMED}"),
-    "rtx4090": GpuPart(
-        24, 82.6, 165.2, 1008, 4, 0.99,
-        f"NVIDIA Ada whitepaper ({_WHITEPAPER}); achieved: a transformer block reaches 164 TFLOPS in Fuyou",
-    ),
-    "rtx5090": GpuPart(32, 104.8, 209.5, 1792, 5, 0.85, f"NVIDIA RTX Blackwell whitepaper ({_WHITEPAPER}); {_ASSUMED}"),
-    "rtx4060-laptop": GpuPart(8, 14.6, 29.1, 256, 4, 0.80, f"NVIDIA RTX 4060 Laptop figures at 2.37 GHz; {_ASSUMED}"),
-    "v100-16gb": GpuPart(
-        16, 15.7, 125, 900, 3, 0.70, f"NVIDIA V100 SXM2 datasheet; {_ASSUMED}", 150, bf16=False, server="dgx1"
-    ),
-    "v100-32gb": GpuPart(
-        32, 15.7, 125, 900, 3, 0.70, f"NVIDIA V100 SXM2 datasheet; {_ASSUMED}", 150, bf16=False, server="dgx1"
-    ),
-    "a100-40gb": GpuPart(40, 19.5, 312, 1555, 4, 0.65, _A100, 300, server="dgxa100-40gb"),
-    "a100-80gb": GpuPart(80, 19.5, 312, 2039, 4, 0.65, _A100, 300, server="dgxa100-80gb"),
-    "h100": GpuPart(80, 67, 989, 3350, 5, 0.65, f"NVIDIA H100 SXM datasheet; {_ASSUMED}", 450, server="dgxh100"),
-    "h200": GpuPart(
-        141e9 / 2**30, 67, 989, 4800, 5, 0.65, f"NVIDIA H200 SXM datasheet; {_ASSUMED}", 450, server="dgxh200"
-    ),
-    "mi250": GpuPart(  # one of the module's two dies, which torch sees as a device each
-        64, 45.25, 181.05, 1638.4, 4, 0.60, f"half an AMD Instinct MI250 by its datasheet, "
-        f"no table of rates; {_ASSUMED}", 50, server="mi250x8",
-    ),
-    "mi300x": GpuPart(
-        192, 163.4, 1307.4, 5325, 5, 0.60, f"AMD Instinct MI300X datasheet, no table of rates; {_ASSUMED}", 64,
-        server="mi300xx8",
-    ),
-    "rx7900xtx": GpuPart(
-        24, 61.4, 122.8, 960, 4, 0.60, f"AMD Radeon RX 7900 XTX datasheet, no table of rates; {_ASSUMED}"
-    ),
 }  # fmt: skip
 
 
@@ -147,34 +98,20 @@ def with_reserve(document: Document, display: bool) -> Document:
     return document | {"devices": devices}
 
 
-@dataclass(frozen=True)
-class ServerPart:
-    """A server of 8 GPUs: DRAM bytes as text, DRAM channel rate in GB/s, cores, disks, PCIe switches."""
-
-    dram: str
-    channels_gb_s: float
-    cores: int
-    ssds: int
-    switches: int
-    source: str
-    network_gbit_s: float  # of all cards for the other servers together
-
-
-SERVERS = {
-    "mi250x8": ServerPart("1TB", 409.6, 128, 8, 4, f"4 MI250 modules, each two devices; {_AMD_HOST}", 1600),
-    "mi300xx8": ServerPart("2304GB", 921.6, 192, 8, 8, f"AMD Instinct MI300X platform; {_AMD_HOST}", 3200),
-    "dgx1": ServerPart("512GB", 153.6, 40, 4, 4, "NVIDIA DGX-1 datasheet", 400),
-    "dgxa100-40gb": ServerPart("1TB", 409.6, 128, 4, 4, "NVIDIA DGX A100 320GB datasheet", 1600),
-    "dgxa100-80gb": ServerPart("2TB", 409.6, 128, 8, 4, "NVIDIA DGX A100 640GB datasheet", 1600),
-    "dgxh100": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H100 datasheet", 3200),
-    "dgxh200": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H200 datasheet", 3200),
-}
+def links_of(part: GpuPart, pcie: int | None = None) -> tuple[float, float]:
+    """Bytes/s from DRAM to a GPU and back, on a slot of generation `pcie` (the part's own by default)."""
+    if part.link_gb_s is not None:
+        return part.link_gb_s[0] * 1e9, part.link_gb_s[1] * 1e9
+    if part.server is not None and SERVERS[part.server].shared_memory:
+        return part.memory_gb_s / 2 * 1e9, part.memory_gb_s / 2 * 1e9
+    link = PCIE_X16[pcie or part.pcie] * part.lanes / 16
+    return link, link
 
 
 def gpu(part_name: str, index: int, root_complex: int = 0, host: int = 0, pcie: int | None = None) -> Document:
     """One device of a known part, on a slot of generation `pcie` (the part's own by default)."""
     part = PARTS[part_name]
-    link = PCIE_X16[pcie or part.pcie]
+    down, up = links_of(part, pcie)
     peak = {"fp32": part.fp32 * 1e12, "fp16": part.half * 1e12}
     achieved = {"fp32": 0.85, "fp16": part.achieved_half}
     if part.bf16:
@@ -182,7 +119,7 @@ def gpu(part_name: str, index: int, root_complex: int = 0, host: int = 0, pcie: 
     return {
         "name": f"gpu{index}", "kind": "cuda", "host": host, "root_complex": root_complex,
         "memory_bytes": round(part.gib * 2**30), "peak_flops": peak, "achieved_fraction": achieved,
-        "memory_bandwidth": part.memory_gb_s * 1e9, "h2d_bandwidth": link, "d2h_bandwidth": link,
+        "memory_bandwidth": part.memory_gb_s * 1e9, "h2d_bandwidth": down, "d2h_bandwidth": up,
         "rates": part_rates(part_name, peak) if part_name in MEASURED else None,
     }  # fmt: skip
 
@@ -303,19 +240,21 @@ _PAPERS: dict[str, Callable[[], Document]] = {
 
 
 def _cards(name: str, part: str, count: int, complexes: int, pcie: int | None) -> Document:
-    """A workstation or server with gaming cards."""
+    """A workstation or server with PCIe cards."""
     if count < complexes:
         raise HardwareError(f"hardware preset {name!r}: {count} GPU(s) cannot sit under {complexes} root complexes")
     slot = pcie or PARTS[part].pcie
     topology = [count // complexes + (i < count % complexes) for i in range(complexes)]
-    channels_gb_s = {3: 85.3, 4: 204.8, 5: 307.2}[slot] if count > 2 else {3: 42.7, 4: 51.2, 5: 89.6}[slot]
+    desktop = count <= 2 and PARTS[part].display
+    channels_gb_s = {3: 42.7, 4: 51.2, 5: 89.6}[slot] if desktop else {3: 85.3, 4: 204.8, 5: 307.2}[slot]
+    dram_gb = max(64, 2 * round(PARTS[part].gib))
     source = (
-        f"{count} cards on PCIe {slot} x16, {complexes} root complex(es) assumed; 64 GB DRAM a card, "
-        f"{channels_gb_s:g} GB/s of DRAM channels and one 2 TB M.2 disk assumed"
+        f"{count} cards on PCIe {slot} x{PARTS[part].lanes}, {complexes} root complex(es) assumed; {dram_gb} GB DRAM a "
+        f"card, {channels_gb_s:g} GB/s of DRAM channels and one 2 TB M.2 disk assumed"
     )
-    cores = 16 if count <= 2 else 32
-    server = host(f"{64 * count}GB", channels_gb_s, cores, complexes, PCIE_X16[slot], ssds=[CONSUMER_SSD])
-    return with_reserve(machine(name, source, part, topology, server, pcie=slot), display=True)
+    cores = 16 if desktop else 32
+    server = host(f"{dram_gb * count}GB", channels_gb_s, cores, complexes, PCIE_X16[slot], ssds=[CONSUMER_SSD])
+    return with_reserve(machine(name, source, part, topology, server, pcie=slot), PARTS[part].display)
 
 
 def _mixed_workstation(name: str) -> Document | None:
@@ -332,32 +271,44 @@ def _mixed_workstation(name: str) -> Document | None:
         return None
     document = _cards(name, min(cards, key=lambda part: PARTS[part].pcie), len(cards), 1, None)
     sources = dict.fromkeys(f"{part}: {PARTS[part].source}" for part in cards)
-    source = "; ".join([document["source"].partition("; 64 GB")[0], "64 GB DRAM a card assumed", *sources])
+    source = "; ".join([*document["source"].split("; ")[:2], *sources])
     devices = [gpu(part, index) for index, part in enumerate(cards)]
-    return with_reserve({**document, "source": source, "devices": devices}, display=True)
+    return with_reserve({**document, "source": source, "devices": devices}, any(PARTS[part].display for part in cards))
 
 
 def _server(name: str, part_name: str, count: int) -> Document:
-    """A data-centre server with 8 GPUs, or the share of it that belongs to `count` of them."""
-    if count > 8:
-        raise HardwareError(f"hardware preset {name!r}: such a server holds at most 8 GPUs")
-    part, share = PARTS[part_name], count / 8
+    """A machine that is sold with its GPUs, or the share of it that belongs to `count` of them."""
+    part = PARTS[part_name]
     server = SERVERS[part.server or ""]
+    if count > server.gpus:
+        raise HardwareError(
+            f"hardware preset {name!r}: such a server holds at most {server.gpus} GPU{'s' * (server.gpus > 1)}"
+        )
+    share = count / server.gpus
     complexes = max(1, round(server.switches * share))
     ssds = [STOCK_SSD] * max(1, round(server.ssds * share))
+    down, up = links_of(part)
     one = host(
-        str(parse_bytes(server.dram) * count // 8), server.channels_gb_s * share, max(1, round(server.cores * share)),
-        complexes, PCIE_X16[part.pcie], ssds=ssds, p2p=True,
+        str(parse_bytes(server.dram) * count // server.gpus), server.channels_gb_s * share,
+        max(1, round(server.cores * share)), complexes, down, ssds=ssds, p2p=True,
         nvlink_bandwidth=0.8 * (part.nvlink_gb_s or 0) * 1e9 if count > 1 else None,
     )  # fmt: skip
+    one["root_complexes"] = [{"bandwidth_up": up, "bandwidth_down": down}] * complexes
     topology = [count // complexes + (i < count % complexes) for i in range(complexes)]
-    source = f"{server.source}, {count} of 8 GPUs with their share of the host; NVLink at 80% of its rate"
-    return with_reserve(machine(name, source, part_name, topology, one), display=False)
+    source = f"{server.source}, {count} of {server.gpus} GPUs with their share of the host; NVLink at 80% of its rate"
+    if server.shared_memory:
+        source = f"{server.source}; CPU and GPU share its memory, of which a plan may use {SHARED_CAP:.0%}"
+        one |= {"shared_memory": True, "dram_usable_fraction": SHARED_CAP, "ssds": [CONSUMER_SSD], "p2p": False}
+    document = with_reserve(machine(name, source, part_name, topology, one), display=False)
+    if server.shared_memory:
+        document["devices"][0]["usable_fraction"] = SHARED_DEVICE
+    return document
 
 
 def _servers(name: str, part_name: str, num_hosts: int) -> Document:
-    """Servers with 8 GPUs each, joined by their network cards at 90% of the cards' rate."""
-    document, server = _server(name, part_name, 8), SERVERS[PARTS[part_name].server or ""]
+    """Whole servers, joined by their network cards at 90% of the cards' rate."""
+    server = SERVERS[PARTS[part_name].server or ""]
+    document = _server(name, part_name, server.gpus)
     source = f"{document['source']}; {server.network_gbit_s:g} Gb/s of network cards a server, 90% of it assumed"
     network = {"bandwidth": 0.9 * server.network_gbit_s / 8 * 1e9, "latency_s": "30us"}
     return document | {"source": source, "copies": num_hosts, "network": network}
@@ -379,13 +330,15 @@ def _laptop() -> Document:
     source = "a laptop with 16 GB of dual-channel DDR5-4800, 8 cores, RTX 4060 Laptop on PCIe 4 x8, one M.2 disk"
     ssd = {**CONSUMER_SSD, "size_bytes": "1TB", "endurance_bytes": "600TB"}  # of the same datasheet
     one = host("16GB", 76.8, 8, 1, PCIE_X16[4] / 2, ssds=[ssd], dram_usable_fraction=0.7)
-    document = machine("laptop-16gb", source, "rtx4060-laptop", [1], one)
-    document["devices"][0] |= {"h2d_bandwidth": PCIE_X16[4] / 2, "d2h_bandwidth": PCIE_X16[4] / 2}
-    return with_reserve(document, display=True)
+    return with_reserve(machine("laptop-16gb", source, "rtx4060-laptop", [1], one), display=True)
 
 
 _COMMON: dict[str, Callable[[], Document]] = {
     "laptop-16gb": _laptop,
+    "dgx-spark": lambda: _server("dgx-spark", "gb10", 1),
+    "strix-halo": lambda: _server("strix-halo", "radeon8060s", 1),
+    "jetson-orin": lambda: _server("jetson-orin", "orin-64gb", 1),
+    "jetson-thor": lambda: _server("jetson-thor", "thor-128gb", 1),
     "cpu-only": lambda: cpu_document(2, "4GB", "16GB", "100GB", name="cpu-only"),
 }
 
@@ -409,7 +362,7 @@ def preset_names() -> list[str]:
     `h100x8:512-rack32-over4`: 512 servers in racks of 32, whose uplinks have a quarter of the servers' rate)."""
     topologies = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3"]
     clusters = ["mics-p3dn:2", "mics-p3dn:8", "mics-p4d:2", "mics-p4d:8"]
-    cards = [
+    several = [
         f"{part}x{count}{complexes}{slot}"
         for part, slots in (("rtx3090", [""]), ("rtx4090", [""]), ("rtx5090", ["", "-pcie4"]), ("rx7900xtx", [""]))
         for count in (1, 2, 4, 8)
@@ -417,7 +370,9 @@ def preset_names() -> list[str]:
         for slot in slots
         if count > 1 or not complexes
     ]
-    servers = [f"{part}x{n}" for part in ("a100-40gb", "a100-80gb", "h100", "h200", "mi250", "mi300x") for n in (1, 8)]
+    cards = dict.fromkeys([*several, *(f"{part}x1" for part in PARTS)])
+    whole = {part: SERVERS[known.server].gpus for part, known in PARTS.items() if known.server is not None}
+    servers = [f"{part}x{gpus}" for part, gpus in whole.items() if gpus > 1]
     fleets = ["a100-80gbx8:16", "h100x8:16", "h100x8:128-rack16-over2"]
     return [*topologies, *_PAPERS, *clusters, *cards, *servers, *fleets, *_COMMON, *extension_presets()]
 
@@ -454,9 +409,10 @@ def _own_document(name: str) -> Document | None:
 
 
 def _fleet(name: str, match: re.Match[str]) -> Document | None:
-    """Servers of 8 GPUs with a network; None if they are of no known part."""
+    """Whole servers with a network; None if they are of no known part."""
     part, _, count = match["kind"].rpartition("x")
-    if count != "8" or part not in PARTS or PARTS[part].server is None:
+    server = SERVERS.get(PARTS[part].server or "") if part in PARTS else None
+    if server is None or count != str(server.gpus):
         return None
     (num_hosts,) = _counts(name, [match["hosts"]])
     return _put_in_racks(_servers(name, part, num_hosts), match["rack"], match["over"])

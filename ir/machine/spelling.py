@@ -6,23 +6,28 @@ from __future__ import annotations
 import re
 
 from ..errors import HardwareError
-from .presets import PARTS, is_of_a_part, preset_document, preset_names
+from .gpu_parts import PARTS
+from .presets import is_of_a_part, preset_document, preset_names
 from .validation import close_names
 
 _BEFORE = re.compile(r"(?P<count>\d+)\s*[x*×]\s*(?P<rest>.+)")
 _AFTER = re.compile(r"(?P<rest>.+?)\s*[x*×]\s*(?P<count>\d+)(?P<more>(-[12]rc)?(-pcie[345])?)")
-_MEMORY = re.compile(r"(?P<rest>.+?)[\s-]+(?P<gib>\d+)\s*gi?b")
+_MEMORY = re.compile(r"(?P<rest>.+?)[\s-]+(?P<gib>\d+)\s*gi?b(?P<more>.*)")
 # Words that makers and drivers put around the name of a GPU.
-_AROUND = re.compile(r"nvidia|geforce|amd|radeon|instinct|tesla|\bsxm\d?\b|\bhbm\d\w?\b")
+_AROUND = re.compile(
+    r"nvidia|geforce|amd|radeon|instinct|tesla|\bsxm\d?\b|\bhbm\d\w?\b|\b(gpu|agx|generation|blackwell|graphics)\b"
+    r"|(workstation|server) edition|(?<=gh200) 480gb"
+)
 
 
 def preset_of(name: str) -> str:
     """The name of the preset that is meant. Raises `HardwareError`, with what it may be, for none or several."""
     if preset_document(name) is not None:
         return name
-    text = _AROUND.sub("", name.lower()).strip()
+    text = bare_name(name)
     machines = [known for known in preset_names() if not is_of_a_part(known)]
-    begun = [known for known in machines if known.startswith(f"{text}-")]
+    hyphened = text.replace(" ", "-")
+    begun = [known for known in machines if hyphened == known or known.startswith(f"{hyphened}-")]
     if len(begun) == 1:
         return begun[0]
     if "+" in text:
@@ -48,6 +53,11 @@ def preset_of(name: str) -> str:
     )
 
 
+def bare_name(name: str) -> str:
+    """A name in lower case, without the words that makers and drivers put around it."""
+    return " ".join(_AROUND.sub("", name.lower()).split())
+
+
 def parts_like(text: str) -> list[str]:
     """The GPUs that these words may mean: one of that name, else those whose name ends with it, or has it elsewhere.
     A number counts whole: "a10" is no a100."""
@@ -55,13 +65,14 @@ def parts_like(text: str) -> list[str]:
     plain = {_plain(part): part for part in PARTS}
     if wanted in plain:
         return [plain[wanted]]
-    if match := _MEMORY.fullmatch(text.strip()):
-        return [part for part in parts_like(match["rest"]) if _has_memory(part, int(match["gib"]))]
     if len(wanted) < 3:
         return []
     found = re.compile(r"(?<!\d)" + "-?".join(wanted) + r"(?!\d)")
-    inside = [part for part in PARTS if found.search(part)]
-    return [part for part in inside if _plain(part).endswith(wanted)] or inside
+    if inside := [part for part in PARTS if found.search(part)]:
+        return [part for part in inside if _plain(part).endswith(wanted)] or inside
+    match = _MEMORY.fullmatch(text.strip())
+    named = parts_like(match["rest"] + match["more"]) if match else []
+    return [part for part in named if match and _has_memory(part, int(match["gib"]))]
 
 
 def _has_memory(part: str, gib: int) -> bool:

@@ -59,7 +59,8 @@ KINDS = ("forward", "backward")
 @dataclass(frozen=True)
 class InsertFetch(Pass):
     """`prefetch`: whether to look one phase ahead; `queue`: whether to look further. `swap`: fetch also the stages of a
-    device that could hold them all; DRAM then holds their optimizer states."""
+    device that could hold them all; DRAM then holds their optimizer states. A device whose memory is DRAM holds them
+    all the same: there, a fetch would copy within one memory."""
 
     name: ClassVar[str] = "insert-fetch"
     rank: ClassVar[int] = 62
@@ -86,11 +87,13 @@ class InsertFetch(Pass):
         decision: Early = {}
         known: dict[Hashable, list[dict[str, int]]] = {}
         for program in draft.programs:
-            budget = draft.lane_hardware.devices[program.device].budget_bytes
+            device = draft.lane_hardware.devices[program.device]
+            budget = device.budget_bytes
+            swap = self.swap and not draft.lane_hardware.hosts[device.host].shared_memory
             specs = [s.spec for s in draft.stages_on(program.device)]
             moving = [spec.name for spec in specs if spec.name not in draft.resident]
-            key = look(program, specs), budget, tuple(spec.name in moving for spec in specs)
-            found = once(known, key, lambda: self.on_one(program, moving, budget))  # noqa: B023
+            key = look(program, specs), budget, swap, tuple(spec.name in moving for spec in specs)
+            found = once(known, key, lambda: self.on_one(program, moving, budget, swap))  # noqa: B023
             decision.update(zip(moving, found))
         names = [stage.spec.name for stage in draft.stages]
         one_ahead = {name: decision[name] for name in names if name in decision}
@@ -100,9 +103,9 @@ class InsertFetch(Pass):
         queued_s = _step_s(draft, queued)
         return queued if math.isfinite(queued_s) and queued_s < _step_s(draft, one_ahead) else one_ahead
 
-    def on_one(self, program: Program, moving: Sequence[str], budget_bytes: int) -> list[dict[str, int]]:
+    def on_one(self, program: Program, moving: Sequence[str], budget_bytes: int, swap: bool) -> list[dict[str, int]]:
         """Early fetches of each of a device's stages that move; none where all of them stay."""
-        if not self.swap and stays_resident(program, budget_bytes):
+        if not swap and stays_resident(program, budget_bytes):
             return []
         early = look_ahead(program, moving, budget_bytes) if self.prefetch else {}
         return [early.get(name, {}) for name in moving]

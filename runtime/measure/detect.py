@@ -21,8 +21,10 @@ import psutil
 import torch
 
 from ...ir.errors import HardwareError
+from ...ir.machine.gpu_parts import PARTS
 from ...ir.machine.hardware import Hardware
-from ...ir.machine.presets import PARTS, PCIE_X16, gpu, stated_reserve
+from ...ir.machine.presets import PCIE_X16, SHARED_CAP, SHARED_DEVICE, gpu, stated_reserve
+from ...ir.machine.spelling import bare_name, parts_like
 from ..accelerator import links_bandwidth, require_known_gpus
 from ..children import start_module
 from ..ssd.folder import free_space
@@ -30,13 +32,7 @@ from .disks import disk_directories
 
 MEASURE_TIMEOUT_S = 120.0
 PCI = Path("/sys/bus/pci/devices")
-# Names that drivers report, for the parts whose datasheets are known.
-DRIVER_NAMES = {
-    "rtx2080ti": r"RTX 2080 Ti$", "rtx3090": r"RTX 3090$", "rtx3090ti": r"RTX 3090 Ti$", "rtx4090": r"RTX 4090$",
-    "rtx5090": r"RTX 5090$", "rtx4060-laptop": r"RTX 4060 Laptop", "v100-16gb": r"V100.*16GB",
-    "v100-32gb": r"V100.*32GB", "a100-40gb": r"A100.*40GB", "a100-80gb": r"A100.*80GB", "h100": r"H100",
-    "h200": r"H200", "mi250": r"Instinct MI250", "mi300x": r"Instinct MI300X", "rx7900xtx": r"RX 7900 XTX",
-}  # fmt: skip
+MEMORY_LESS = 0.15  # of a card with ECC, or with a part of it for the system
 
 
 def detect_hardware(measure: bool = False) -> Hardware:
@@ -150,9 +146,13 @@ def _cpu_document() -> dict[str, Any]:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-def known_part(driver_name: str) -> str | None:
-    """Name of the preset part for a GPU's name as the driver reports it, None when its datasheet is not known."""
-    return next((part for part, pattern in DRIVER_NAMES.items() if re.search(pattern, driver_name)), None)
+def known_part(driver_name: str, memory_bytes: int | None = None) -> str | None:
+    """Name of the preset part for a GPU's name as the driver reports it, None when its datasheet is not known. What a
+    driver counts is up to `MEMORY_LESS` apart from a datasheet's memory; a part with another memory is another part."""
+    parts = parts_like(bare_name(driver_name.rpartition("/")[2]))
+    if memory_bytes is not None:
+        parts = [part for part in parts if abs(memory_bytes / (PARTS[part].gib * 2**30) - 1) < MEMORY_LESS]
+    return parts[0] if parts else None
 
 
 def pci_address(properties: Any) -> str | None:
@@ -203,6 +203,11 @@ def _unknown_part(properties: Any) -> dict[str, Any]:
     return {"peak_flops": peak, "achieved_fraction": 0.7, "memory_bandwidth": 2e3 * clock_khz * bits / 8}
 
 
+def _shares_ram(properties: Any) -> bool:
+    """Whether a GPU's memory is the RAM; an integrated GPU with more than all of it has memory set apart at start."""
+    return bool(getattr(properties, "is_integrated", 0)) and properties.total_memory <= psutil.virtual_memory().total
+
+
 def _gpu_document() -> dict[str, Any]:
     count = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -211,14 +216,14 @@ def _gpu_document() -> dict[str, Any]:
     complexes = sorted(set(ports))
     devices, unknown = [], []
     for index, (each, address) in enumerate(zip(properties, addresses, strict=True)):
-        part, link = known_part(each.name), slot_bandwidth(address, PCI)
+        part, link = known_part(each.name, each.total_memory), slot_bandwidth(address, PCI)
         if part is None:
             unknown.append(each.name)
         figures = _part_figures(part) if part else _unknown_part(each)
         devices.append(
             {"name": f"gpu{index}", "kind": "cuda", "root_complex": complexes.index(ports[index]),
              "memory_bytes": each.total_memory, "h2d_bandwidth": link, "d2h_bandwidth": link,
-             "reserve": stated_reserve(count, part is None or PARTS[part].server is None, each.total_memory), **figures}
+             "reserve": stated_reserve(count, part is None or PARTS[part].is_card, each.total_memory), **figures}
         )  # fmt: skip
     widest = [max(d["h2d_bandwidth"] for d in devices if d["root_complex"] == c) for c in range(len(complexes))]
     # Bridges that join only pairs leave some devices without access to others: then there is no link between all.
@@ -228,6 +233,13 @@ def _gpu_document() -> dict[str, Any]:
         "p2p": p2p,
         "nvlink_bandwidth": links_bandwidth(0, properties[0].major) if p2p else None,
     }
+    if count == 1 and _shares_ram(properties[0]):
+        (device,) = devices
+        copy = device["memory_bandwidth"] / 2  # reads and writes the one memory
+        device |= {"memory_bytes": min(device["memory_bytes"], ram_bytes()), "usable_fraction": SHARED_DEVICE}
+        device |= {"h2d_bandwidth": copy, "d2h_bandwidth": copy}
+        host |= {"shared_memory": True, "dram_usable_fraction": SHARED_CAP}
+        host["root_complexes"] = [{"bandwidth_up": copy, "bandwidth_down": copy}]
     guessed = f", guessed for {', '.join(sorted(set(unknown)))}" if unknown else ""
     return {
         "name": f"this-machine-{count}xcuda",

@@ -65,7 +65,7 @@ class RehearsingWorkers(LocalWorkers):
         """Every op waits for as long as the document says, `time_scale` times. That programs do not fit is for the
         devices to say, which know what is missing: here they would wait for each other's memory for ever."""
         programs = [programs["step"] for programs in self.setup.programs]
-        roomy = self.setup.hardware.with_(memory=ROOM, dram=ROOM)
+        roomy = self.setup.hardware.with_(memory=ROOM, dram=ROOM, shared_memory=False)
         step_s = simulate(programs, roomy, precision=self.setup.precision).step_s
         return self.setup.timeout_s + step_s * self.time_scale
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.check.eager import Eager, module_runner
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.machine.slower import with_slower
+from penstock.ir.machine.overrides import with_slower
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.state.part_params import PartJoiner

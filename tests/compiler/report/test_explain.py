@@ -130,6 +130,13 @@ def test_what_cannot_be_planned_says_why() -> None:
     assert "no such change" in row
 
 
+def test_a_device_whose_memory_is_dram_gets_no_other_beside_it() -> None:
+    shared, apart = (machines_of(penstock.Hardware.preset(name)) for name in ("dgx-spark", "gh200"))
+    assert apart.keys() - shared.keys() == {"one more GPU"}
+    more = shared["64 GB more DRAM"]
+    assert more is not None and more.dram_budget_bytes() > 50 * 10**9
+
+
 def test_changed_machines_are_whole_documents() -> None:
     """More of one thing, and its links with it: what a machine remembers of itself does not come along."""
     hardware = penstock.Hardware.preset("mobius-topo4")

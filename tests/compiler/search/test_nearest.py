@@ -20,6 +20,7 @@ from penstock.compiler.search.nearest import Growth
 from penstock.compiler.search.search import Sweep, attempt_smallest
 from penstock.ir.errors import DoesNotFit
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.units import parse_bytes
 from penstock.passes.draft import Options
 from penstock.tests.passes.running import traced_model
 
@@ -115,3 +116,17 @@ def test_memories_grow_by_what_is_missing_then_by_shares_that_double() -> None:
     growth = Growth()
     assert [growth.next_size_bytes("dram", *row) for row in ((160, 16), (176, 1), (187, 1))] == [176, 187, 209]
     assert growth.next_size_bytes("dram", 209, 500) == 709 and growth.next_size_bytes("memory", 160, 3) == 163
+
+
+@pytest.mark.slow
+def test_dram_gets_more_of_the_memory_that_it_shares_with_the_device() -> None:
+    """The refusal names the memory, and the part of the device with which a plan fits."""
+    pool = Hardware.cpu(1, memory="60kB", dram="64kB", ssd="1MB").with_(shared_memory=True)
+    with torch.device("meta"):
+        model = Net(False)
+    batch = {name: value.to("meta") for name, value in BATCH.items()}
+    with pytest.raises(DoesNotFit, match=r"cpu0 and dram0 are one memory of 62\.5 KiB") as refused:
+        penstock.compile(model, pool, example_inputs=batch, optimizer=ADAM)
+    (change,) = refused.value.nearest.items()
+    assert change[0] == "memory" and parse_bytes(change[1]) < 60_000
+    penstock.compile(model, pool.with_(memory=change[1]), example_inputs=batch, optimizer=ADAM)

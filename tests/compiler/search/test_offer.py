@@ -12,7 +12,7 @@ from torch import nn
 import penstock
 from penstock.compiler.search.offer import Offer
 from penstock.ir.errors import PlanError
-from penstock.ir.machine.slower import slower, with_slower
+from penstock.ir.machine.overrides import slower, with_slower
 from penstock.ir.units import format_seconds
 from penstock.runtime.simulate import simulate
 

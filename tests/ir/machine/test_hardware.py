@@ -13,8 +13,8 @@ import yaml
 from penstock.compiler.search.what_helps import FASTER, faster_links
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
+from penstock.ir.machine.overrides import with_slower
 from penstock.ir.machine.presets import preset_document, preset_names
-from penstock.ir.machine.slower import with_slower
 from penstock.ir.program import slice_of
 from penstock.runtime.simulate.sharing import fair_rates
 

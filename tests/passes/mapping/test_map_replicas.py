@@ -15,7 +15,7 @@ from penstock.graph.opgraph import OpGraph
 from penstock.ir import ops
 from penstock.ir.errors import PassError, VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.machine.slower import with_slower
+from penstock.ir.machine.overrides import with_slower
 from penstock.ir.program import Program
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft

@@ -61,6 +61,13 @@ def test_roomy_devices_fetch_nothing() -> None:
     assert InsertFetch().plan(ready(Hardware.cpu())) == {}
 
 
+def test_a_device_whose_memory_is_dram_swaps_no_stage_that_it_has_room_for() -> None:
+    apart, shared = (Hardware.cpu(2, memory="20MB", dram="50MB").with_(shared_memory=one) for one in (False, True))
+    assert InsertFetch(swap=True).plan(ready(apart)) and InsertFetch(swap=True).plan(ready(shared)) == {}
+    small = Hardware.cpu(2, memory="21kB", dram="5MB").with_(shared_memory=True)
+    assert InsertFetch().plan(ready(small)) == InsertFetch().plan(ready(small.with_(shared_memory=False))) != {}
+
+
 def test_the_last_stage_of_a_device_stays_for_its_backward() -> None:
     """Two fetches of every other stage, one of the last (Mobius 3.1)."""
     draft = ready(swapping("21kB"))

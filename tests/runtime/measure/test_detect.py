@@ -14,7 +14,7 @@ import torch
 
 from penstock import Hardware
 from penstock.ir.errors import HardwareError
-from penstock.ir.machine.presets import PARTS
+from penstock.ir.machine.gpu_parts import PARTS
 from penstock.runtime.measure import cpu as measure
 from penstock.runtime.measure import detect
 
@@ -180,12 +180,36 @@ def test_gpus_behind_one_switch_share_a_root_port(tmp_path: Path) -> None:
         ("AMD Instinct MI250X/MI250", "mi250"),
         ("AMD Instinct MI300X", "mi300x"),
         ("AMD Radeon RX 7900 XTX", "rx7900xtx"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090-laptop"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA RTX 4000 SFF Ada Generation", "rtx4000sffada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtxpro6000-maxq"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GB10", "gb10"),
+        ("AMD Radeon 8060S Graphics", "radeon8060s"),
+        ("NVIDIA A10G", None),
         ("NVIDIA GeForce GTX 1060", None),
     ],
 )
 def test_driver_names(driver: str, part: str | None) -> None:
     assert detect.known_part(driver) == part
     assert part is None or part in PARTS
+
+
+@pytest.mark.parametrize(
+    ("driver", "gib", "part"),
+    [
+        ("NVIDIA GeForce RTX 5060 Ti", 15.5, "rtx5060ti-16gb"),
+        ("NVIDIA GeForce RTX 5060 Ti", 7.6, "rtx5060ti-8gb"),
+        ("Orin", 61.4, "orin-64gb"),
+        ("Orin", 30.0, None),
+        ("NVIDIA L4", 22.0, "l4"),
+    ],
+)
+def test_drivers_name_several_parts_alike_which_differ_in_memory(driver: str, gib: float, part: str | None) -> None:
+    assert detect.known_part(driver, int(gib * 2**30)) == part
 
 
 # -- a machine with GPUs, pretended ------------------------------------------------------------------------------------
@@ -223,6 +247,24 @@ def test_gpus_are_described_with_their_slots_and_datasheets(three_gpus: None) ->
     assert hardware.bandwidth("dram0", "gpu2") == pytest.approx(13.1e9, rel=0.02)
     assert (hardware.hosts[0].p2p, hardware.hosts[0].nvlink_bandwidth) == (False, None)
     assert "guessed for NVIDIA Unheard Of" in hardware.source
+
+
+@pytest.mark.parametrize(("gib", "shares"), [(119, True), (192, False)])
+def test_an_integrated_gpu_shares_the_ram(gib: int, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it has more memory than there is RAM: then that was set apart."""
+    found = SimpleNamespace(name="NVIDIA GB10", total_memory=gib * 2**30, major=12, multi_processor_count=48)
+    found.is_integrated = 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(detect, "ram_bytes", lambda: 120 * 2**30)
+    monkeypatch.setattr(detect.psutil, "virtual_memory", lambda: SimpleNamespace(total=120 * 2**30))
+    hardware = Hardware.detect()
+    (device,), (host,) = hardware.devices, hardware.hosts
+    assert host.shared_memory == shares
+    if shares:
+        assert device.budget_bytes + hardware.dram_budget_bytes() == host.usable_bytes == int(0.85 * 120 * 2**30)
+        assert device.budget_bytes == int(0.8 * 119 * 2**30) and device.h2d_bandwidth == device.memory_bandwidth / 2
 
 
 def test_measured_cpu_devices_add_up_to_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

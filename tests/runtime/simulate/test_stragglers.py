@@ -9,7 +9,7 @@ import pytest
 from penstock.compiler.pipeline import parse_pipeline
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.machine.slower import with_slower
+from penstock.ir.machine.overrides import with_slower
 from penstock.ir.program import Program
 from penstock.runtime.simulate import Timeline, find_stragglers, simulate
 from penstock.tests.ir.program.handmade import pipeline
