@@ -29,17 +29,17 @@ from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.graph.opgraph import OpGraph
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.precision import Precision
-from penstock.papers.published import FUYOU, Run, read, run_of
+from penstock.papers.published import FUYOU, PublishedRun, read, run_of
 from penstock.passes.draft import Options
 
 TABLE = Path(__file__).with_name("published.tsv")
 SHORT, MANY = 64, 1024
 
 
-def timed_run(row: dict[str, str]) -> Run | None:
+def timed_run(row: dict[str, str]) -> PublishedRun | None:
     """The run of a published row; None where it cannot be compared."""
     run = run_of(row, (MANY, SHORT))
-    return run if isinstance(run, Run) and run.seconds is not None else None
+    return run if isinstance(run, PublishedRun) and run.seconds is not None else None
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def graph_of(model: str, sequence: int, precision: str, adapter: str | None) -> 
     return trace(named.on_meta(), inputs, autocast=autocast, device_kind="cuda", param_dtype=dtypes[precision])
 
 
-def bounds_of(run: Run) -> tuple[Bound, float, float]:
+def bounds_of(run: PublishedRun) -> tuple[Bound, float, float]:
     """The bound of any step, and the seconds of those with fused kernels and with PyTorch's calls."""
     # memories hold all: less would only make the bound higher
     room = {"memory": "64GB"} if run.hardware == FUYOU else {"dram": "16TB", "memory": "4TB"}

@@ -78,7 +78,7 @@ def predict(
     from ..cli.tables import console, table
 
     screen = console()
-    rows = [(cells[0], cells[1], cells[3], *cells[4:9:2], *cells[9:]) for cells in predictions.rows_shown(found)]
+    rows = [(cells[0], cells[1], cells[3], *cells[4:9:2], *cells[9:]) for cells in predictions.table_rows(found)]
     screen.print(table("a second", ("system", "model", "batch", "theirs", "as they do it", "auto", "their peak",
                                     "our peak", "fits"), rows))  # fmt: skip
     screen.print(table("summary", ("what", "result"), predictions.summary(found)))

@@ -25,9 +25,10 @@ from ..compiler.planning import share, sharing
 from ..compiler.strategies import STRATEGIES
 from ..ir.errors import DoesNotFit
 from ..ir.machine.hardware import Hardware
-from .published import Run, Way, read, run_of, way_of
+from .published import PublishedRun, Way, read, run_of, way_of
 from .report import markdown_table
 
+Cells = Mapping[str, str]
 THEIRS, AUTO = "as they do it", "auto"
 
 
@@ -46,8 +47,8 @@ class Simulation:
 class Compared:
     """A published run beside its simulations, None where one was not made; `reason`: why the run has none."""
 
-    row: Mapping[str, str]
-    run: Run | None
+    row: Cells
+    run: PublishedRun | None
     reason: str = ""
     theirs: Simulation | None = None
     auto: Simulation | None = None
@@ -55,13 +56,13 @@ class Compared:
     @property
     def excess(self) -> float | None:
         """The share by which our step as they do it is longer than theirs."""
-        return self._over(self.theirs)
+        return self._excess_of(self.theirs)
 
     @property
     def auto_excess(self) -> float | None:
-        return self._over(self.auto)
+        return self._excess_of(self.auto)
 
-    def _over(self, found: Simulation | None) -> float | None:
+    def _excess_of(self, found: Simulation | None) -> float | None:
         known = self.run is not None and self.run.seconds and found is not None and found.step_s
         return found.step_s / self.run.seconds - 1 if known else None  # type: ignore[operator, union-attr]
 
@@ -94,14 +95,14 @@ def compare(
     runs = [(row, run_of(row), way_of(row)) for row in rows]
     simulate = Simulations(kept, lambda: time.monotonic() - begun_s < until_s, say)
     found = {how: simulate.all(runs, how) for how in ((THEIRS, AUTO) if best else (THEIRS,))}
-    auto = found.get(AUTO, {})
+    theirs, auto = found[THEIRS], found.get(AUTO, {})
     return [
-        Compared(row, run if isinstance(run, Run) else None, _reason(run, way), found[THEIRS].get(i), auto.get(i))
+        Compared(row, None if isinstance(run, str) else run, _reason(run, way), theirs.get(i), auto.get(i))
         for i, (row, run, way) in enumerate(runs)
     ]
 
 
-def _reason(run: Run | str, way: Way | None) -> str:
+def _reason(run: PublishedRun | str, way: Way | None) -> str:
     """The reason why a run has no simulation."""
     if isinstance(run, str):
         return run
@@ -116,7 +117,7 @@ class Simulations:
         lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
         self.known = {line["key"]: Simulation(**line["found"]) for line in map(json.loads, lines)}
 
-    def all(self, runs: Sequence[tuple[Mapping[str, str], Run | str, Way | None]], how: str) -> dict[int, Simulation]:
+    def all(self, runs: Sequence[tuple[Cells, PublishedRun | str, Way | None]], how: str) -> dict[int, Simulation]:
         """Simulations by the place of the run. Runs of one model come together, as they share its graphs."""
         found: dict[int, Simulation] = {}
         places = [i for i, (_, run, way) in enumerate(runs) if not _reason(run, way)]
@@ -129,13 +130,14 @@ class Simulations:
                         found[i] = made
         return found
 
-    def one(self, row: Mapping[str, str], run: Run, way: Way, how: str) -> Simulation | None:
+    def one(self, row: Cells, run: PublishedRun, way: Way, how: str) -> Simulation | None:
         strategy = way.pipeline(row["note"]) if how == THEIRS else AUTO
-        key = hashlib.sha256(repr((run, dataclasses.replace(way, why=""), strategy)).encode()).hexdigest()[:16]
+        asked = dataclasses.astuple(run), dataclasses.astuple(dataclasses.replace(way, why="")), strategy
+        key = hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
         if key not in self.known and self.goes_on():
             name = ", ".join(row[column] for column in ("system", "model", "n_gpus", "gpu", "batch", "seq"))
             self.say(f"{how}: {name}")
-            found = simulate(run, way, strategy, not way.computes_again(row["note"]))
+            found = simulate(run, way, strategy)
             self.known[key] = found
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,9 +150,8 @@ def _model_key(run: Any, way: Any) -> tuple[str, ...]:
     return run.model, run.adapter or "", run.base or "", str(way.own_types and run.precision)
 
 
-def simulate(run: Run, way: Way, strategy: str, keeps: bool = False) -> Simulation:
-    """One simulated step. A system's own does not fit where weights would have to be fetched that it keeps, nor, if it
-    `keeps` saved tensors, where stages would have to be computed again."""
+def simulate(run: PublishedRun, way: Way, strategy: str) -> Simulation:
+    """One simulated step. A system's own does not fit where weights would have to be fetched that it keeps."""
     begin_s = time.process_time()
     named = dataclasses.replace(find_model(run.model, adapter=run.adapter, base=run.base, dropout=False), padding=False)
     own_types = way.own_types and run.precision == "bf16-true"
@@ -170,12 +171,11 @@ def simulate(run: Run, way: Way, strategy: str, keeps: bool = False) -> Simulati
     predicted = plan.predicted
     assert predicted is not None
     peak = max(peak for memory, peak in predicted.peak_bytes.items() if memory.startswith("gpu"))
-    again = len(plan.decisions.rematerialise) if keeps and strategy != AUTO else 0
-    fetched = 0 if strategy == AUTO or "swap=true" in STRATEGIES.get(strategy, strategy) else len(plan.decisions.fetch)
-    moved = again or fetched
-    why = f"{moved} stages would have to be {'computed again' if again else 'fetched'}" if moved else ""
+    may_fetch = strategy == AUTO or "swap=true" in STRATEGIES.get(strategy, strategy)
+    if plan.decisions.fetch and not may_fetch:
+        return Simulation(None, why=f"{len(plan.decisions.fetch)} stages would have to be fetched")
     cpu_s = time.process_time() - begin_s
-    return Simulation(None if moved else predicted.step_s, None if moved else peak, plan.passes, why, cpu_s)
+    return Simulation(predicted.step_s, peak, plan.passes, cpu_s=cpu_s)
 
 
 def page(found: Sequence[Compared], command: str) -> str:
@@ -203,7 +203,7 @@ def page(found: Sequence[Compared], command: str) -> str:
         *markdown_table(("systems", "passes", "why"), _ways(shown)),
     ]
     for source, rows in groupby(shown, lambda each: each.row["source"]):
-        lines += ["", f"## {source}", "", *markdown_table(COLUMNS_SHOWN, rows_shown(list(rows)))]
+        lines += ["", f"## {source}", "", *markdown_table(COLUMNS_SHOWN, table_rows(list(rows)))]
     if left:
         missing = [(c.row["system"], c.row["model"], f"{c.row['batch']} x {c.row['seq']}", c.reason) for c in left]
         lines += ["", "## Not simulated", "", *markdown_table(("system", "model", "batch", "why"), missing)]
@@ -216,7 +216,7 @@ COLUMNS_SHOWN = (
 )  # fmt: skip
 
 
-def rows_shown(found: Sequence[Compared]) -> list[tuple[str, ...]]:
+def table_rows(found: Sequence[Compared]) -> list[tuple[str, ...]]:
     """The cells of the runs that have simulations, in the order of `COLUMNS_SHOWN`."""
     return [_cells(each) for each in found if not each.reason]
 

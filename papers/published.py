@@ -78,11 +78,8 @@ class Way:
     def pipeline(self, note: str) -> str:
         """The passes, for a row with this note."""
         before, after = self.passes
-        if not after:
-            return before
-        shared = "insert-shard" in after  # weights that are gathered leave room to saved tensors, as swapped ones do
-        how = "always=true" if self.computes_again(note) else "swap=true" if shared else "always=false"
-        return f"{before}insert-remat{{{how}}}{after}"
+        how = "always" if self.computes_again(note) else "never"
+        return f"{before}insert-remat{{{how}=true}}{after}" if after else before
 
     def computes_again(self, note: str) -> bool:
         """Whether layers are computed again before their backward."""
@@ -159,7 +156,7 @@ WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, s
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run that can be expressed. `rows`: of a micro-batch. `seconds`: of a step of `batch` rows; None where
     it ran out of memory, or rows are of several lengths."""
 
@@ -204,7 +201,7 @@ def way_of(row: Mapping[str, str]) -> Way | None:
     return next((way for pattern, way in WAYS.items() if re.search(pattern, text)), None)
 
 
-def run_of(row: Mapping[str, str], short: tuple[int, int] | None = None) -> Run | str:
+def run_of(row: Mapping[str, str], short: tuple[int, int] | None = None) -> PublishedRun | str:
     """The run of a row, or the reason why it cannot be expressed. `short`: a batch and a number of tokens to be taken
     for rows whose lengths are not said. Raises `PlanError` for what is no run."""
     if re.search("fp8|float8", row["precision"]):
@@ -232,7 +229,7 @@ def run_of(row: Mapping[str, str], short: tuple[int, int] | None = None) -> Run 
     chosen = next((text for word, text in targets.items() if word in row["adapters"]), "")
     adapter = None if row["adapters"] == "none" else f"lora:r=8{chosen}"
     precision = "fp16" if "fp16" in row["precision"] else "bf16" if "amp" in row["precision"].lower() else "bf16-true"
-    return Run(
+    return PublishedRun(
         MODELS.get(row["model"], row["model"]).format(sequence), adapter, "nf4" if is_nf4 and adapter else None,
         hardware, tuple(changes.items()), batch, max(1, rows), sequence, precision,
         _seconds(row, batch * sequence, count), peak_of(row["note"]), row["value"] != OUT_OF_MEMORY,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.ir.errors import PlanError
-from penstock.papers.published import COLUMNS, Run, peak_of, read, run_of, way_of
+from penstock.papers.published import COLUMNS, PublishedRun, peak_of, read, run_of, way_of
 
 TABLE = Path(__file__).resolve().parents[2] / "bench" / "published.tsv"
 ROW = {
@@ -18,9 +18,9 @@ ROW = {
 }  # fmt: skip
 
 
-def express(**cells: str) -> Run:
+def express(**cells: str) -> PublishedRun:
     run = run_of(ROW | cells)
-    assert isinstance(run, Run)
+    assert isinstance(run, PublishedRun)
     return run
 
 
@@ -102,7 +102,7 @@ def test_a_way_computes_again_by_the_note_only_where_none_is_stated() -> None:
     by_note = way_of(ROW | {"system": "FSDP1 FULL_SHARD"})
     assert by_note is not None
     assert "insert-remat{always=true}" in by_note.pipeline("MFU 40%, checkpointing True")
-    assert "insert-remat{swap=true}" in by_note.pipeline("MFU 40%, checkpointing False")
+    assert "insert-remat{never=true}" in by_note.pipeline("MFU 40%, checkpointing False")
     stated = way_of(ROW | {"system": "litgpt finetune_lora"})
     assert stated is not None
-    assert "always=false" in stated.pipeline("activation checkpointing")
+    assert "never=true" in stated.pipeline("activation checkpointing")
