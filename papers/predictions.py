@@ -132,8 +132,7 @@ class Simulations:
 
     def one(self, row: Cells, run: PublishedRun, way: Way, how: str) -> Simulation | None:
         strategy = way.pipeline(row["note"]) if how == THEIRS else AUTO
-        asked = dataclasses.astuple(run), dataclasses.astuple(dataclasses.replace(way, why="")), strategy
-        key = hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
+        key = _key(run, way, strategy)
         if key not in self.known and self.goes_on():
             name = ", ".join(row[column] for column in ("system", "model", "n_gpus", "gpu", "batch", "seq"))
             self.say(f"{how}: {name}")
@@ -144,6 +143,18 @@ class Simulations:
                 with open(self.path, "a") as file:
                     file.write(json.dumps({"key": key, "run": name, "how": how, "found": vars(found)}) + "\n")
         return self.known.get(key)
+
+
+def _key(run: PublishedRun, way: Way, strategy: str) -> str:
+    """Equal for runs that have the same simulation."""
+    asked = dataclasses.replace(run, rows=_rows(run, way, strategy), seconds=None, peak_bytes=None, fits=True)
+    told = dataclasses.astuple(asked), way.own_types, way.precision, way.optimizer, strategy
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def _rows(run: PublishedRun, way: Way, strategy: str) -> int:
+    """The rows of a micro-batch; 0 where the search chooses them."""
+    return 0 if strategy == AUTO else way.rows or run.rows
 
 
 def _model_key(run: Any, way: Any) -> tuple[str, ...]:
@@ -157,12 +168,12 @@ def simulate(run: PublishedRun, way: Way, strategy: str) -> Simulation:
     own_types = way.own_types and run.precision == "bf16-true"
     model = share(_model_key(run, way), lambda: named.describe().to(torch.bfloat16 if own_types else torch.float32))
     room, _, optimizer = way.optimizer.rpartition(".")
-    rows = way.rows or run.rows
+    rows = _rows(run, way, strategy)
     try:
         plan = api.find_plan(
             model, Hardware.preset(run.hardware, **dict(run.changes)), strategy=strategy,
             example_inputs=named.batch_spec(run.batch, run.sequence),
-            micro_batches="auto" if strategy == AUTO else max(1, run.batch // rows),
+            micro_batches=max(1, run.batch // rows) if rows else "auto",
             precision="fp32" if own_types else way.precision or run.precision,
             optimizer=getattr(importlib.import_module(room), optimizer),
         )  # fmt: skip

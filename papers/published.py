@@ -36,12 +36,12 @@ MODELS = {  # by the tables' names; any other name is one of Penstock's own
     "Llama3-8B": "llama-8b", "Llama3-70B": "llama-70b", "GPT 13B 40x5120": "gpt3-13b",
     "GPT 175B 96x12288": "gpt3-175b", "vit_giant_patch14_dinov2": f"vit-base:{_VIT_GIANT},patch_size=14",
     "Llama-3.2-3B": f"llama-8b:{_LLAMA_3B},tie_word_embeddings=true",
+    "StableLM Alpha": "stablelm-alpha-3b",
     "Qwen2.5-7B": _QWEN.format(3584, 18944, 28, 28, 4), "Qwen2.5-32B": _QWEN.format(5120, 27648, 64, 40, 8),
     "MPT-3b": _MPT.format(32, 2560, 20, "{}"), "MPT-7b": _MPT.format(32, 4096, 32, "{}"),
     "MPT-13b": _MPT.format(40, 5120, 40, "{}"), "MPT-30b": _MPT.format(48, 7168, 64, "{}"),
     "MPT-70b": _MPT.format(80, 8192, 64, "{}"),
 }  # fmt: skip
-UNKNOWN_MODELS = ("phi-1.5", "StableLM Alpha", "Falcon-40B")  # without a row in `compiler/models/table.py`
 GPUS: dict[str, tuple[str, dict[str, Any]]] = {  # a part, and what differs by the datasheet; or a part's own name
     "A100 80GB": ("a100-80gb", {}), "a100_80gb": ("a100-80gb", {}), "A100 40GB": ("a100-40gb", {}),
     "A100 40GB SXM": ("a100-40gb", {}), "a100_40gb": ("a100-40gb", {}), "h100_80gb": ("h100", {}),
@@ -115,7 +115,7 @@ WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, s
     r"cumulative: \+compile": Way(_COMPILED, _one(MASKS + FUSED), False, True),
     r"cumulative: \+chunked": Way("its loss in chunks added", _one(_TUNE), False, True),
     r"cumulative: \+(activation check|optimizer)": Way(
-        "each layer computed again; where no norm is asked for, ours steps in the backward pass, too", _one(_TUNE),
+        "each layer computed again; ours keeps all gradients until it steps, theirs steps in backward", _one(_TUNE),
         True, True,
     ),
     r"cumulative: \+activation off": Way("inputs of layers go to DRAM", _INPUTS_AWAY, True, True),
@@ -147,7 +147,10 @@ WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, s
         "FSDP in bf16 with fp32 masters; its fused cross entropy keeps no logits in fp32, as a loss in chunks",
         _fsdp(MASKS + CHUNKED), precision="bf16-true",
     ),
-    r"NeMo.* x1$": Way("all on one GPU; its configurations have 2 rows in a micro-batch", _one(MASKS), False, rows=2),
+    r"NeMo.* x1$": Way(
+        "all on one GPU, 2 rows in a micro-batch; Transformer Engine and Triton save no pointwise results",
+        _one(MASKS + FUSED), False, rows=2,
+    ),
     r"NeMo": Way(
         "FSDP2, each layer computed again, 2 rows in a micro-batch; theirs divides layers among 2 or 8 GPUs as well",
         _fsdp(MASKS, "two-hop"), True, rows=2,
@@ -172,10 +175,6 @@ class PublishedRun:
     seconds: float | None
     peak_bytes: int | None
     fits: bool
-
-    @property
-    def num_micro_batches(self) -> int:
-        return max(1, self.batch // self.rows)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -206,8 +205,6 @@ def run_of(row: Mapping[str, str], short: tuple[int, int] | None = None) -> Publ
     for rows whose lengths are not said. Raises `PlanError` for what is no run."""
     if re.search("fp8|float8", row["precision"]):
         return "fp8 is no precision of Penstock's yet"
-    if row["model"] in UNKNOWN_MODELS:
-        return f"no model {row['model']!r} is known by name"
     varies = row["seq"].startswith("variable")
     if varies and short is None:
         return "the lengths of its rows are not said"
@@ -225,9 +222,7 @@ def run_of(row: Mapping[str, str], short: tuple[int, int] | None = None) -> Publ
         batch, sequence = short
     hardware, changes = _machine(row, count)
     is_nf4 = re.search("nf4|4-bit|QLoRA", f"{row['system']} {row['precision']} {row['adapters']}", re.IGNORECASE)
-    targets = {"all": ",targets=all-linear", "q,v": ",targets=q_proj+v_proj"}
-    chosen = next((text for word, text in targets.items() if word in row["adapters"]), "")
-    adapter = None if row["adapters"] == "none" else f"lora:r=8{chosen}"
+    adapter = None if row["adapters"] == "none" else f"lora:r=8{',targets=all-linear' * ('all' in row['adapters'])}"
     precision = "fp16" if "fp16" in row["precision"] else "bf16" if "amp" in row["precision"].lower() else "bf16-true"
     return PublishedRun(
         MODELS.get(row["model"], row["model"]).format(sequence), adapter, "nf4" if is_nf4 and adapter else None,
@@ -253,7 +248,7 @@ def _seconds(row: Mapping[str, str], tokens: int, count: int) -> float | None:
         raise PlanError(f"{row['line']}: no unit {unit!r}{close_names(unit, UNITS)}")
     if row["value"] == OUT_OF_MEMORY:
         return None
-    value = _number(row, "value", float)
+    value: float = _number(row, "value", float)
     if unit == "fits" or "at most" in row["seq"]:
         return None
     if unit.startswith("s/"):
