@@ -17,13 +17,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..compiler import api
 from ..compiler.models.named import find_model
 from ..compiler.planning import share, sharing
 from ..compiler.strategies import STRATEGIES
-from ..ir.errors import DoesNotFit
+from ..ir.errors import DoesNotFit, PlanError
 from ..ir.machine.hardware import Hardware
 from .published import PublishedRun, Way, read, run_of, way_of
 from .report import markdown_table
@@ -56,21 +54,17 @@ class Compared:
     @property
     def excess(self) -> float | None:
         """The share by which our step as they do it is longer than theirs."""
-        return self._excess_of(self.theirs)
+        return _excess(self.theirs and self.theirs.step_s, self.run and self.run.seconds)
 
     @property
     def auto_excess(self) -> float | None:
-        return self._excess_of(self.auto)
-
-    def _excess_of(self, found: Simulation | None) -> float | None:
-        known = self.run is not None and self.run.seconds and found is not None and found.step_s
-        return found.step_s / self.run.seconds - 1 if known else None  # type: ignore[operator, union-attr]
+        """The share by which the step of the search's plan is longer than theirs."""
+        return _excess(self.auto and self.auto.step_s, self.run and self.run.seconds)
 
     @property
     def peak_excess(self) -> float | None:
-        """The share by which our peak is above theirs, where both are known and the system's run fits."""
-        known = self.run is not None and self.run.peak_bytes and self.theirs is not None and self.theirs.peak_bytes
-        return self.theirs.peak_bytes / self.run.peak_bytes - 1 if known else None  # type: ignore[operator, union-attr]
+        """The share by which our peak as they do it is above theirs."""
+        return _excess(self.theirs and self.theirs.peak_bytes, self.run and self.run.peak_bytes)
 
     @property
     def fits_alike(self) -> bool | None:
@@ -78,6 +72,10 @@ class Compared:
         if self.theirs is None or self.run is None:
             return None
         return (self.theirs.step_s is not None) == self.run.fits
+
+
+def _excess(ours: float | None, theirs: float | None) -> float | None:
+    return ours / theirs - 1 if ours and theirs else None
 
 
 def compare(
@@ -114,15 +112,25 @@ class Simulations:
 
     def __init__(self, kept: Path | None, goes_on: Callable[[], bool], say: Callable[[str], None]):
         self.path, self.goes_on, self.say = kept, goes_on, say
-        lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
-        self.known = {line["key"]: Simulation(**line["found"]) for line in map(json.loads, lines)}
+        self.known: dict[str, Simulation] = {}
+        for number, text in enumerate(kept.read_text().splitlines() if kept and kept.exists() else [], start=1):
+            try:
+                line = json.loads(text)
+                self.known[line["key"]] = Simulation(**line["found"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise PlanError(
+                    f"{kept}:{number}: not a line that this command has written; name another file"
+                ) from error
 
     def all(self, runs: Sequence[tuple[Cells, PublishedRun | str, Way | None]], how: str) -> dict[int, Simulation]:
         """Simulations by the place of the run. Runs of one model come together, as they share its graphs."""
         found: dict[int, Simulation] = {}
         places = [i for i, (_, run, way) in enumerate(runs) if not _reason(run, way)]
-        key = lambda i: _model_key(runs[i][1], runs[i][2])  # noqa: E731
-        for _, group in groupby(sorted(places, key=key), key):
+
+        def model_of(place: int) -> tuple[str, ...]:
+            return _model_key(*runs[place][1:])
+
+        for _, group in groupby(sorted(places, key=model_of), model_of):
             with sharing():
                 for i in group:
                     made = self.one(*runs[i], how)  # type: ignore[arg-type]
@@ -166,8 +174,7 @@ def simulate(run: PublishedRun, way: Way, strategy: str) -> Simulation:
     begin_s = time.process_time()
     named = dataclasses.replace(find_model(run.model, adapter=run.adapter, base=run.base, dropout=False), padding=False)
     own_types = way.own_types and run.precision == "bf16-true"
-    model = share(_model_key(run, way), lambda: named.describe().to(torch.bfloat16 if own_types else torch.float32))
-    room, _, optimizer = way.optimizer.rpartition(".")
+    model = share(_model_key(run, way), lambda: named.describe().bfloat16() if own_types else named.describe())
     rows = _rows(run, way, strategy)
     try:
         plan = api.find_plan(
@@ -175,7 +182,7 @@ def simulate(run: PublishedRun, way: Way, strategy: str) -> Simulation:
             example_inputs=named.batch_spec(run.batch, run.sequence),
             micro_batches=max(1, run.batch // rows) if rows else "auto",
             precision="fp32" if own_types else way.precision or run.precision,
-            optimizer=getattr(importlib.import_module(room), optimizer),
+            optimizer=_optimizer(way.optimizer),
         )  # fmt: skip
     except DoesNotFit as error:
         return Simulation(None, why=str(error).partition(". ")[0], cpu_s=time.process_time() - begin_s)
@@ -187,6 +194,16 @@ def simulate(run: PublishedRun, way: Way, strategy: str) -> Simulation:
         return Simulation(None, why=f"{len(plan.decisions.fetch)} stages would have to be fetched")
     cpu_s = time.process_time() - begin_s
     return Simulation(predicted.step_s, peak, plan.passes, cpu_s=cpu_s)
+
+
+def _optimizer(name: str) -> Any:
+    room, _, kind = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(room), kind)
+    except ImportError as error:
+        raise PlanError(
+            f"{name}, with which a run was made, is not installed: pip install {room.partition('.')[0]}"
+        ) from error
 
 
 def page(found: Sequence[Compared], command: str) -> str:

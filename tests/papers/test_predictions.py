@@ -50,6 +50,13 @@ def test_nothing_is_begun_when_the_time_is_over(table: Path) -> None:
     assert [each.theirs for each in compare(table, until_s=0.0)] == [None, None]
 
 
+def test_a_kept_file_of_something_else_is_refused_with_the_line(table: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text('{"bench": "published"}\n')
+    with pytest.raises(PlanError, match=r"kept.jsonl:1: not a line that this command has written"):
+        compare(table, kept)
+
+
 def test_an_unknown_model_is_refused_with_the_nearest(table: Path) -> None:
     table.write_text(table.read_text().replace(TOY, "gpt-2"))
     with pytest.raises(PlanError, match="no model 'gpt-2'; did you mean gpt2"):
