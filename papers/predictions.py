@@ -162,7 +162,7 @@ def _key(run: PublishedRun, way: Way, strategy: str) -> str:
 
 def _rows(run: PublishedRun, way: Way, strategy: str) -> int:
     """The rows of a micro-batch; 0 where the search chooses them."""
-    return 0 if strategy == AUTO else way.rows or run.rows
+    return 0 if strategy == AUTO else run.rows if way.rows is None else way.rows
 
 
 def _model_key(run: Any, way: Any) -> tuple[str, ...]:
@@ -230,6 +230,11 @@ def page(found: Sequence[Compared], command: str) -> str:
         "",
         *markdown_table(("systems", "passes", "why"), _ways(shown)),
     ]
+    far = (
+        f"Runs whose step is off by more than {FAR:.0%}, whose peak by more than {FAR_PEAK:.0%}, or that fit otherwise."
+    )
+    lines += ["", "## Where ours differs", "", far, ""]
+    lines += markdown_table(("systems", "runs that differ", "likely why"), _differences(shown))
     for source, rows in groupby(shown, lambda each: each.row["source"]):
         lines += ["", f"## {source}", "", *markdown_table(COLUMNS_SHOWN, table_rows(list(rows)))]
     if left:
@@ -238,6 +243,7 @@ def page(found: Sequence[Compared], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+FAR, FAR_PEAK = 0.15, 0.05  # the shares that a step and a peak may be off
 COLUMNS_SHOWN = (
     "system", "model", "GPUs", "batch", "theirs", "as they do it", "ours / theirs", "auto", "auto / theirs",
     "their peak", "our peak", "fits: theirs, ours",
@@ -280,6 +286,20 @@ def _ways(shown: Sequence[Compared]) -> list[tuple[str, str, str]]:
             known = systems.setdefault((f"`{way.pipeline(each.row['note'])}`", way.why), [])
             known += [] if each.row["system"] in known else [each.row["system"]]
     return [(", ".join(names), passes, why) for (passes, why), names in systems.items()]
+
+
+def _differences(shown: Sequence[Compared]) -> list[tuple[str, str, str]]:
+    """For each reason the systems, and the number of their runs that differ."""
+    found: dict[str, list[tuple[str, bool]]] = {}
+    for each in shown:
+        way = way_of(each.row)
+        far = abs(each.excess or 0) > FAR or abs(each.peak_excess or 0) > FAR_PEAK or each.fits_alike is False
+        if way is not None and each.theirs is not None:
+            found.setdefault(way.differs, []).append((each.row["system"], far))
+    return [
+        (", ".join(dict.fromkeys(name for name, _ in rows)), f"{sum(far for _, far in rows)} of {len(rows)}", why)
+        for why, rows in found.items() if any(far for _, far in rows)
+    ]  # fmt: skip
 
 
 def _cells(each: Compared) -> tuple[str, ...]:
