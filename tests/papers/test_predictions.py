@@ -40,6 +40,7 @@ def test_fits_are_predicted_and_kept_for_the_next_command(table: Path, tmp_path:
     assert again == [first, second] and len(told) == 2
 
 
+@pytest.mark.slow
 def test_auto_is_at_least_as_fast_as_what_a_system_does(table: Path) -> None:
     (found,) = compare(table, only="0.001")
     assert found.auto is not None and found.auto.step_s and found.theirs is not None
