@@ -54,17 +54,17 @@ class Compared:
     @property
     def excess(self) -> float | None:
         """The share by which our step as they do it is longer than theirs."""
-        return _excess(self.theirs and self.theirs.step_s, self.run and self.run.seconds)
+        return _excess(getattr(self.theirs, "step_s", None), getattr(self.run, "seconds", None))
 
     @property
     def auto_excess(self) -> float | None:
         """The share by which the step of the search's plan is longer than theirs."""
-        return _excess(self.auto and self.auto.step_s, self.run and self.run.seconds)
+        return _excess(getattr(self.auto, "step_s", None), getattr(self.run, "seconds", None))
 
     @property
     def peak_excess(self) -> float | None:
         """The share by which our peak as they do it is above theirs."""
-        return _excess(self.theirs and self.theirs.peak_bytes, self.run and self.run.peak_bytes)
+        return _excess(getattr(self.theirs, "peak_bytes", None), getattr(self.run, "peak_bytes", None))
 
     @property
     def fits_alike(self) -> bool | None:
