@@ -1,4 +1,4 @@
-"""`penstock reproduce`: the command line finds it through the entry point `penstock.commands`."""
+"""`penstock reproduce` and `predict`: the command line finds them through the entry point `penstock.commands`."""
 
 from __future__ import annotations
 
@@ -50,3 +50,35 @@ def reproduce(
     screen = console()
     for table in papers.tables(report):
         screen.print(table)
+
+
+@app.command(
+    epilog="Example: penstock predict --check bench/published.tsv --kept bench/results/predictions.jsonl "
+    "--out docs/predictions.md"
+)
+def predict(
+    check: Annotated[Path, typer.Option(help="a table of published runs: TSV with the columns of bench/published.tsv")],
+    kept: Annotated[
+        Path | None, typer.Option(help="JSON lines of what was simulated: read, and added to, so that a run goes on")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
+    only: Annotated[str, typer.Option(help="rows whose text has this")] = "",
+    auto: Annotated[bool, typer.Option(help="search the best plan of each row as well")] = True,
+    minutes: Annotated[float, typer.Option(min=0.0, help="after which no simulation is begun")] = float("inf"),
+) -> None:
+    """Published runs of other systems beside simulations: as they do it, and at best. Takes minutes to hours."""
+    from . import predictions
+    from .report import to_stderr
+
+    found = predictions.compare(check, kept, only, auto, 60 * minutes, to_stderr)
+    if out is not None:
+        given = [f"--check {check}", *([f"--kept {kept}"] if kept else []), f"--out {out}"]
+        out.write_text(predictions.page(found, f"penstock predict {' '.join(given)}"))
+        to_stderr(f"written {out}")
+    from ..cli.tables import console, table
+
+    screen = console()
+    rows = [(cells[0], cells[1], cells[3], *cells[4:9:2], *cells[9:]) for cells in predictions.table_rows(found)]
+    screen.print(table("a second", ("system", "model", "batch", "theirs", "as they do it", "auto", "their peak",
+                                    "our peak", "fits"), rows))  # fmt: skip
+    screen.print(table("summary", ("what", "result"), predictions.summary(found)))

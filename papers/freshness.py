@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .experiments import Experiments
 
 HERE = Path(__file__).parent
-NO_PART_OF_PAGES = ("command.py", "everything.py", "freshness.py")
+NO_PART_OF_PAGES = ("command.py", "everything.py", "freshness.py", "predictions.py", "published.py")
 
 
 def made_from(name: str, experiments: Experiments) -> dict[str, Any]:

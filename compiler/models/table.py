@@ -17,6 +17,17 @@ def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
         **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_qwen3_moe(), **_bert(), **_t5(), **_bart(), **_vit(),
+        "phi-1.5": ("phi", {}),  # the configuration's defaults are its figures
+        "stablelm-alpha-3b": (
+            "gpt_neox",
+            {"vocab_size": 50688, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 16,
+             "num_attention_heads": 32, "max_position_embeddings": 4096},
+        ),
+        "falcon-40b": (
+            "falcon",
+            {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8,
+             "new_decoder_architecture": True},
+        ),
         "mistral-7b": ("mistral", {"vocab_size": 32000, "sliding_window": 4096}),
         "deepseek-v3": ("deepseek_v3", {}),  # the configuration's defaults are its figures
         "mixtral-8x7b": ("mixtral", {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}),

@@ -45,7 +45,8 @@ from .insert_fetch import swap as swapped
 @dataclass(frozen=True)
 class InsertRemat(Pass):
     """`swap`: weights will be swapped even where they could stay (`insert-fetch{swap=true}`), which leaves the room of
-    their optimizer states to saved tensors. `always`: every stage that can be is rematerialised."""
+    their optimizer states to saved tensors. `always`: every stage that can be is rematerialised; `never`: none, whether
+    or not it fits. Raises `PassError` for both."""
 
     name: ClassVar[str] = "insert-remat"
     rank: ClassVar[int] = 60
@@ -55,14 +56,21 @@ class InsertRemat(Pass):
     decides: ClassVar[tuple[Decision, ...]] = (REMATERIALISE,)
     swap: bool = False
     always: bool = False
+    never: bool = False
+
+    def __post_init__(self) -> None:
+        if self.always and self.never:
+            raise PassError(f"pass {self.name!r}: found always=true and never=true; allowed is one of them")
 
     def label(self, passes: Sequence[Pass]) -> Sequence[str]:
-        return ["all computed again"] if self.always else []
+        return ["all computed again"] if self.always else ["none computed again"] if self.never else []
 
     def plan(self, draft: Draft) -> list[str]:
         """Names of the stages to rematerialise."""
         if self.always:
             return [stage.spec.name for stage in draft.stages if stage.spec.rematerialisable]
+        if self.never:
+            return []
         chosen: list[str] = []
         known: dict[Hashable, list[int]] = {}
         for program in draft.programs:

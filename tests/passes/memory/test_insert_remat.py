@@ -40,6 +40,15 @@ def test_nothing_is_given_up_where_all_fits() -> None:
     assert InsertRemat().plan(schedule()) == []
 
 
+def test_nothing_is_given_up_where_that_is_asked_though_memory_is_short() -> None:
+    draft = schedule(memory="200kB")
+    assert InsertRemat().plan(draft)
+    assert InsertRemat(never=True).plan(draft) == []
+    assert list(InsertRemat(never=True).label(())) == ["none computed again"]
+    with pytest.raises(PassError, match="found always=true and never=true; allowed is one of them"):
+        InsertRemat(always=True, never=True)
+
+
 def test_it_lowers_the_peak_and_costs_a_forward() -> None:
     draft = schedule(stages=3)
     before, slow = peak(draft), simulate(draft.programs, draft.lane_hardware).step_s
