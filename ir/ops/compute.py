@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..machine.call_mix import both
@@ -115,11 +116,15 @@ def _backward(
     grads: Value | None = None,
     *,
     micro_batch: int,
+    unpack_once: bool = False,
 ) -> tuple[Value, ...]:
     """Without `kept`, the stage is rematerialised from `inputs`; classes of saved tensors in `kept` are not computed
     again. An input that backward needs nothing of is None. `douts` has for each output its gradient, a factor if it is
-    the loss, or None."""
+    the loss, or None. `unpack_once`: the rematerialisation leaves backward the quantised weights that it unpacks."""
     spec = _stage_operands(ctx, stage, weights, inputs, micro_batch, again=True)
+    if unpack_once and (kept is not None or spec.unpacked is None):
+        why = f"found kept={kept.stage}" if kept is not None else f"{stage} unpacks none in its forward"
+        raise ValueError(f"unpack_once is for a backward without kept, of a stage with quantised weights; {why}")
     if kept is not None and want(kept, "kept", "kept", DEVICE).stage != stage:
         raise ValueError(f"kept belongs to {kept.stage}, not to {stage}")
     if (kept is None or kept.classes) and not spec.rematerialisable:
@@ -150,8 +155,17 @@ def _backward_work(
     grads: Value | None = None,
     *,
     micro_batch: int,
+    unpack_once: bool = False,
 ) -> Work:
     s = ctx.stage(stage)
+    if unpack_once and s.unpacked is not None:
+        found = _backward_work(ctx, stage, weights, kept, inputs, douts, grads, micro_batch=micro_batch)
+        return replace(
+            found,
+            traffic_bytes=s.unpacked.traffic_bytes + s.whole_again.traffic_bytes,
+            workspace_bytes=s.unpacked.workspace_bytes,
+            mix=both(s.whole_again.mix, s.unpacked.mix),
+        )
     again = kept is None or bool(kept.classes)
     there = _saved_specs(s, kept.classes) if kept is not None else []
     spared_flops = sum(saved.flops for saved in there)  # what need not be computed again

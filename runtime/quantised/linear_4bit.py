@@ -15,10 +15,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .pieces import empty_weight, is_on_host, row_pieces
+from .pieces import empty_weight, is_on_host, keeps_unpacked_on, lending, row_pieces
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
+FUSED_ROWS = 1536  # up to which bitsandbytes may have a product on a GPU that never writes the whole weight
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def linear_4bit(
     compute_dtype: torch.dtype | None = None,
     **form: Any,
 ) -> Tensor:
-    """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward.
+    """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward unless
+    `keeping_unpacked` says otherwise.
 
     absmax: of each block of `blocksize` weights, fp32; or, where that is quantised itself, 8 bits each, beside
         `nested_absmax`, `nested_quant_map` and `nested_offset`.
@@ -125,6 +127,12 @@ class _Linear4bit(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *nested, form = rest
         ctx.form, ctx.bias = form, None if bias is None else (bias.shape, bias.dtype)
+        ctx.is_unpacked = _keeps_unpacked(input, form) and ctx.needs_input_grad[0]
+        if ctx.is_unpacked:
+            with lending(None):
+                kept = form.unpack(weight, absmax, nested, input.dtype)
+            ctx.save_for_backward(kept)
+            return F.linear(input, kept, bias)
         ctx.save_for_backward(weight, absmax, *nested)
         if input.is_cuda:  # where the library may have a kernel that never writes the whole weight
             product: Tensor = bitsandbytes().matmul_4bit(input, weight, form.state(absmax, nested), bias=bias)
@@ -136,9 +144,18 @@ class _Linear4bit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0]
         of_input = of_bias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.is_unpacked:
+            of_input = torch.matmul(grad, ctx.saved_tensors[0])
+        elif ctx.needs_input_grad[0]:
             weight, absmax, *nested = ctx.saved_tensors
             of_input = torch.matmul(grad, ctx.form.unpack(weight, absmax, nested, grad.dtype))
         if ctx.needs_input_grad[3]:
             of_bias = gradient_of_bias(grad, *ctx.bias)
         return of_input, None, None, of_bias, None, None, None, None
+
+
+def _keeps_unpacked(input: Tensor, form: Format4bit) -> bool:
+    """Whether forward keeps the weight that it unpacks: what backward would unpack has the same bits where no cast is
+    between."""
+    kind, rows = keeps_unpacked_on(), input.numel() // max(1, input.shape[-1])
+    return form.dtype == input.dtype and (kind == "cpu" or (kind == "cuda" and rows > FUSED_ROWS))
