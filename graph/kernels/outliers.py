@@ -11,17 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.functions import linear_8bit
+from ...ir.machine.call_mix import Product
+from ...runtime.quantised.linear_8bit import Linear8bit
+from ..operators.kernels import DTYPES
+from .call_rows import count_call
 
 # Of the columns. The paper's table 4 finds 7 columns of models of up to 13 B parameters, 0.1 % of the width.
 OUTLIERS = 1 / 16
 
 
-def cuda_linear_8bit(input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """`functions.linear_8bit`, after the buffers that the library takes."""
-    with torch.no_grad():
-        _product(input.detach().reshape(-1, input.shape[-1]), weight, options.get("threshold", 0.0) > 0)
-    return linear_8bit(input, weight, scb, bias, **options)
+def cuda_linear_8bit(
+    input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None = None, *, threshold: float = 0.0,
+    training: bool = True,
+) -> Tensor:  # fmt: skip
+    """`functions.linear_8bit` with the buffers that the library takes. Its forward unpacks no weight."""
+    given = bias if bias is None else bias.to(input.dtype)
+    found: Tensor = _CudaLinear8bit.apply(input, weight, scb, given, threshold, training)
+    return found
+
+
+class _CudaLinear8bit(Linear8bit):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None, threshold: float, training: bool
+    ) -> Tensor:
+        ctx.dtype, ctx.bias, ctx.is_unpacked = input.dtype, None if bias is None else (bias.shape, bias.dtype), False
+        ctx.save_for_backward(weight, scb)
+        rows = input.reshape(-1, input.shape[-1])
+        found = _product(rows, weight, threshold > 0)
+        count_call(Product(DTYPES.get(input.dtype, ""), len(rows), weight.shape[0], weight.shape[1]))
+        found = found if bias is None else found.add_(bias)
+        return found.view(*input.shape[:-1], weight.shape[0])
 
 
 def _product(rows: Tensor, weight: Tensor, has_outliers: bool) -> Tensor:

@@ -32,11 +32,13 @@ def linear_8bit(
         )
         return found
     given = bias if bias is None else bias.to(input.dtype)
-    found = _Linear8bit.apply(input, weight, scb, given, threshold, training)
+    found = Linear8bit.apply(input, weight, scb, given, threshold, training)
     return found
 
 
-class _Linear8bit(torch.autograd.Function):
+class Linear8bit(torch.autograd.Function):
+    """`linear_8bit` for autograd."""
+
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None, threshold: float, training: bool
@@ -49,7 +51,7 @@ class _Linear8bit(torch.autograd.Function):
             ctx.save_for_backward(kept)
             return F.linear(input, kept, bias)
         ctx.save_for_backward(weight, scb)
-        if (training and not input.is_cuda) or isinstance(input, FakeTensor):  # which has no outliers to look for
+        if (training and not input.is_cuda) or isinstance(input, FakeTensor):  # `graph/kernels/outliers.py` has CUDA's
             return F.linear(input, _unpack(weight, scb, input.dtype), bias)
         library = bitsandbytes()
         packed = tensor_from_bytes(weight, torch.int8)

@@ -25,7 +25,7 @@ from penstock.passes.table import PASSES
 from penstock.tests.passes.running import apply, chain, draft_of
 
 EXCHANGED = ["recompute-pointwise", "tile-sequence", "chunk-loss", "partition-balanced", "partition-mip"]
-AFTER = ["insert-fetch", "take-turns"]
+AFTER = ["insert-fetch", "take-turns", "unpack-once"]
 
 
 def test_the_passes_that_have_variants() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
+from penstock.graph.blocks import BlockCost
 from penstock.graph.costs.block import measure
 from penstock.graph.kernels.outliers import OUTLIERS
 from penstock.graph.layers import find_blocks
@@ -26,11 +27,24 @@ class Small(nn.Module):
         return self.head(x * self.scale).sum()
 
 
-def peak_bytes(threshold: float, device_kind: str) -> int:
+def cost(threshold: float, device_kind: str, rows: int = ROWS) -> BlockCost:
     """Of the product's own block, on fp32 inputs."""
-    graph = trace(with_bytes(nn.Sequential(Small(threshold))), {"input": torch.randn(ROWS, WIDTH)})
+    graph = trace(with_bytes(nn.Sequential(Small(threshold))), {"input": torch.randn(rows, WIDTH)})
     block = next(b for b in find_blocks(graph, "operator") if "head" in b.name)
-    return measure(graph, block, device_kind).forward_peak_bytes
+    return measure(graph, block, device_kind)
+
+
+def peak_bytes(threshold: float, device_kind: str) -> int:
+    return cost(threshold, device_kind).forward_peak_bytes
+
+
+def test_forward_on_cuda_multiplies_packed_weights_and_backward_unpacks_them() -> None:
+    cuda, cpu = (cost(0.0, kind, rows=2) for kind in ("cuda", "cpu"))
+    unpacked_bytes = WIDTH * OUT * 4
+    assert cuda.forward_traffic_bytes < unpacked_bytes < cpu.forward_traffic_bytes
+    assert unpacked_bytes < cuda.backward_traffic_bytes == cpu.backward_traffic_bytes
+    assert cuda.forward_flops == cuda.backward_flops == cpu.forward_flops == 2 * 2 * WIDTH * OUT
+    assert cuda.unpacked is None and cpu.unpacked is not None
 
 
 def test_buffers_are_counted_on_cuda() -> None:
