@@ -369,6 +369,9 @@ class FakeBlockRun:
         bytes; None where no call unpacks one."""
         if not any(node.target in UNPACKING for node in self.block.nodes):
             return None
+        for leaf in tree_leaves([*self.inputs.values()]):
+            if isinstance(leaf, torch.Tensor):
+                leaf.grad = None  # that of the backward before
         with keeping_unpacked("cuda" if self.cuda else "cpu"):
             forward, ends, saved, _, _ = self.forward()
         kept_bytes = sum(storage.nbytes() for storage in saved)

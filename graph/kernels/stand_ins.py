@@ -1,8 +1,8 @@
 """Functions that run on fake tensors in place of calls whose costs fake tensors do not show.
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
-calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention (`attention.py`), int8 weights
-(`outliers.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not know,
+calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention (`attention.py`), quantised weights
+(`quantised.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not know,
 nor their shapes unless they are bf16, for the CTC loss, which has no shape rule, and for losses in chunks, of which a
 few show the shape.
 """
@@ -22,6 +22,7 @@ from ...runtime.experts.split_experts import rows_after
 from ...runtime.functions import (
     attend_block,
     chunked_cross_entropy,
+    linear_4bit,
     linear_8bit,
     packed_attention,
     part_product,
@@ -33,7 +34,7 @@ from ...runtime.torch_names import grouped_mm
 from ..operators.kernels import DTYPES
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import count_call
-from .outliers import cuda_linear_8bit
+from .quantised import cuda_linear_4bit, cuda_linear_8bit
 
 
 def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -151,5 +152,6 @@ CUDA_STAND_INS: dict[Any, Any] = {
     window_attention: cuda_window_attention,
     packed_attention: cuda_packed_attention,
     torch.nn.functional.dropout: cuda_dropout,
+    linear_4bit: cuda_linear_4bit,
     linear_8bit: cuda_linear_8bit,
 }

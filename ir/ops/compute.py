@@ -122,9 +122,10 @@ def _backward(
     again. An input that backward needs nothing of is None. `douts` has for each output its gradient, a factor if it is
     the loss, or None. `unpack_once`: the rematerialisation leaves backward the quantised weights that it unpacks."""
     spec = _stage_operands(ctx, stage, weights, inputs, micro_batch, again=True)
-    if unpack_once and (kept is not None or spec.unpacked is None):
-        why = f"found kept={kept.stage}" if kept is not None else f"{stage} unpacks none in its forward"
-        raise ValueError(f"unpack_once is for a backward without kept, of a stage with quantised weights; {why}")
+    runs_again = kept is None or bool(kept.classes)
+    if unpack_once and not (runs_again and spec.unpacked is not None):
+        why = f"the forward of {stage} unpacks none" if runs_again else f"{stage} keeps all that backward needs"
+        raise ValueError(f"unpack_once is for quantised weights of a forward that runs again, but {why}")
     if kept is not None and want(kept, "kept", "kept", DEVICE).stage != stage:
         raise ValueError(f"kept belongs to {kept.stage}, not to {stage}")
     if (kept is None or kept.classes) and not spec.rematerialisable:
@@ -159,11 +160,12 @@ def _backward_work(
 ) -> Work:
     s = ctx.stage(stage)
     if unpack_once and s.unpacked is not None:
-        found = _backward_work(ctx, stage, weights, kept, inputs, douts, grads, micro_batch=micro_batch)
+        twice = _backward_work(ctx, stage, weights, kept, inputs, douts, grads, micro_batch=micro_batch)
+        given = _saved_specs(s, kept.classes) if kept is not None else []
         return replace(
-            found,
+            twice,
             traffic_bytes=s.unpacked.traffic_bytes + s.whole_again.traffic_bytes,
-            workspace_bytes=s.unpacked.workspace_bytes,
+            workspace_bytes=s.unpacked.workspace_bytes - sum(saved.bytes for saved in given if saved.is_saved),
             mix=both(s.whole_again.mix, s.unpacked.mix),
         )
     again = kept is None or bool(kept.classes)

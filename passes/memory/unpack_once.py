@@ -66,8 +66,13 @@ def _able(program: Program) -> list[fx.Node]:
     """The backwards that run again a forward which unpacks weights. CUDA graphs have fixed memory for both passes."""
     if program.interface.cuda_graphs:
         return []
-    backwards = [node for node in program.ops() if node.target is ops.backward and node.args[2] is None]
+    backwards = [node for node in program.ops() if node.target is ops.backward and _runs_again(node)]
     return [node for node in backwards if program.interface.stages[str(node.args[0])].unpacked is not None]
+
+
+def _runs_again(backward: fx.Node) -> bool:
+    kept = backward.args[2]
+    return kept is None or (isinstance(kept, fx.Node) and bool(kept.meta["type"].classes))
 
 
 def _unpack_once(program: Program, backwards: Sequence[fx.Node]) -> None:

@@ -19,7 +19,7 @@ from .pieces import empty_weight, is_on_host, keeps_unpacked_on, lending, row_pi
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
-FUSED_ROWS = 1536  # up to which bitsandbytes may have a product on a GPU that never writes the whole weight
+FUSED_ROWS = 1536  # of an input: for more, bitsandbytes unpacks the weight and multiplies, on every GPU
 
 
 @dataclass(frozen=True)
@@ -116,25 +116,34 @@ def linear_4bit(
     compute = compute_dtype or own
     given = bias if bias is None else bias.to(compute)
     packing = Format4bit(**form)
-    found = _Linear4bit.apply(
+    found = Linear4bit.apply(
         input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, packing
     )
     return found.to(own)
 
 
-class _Linear4bit(torch.autograd.Function):
+def may_be_fused(input: Tensor) -> bool:
+    """Whether on a GPU the library may have a product that never writes the whole weight; that depends on the card."""
+    return input.numel() <= FUSED_ROWS * input.shape[-1]
+
+
+class Linear4bit(torch.autograd.Function):
+    """`linear_4bit` for autograd."""
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *nested, form = rest
-        ctx.form, ctx.bias = form, None if bias is None else (bias.shape, bias.dtype)
-        ctx.is_unpacked = _keeps_unpacked(input, form) and ctx.needs_input_grad[0]
-        if ctx.is_unpacked:
+        is_fused = may_be_fused(input) and "cuda" in (input.device.type, keeps_unpacked_on())
+        # What backward would unpack has the same bits where no cast is between.
+        keeps = bool(keeps_unpacked_on()) and not is_fused and form.dtype == input.dtype and ctx.needs_input_grad[0]
+        ctx.form, ctx.bias, ctx.is_unpacked = form, None if bias is None else (bias.shape, bias.dtype), keeps
+        if keeps:
             with lending(None):
-                kept = form.unpack(weight, absmax, nested, input.dtype)
-            ctx.save_for_backward(kept)
-            return F.linear(input, kept, bias)
+                plain = form.unpack(weight, absmax, nested, input.dtype)
+            ctx.save_for_backward(plain)
+            return F.linear(input, plain, bias)
         ctx.save_for_backward(weight, absmax, *nested)
-        if input.is_cuda:  # where the library may have a kernel that never writes the whole weight
+        if input.is_cuda and is_fused:
             product: Tensor = bitsandbytes().matmul_4bit(input, weight, form.state(absmax, nested), bias=bias)
             return product
         plain = replace(form, dtype=input.dtype).unpack(weight, absmax, nested, input.dtype)
@@ -152,10 +161,3 @@ class _Linear4bit(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             of_bias = gradient_of_bias(grad, *ctx.bias)
         return of_input, None, None, of_bias, None, None, None, None
-
-
-def _keeps_unpacked(input: Tensor, form: Format4bit) -> bool:
-    """Whether forward keeps the weight that it unpacks: what backward would unpack has the same bits where no cast is
-    between."""
-    kind, rows = keeps_unpacked_on(), input.numel() // max(1, input.shape[-1])
-    return form.dtype == input.dtype and (kind == "cpu" or (kind == "cuda" and rows > FUSED_ROWS))

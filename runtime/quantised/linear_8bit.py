@@ -51,7 +51,7 @@ class Linear8bit(torch.autograd.Function):
             ctx.save_for_backward(kept)
             return F.linear(input, kept, bias)
         ctx.save_for_backward(weight, scb)
-        if (training and not input.is_cuda) or isinstance(input, FakeTensor):  # `graph/kernels/outliers.py` has CUDA's
+        if (training and not input.is_cuda) or isinstance(input, FakeTensor):  # CUDA's is in `graph/kernels/`
             return F.linear(input, _unpack(weight, scb, input.dtype), bias)
         library = bitsandbytes()
         packed = tensor_from_bytes(weight, torch.int8)
