@@ -35,7 +35,7 @@ from ...runtime.functions import (
 )
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
-from ...runtime.quantised.pieces import keeping_unpacked
+from ...runtime.quantised.pieces import keep_unpacked_weights
 from ...runtime.script_caches import kept_caches
 from ...runtime.stage.operators import COSTLY, written_tensors
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
@@ -82,7 +82,7 @@ def measure(
         backward = run.backward(ends, saved)
         light = run.light()
         again, unread = run.again(), run.unread()
-        unpacked_forward, unpacked_backward, unpacked_bytes = run.unpacked() or (None, None, kept)
+        unpacked_forward, unpacked_backward, unpacked_bytes = run.unpacked_runs() or (None, None, kept)
     if gaps_bytes is not None:
         for meter in filter(None, (forward, backward, light, again, unread, unpacked_forward, unpacked_backward)):
             meter.peak_bytes += max(0, meter.largest_bytes - gaps_bytes)
@@ -364,7 +364,7 @@ class FakeBlockRun:
         del values
         return meter
 
-    def unpacked(self) -> tuple[_Meter, _Meter, int] | None:
+    def unpacked_runs(self) -> tuple[_Meter, _Meter, int] | None:
         """Run forward and backward with the weights that forward unpacks kept between them: their meters, and the saved
         bytes; None where no call unpacks one."""
         if not any(node.target in UNPACKING for node in self.block.nodes):
@@ -372,7 +372,7 @@ class FakeBlockRun:
         for leaf in tree_leaves([*self.inputs.values()]):
             if isinstance(leaf, torch.Tensor):
                 leaf.grad = None  # that of the backward before
-        with keeping_unpacked("cuda" if self.cuda else "cpu"):
+        with keep_unpacked_weights("cuda" if self.cuda else "cpu"):
             forward, ends, saved, _, _ = self.forward()
         kept_bytes = sum(storage.nbytes() for storage in saved)
         return forward, self.backward(ends, saved), kept_bytes

@@ -129,7 +129,7 @@ def stage_costs(
             workspace_bytes=max(0, again_peak - sum(kept) - there_bytes),
         )
     elif any(block.cost.unpacked is not None for block in blocks):
-        others = map(_with_unpacked, blocks)
+        others = map(_unpacked_block, blocks)
         kept_too = stage_costs([*others], given_nodes, outputs, trained, dinput_bytes, copied_bytes, cast_in, cast_out)
         workspaces = (kept_too["forward_workspace_bytes"], kept_too["backward_workspace_bytes"])
         costs["unpacked"] = UnpackedSpec(
@@ -140,7 +140,7 @@ def stage_costs(
     return costs
 
 
-def _with_unpacked(block: Block) -> Block:
+def _unpacked_block(block: Block) -> Block:
     """The block with the costs of a forward that keeps the weights that it unpacks."""
     unpacked = block.cost.unpacked
     if unpacked is None:

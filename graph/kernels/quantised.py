@@ -82,11 +82,12 @@ def _product(rows: Tensor, weight: Tensor, has_outliers: bool) -> Tensor:
     """The library's steps: quantise the input, cut out outliers, multiply in int32, unpack, and add these."""
     quantised = _quantised_rows(rows, has_outliers)
     count = round(OUTLIERS * rows.shape[1]) if has_outliers else 0
-    of_input, of_weight = rows[:, :count].clone(), _plain_columns(weight[:, :count].clone(), rows.dtype)
+    columns = rows[:, :count].clone(), _plain_columns(weight[:, :count].clone(), rows.dtype)
     total = _small_product(quantised, weight.shape[0], rows.dtype)
     if count:
         count_call(Product(DTYPES.get(rows.dtype, ""), len(rows), weight.shape[0], count))
         total.add_(1.0)
+    del columns
     return total
 
 

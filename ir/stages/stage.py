@@ -191,7 +191,7 @@ class AgainSpec:
 
 @dataclass(frozen=True)
 class UnpackedSpec:
-    """The costs of a backward that runs forward again, where quantised weights that this forward unpacks are kept for it.
+    """The costs of a backward that runs forward again, where this forward keeps the quantised weights that it unpacks.
 
     `traffic_bytes` and `mix` are of backward alone; `workspace_bytes` has all that forward saves, too.
     """

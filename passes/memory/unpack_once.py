@@ -49,7 +49,7 @@ class UnpackOnce(Pass):
 
     def plan(self, draft: Draft) -> list[str]:
         """The names of the stages, in order."""
-        short = {stage for program in draft.programs for stage in _without_room(program, _budget_bytes(draft, program))}
+        short = {stage for program in draft.programs for stage in _short_stages(program, _budget_bytes(draft, program))}
         able = {str(node.args[0]) for program in draft.programs for node in _able(program)}
         return [stage.spec.name for stage in draft.stages if stage.spec.name in able - short]
 
@@ -81,7 +81,7 @@ def _unpack_once(program: Program, backwards: Sequence[fx.Node]) -> None:
         infer(program, node)
 
 
-def _without_room(program: Program, budget_bytes: int) -> set[str]:
+def _short_stages(program: Program, budget_bytes: int) -> set[str]:
     """The stages of which a backward would exceed the budget."""
     before, trial = profile_memory(program), program.copy()
     _unpack_once(trial, _able(trial))

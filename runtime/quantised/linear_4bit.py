@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .pieces import empty_weight, is_on_host, keeps_unpacked_on, lending, row_pieces
+from .pieces import empty_weight, is_on_host, keeps_weights_on, lending, row_pieces
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
@@ -100,7 +100,7 @@ def linear_4bit(
     **form: Any,
 ) -> Tensor:
     """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward unless
-    `keeping_unpacked` says otherwise.
+    `keep_unpacked_weights` says otherwise.
 
     absmax: of each block of `blocksize` weights, fp32; or, where that is quantised itself, 8 bits each, beside
         `nested_absmax`, `nested_quant_map` and `nested_offset`.
@@ -133,9 +133,9 @@ class Linear4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *nested, form = rest
-        is_fused = may_be_fused(input) and "cuda" in (input.device.type, keeps_unpacked_on())
+        is_fused = may_be_fused(input) and "cuda" in (input.device.type, keeps_weights_on())
         # What backward would unpack has the same bits where no cast is between.
-        keeps = bool(keeps_unpacked_on()) and not is_fused and form.dtype == input.dtype and ctx.needs_input_grad[0]
+        keeps = bool(keeps_weights_on()) and not is_fused and form.dtype == input.dtype and ctx.needs_input_grad[0]
         ctx.form, ctx.bias, ctx.is_unpacked = form, None if bias is None else (bias.shape, bias.dtype), keeps
         if keeps:
             with lending(None):

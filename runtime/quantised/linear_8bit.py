@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .pieces import empty_weight, keeps_unpacked_on, lending
+from .pieces import empty_weight, keeps_weights_on, lending
 from .raw_bytes import tensor_from_bytes
 
 
@@ -23,8 +23,8 @@ def linear_8bit(
     """`bitsandbytes.nn.Linear8bitLt` without 16-bit weights. `scb`: the largest of each row of the weight before it was
     quantised, fp32. What exceeds `threshold` in the input is multiplied in 16 bits.
 
-    While training on a CPU the library multiplies with the unpacked weight, and so does this; backward always does, with
-    the weight that forward unpacked where `keeping_unpacked` says so.
+    While training on a CPU the library multiplies with the unpacked weight, and so does this; backward always does. It
+    takes the weight that forward unpacked where `keep_unpacked_weights` says so.
     """
     if has_torch_function((input,)):
         found: Tensor = handle_torch_function(
@@ -44,7 +44,7 @@ class Linear8bit(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, scb: Tensor, bias: Tensor | None, threshold: float, training: bool
     ) -> Tensor:
         ctx.dtype, ctx.bias = input.dtype, None if bias is None else (bias.shape, bias.dtype)
-        ctx.is_unpacked = keeps_unpacked_on() == "cpu" and training and ctx.needs_input_grad[0]
+        ctx.is_unpacked = keeps_weights_on() == "cpu" and training and ctx.needs_input_grad[0]
         if ctx.is_unpacked:
             with lending(None):
                 kept = _unpack(weight, scb, input.dtype)

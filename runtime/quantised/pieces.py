@@ -3,7 +3,7 @@ pack or unpack.
 
 A device on a CPU lends one buffer to all weights that its layers unpack (`lending`). Memory of the heap would not do:
 small results between freed weights leave gaps in which the next weight has no room. A weight that forward keeps for
-the backward right after it (`keeping_unpacked`) has memory of its own.
+the backward right after it (`keep_unpacked_weights`) has memory of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def lending(lend: Lend | None) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_unpacked(device_kind: str) -> Iterator[None]:
+def keep_unpacked_weights(device_kind: str) -> Iterator[None]:
     """Let layers that unpack a weight in forward keep it for backward, on a device of this kind. A backward follows
     before another forward begins."""
     token = _KEEP_ON.set(device_kind)
@@ -59,7 +59,7 @@ def keeping_unpacked(device_kind: str) -> Iterator[None]:
         _KEEP_ON.reset(token)
 
 
-def keeps_unpacked_on() -> str:
+def keeps_weights_on() -> str:
     """The kind of device on which forward keeps unpacked weights; "" where backward unpacks them again."""
     return "" if torch.compiler.is_compiling() else _KEEP_ON.get()
 

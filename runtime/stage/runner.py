@@ -21,7 +21,7 @@ from ...ir.precision import Precision
 from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
 from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
-from ..quantised.pieces import keeping_unpacked, keeps_unpacked_on
+from ..quantised.pieces import keep_unpacked_weights, keeps_weights_on
 from ..torch_names import NormBase, engine_run_backward
 from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
@@ -241,7 +241,7 @@ class StageRunner:
         if self.graphs is not None and not (kept is not None and kept.is_partial):
             return self.graphs.backward(None if kept is None else kept.slot, inputs, douts, grads)
         if kept is None or kept.is_partial:
-            with keeping_unpacked(self.device.type) if unpack_once else NOTHING:
+            with keep_unpacked_weights(self.device.type) if unpack_once else NOTHING:
                 kept = self._rematerialise(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
@@ -401,7 +401,7 @@ class StageRunner:
                 leaf = torch.zeros((), dtype=getattr(torch, want.dtype), device=self.device).expand(want.shape)
             given.append(leaf.requires_grad_() if leaf is not None and keep and want.requires_grad else leaf)
         versions = [leaf._version for leaf in given] if first else []
-        taken = isinstance(calls, Taking) or keeps_unpacked_on()  # taken tensors may share memory
+        taken = isinstance(calls, Taking) or keeps_weights_on()  # taken tensors may share memory
         measure = keep and self.kept_bytes is None and not taken
         storages: dict[int, int] = {}
         contexts = [self.precision.autocast(self.device)] if self.precision.autocasts else []
