@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...ir.machine.call_mix import Product
 from ...runtime.functions import linear_4bit
-from ...runtime.quantised.linear_4bit import Format4bit, Linear4bit, may_be_fused
+from ...runtime.quantised.linear_4bit import Format4bit, Linear4bit, is_fusible
 from ...runtime.quantised.linear_8bit import Linear8bit
 from ..operators.kernels import DTYPES
 from .call_rows import count_call
@@ -28,7 +28,7 @@ def cuda_linear_4bit(
     compute_dtype: torch.dtype | None = None, **more: Any,
 ) -> Tensor:  # fmt: skip
     """`functions.linear_4bit`, by the library's own product where that may be fused."""
-    if not may_be_fused(input):
+    if not is_fusible(input):
         return linear_4bit(input, weight, absmax, bias, *nested, compute_dtype=compute_dtype, **more)
     by_name = [more.pop(name, None) for name in ("nested_absmax", "nested_quant_map", "nested_offset")]
     rows = input.to(compute_dtype or input.dtype)

@@ -122,7 +122,7 @@ def linear_4bit(
     return found.to(own)
 
 
-def may_be_fused(input: Tensor) -> bool:
+def is_fusible(input: Tensor) -> bool:
     """Whether on a GPU the library may have a product that never writes the whole weight; that depends on the card."""
     return input.numel() <= FUSED_ROWS * input.shape[-1]
 
@@ -133,7 +133,7 @@ class Linear4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *nested, form = rest
-        is_fused = may_be_fused(input) and "cuda" in (input.device.type, keeps_weights_on())
+        is_fused = is_fusible(input) and "cuda" in (input.device.type, keeps_weights_on())
         # What backward would unpack has the same bits where no cast is between.
         keeps = bool(keeps_weights_on()) and not is_fused and form.dtype == input.dtype and ctx.needs_input_grad[0]
         ctx.form, ctx.bias, ctx.is_unpacked = form, None if bias is None else (bias.shape, bias.dtype), keeps
