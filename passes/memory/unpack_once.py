@@ -1,9 +1,10 @@
 """`unpack-once`: a forward that runs again leaves its backward the quantised weights that it unpacks.
 
-In: whole programs. Out: the same programs, in which backwards of the decided stages have `unpack_once=True`. A frozen
-weight of 4 or 8 bits is unpacked for every product. Where a stage runs forward again, its backward follows at once: the
-weight is then unpacked for both together, and takes memory in between. A stage is decided where each of its backwards
-has that room.
+In: programs. Out: the same programs, in which backwards of the decided stages have `unpack_once=True`. A frozen weight
+of 4 or 8 bits is unpacked for every product. Where a stage runs forward again, its backward follows at once: the weight
+is then unpacked for both together, and takes memory in between. A stage is decided where each of its backwards has that
+room, beside the weights of another stage where stages come from DRAM. It comes before `insert-fetch`, which fills what
+is left with early fetches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ...ir.program import Program, infer, profile_memory, work_of
 from ..base import Explanation, Pass, PlanSoFar
 from ..decisions import Decision
 from ..draft import Draft
+from .insert_fetch import swap as swapped
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class UnpackOnce(Pass):
     """It has no options."""
 
     name: ClassVar[str] = "unpack-once"
-    rank: ClassVar[int] = 67
-    needs: ClassVar[tuple[str, ...]] = ("programs", "tiers", "optimizer")
+    rank: ClassVar[int] = 61
+    needs: ClassVar[tuple[str, ...]] = ("programs", "remat")
+    precedes: ClassVar[tuple[str, ...]] = ("tiers",)
     label_rank: ClassVar[int] = 2
     # stages whose forwards run again and leave backward what they unpack
     decides: ClassVar[tuple[Decision, ...]] = (Decision("unpacked", list[str], []),)
@@ -38,7 +41,8 @@ class UnpackOnce(Pass):
 
     @classmethod
     def variants(cls, best: PlanSoFar) -> Sequence[Pass | None]:
-        return [] if best.end is None or best.find(cls) is not None or not cls().plan(best.end) else [cls()]
+        able = best.end is not None and best.find(cls) is None and any(map(_able, best.end.programs))
+        return [cls()] if able else []
 
     @classmethod
     def explain(cls, decisions: Any, programs: Sequence[Program]) -> Explanation:
@@ -49,7 +53,7 @@ class UnpackOnce(Pass):
 
     def plan(self, draft: Draft) -> list[str]:
         """The names of the stages, in order."""
-        short = {stage for program in draft.programs for stage in _short_stages(program, _budget_bytes(draft, program))}
+        short = {stage for program in draft.programs for stage in _short_stages(draft, program)}
         able = {str(node.args[0]) for program in draft.programs for node in _able(program)}
         return [stage.spec.name for stage in draft.stages if stage.spec.name in able - short]
 
@@ -81,17 +85,24 @@ def _unpack_once(program: Program, backwards: Sequence[fx.Node]) -> None:
         infer(program, node)
 
 
-def _short_stages(program: Program, budget_bytes: int) -> set[str]:
-    """The stages of which a backward would exceed the budget."""
-    before, trial = profile_memory(program), program.copy()
+def _short_stages(draft: Draft, program: Program) -> set[str]:
+    """The stages of which a backward would exceed the device's memory."""
+    specs = [stage.spec for stage in draft.stages_on(program.device)]
+    states_bytes = sum(program.interface.optimizer_bytes(spec) for spec in specs)
+    lasting_bytes = sum(spec.all_weight_bytes + spec.grad_bytes for spec in specs) + states_bytes
+    room_bytes = draft.lane_hardware.devices[program.device].budget_bytes
+    before, trial = program.copy(), program.copy()
     _unpack_once(trial, _able(trial))
+    moving = [spec for spec in specs if spec.name not in draft.resident]
+    if lasting_bytes <= room_bytes:
+        profile = profile_memory(before)
+        room_bytes -= states_bytes
+    else:
+        profile = swapped(before, {spec.name: {} for spec in moving})
+        room_bytes -= max((spec.weight_bytes for spec in moving), default=0)
     found = set()
-    for node, other in zip(_able(program), _able(trial)):
-        more_bytes = work_of(trial, other).workspace_bytes - work_of(program, node).workspace_bytes
-        if before.live_bytes[node] + more_bytes > budget_bytes:
+    for node, other in zip(_able(before), _able(trial), strict=True):
+        more_bytes = work_of(trial, other).workspace_bytes - work_of(before, node).workspace_bytes
+        if profile.live_bytes[node] + more_bytes > room_bytes:
             found.add(str(node.args[0]))
     return found
-
-
-def _budget_bytes(draft: Draft, program: Program) -> int:
-    return draft.lane_hardware.devices[program.device].budget_bytes
