@@ -134,12 +134,13 @@ class Linear4bit(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *nested, form = rest
         is_fused = is_fusible(input) and "cuda" in (input.device.type, keeps_weights_on())
-        # What backward would unpack has the same bits where no cast is between.
-        keeps = bool(keeps_weights_on()) and not is_fused and form.dtype == input.dtype and ctx.needs_input_grad[0]
+        # What backward would unpack has the same bits: it rounds no more than forward does.
+        is_equal = form.dtype in (input.dtype, torch.float32)
+        keeps = bool(keeps_weights_on()) and not is_fused and is_equal and ctx.needs_input_grad[0]
         ctx.form, ctx.bias, ctx.is_unpacked = form, None if bias is None else (bias.shape, bias.dtype), keeps
         if keeps:
             with lending(None):
-                plain = form.unpack(weight, absmax, nested, input.dtype)
+                plain = replace(form, dtype=input.dtype).unpack(weight, absmax, nested, input.dtype)
             ctx.save_for_backward(plain)
             return F.linear(input, plain, bias)
         ctx.save_for_backward(weight, absmax, *nested)
