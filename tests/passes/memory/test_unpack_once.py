@@ -146,7 +146,7 @@ def test_a_step_reads_and_writes_less_memory() -> None:
 
 
 def test_stages_without_room_unpack_again() -> None:
-    """Whatever the memory, the finished program keeps to it: where stages come from DRAM, and where they stay."""
+    """The finished program keeps to any memory: where stages come from DRAM, and where they stay."""
     whole = plan_for("nf4", UnpackOnce(), swap=False)
     most_bytes = profile_memory(whole.programs[0]).peak_bytes[ops.DEVICE]
     found = []
