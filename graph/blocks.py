@@ -44,6 +44,18 @@ class AgainCost:
 
 
 @dataclass(frozen=True)
+class UnpackedCost:
+    """The costs of a block that differ where forward keeps the quantised weights that it unpacks for the backward right
+    after it. The names are those of `BlockCost`."""
+
+    kept_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    backward_traffic_bytes: float
+    backward_mix: CallMix
+
+
+@dataclass(frozen=True)
 class BlockCost:
     """The cost of one forward and one backward of a block on one micro-batch, as `costs.measure` finds it."""
 
@@ -63,6 +75,7 @@ class BlockCost:
     calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
     again: AgainCost | None = None  # where running forward again can be less than forward
     unread: AgainCost | None = None  # of it, where nothing reads the results of its parts in tiles that end it
+    unpacked: UnpackedCost | None = None  # where forward can keep unpacked weights
     uncounted: tuple[str, ...] = ()  # operators whose workspace on a GPU is not known, and not in the peaks
 
 

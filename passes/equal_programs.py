@@ -30,7 +30,7 @@ def look(program: Program, specs: Sequence[StageSpec]) -> Hashable:
             continue
         stage = str(node.args[0]).partition(".")[0] if node.args else ""
         absent = tuple(arg is None for arg in node.args)  # what a rematerialised backward does not get
-        how = (node.kwargs.get("keep"), node.kwargs.get("params"))
+        how = (node.kwargs.get("keep"), node.kwargs.get("params"), node.kwargs.get("unpack_once"))
         rows.append((node.target.name, reads, absent, how, number.get(stage), _sizes(node.meta.get("type"))))
     return tuple(rows), tuple(_stage(spec) for spec in specs)
 

@@ -117,8 +117,12 @@ class Candidate:
             passes = tuple(p for each in forms for p in each if p is not None)
         elif isinstance(form, GraphPass):
             passes = self.with_graph_passes(*self.graph_passes, form).passes
+        elif form is None:
+            passes = self.passes
         else:
-            passes = self.passes if form is None else (*self.passes, form)
+            after = (i for i, p in enumerate(self.passes) if not set(form.precedes).isdisjoint(p.gives))
+            place = next(after, len(self.passes))
+            passes = (*self.passes[:place], form, *self.passes[place:])
         return self if passes == self.passes else Candidate(passes)
 
     def fusing(self) -> Candidate:

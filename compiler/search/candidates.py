@@ -120,7 +120,8 @@ def scouts(draft: Draft, base: Candidate = PLAIN) -> list[Candidate]:
 
 def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
     """Cheap candidates for a mesh of several lanes: the fewest stages or, where lanes share stages, enough that each is
-    small; a pipeline runs by 1F1B, a single device stage by stage, so that it gathers or fetches each once."""
+    small; a pipeline runs by 1F1B, a single device stage by stage, so that it gathers or fetches each once, and also by
+    1F1B where it has several micro-batches, so that it holds only one of them."""
     fewest, blocks = stage_counts(draft, base.moves_activations)[0], len(draft.blocks)
     hardware = draft.lane_hardware
     schedule = Schedule1F1B() if mesh.depth > 1 else SchedulePipeline()
@@ -129,7 +130,8 @@ def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
         return [base.with_(cut, schedule).holding(False)]
     cuts = [balanced_partition(fewest, base, hardware)]
     cuts += [balanced_partition(blocks, base, hardware)] if mesh.depth == 1 and 1 < fewest < blocks else []
-    return [base.with_(cut, schedule) for cut in cuts]
+    holding_one = [base.with_(cuts[0], Schedule1F1B())] if mesh.depth == 1 < draft.options.micro_batches else []
+    return [*(base.with_(cut, schedule) for cut in cuts), *holding_one]
 
 
 def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:

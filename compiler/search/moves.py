@@ -178,10 +178,20 @@ def tiers_of_the_first(position: Position) -> Iterator[Candidate]:
 
 
 def lanes(position: Position) -> Iterator[Candidate]:
-    """For few devices, layouts of several lanes; then all moves with the one that is best."""
-    for row in estimates(position.lane, [position.count]):
-        yield from layout_scouts(position.attempts, row, position.base)
-    yield from on_best_mesh(position.attempts, position.count, position.base)
+    """For few devices, layouts of several lanes, with another number of micro-batches, too, where by its estimate that
+    is faster than the best; then all moves with the best layout and its number.
+
+    Lanes may need more micro-batches than one pipeline: each has all of the model, and less room for what is saved."""
+    attempts, base = position.attempts, position.base
+    for row in estimates(position.lane, list(dict.fromkeys([position.count, *attempts.usual]))):
+        if row.count == position.count:
+            yield from layout_scouts(attempts, row, base)
+        elif attempts.best is not None and row.estimate_s < attempts.best.step_s:
+            attempts.look(row.count, layout_scouts(attempts, row, base))
+    if attempts.best is None or attempts.best.count == position.count:
+        yield from on_best_mesh(attempts, position.count, base)
+    else:
+        attempts.look(attempts.best.count, on_best_mesh(attempts, attempts.best.count, base))
 
 
 def layout_scouts(attempts: Attempts, row: LayoutEstimate, base: Candidate) -> Iterator[Candidate]:

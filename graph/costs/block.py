@@ -25,9 +25,18 @@ from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...ir.regions import FusedRegion, Region, TiledRegion, mark_of, unread_regions, with_regions
-from ...runtime.functions import attend_block, chunked_cross_entropy, fuse, part_statistics, with_gradients
+from ...runtime.functions import (
+    attend_block,
+    chunked_cross_entropy,
+    fuse,
+    linear_4bit,
+    linear_8bit,
+    part_statistics,
+    with_gradients,
+)
 from ...runtime.functions.chunked_loss import slices
 from ...runtime.functions.tiles import in_tiles, tile_slices
+from ...runtime.quantised.pieces import keep_unpacked_weights
 from ...runtime.script_caches import kept_caches
 from ...runtime.stage.operators import COSTLY, written_tensors
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
@@ -40,7 +49,7 @@ from ...runtime.torch_names import (
     disable_current_modes,
     tree_leaves,
 )
-from ..blocks import AgainCost, Block, BlockCost, CostlyCall
+from ..blocks import AgainCost, Block, BlockCost, CostlyCall, UnpackedCost
 from ..forwards.first_only import unread_by_gradients
 from ..kernels.attention import cuda_attention
 from ..kernels.call_rows import KernelCalls, MixRows
@@ -50,6 +59,7 @@ from ..operators.table import kernel_rows, workspace_bytes
 from ..opgraph import OpGraph
 
 IN_PIECES = (chunked_cross_entropy, part_statistics)
+UNPACKING = (linear_4bit, linear_8bit)  # their forward can leave backward the weight that it unpacks
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 
 
@@ -80,8 +90,9 @@ def measure(
         backward = run.backward(ends, saved)
         light = run.light()
         again, unread = run.again(), run.unread()
+        unpacked_forward, unpacked_backward, unpacked_bytes = run.unpacked_runs() or (None, None, kept)
     if gaps_bytes is not None:
-        for meter in filter(None, (forward, backward, light, again, unread)):
+        for meter in filter(None, (forward, backward, light, again, unread, unpacked_forward, unpacked_backward)):
             meter.peak_bytes += max(0, meter.largest_bytes - gaps_bytes)
     recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
     return BlockCost(
@@ -101,6 +112,15 @@ def measure(
         again=None if again is None else _again_cost(again),
         unread=None if unread is None else _again_cost(unread),
         calls=None if recurrent else _costly_calls(forward.costly, light.costly, _tile_nodes(block)),
+        unpacked=None
+        if unpacked_forward is None or unpacked_backward is None or unpacked_bytes == kept
+        else UnpackedCost(
+            unpacked_bytes,
+            unpacked_forward.peak_bytes,
+            unpacked_backward.peak_bytes,
+            unpacked_backward.traffic_bytes,
+            unpacked_backward.mix(),
+        ),
         uncounted=tuple(sorted(forward.uncounted | backward.uncounted | light.uncounted)),
     )
 
@@ -380,6 +400,19 @@ class FakeBlockRun:
             values = self.execute(unread=parts)
         del values
         return meter
+
+    def unpacked_runs(self) -> tuple[_Meter, _Meter, int] | None:
+        """Run forward and backward with the weights that forward unpacks kept between them: their meters, and the saved
+        bytes; None where no call unpacks one."""
+        if not any(node.target in UNPACKING for node in self.block.nodes):
+            return None
+        for leaf in tree_leaves([*self.inputs.values()]):
+            if isinstance(leaf, torch.Tensor):
+                leaf.grad = None  # that of the backward before
+        with keep_unpacked_weights("cuda" if self.cuda else "cpu"):
+            forward, ends, saved, _, _ = self.forward()
+        kept_bytes = sum(storage.nbytes() for storage in saved)
+        return forward, self.backward(ends, saved), kept_bytes
 
     def light(self) -> _Meter:
         meter = _Meter(self)

@@ -7,13 +7,14 @@ not at all where a value that enters the stage, a parameter or a buffer owns it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ...ir.machine.call_mix import merge_mixes
-from ...ir.program import AgainSpec
+from ...ir.program import AgainSpec, UnpackedSpec
 from ..blocks import AgainCost, Block
 from ..opgraph import value_tensors
 
@@ -68,7 +69,8 @@ def stage_costs(
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
-    given, out = storages(inputs), storages(outputs)
+    given_nodes = [*inputs]
+    given, out = storages(given_nodes), storages(outputs)
     lives = _Lives(blocks, given, out, trained)
     kept: list[int] = []  # per block, with the values between blocks that it is the first to save
     saved: set[int] = set()
@@ -126,7 +128,25 @@ def stage_costs(
             launches=sum(cost.launches for cost in again),
             workspace_bytes=max(0, again_peak - sum(kept) - there_bytes),
         )
+    elif any(block.cost.unpacked is not None for block in blocks):
+        others = map(_unpacked_block, blocks)
+        kept_too = stage_costs([*others], given_nodes, outputs, trained, dinput_bytes, copied_bytes, cast_in, cast_out)
+        workspaces = (kept_too["forward_workspace_bytes"], kept_too["backward_workspace_bytes"])
+        costs["unpacked"] = UnpackedSpec(
+            traffic_bytes=kept_too["backward_traffic_bytes"],
+            mix=kept_too["backward_mix"],
+            workspace_bytes=kept_too["kept_bytes"] + max(workspaces),
+        )
     return costs
+
+
+def _unpacked_block(block: Block) -> Block:
+    """The block with the costs of a forward that keeps the weights that it unpacks."""
+    unpacked = block.cost.unpacked
+    if unpacked is None:
+        return block
+    changed = {field.name: getattr(unpacked, field.name) for field in fields(unpacked)}
+    return block.with_cost(replace(block.cost, unpacked=None, **changed))
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:

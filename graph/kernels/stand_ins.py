@@ -1,8 +1,8 @@
 """Functions that run on fake tensors in place of calls whose costs fake tensors do not show.
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
-calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention (`attention.py`), int8 weights
-(`outliers.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not know,
+calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention (`attention.py`), quantised weights
+(`quantised.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not know,
 nor their shapes unless they are bf16, for the CTC loss, which has no shape rule, and for losses in chunks, of which a
 few show the shape.
 """
@@ -22,6 +22,7 @@ from ...runtime.experts.split_experts import rows_after
 from ...runtime.functions import (
     attend_block,
     chunked_cross_entropy,
+    linear_4bit,
     linear_8bit,
     packed_attention,
     part_product,
@@ -33,7 +34,7 @@ from ...runtime.torch_names import grouped_mm
 from ..operators.kernels import DTYPES
 from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import count_call
-from .outliers import cuda_linear_8bit
+from .quantised import cuda_linear_4bit, cuda_linear_8bit
 
 
 def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -49,26 +50,31 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype | None, groups: int = 0) -> Tensor:
-        ctx.save_for_backward(a, b, offsets)
-        ctx.groups = groups or b.shape[0]
+        wanted = ctx.needs_input_grad
+        ctx.save_for_backward(a if wanted[1] else None, b if wanted[0] else None, offsets)
+        ctx.looks = [(t.shape, t.stride(), t.dtype) for t in (a, b)]
+        ctx.call, ctx.is_part = _group_product(a, b, groups or b.shape[0]), groups not in (0, b.shape[0])
         dtype = dtype or a.dtype
         rows, width = a.shape[0], b.shape[-1]
         pitch = aligned(width * dtype.itemsize, ROW_BYTES) // dtype.itemsize
         out = a.new_empty_strided((rows, width), (pitch, 1), dtype=dtype)  # no view: models change it in place
-        count_call(_group_product(a, b, ctx.groups), out)
+        count_call(ctx.call, out)
         if groups:  # after the call, which then is not kept: what is kept is what the call made
             out.masked_fill_(rows_after(a, offsets), 0.0)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        a, b, offsets = ctx.saved_tensors
+        _, _, offsets = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         for _ in range(wanted[0] + wanted[1]):
-            count_call(_group_product(a, b, ctx.groups))
-        of_a, of_b = (torch.empty_like(t) if needed else None for t, needed in zip((a, b), wanted))
-        if of_a is not None and ctx.groups != b.shape[0]:
-            of_a.masked_fill_(rows_after(a, offsets), 0.0)
+            count_call(ctx.call)
+        of_a, of_b = (
+            grads[0].new_empty_strided(shape, stride, dtype=dtype) if needed else None
+            for (shape, stride, dtype), needed in zip(ctx.looks, wanted)
+        )
+        if of_a is not None and ctx.is_part:
+            of_a.masked_fill_(rows_after(of_a, offsets), 0.0)
         return of_a, of_b, None, None, None
 
 
@@ -146,5 +152,6 @@ CUDA_STAND_INS: dict[Any, Any] = {
     window_attention: cuda_window_attention,
     packed_attention: cuda_packed_attention,
     torch.nn.functional.dropout: cuda_dropout,
+    linear_4bit: cuda_linear_4bit,
     linear_8bit: cuda_linear_8bit,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..machine.call_mix import both
@@ -115,11 +116,16 @@ def _backward(
     grads: Value | None = None,
     *,
     micro_batch: int,
+    unpack_once: bool = False,
 ) -> tuple[Value, ...]:
     """Without `kept`, the stage is rematerialised from `inputs`; classes of saved tensors in `kept` are not computed
     again. An input that backward needs nothing of is None. `douts` has for each output its gradient, a factor if it is
-    the loss, or None."""
+    the loss, or None. `unpack_once`: the rematerialisation leaves backward the quantised weights that it unpacks."""
     spec = _stage_operands(ctx, stage, weights, inputs, micro_batch, again=True)
+    runs_again = kept is None or bool(kept.classes)
+    if unpack_once and not (runs_again and spec.unpacked is not None):
+        why = f"the forward of {stage} unpacks none" if runs_again else f"{stage} keeps all that backward needs"
+        raise ValueError(f"unpack_once is for quantised weights of a forward that runs again, but {why}")
     if kept is not None and want(kept, "kept", "kept", DEVICE).stage != stage:
         raise ValueError(f"kept belongs to {kept.stage}, not to {stage}")
     if (kept is None or kept.classes) and not spec.rematerialisable:
@@ -150,8 +156,18 @@ def _backward_work(
     grads: Value | None = None,
     *,
     micro_batch: int,
+    unpack_once: bool = False,
 ) -> Work:
     s = ctx.stage(stage)
+    if unpack_once and s.unpacked is not None:
+        twice = _backward_work(ctx, stage, weights, kept, inputs, douts, grads, micro_batch=micro_batch)
+        given = _saved_specs(s, kept.classes) if kept is not None else []
+        return replace(
+            twice,
+            traffic_bytes=s.unpacked.traffic_bytes + s.whole_again.traffic_bytes,
+            workspace_bytes=s.unpacked.workspace_bytes - sum(saved.bytes for saved in given if saved.is_saved),
+            mix=both(s.whole_again.mix, s.unpacked.mix),
+        )
     again = kept is None or bool(kept.classes)
     there = _saved_specs(s, kept.classes) if kept is not None else []
     spared_flops = sum(saved.flops for saved in there)  # what need not be computed again

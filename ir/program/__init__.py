@@ -18,6 +18,7 @@ from ..stages.stage import (
     StageSpec,
     TeamPart,
     TensorSpec,
+    UnpackedSpec,
     aligned,
     dtype_bytes,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "Task",
     "TeamPart",
     "TensorSpec",
+    "UnpackedSpec",
     "add_host_waits",
     "aligned",
     "are_alike",

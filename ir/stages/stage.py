@@ -190,6 +190,18 @@ class AgainSpec:
 
 
 @dataclass(frozen=True)
+class UnpackedSpec:
+    """The costs of a backward that runs forward again, where this forward keeps the quantised weights that it unpacks.
+
+    `traffic_bytes` and `mix` are of backward alone; `workspace_bytes` has all that forward saves, too.
+    """
+
+    traffic_bytes: float
+    mix: CallMix
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
 class StageSpec:
     """The interface and the measured or inferred costs of one stage, for one micro-batch.
 
@@ -228,6 +240,7 @@ class StageSpec:
     weight_share: float = 0.5  # the share of backward's work that only gradients of parameters need
     split_bytes: int = 0  # gradients that wait for that share if backward is split
     again: AgainSpec | None = None  # where rematerialisation is less than forward
+    unpacked: UnpackedSpec | None = None  # where a forward that runs again can keep the weights that it unpacks
     exchanges: tuple[Exchange, ...] = ()  # of its outputs, after its forward, or of its inputs, before it
     handed: tuple[tuple[str, str], ...] = ()  # inputs whose gradients are those of outputs as they are, with these
     passing: tuple[str, ...] = ()  # inputs that are put into outputs as they are: backward takes None in their place

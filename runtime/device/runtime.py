@@ -167,6 +167,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         grads: Handle | None = None,
         *,
         micro_batch: int,
+        unpack_once: bool = False,
     ) -> tuple[Handle, ...]:
         issue = self._next("backward")
         store, bound = self.stores[stage], weights.box
@@ -193,7 +194,9 @@ class DeviceRuntime(Transfers, Messages, Versions):
             graph = None if kept_box is None else kept_box.value
             store.runner.bind(bound.value)
             inputs_now = self._inputs_again(issue, boxes)
-            dinputs, total = store.runner.backward(graph, inputs_now, values, so_far, seed, places, issue.adds_on)
+            dinputs, total = store.runner.backward(
+                graph, inputs_now, values, so_far, seed, places, issue.adds_on, unpack_once
+            )
             self._let_go(store, bound.value)
             return [*dinputs, Grads(total, flats=flats)]
 

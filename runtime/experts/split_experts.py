@@ -108,7 +108,7 @@ class _PartProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, offsets)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, offsets)  # frozen weights need no rows
         return grouped_mm(rows, weight, offs=offsets).masked_fill_(rows_after(rows, offsets), 0.0)
 
     @staticmethod
@@ -118,7 +118,7 @@ class _PartProduct(torch.autograd.Function):
         grad, of_rows, of_weight = grads[0].contiguous(), None, None
         if ctx.needs_input_grad[0]:
             of_rows = grouped_mm(grad, weight.transpose(-2, -1), offs=offsets)
-            of_rows.masked_fill_(rows_after(rows, offsets), 0.0)
+            of_rows.masked_fill_(rows_after(grad, offsets), 0.0)
         if ctx.needs_input_grad[1]:
             if weight.stride(-1) == 1:
                 of_weight = grouped_mm(rows.t(), grad, offs=offsets)

@@ -15,10 +15,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..torch_names import FakeTensor
 from .bias import gradient_of_bias
 from .libraries import bitsandbytes
-from .pieces import empty_weight, is_on_host, row_pieces
+from .pieces import empty_weight, is_on_host, keeps_weights_on, lending, row_pieces
 from .raw_bytes import tensor_from_bytes
 
 NESTED_BLOCKSIZE = 256  # the only one whose products bitsandbytes has
+FUSED_ROWS = 1536  # of an input: for more, bitsandbytes unpacks the weight and multiplies, on every GPU
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def linear_4bit(
     compute_dtype: torch.dtype | None = None,
     **form: Any,
 ) -> Tensor:
-    """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward.
+    """`bitsandbytes.nn.Linear4bit` on the bytes of its weight: unpacked for the product, and again in backward unless
+    `keep_unpacked_weights` says otherwise.
 
     absmax: of each block of `blocksize` weights, fp32; or, where that is quantised itself, 8 bits each, beside
         `nested_absmax`, `nested_quant_map` and `nested_offset`.
@@ -114,19 +116,35 @@ def linear_4bit(
     compute = compute_dtype or own
     given = bias if bias is None else bias.to(compute)
     packing = Format4bit(**form)
-    found = _Linear4bit.apply(
+    found = Linear4bit.apply(
         input.to(compute), weight, absmax, given, nested_absmax, nested_quant_map, nested_offset, packing
     )
     return found.to(own)
 
 
-class _Linear4bit(torch.autograd.Function):
+def is_fusible(input: Tensor) -> bool:
+    """Whether on a GPU the library may have a product that never writes the whole weight; that depends on the card."""
+    return input.numel() <= FUSED_ROWS * input.shape[-1]
+
+
+class Linear4bit(torch.autograd.Function):
+    """`linear_4bit` for autograd."""
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, absmax: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *nested, form = rest
-        ctx.form, ctx.bias = form, None if bias is None else (bias.shape, bias.dtype)
+        is_fused = is_fusible(input) and "cuda" in (input.device.type, keeps_weights_on())
+        # What backward would unpack has the same bits: it rounds no more than forward does.
+        is_equal = form.dtype in (input.dtype, torch.float32)
+        keeps = bool(keeps_weights_on()) and not is_fused and is_equal and ctx.needs_input_grad[0]
+        ctx.form, ctx.bias, ctx.is_unpacked = form, None if bias is None else (bias.shape, bias.dtype), keeps
+        if keeps:
+            with lending(None):
+                plain = replace(form, dtype=input.dtype).unpack(weight, absmax, nested, input.dtype)
+            ctx.save_for_backward(plain)
+            return F.linear(input, plain, bias)
         ctx.save_for_backward(weight, absmax, *nested)
-        if input.is_cuda:  # where the library may have a kernel that never writes the whole weight
+        if input.is_cuda and is_fused:
             product: Tensor = bitsandbytes().matmul_4bit(input, weight, form.state(absmax, nested), bias=bias)
             return product
         plain = replace(form, dtype=input.dtype).unpack(weight, absmax, nested, input.dtype)
@@ -136,7 +154,9 @@ class _Linear4bit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0]
         of_input = of_bias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.is_unpacked:
+            of_input = torch.matmul(grad, ctx.saved_tensors[0])
+        elif ctx.needs_input_grad[0]:
             weight, absmax, *nested = ctx.saved_tensors
             of_input = torch.matmul(grad, ctx.form.unpack(weight, absmax, nested, grad.dtype))
         if ctx.needs_input_grad[3]:

@@ -1,7 +1,9 @@
-"""Weights a few rows at a time: on a CPU libraries allocate several times what they pack or unpack.
+"""Memory of unpacked weights, and weights a few rows at a time: on a CPU libraries allocate several times what they
+pack or unpack.
 
 A device on a CPU lends one buffer to all weights that its layers unpack (`lending`). Memory of the heap would not do:
-small results between freed weights leave gaps in which the next weight has no room.
+small results between freed weights leave gaps in which the next weight has no room. A weight that forward keeps for
+the backward right after it (`keep_unpacked_weights`) has memory of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ..torch_names import FakeTensor
 PIECE = 2**18  # elements: libraries allocate at most 8 MiB for them
 Lend = Callable[[int], Tensor]
 _LEND: ContextVar[Lend | None] = ContextVar("_LEND", default=None)
+_KEEP_ON: ContextVar[str] = ContextVar("_KEEP_ON", default="")
 
 
 def row_pieces(shape: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
@@ -43,6 +46,22 @@ def lending(lend: Lend | None) -> Iterator[None]:
         yield
     finally:
         _LEND.reset(token)
+
+
+@contextmanager
+def keep_unpacked_weights(device_kind: str) -> Iterator[None]:
+    """Let layers that unpack a weight in forward keep it for backward, on a device of this kind. A backward follows
+    before another forward begins."""
+    token = _KEEP_ON.set(device_kind)
+    try:
+        yield
+    finally:
+        _KEEP_ON.reset(token)
+
+
+def keeps_weights_on() -> str:
+    """The kind of device on which forward keeps unpacked weights; "" where backward unpacks them again."""
+    return "" if torch.compiler.is_compiling() else _KEEP_ON.get()
 
 
 def empty_weight(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

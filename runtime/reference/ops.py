@@ -189,12 +189,14 @@ class ReferenceRuntime:
     def backward(
         self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor | None],
         douts: list[Tensor | float | None], grads: StageGrads | None = None, *, micro_batch: int,
+        unpack_once: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         runner = self._bound(stage, weights)
         scale = self._loss_scale(f"backward of {stage}", self.world.interface.accumulate)
         scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
         held = None if grads is None else grads.tensors
-        dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(micro_batch))
+        seed = self._seed(micro_batch)
+        dinputs, sums = runner.backward(kept, inputs, scaled, held, seed, unpack_once=unpack_once)
         return (*dinputs, StageGrads(sums, stage=stage))
 
     def backward_input(

@@ -25,6 +25,7 @@ from ..compiled.blocks import BACKEND, KEEPS, CompiledBlocks
 from ..compiled.chain_kernels import has_chains, make_kernels
 from ..modules import Scope, Stage, recomputing, unread_paths
 from ..optimizer.hooks import change_params
+from ..quantised.pieces import keep_unpacked_weights, keeps_weights_on
 from ..torch_names import NormBase, engine_run_backward
 from .draws import Draws
 from .graphed_stage import GraphedStage
@@ -230,6 +231,7 @@ class StageRunner:
         seed: int,
         places: Mapping[str, Tensor] | None = None,
         more: bool = False,
+        unpack_once: bool = False,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
 
@@ -238,12 +240,14 @@ class StageRunner:
         this forward takes its tensors without computing them, and lets go of them. A parameter that no gradient reached
         has no entry, just as its `.grad` is None in eager. `places`: where the gradients go,
         by parameter; each goes there as soon as it is complete. `more`: a later backward adds to these gradients, which
-        live until then, so that the parameters may keep them.
+        live until then, so that the parameters may keep them. `unpack_once`: the second forward leaves the quantised
+        weights that it unpacks.
         """
         if self.graphs is not None and not (kept is not None and kept.is_partial):
             return self.graphs.backward(None if kept is None else kept.slot, inputs, douts, grads)
         if kept is None or kept.is_partial:
-            kept = self._rematerialise(kept, inputs, seed, weights_move=False)
+            with keep_unpacked_weights(self.device.type) if unpack_once else NOTHING:
+                kept = self._rematerialise(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {storage_of(t) for t in (*inputs, *values) if t is not None}
@@ -402,7 +406,8 @@ class StageRunner:
                 leaf = torch.zeros((), dtype=getattr(torch, want.dtype), device=self.device).expand(want.shape)
             given.append(leaf.requires_grad_() if leaf is not None and keep and want.requires_grad else leaf)
         versions = [leaf._version for leaf in given] if first else []
-        measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
+        taken = isinstance(calls, Taking) or keeps_weights_on()  # taken tensors may share memory
+        measure = keep and self.kept_bytes is None and not taken
         storages: dict[int, int] = {}
         contexts = [self.precision.autocast(self.device)] if self.precision.autocasts else []
         if self.draws.may_draw:

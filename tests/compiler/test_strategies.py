@@ -12,6 +12,7 @@ from penstock.ir.errors import PassError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.memory.keep_stages import KeepStages
+from penstock.passes.memory.unpack_once import UnpackOnce
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.passes.rewrite.split_context import SplitContext
@@ -72,6 +73,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     # The search adds these where memory is short, or steps are long.
     searched = {SplitVocabulary.name, SplitExperts.name, SplitLinear.name, RecomputePointwise.name}
     searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name, KeepStages.name}
+    searched |= {UnpackOnce.name}
     assert set(PASSES) == named | searched and not named & searched
 
 

@@ -13,6 +13,7 @@ from penstock.compiler.search.moves import Position, refine, variants
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.base import Pass, PlanSoFar
 from penstock.passes.memory.take_turns import TakeTurns
+from penstock.passes.memory.unpack_once import UnpackOnce
 from penstock.passes.partition import partition
 from penstock.passes.partition.partition import has_few_blocks
 from penstock.passes.partition.partition_balanced import PartitionBalanced
@@ -25,7 +26,7 @@ from penstock.passes.table import PASSES
 from penstock.tests.passes.running import apply, chain, draft_of
 
 EXCHANGED = ["recompute-pointwise", "tile-sequence", "chunk-loss", "partition-balanced", "partition-mip"]
-AFTER = ["insert-fetch", "take-turns"]
+AFTER = ["unpack-once", "insert-fetch", "take-turns"]
 
 
 def test_the_passes_that_have_variants() -> None:
@@ -68,13 +69,16 @@ def test_other_numbers_of_stages_are_those_near_by(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_variant_takes_the_place_of_its_pass() -> None:
-    """A pass over the op graph that is new comes after the others of its kind, any other at the end."""
+    """A pass over the op graph that is new comes after the others of its kind, any other before what it precedes, or at
+    the end."""
     again = PLAIN.replace_pass(RecomputePointwise, RecomputePointwise())
     assert again == PLAIN.with_graph_passes(*PLAIN.graph_passes, RecomputePointwise())
     assert again.replace_pass(RecomputePointwise, None) == PLAIN
     chunked = PLAIN.replace_pass(ChunkLoss, ChunkLoss(64))
     assert chunked.graph_passes.index(ChunkLoss(64)) == PLAIN.graph_passes.index(ChunkLoss())
     assert PLAIN.replace_pass(TakeTurns, TakeTurns()).passes == (*PLAIN.passes, TakeTurns())
+    once = [p.name for p in PLAIN.replace_pass(UnpackOnce, UnpackOnce()).passes]
+    assert once[once.index("unpack-once") - 1 :][:3] == ["insert-remat", "unpack-once", "insert-fetch"]
     named = Candidate.parse("mobius", 2)
     assert named.replace_pass(TakeTurns, TakeTurns()) is named and named.replace_pass(RecomputePointwise, None) is named
 

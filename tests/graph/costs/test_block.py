@@ -124,6 +124,18 @@ def test_experts_in_groups_cost_their_rows() -> None:
     assert layer.cost.backward_flops == pytest.approx(2 * layer.cost.forward_flops, rel=0.2)
 
 
+def test_frozen_experts_keep_no_rows() -> None:
+    """Products in groups, of which backward needs the weights alone: to the byte what the real stage keeps."""
+    model, batch = mixtral(experts="grouped_mm")
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)  # type: ignore[operator]
+    trained = one_device(trace(*mixtral(experts="grouped_mm")), 2)
+    draft = one_device(trace(model, batch), 2)
+    for stage, (spec, runner, inputs) in zip(trained.stages, stages_of(draft, batch)):
+        runner.forward(inputs, 0)
+        assert spec.kept_bytes == runner.kept_bytes < stage.spec.kept_bytes, spec.title
+
+
 def test_a_weight_that_two_blocks_share_keeps_a_part_of_its_gradient_alive() -> None:
     """From the last block that uses it back to the first: here GPT-2's embedding, in one stage."""
     draft = one_device(trace_case("gpt2")[0], 1)

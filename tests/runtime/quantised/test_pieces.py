@@ -84,3 +84,17 @@ def test_weights_are_unpacked_into_what_is_lent() -> None:
         assert torch.equal(four, bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state))
         assert _unpack(*bytes_of_8, torch.float32).data_ptr() == lent.data_ptr()
     assert _unpack(*bytes_of_8, torch.float32).data_ptr() != lent.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_unpacked_in_full_and_cast_is_that_unpacked_in_the_narrow_type(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """So backward may take the weight that forward unpacked."""
+    whole = params(torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(0)), *KINDS[kind])
+    parts = {name: as_bytes(tensor) for name, tensor in parts_of_state(whole.quant_state).items()}
+    rest = [parts.get(name) for name in ("nested_absmax", "nested_quant_map", "nested_offset")]
+    full, narrow = (Format4bit((ROWS, 128), 64, KINDS[kind][0], of) for of in (torch.float32, dtype))
+    found, expected = (form.unpack(whole.data, parts["absmax"], rest, dtype) for form in (narrow, full))
+    assert torch.equal(found, expected)
