@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .pointwise import combine, elementwise, operands, together
-from .record import RowCall, nonlinear, nothing, plain, record
+from .record import OperatorCall, RowCall, nonlinear, nothing, operator_of, plain, record
 from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, whole
 from .views import move_dims
 from .workspace import layers as workspace_layers
@@ -163,6 +163,14 @@ def total_of(call: RowCall, states: Sequence[RowState], reduction: int) -> RowSt
 
 
 __all__ = ["Mixed", "dims_of", "drop_dims", "reduce_along", "total_of"]
+
+
+def is_over_last(call: OperatorCall) -> bool:
+    """Whether a call reads each row of the last dimension by itself, all of it."""
+    if operator_of(call.func).rows not in (added_up, extreme, normalise) or "dim" not in call.given:
+        return False
+    value = call.tensor("self")
+    return dims_of(call["dim"], value) == {value.dim() - 1}
 
 
 record("_fft_c2c", "_fft_r2c", "_fft_c2r", rows=fourier)

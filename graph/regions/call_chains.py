@@ -23,14 +23,13 @@ from ...runtime.stage.operators import is_cheap
 from ...runtime.torch_names import FakeTensor, FakeTensorMode, make_fx
 from ..blocks import Block, structural_hash
 from ..costs.block import FakeBlockRun
-from ..dataflow import Dataflow
+from ..dataflow import Dataflow, closure
 from ..kernels.cuda_autocast import autocast_as
 from ..layers import layer_runs
 from ..operators.calls import CallRecorder, call_key
 from ..operators.record import OperatorCall, is_pointwise
+from ..operators.reductions import is_over_last
 from ..opgraph import OpGraph, is_check, value_tensors
-
-OVER_ROWS = ("mean", "sum", "amax", "amin", "var", "_softmax")  # where they are over the last dimension
 
 
 @dataclass(frozen=True)
@@ -201,20 +200,14 @@ def _read_places(
         graph = make_fx(gradients)(torch.empty_like(result), *operands).graph
     except RuntimeError:  # an operand that no gradient reaches
         return None
-    graph.eliminate_dead_code()
-    _, *read = (node for node in graph.nodes if node.op == "placeholder")
-    return tuple(i for i, node in enumerate(read) if node.users)
+    read = closure(graph.find_nodes(op="output"), lambda node: node.all_input_nodes)
+    _, *given = graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(given) if node in read)
 
 
 def _is_one_pass(call: OperatorCall) -> bool:
     func = call.func
-    if is_cheap(func) or func.is_view or (is_pointwise(func) and not func._schema.is_mutable):
-        return True
-    dims = call.given.get("dim") if call.name in OVER_ROWS else None
-    if dims is None:
-        return False
-    sizes = call.tensor("self").dim()
-    return [dim % sizes for dim in ([dims] if type(dims) is int else dims)] == [sizes - 1]
+    return is_cheap(func) or func.is_view or is_over_last(call) or (is_pointwise(func) and not func._schema.is_mutable)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
