@@ -15,7 +15,8 @@ Where a layer alone is too large for every device, sequences are cut into tiles 
 nothing else fits; where memory is short, the best is tried with tiles, too.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
-them with a few candidates each, then everything with the best. Where rows are long, or nothing else fits, a team of
+them with a few candidates each, then everything with the best. On few devices those whose estimates are faster than the
+best scout come right after the scouts. Where rows are long, or nothing else fits, a team of
 lanes may share each sequence (`teams.py`). Teams that divide weights, by columns or by experts, come before all sweeps,
 in the order of their estimates (`team_estimate.py`), with a share of the work; where one is best, its layout is swept
 before the machine without lanes. Strategies by name come before them: a team takes long to divide, and many promise
@@ -44,7 +45,7 @@ from ...passes.rewrite.split_width import SplitWidth
 from ...passes.rewrite.tile_sequence import TileSequence
 from ...passes.table import PASSES
 from ..strategies import STRATEGIES
-from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
+from .attempts import GAIN, LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import KEEPING, LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import (
     divisors,
@@ -112,7 +113,7 @@ class Sweep(Attempts):
         if self.best is None and not any(TILES in base.graph_passes for base in bases):
             self.first_that_fits(self.with_tiles(bases))
         if self.hardware.num_devices > 1:
-            self.share_weights(next(base for base in bases if TILES not in base.graph_passes))
+            self.look_at_teams_and_lanes(next(base for base in bases if TILES not in base.graph_passes))
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
             self.renew_patience()  # what gained nothing so far says nothing of teams
@@ -215,12 +216,11 @@ class Sweep(Attempts):
         """Try scouts of a layout with several lanes."""
         self.look(row.count, layout_scouts(self, row, base))
 
-    def share_weights(self, base: Candidate) -> None:
+    def look_at_teams_and_lanes(self, base: Candidate) -> None:
         """Try teams whose members divide the width of layers or have some of the experts each, where theory says that
-        this may win, and beside them layouts of lanes: those with the shortest estimates first, within a share of the
-        work. Where nothing fits yet, all teams are tried; else what by its estimate is faster than the best plan."""
+        this may win, and layouts of lanes: those with the shortest estimates first, within a share of the work. Where nothing fits yet, all teams are tried; else what by its estimate is faster than the best plan."""
         kinds = [width for width, may in ((True, self.may_divide_width(base)), (False, self.has_experts())) if may]
-        if not kinds:
+        if not kinds and self.best is None:
             return
         compiler, rows = self.compiler(self.usual[0]), self.wishes.batch_size
         able = divisors(rows) if self.wishes.micro_batches is None else self.usual
@@ -232,7 +232,8 @@ class Sweep(Attempts):
             (row.estimate_s, partial(self.look_at_team, base, row, width)) for row, width in first
         ]
         if self.best is not None:
-            self.look(self.best.count, quick_strategies(self.base, self.hardware.num_devices))  # tried in any case
+            if kinds:  # tried in any case
+                self.look(self.best.count, quick_strategies(self.base, self.hardware.num_devices))
             lanes = {row.mesh: row for row in reversed(estimates(compiler.lane(base), self.usual))}.values()
             ways += [(row.estimate_s, partial(self.look_at, row, base)) for row in lanes]
             least_s = min(self.best.step_s, teams.alone_s(able) if teams.disk_s else math.inf)
@@ -328,7 +329,10 @@ class Sweep(Attempts):
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
             if self.best is not None:
+                before_s = self.best.step_s
                 self.look(count, [self.best_candidate] if count in counts else [])
+                if count > self.best.count or self.best.step_s > (1 - GAIN) * before_s:
+                    return  # more take longer still
             elif count in counts or not self.lacks_host_memory:
                 found = scouts(self.compiler(count).lane(self.base), self.base)
                 self.look(count, [*found[1:], found[0]] if self.parts[1] else found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from penstock.compiler.search.candidates import (
 )
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.moves import Position, has_unlike_blocks
-from penstock.compiler.search.search import search
+from penstock.compiler.search.search import Sweep, search
 from penstock.compiler.search.trial import Pruned, Skipped, Trial, why_not
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError, VerifyError
@@ -217,6 +218,45 @@ def test_each_partitioner_mapping_and_strategy_is_judged_though_time_is_up(monke
     said = {rival.name.partition(",")[0] for rival in judged}
     assert set(named) - said <= {plan.strategy}
     assert len(judged) < len(plan.rivals)
+
+
+def test_lanes_that_promise_more_come_before_all_moves() -> None:
+    """Where activations are large and links slow, a pipeline loses to lanes that hold the model each."""
+    sweep = _sweep(cpu(4, link="10MB/s"))
+    sweep.everything()
+    of_lanes = [trial.candidate.mesh is not None for trial in sweep.trials]
+    assert of_lanes.index(True) <= 8 and sweep.best is not None and sweep.best.candidate.mesh is not None
+
+
+def test_scouts_end_with_the_number_of_micro_batches_that_gains_nothing() -> None:
+    """One device takes longer with each further micro-batch."""
+    sweep = _sweep(cpu(1))
+    sweep.scout()
+    first, second, *more = sweep.usual
+    assert more and {trial.count for trial in sweep.trials} == {first, second}
+
+
+def _sweep(machine: penstock.Hardware) -> Sweep:
+    graph = functools.cache(lambda count: trace(*_model_and_rows(64 // count)))
+    return Sweep(graph, machine, Wishes(None, None, 64, Options()))
+
+
+def _model_and_rows(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)]
+    return Averaged(nn.ModuleList(layers)), {"x": torch.zeros(rows, 256, 8)}
+
+
+class Averaged(nn.Module):
+    """The mean square of what a list of layers gives."""
+
+    def __init__(self, layers: nn.ModuleList):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 def test_models_of_unlike_blocks() -> None:
