@@ -218,7 +218,8 @@ class Sweep(Attempts):
 
     def look_at_teams_and_lanes(self, base: Candidate) -> None:
         """Try teams whose members divide the width of layers or have some of the experts each, where theory says that
-        this may win, and layouts of lanes: those with the shortest estimates first, within a share of the work. Where nothing fits yet, all teams are tried; else what by its estimate is faster than the best plan."""
+        this may win, and layouts of lanes: those with the shortest estimates first, within a share of the work. Where
+        nothing fits yet, all teams are tried; else what by its estimate is faster than the best plan."""
         kinds = [width for width, may in ((True, self.may_divide_width(base)), (False, self.has_experts())) if may]
         if not kinds and self.best is None:
             return
