@@ -33,6 +33,7 @@ from torch.export.dynamic_shapes import _DerivedDim as DerivedDim  # a Dim compu
 from torch.export.dynamic_shapes import _DimHint as DimHint  # Dim.AUTO and its like
 from torch.export.dynamic_shapes import _DimHintType as DimHintType  # which of these
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # compiles its code at the first use
+from torch.fx.experimental.proxy_tensor import make_fx  # the calls of a function, as a graph
 from torch.library import _scoped_library as scoped_library  # kernels that are taken back
 from torch.nn import _reduction as reduction  # the legacy arguments of losses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # all modules of batch norm
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from torch._dynamo import lookup_backend
     from torch._dynamo.source import ConstantSource
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils._sympy import functions as size_functions
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._triton import has_triton_package
@@ -70,7 +70,6 @@ LATE = {  # a public name: its module and its name there
     "dynamo_errors": ("torch._dynamo.exc", ""),  # what torch.compile raises
     "has_triton_package": ("torch.utils._triton", "has_triton_package"),  # whether torch.compile can write kernels
     "lookup_backend": ("torch._dynamo", "lookup_backend"),  # a backend of torch.compile by name
-    "make_fx": ("torch.fx.experimental.proxy_tensor", "make_fx"),  # the calls of a function, as a graph
     "size_functions": ("torch.utils._sympy.functions", ""),  # what is computed of symbolic sizes
     "stage_backward_input": ("torch.distributed.pipelining._backward", "stage_backward_input"),  # half of a backward
     "stage_backward_weight": ("torch.distributed.pipelining._backward", "stage_backward_weight"),  # the other half

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...ir import ops
 from ...ir.errors import DoesNotFit, PenstockError
-from ...ir.machine.describe import shared_text
+from ...ir.machine.describe import shared_texts
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
@@ -69,8 +69,8 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
     wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
     found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
     whole = _what_stays_whole(trace, hardware, wishes) if tier_of(miss.memory) == ops.DEVICE else ""
-    shared = shared_text(hardware, hardware.host_of(miss.memory)) if miss.memory else ""
-    said = [str(miss).rstrip("."), shared, whole, _own_copy(hardware, miss.memory), "" if found is None else str(found)]
+    own = _own_copy(hardware, miss.memory)
+    said = [str(miss).rstrip("."), *shared_texts(hardware), whole, own, "" if found is None else str(found)]
     return DoesNotFit(
         ". ".join(part for part in said if part),
         memory=miss.memory,

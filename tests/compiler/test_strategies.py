@@ -14,6 +14,7 @@ from penstock.passes.mapping.map_replicas import MapReplicas
 from penstock.passes.memory.keep_stages import KeepStages
 from penstock.passes.memory.unpack_once import UnpackOnce
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.rewrite.fuse_pointwise import FusePointwise
 from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.passes.rewrite.split_context import SplitContext
 from penstock.passes.rewrite.split_experts import SplitExperts
@@ -73,7 +74,7 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     # The search adds these where memory is short, or steps are long.
     searched = {SplitVocabulary.name, SplitExperts.name, SplitLinear.name, RecomputePointwise.name}
     searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name, KeepStages.name}
-    searched |= {UnpackOnce.name}
+    searched |= {UnpackOnce.name, FusePointwise.name}
     assert set(PASSES) == named | searched and not named & searched
 
 

@@ -221,7 +221,7 @@ def test_each_partitioner_mapping_and_strategy_is_judged_though_time_is_up(monke
 
 
 def test_lanes_that_promise_more_come_before_all_moves() -> None:
-    """Where activations are large and links slow, a pipeline loses to lanes that hold the model each."""
+    """A pipeline with large activations over slow links loses to lanes that hold the model each."""
     sweep = _sweep(cpu(4, link="10MB/s"))
     sweep.everything()
     of_lanes = [trial.candidate.mesh is not None for trial in sweep.trials]
