@@ -104,40 +104,40 @@ def _fsdp(form: str = "", sums: str = "micro-batch", saved: str = "") -> tuple[s
     return (f"{start}schedule-1f1b, {saved}{end}", "") if saved else (f"{start}schedule-1f1b, ", end)
 
 
-MASKS, FUSED, CHUNKED = "drop-masks, ", "recompute-pointwise, ", "chunk-loss, "
-_TUNE = MASKS + FUSED + CHUNKED
-_COMPILED = "torch.compile saves no pointwise results; kernels are priced as written"
+MASKS, CHUNKED, FUSED = "drop-masks, ", "chunk-loss, ", "fuse-pointwise, "
+_TUNE = MASKS + CHUNKED + FUSED
+_COMPILED = "torch.compile fuses pointwise calls"
 _IN_BF16 = "all on one GPU; weights, gradients and states in bf16"
 _STATES_AWAY = "the CPU steps states in DRAM under the backward pass; weights are fetched for each use, theirs once"
 _INPUTS_AWAY = f"{_one(_TUNE)[0]}choose-activations{{to=dram, share=0}}, insert-fetch, insert-optimizer", ""
-_WRITTEN = "fused kernels are priced as the calls that they replace"
+_FEWER = "a compiler fuses more than chains of one result, and in backward as well"
 _TIED = "a tied table counts in the first and in the last stage: 2.9 GiB of weights, gradients and states"
-_UNPACKED = "NF4 adds a quarter to a layer of 1,024 tokens; norms and LoRA's branches are priced call by call"
+_UNPACKED = "NF4 adds a quarter to a layer of 1,024 tokens; LoRA's branches are priced call by call"
 _AT_REST = "weights come and go, and are fetched as early as memory has room; theirs stay"
 _HALF_KEPT = "choose-activations{to=device, share=0.5}"
 WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, such as "litgpt x1": the first found
     r"cumulative: baseline": Way("", left_out="rows are not packed, and their lengths are not said"),
     r"cumulative: \+packed": Way(_IN_BF16, _one(MASKS), False, True, differs=_TIED),
-    r"cumulative: \+compile": Way(_COMPILED, _one(MASKS + FUSED), False, True, differs=_WRITTEN),
+    r"cumulative: \+compile": Way(_COMPILED, _one(MASKS + FUSED), False, True, differs=_FEWER),
     r"cumulative: \+chunked": Way(
         "its loss in chunks added", _one(_TUNE), False, True,
-        differs=f"{_WRITTEN}; all pointwise results are computed again, where a compiler keeps some",
+        differs=_FEWER,
     ),
     r"cumulative: \+(activation check|optimizer)": Way(
         "each layer computed again, its optimizer after the backward pass", _one(_TUNE), True, True,
-        differs=f"{_WRITTEN}; {_TIED}; stages that stay are stepped after the backward pass, so all gradients wait",
+        differs=f"{_FEWER}; {_TIED}; stages that stay are stepped after the backward pass, so all gradients wait",
     ),
     r"cumulative: \+activation off": Way(
         "inputs of layers go to DRAM", _INPUTS_AWAY, True, True,
-        differs=f"{_WRITTEN}; {_TIED}; all gradients wait for the update",
+        differs=f"{_FEWER}; {_TIED}; all gradients wait for the update",
     ),
     r"cumulative: \+8-bit": Way(
         "states of 8 bits added", _INPUTS_AWAY, True, True, optimizer="bitsandbytes.optim.AdamW8bit",
-        differs=f"{_WRITTEN}; {_TIED}; all gradients wait for the update",
+        differs=f"{_FEWER}; {_TIED}; all gradients wait for the update",
     ),
     r"cumulative: Q?LoRA": Way(
         "the base on one GPU, each layer computed again, its loss in chunks", _one(_TUNE), True,
-        differs=f"{_WRITTEN}; the tied table counts twice: 0.7 GiB",
+        differs=f"{_FEWER}; the tied table counts twice: 0.7 GiB",
     ),
     r"CPUOffloadOptimizer|torchao, gradients|torchao eager": Way(
         _STATES_AWAY, _one(MASKS, "overlap-optimizer"), True, True, differs=_AT_REST
@@ -156,8 +156,8 @@ WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, s
         differs=f"{_UNPACKED}; their memory is what the driver reports, with a context of half a GB",
     ),
     r"Unsloth": Way(
-        "the same with its loss in chunks", _one(MASKS + CHUNKED), True,
-        differs=f"{_UNPACKED}, where theirs are fused; their layers' own backward works in place",
+        "the same with its loss in chunks, and fused pointwise calls", _one(_TUNE), True,
+        differs=f"{_UNPACKED}; their layers' own backward works in place",
     ),
     r"litgpt": Way(
         "all on one GPU, with its loss in chunks", _one(MASKS + CHUNKED), False,
@@ -182,8 +182,8 @@ WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, s
         "H100 and for long rows; their shards have no copy in bf16, 2 bytes a parameter that the tightest row lacks",
     ),
     r"NeMo.* x1$": Way(
-        "all on one GPU, 2 rows in a micro-batch; Transformer Engine and Triton save no pointwise results",
-        _one(MASKS + FUSED), False, rows=2, differs=_WRITTEN,
+        "all on one GPU, 2 rows in a micro-batch; Transformer Engine and Triton fuse pointwise calls",
+        _one(MASKS + FUSED), False, rows=2, differs=_FEWER,
     ),
     r"NeMo": Way(
         "FSDP2, each layer computed again, 2 rows in a micro-batch; theirs divides layers among 2 or 8 GPUs as well",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.precision import Precision
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
-from ..functions.chains import KERNELS, Chain, ChainKernels, fuse, note_chains
+from ..functions.chains import KERNELS, Chain, ChainKernels, backward_key, fuse, note_chains
 from .block_trial import NO_ROOM, difference, draw_like
 from .blocks import lacks_triton
 
@@ -42,7 +42,7 @@ def make_kernels(
         made = [draw_like(operand, device, keep=True) for operand in operands]
         wanted = tuple(operand.requires_grad for operand in operands)
         known = KERNELS.get(call.key(made))
-        if known is not None and (wanted in known.backward or not any(wanted)):
+        if known is not None and known.has_backward(wanted):
             continue
         try:
             reason = _try(call, made, wanted, precision, backend)
@@ -84,7 +84,7 @@ def _try(
                 return f"its kernel would take {its_bytes} bytes; as written it takes {most_bytes}"
     made = KERNELS.setdefault(call.key(operands), ChainKernels(call.body.__code__, forward))
     if any(wanted):
-        made.backward[wanted] = backward
+        made.backward[backward_key(wanted, rows[1][1])] = backward
     return ""
 
 

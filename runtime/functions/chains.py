@@ -1,7 +1,7 @@
 """A chain of pointwise calls as one: backward computes it again from what enters it, and nothing inside is saved.
 
 As it is written, the chain runs call by call, and backward goes back through it by autograd: the same bits as without.
-Where a kernel was made for it (`runtime/stage/kernel_trial.py`), that runs instead, forward and backward as one each.
+Where a kernel was made for it (`runtime/compiled/chain_kernels.py`), that runs instead, forward and backward as one each.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ def fuse(
 
 @dataclass(frozen=True)
 class ChainKernels:
-    """The kernels of one chain on operands of one layout. `forward` takes these. `backward`, by the operands whose
-    gradients are wanted, takes the gradient of the result and the needed operands, and gives these gradients. `code`:
-    the body's, whose identity must last."""
+    """The kernels of one chain on operands of one layout. `forward` takes these. `backward`, by `backward_key`, takes
+    the gradient of the result and the needed operands, and gives the gradients that are wanted. `code`: the body's,
+    whose identity must last."""
 
     code: CodeType
     forward: Callable[..., Sequence[Tensor]]
-    backward: dict[tuple[bool, ...], Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
+    backward: dict[tuple[Any, ...], Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
+
+    def has_backward(self, wanted: tuple[bool, ...]) -> bool:
+        """Whether there is a kernel for these gradients, if any is wanted."""
+        return not any(wanted) or any(key[: len(wanted)] == wanted for key in self.backward)
 
 
 class Chain(NamedTuple):
+    """A chain as it is called: its body, and the modes of forward, which hold in backward, too."""
+
     body: ChainBody
     needed: tuple[int, ...]
     kind: str
@@ -69,8 +75,17 @@ class Chain(NamedTuple):
     def key(self, operands: Sequence[Tensor]) -> tuple[Any, ...]:
         """Equal for calls that the same kernels serve. (Codes of two files may be equal and mean other modules.)"""
         assert isinstance(self.body, FunctionType)
-        layouts = ((tuple(x.shape), x.stride(), x.dtype) for x in operands)
-        return id(self.body.__code__), operands[0].device, self.autocasts, self.dtype, *layouts
+        return id(self.body.__code__), operands[0].device, self.autocasts, self.dtype, *_layouts(operands)
+
+
+def backward_key(wanted: Sequence[bool], given: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Equal for backwards that the same kernel serves. `wanted`: whether each operand gets a gradient; `given`: the
+    gradient of the result, which may have another layout than that, and the needed operands."""
+    return *wanted, *_layouts(given)
+
+
+def _layouts(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
 
 
 KERNELS: dict[tuple[Any, ...], ChainKernels] = {}  # of this process, by the key of a call
@@ -108,7 +123,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         call, kernels, wanted = ctx.call, ctx.kernels, ctx.needs_input_grad[1:]
         saved = ctx.saved_tensors
-        kernel = None if kernels is None else kernels.backward.get(wanted)
+        kernel = None if kernels is None else kernels.backward.get(backward_key(wanted, (grad, *saved)))
         if kernel is not None:
             found = iter(kernel(grad, *saved))
         else:

@@ -63,8 +63,11 @@ def test_other_layouts_and_other_wishes_run_as_written() -> None:
     frozen = torch.linspace(-2, 2, 32).view(4, 8)
     trained = frozen.clone().requires_grad_()
     result = fuse(gate, [frozen, trained], [0, 1])  # of which one gradient is wanted
-    result.sum().backward()
+    result.backward(torch.ones(8, 4).t())  # and of another layout
     torch.testing.assert_close(trained.grad, F.silu(frozen))
+    x, y = (frozen.clone().requires_grad_() for _ in range(2))
+    fuse(gate, [x, y], [0, 1]).backward(torch.ones(8, 4).t())
+    torch.testing.assert_close(y.grad, F.silu(frozen))
     torch.testing.assert_close(fuse(gate, [frozen.t(), frozen.t()], [0, 1]), gate(frozen.t(), frozen.t()))
 
 
