@@ -1,7 +1,7 @@
 """A chain of pointwise calls as one: backward computes it again from what enters it, and nothing inside is saved.
 
 As it is written, the chain runs call by call, and backward goes back through it by autograd: the same bits as without.
-Where a kernel was made for it (`runtime/compiled/chain_kernels.py`), that runs instead, forward and backward as one each.
+Where kernels were made for it (`runtime/compiled/chain_kernels.py`), these run instead, one forward and one backward.
 """
 
 from __future__ import annotations
