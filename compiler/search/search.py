@@ -1,8 +1,9 @@
 """From (graph, hardware, wishes) to the candidate with the fastest simulated step, with the rivals and why they lost.
 
-The search takes one coordinate after the other. Scouts, which are cheap candidates, show which number of micro-batches
-promises most. With that number every strategy, partitioner and mapping is tried, then schedules and tiers of the best.
-If the winner is faster with another number, that one is swept as well. `attempts.py` has what became of each candidate.
+The search takes one coordinate after the other: scouts, which are cheap candidates, then layouts, then more
+micro-batches, as long as that gains. With the best number every strategy, partitioner and mapping is tried, then
+schedules and tiers of the best. If the winner is faster with another number, that one is swept as well. `attempts.py`
+has what became of each candidate.
 
 Where scouts lack DRAM and there are SSDs, all candidates use SSDs; where they lack device memory and there are none,
 activations and inputs of stages go to DRAM. Where DRAM holds everything, the best is also tried with activations that
@@ -114,6 +115,7 @@ class Sweep(Attempts):
             self.first_that_fits(self.with_tiles(bases))
         if self.hardware.num_devices > 1:
             self.look_at_teams_and_lanes(next(base for base in bases if TILES not in base.graph_passes))
+        self.more_micro_batches()
         self.best_of_counts()
         if self.hardware.num_devices > 1 and (self.best is None or has_long_rows(self.compiler(self.usual[0]).graph)):
             self.renew_patience()  # what gained nothing so far says nothing of teams
@@ -323,20 +325,23 @@ class Sweep(Attempts):
         return split, any(p.must_divide(draft) for p in split)
 
     def scout(self) -> None:
-        """Try scouts with the first number of micro-batches, and the best of them with every promising one; if nothing
-        fits, scouts with other numbers until one does, unless DRAM is too small, whatever the number. Where experts
-        must be in parts, each part alone has the size that suits a device, so that the fewest stages, which have
-        several parts, come last."""
+        """Try scouts with the first number of micro-batches; if nothing fits, with other numbers until one does, unless
+        DRAM is too small, whatever the number. Where experts must be in parts, each part alone has the size that suits
+        a device, so that the fewest stages, which have several parts, come last."""
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
-            if self.best is not None:
-                before_s = self.best.step_s
-                self.look(count, [self.best_candidate] if count in counts else [])
-                if count > self.best.count or self.best.step_s > (1 - GAIN) * before_s:
-                    return  # more take longer still
-            elif count in counts or not self.lacks_host_memory:
+            if self.best is None and (count in counts or not self.lacks_host_memory):
                 found = scouts(self.compiler(count).lane(self.base), self.base)
                 self.look(count, [*found[1:], found[0]] if self.parts[1] else found)
+
+    def more_micro_batches(self) -> None:
+        """Try the best candidate with more micro-batches, as long as that gains."""
+        for count in self.promising():
+            if self.best is not None and count > self.best.count:
+                before_s = self.best.step_s
+                self.look(count, [self.best_candidate])
+                if self.best.step_s > (1 - GAIN) * before_s:
+                    return
 
     def promising(self) -> list[int]:
         """Numbers of micro-batches to try; of a large model, whose graphs take long, only one."""

@@ -228,10 +228,11 @@ def test_lanes_that_promise_more_come_before_all_moves() -> None:
     assert of_lanes.index(True) <= 8 and sweep.best is not None and sweep.best.candidate.mesh is not None
 
 
-def test_scouts_end_with_the_number_of_micro_batches_that_gains_nothing() -> None:
+def test_the_number_of_micro_batches_that_gains_nothing_is_the_last() -> None:
     """One device takes longer with each further micro-batch."""
     sweep = _sweep(cpu(1))
     sweep.scout()
+    sweep.more_micro_batches()
     first, second, *more = sweep.usual
     assert more and {trial.count for trial in sweep.trials} == {first, second}
 
