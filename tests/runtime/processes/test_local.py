@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -60,7 +61,10 @@ def workers(programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     yield driver
     ids = driver.process_ids
     driver.close()
-    assert not any(is_running(pid) for pid in ids) and not os.path.exists(driver.scratch)
+    until_s = time.monotonic() + 10  # the process that forked them takes note of their end
+    while any(map(is_running, ids)) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not any(map(is_running, ids)) and not os.path.exists(driver.scratch)
     with pytest.raises(WorkerError, match="have been stopped"):
         driver.step(batch_of(0))
 
