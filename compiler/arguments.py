@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -17,10 +17,11 @@ from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program, graphs_of_stages, no_graphs_text, reasons_without_graphs
+from ..passes.base import Pass
 from ..passes.draft import KernelChoice
+from ..passes.rewrite.fuse_pointwise import FusePointwise
 from ..passes.table import PASSES
 from .batches.shape import BatchShape
-from .pipeline import parse_pipeline
 from .plan import Decisions, Plan
 
 LEAST_TIMEOUT_S = 1.0
@@ -141,9 +142,9 @@ def check_agrees(plan: Plan, **given: Any) -> None:
             raise PlanError(f"{name}={value!r}, but plan={plan.hash} has {name}={decided!r}; leave one of them out")
 
 
-def check_made(plan: Plan, num_devices: int) -> None:
-    """Raise `PlanError` for a decision that no pass of the plan's pipeline makes: it would be ignored in silence."""
-    made = {name for p in parse_pipeline(plan.passes, num_devices) for name in p.fields()}
+def check_made(plan: Plan, passes: Sequence[Pass]) -> None:
+    """Raise `PlanError` for a decision that none of the plan's passes makes: it would be ignored in silence."""
+    made = {name for p in passes for name in p.fields()}
     for name, field in Decisions.model_fields.items():
         value = getattr(plan.decisions, name)
         if name in made or field.is_required() or value == field.get_default():
@@ -170,14 +171,18 @@ def check_compile_stages(compile_stages: object) -> None:
         raise PlanError(f"compile_stages={compile_stages!r}; it is True or False")
 
 
-def check_kernels(kernels: object, compile_stages: bool) -> None:
-    """Raise `PlanError` for an unknown kind of kernels, and for two kinds at once."""
+def check_kernels(kernels: object, passes: Sequence[Pass], plan: Plan | None, compile_stages: bool) -> None:
+    """Raise `PlanError` for an unknown kind of kernels, for fused ones that the given plan has not, and for two kinds
+    at once. `passes`: those of the plan or strategy, none where the search chooses them."""
     if kernels not in get_args(KernelChoice):
         raise PlanError(f'kernels={kernels!r}; it is "written", or "fused" for chains of pointwise calls as one kernel')
-    if kernels == "fused" and compile_stages:
+    has_chains = any(isinstance(p, FusePointwise) for p in passes)
+    if plan is not None and kernels == "fused" and not has_chains:
+        raise PlanError(f'kernels="fused", but plan={plan.hash} runs calls as written; leave one of them out')
+    if compile_stages and (kernels == "fused" or has_chains):
         raise PlanError(
-            'compile_stages=True with kernels="fused": compiled blocks choose their kernels themselves. Leave one of '
-            "them out"
+            'compile_stages=True with kernels="fused" or fuse-pointwise: compiled blocks choose their kernels '
+            "themselves. Leave one of them out"
         )
 
 
@@ -195,12 +200,13 @@ def check_cuda_graphs(cuda_graphs: object, compile_stages: bool, machine: Hardwa
         )
 
 
-def check_dynamic(cuda_graphs: bool, compile_stages: bool) -> None:
-    """Raise `PlanError` for what needs fixed sizes, beside dynamic ones."""
-    for name, asked in (("cuda_graphs", cuda_graphs), ("compile_stages", compile_stages)):
-        if asked:
+def check_dynamic(asked: Mapping[str, bool]) -> None:
+    """Raise `PlanError` for an option that needs fixed sizes, beside dynamic ones. `asked`: by option, whether it is
+    asked for."""
+    for option, is_asked in asked.items():
+        if is_asked:
             raise PlanError(
-                f"{name}=True with dynamic_shapes: what it makes is for one size of each tensor. Leave one of them out"
+                f"{option} with dynamic_shapes: what it makes is for one size of each tensor. Leave one of them out"
             )
 
 

@@ -17,6 +17,7 @@ from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.ops import DEVICE, DRAM
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
+from ..passes.base import Pass
 from ..passes.draft import Draft, KernelChoice, Options, StepBytes
 from ..runtime.measure.temporaries import step_bytes
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
@@ -49,6 +50,7 @@ from .job.preflight import plain_directories
 from .loss import refuse_item_count
 from .own_copy import reserve_own_copy
 from .packing.borders import most_documents, require_positions, with_unread
+from .pipeline import parse_pipeline
 from .plan import Plan
 from .profile.profile import make_profiler
 from .search.attempts import Wishes
@@ -181,7 +183,6 @@ class Request:
         check_steps(self.steps)
         check_search_s(self.search_s)
         check_compile_stages(self.compile_stages)
-        check_kernels(self.kernels, self.compile_stages)
         plan = None if self.plan is None else Plan.from_any(self.plan)
         wishes = {name: getattr(self, name) for name in IN_PLANS}
         wishes["precision"] = Precision.of(self.precision).name
@@ -190,10 +191,12 @@ class Request:
             wishes = {name: getattr(plan, name) for name in IN_PLANS}
         request = replace(self, model=model, plan=plan, ssd_dirs=plain_directories(self.ssd_dirs), **wishes)
         check_cuda_graphs(self.cuda_graphs, self.compile_stages, request.machine)
+        check_kernels(self.kernels, request._decided_passes, plan, self.compile_stages)
         if request.batch.sizes is not None:
-            check_dynamic(self.cuda_graphs, self.compile_stages)
-        if request.given_plan is not None:
-            check_made(request.given_plan, request.machine.num_devices)
+            asked = {"cuda_graphs=True": self.cuda_graphs, "compile_stages=True": self.compile_stages}
+            check_dynamic({**asked, 'kernels="fused"': self.kernels == "fused"})
+        if plan is not None:
+            check_made(plan, request._decided_passes)
         request._require_count()
         return request
 
@@ -234,6 +237,13 @@ class Request:
     def candidate(self) -> Candidate | None:
         """The strategy; None where the search chooses it."""
         return None if self.strategy == "auto" else Candidate.parse(self.strategy, self.machine.num_devices)
+
+    @property
+    def _decided_passes(self) -> tuple[Pass, ...]:
+        """Those of the given plan or strategy; none where the search chooses them."""
+        if self.given_plan is not None:
+            return parse_pipeline(self.given_plan.passes, self.machine.num_devices)
+        return () if self.candidate is None else self.candidate.passes
 
     @cached_property
     def types(self) -> Precision:

@@ -119,10 +119,7 @@ WAYS: dict[str, Way] = {  # by a pattern of the system and the number of GPUs, s
     r"cumulative: baseline": Way("", left_out="rows are not packed, and their lengths are not said"),
     r"cumulative: \+packed": Way(_IN_BF16, _one(MASKS), False, True, differs=_TIED),
     r"cumulative: \+compile": Way(_COMPILED, _one(MASKS + FUSED), False, True, differs=_FEWER),
-    r"cumulative: \+chunked": Way(
-        "its loss in chunks added", _one(_TUNE), False, True,
-        differs=_FEWER,
-    ),
+    r"cumulative: \+chunked": Way("its loss in chunks added", _one(_TUNE), False, True, differs=_FEWER),
     r"cumulative: \+(activation check|optimizer)": Way(
         "each layer computed again, its optimizer after the backward pass", _one(_TUNE), True, True,
         differs=f"{_FEWER}; {_TIED}; stages that stay are stepped after the backward pass, so all gradients wait",

@@ -1,9 +1,10 @@
 """Chains of calls that one kernel can compute, for `fuse-pointwise`: pointwise calls, casts, views, and sums over the
 last dimension.
 
-In: an op graph. Out: `CallChain`s, each in one layer, with one result. Every value inside is read inside alone, so that
-a chain ends where a value goes two ways: that value is in memory anyway. A chain counts if the values from outside that
-its backward reads, which are what it saves as one call, take no more bytes than what its calls save as written.
+In: an op graph. Out: `CallChain`s, each in one layer, with one result. No node outside a chain reads a value inside it,
+so that a value that two chains read is the result of a third: it is in memory anyway. A chain counts if the values from
+outside that its backward reads, which are what it saves as one call, take no more bytes than what its calls save as
+written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from ...ir.edges import storage_root
-from ...ir.regions import mark_of, region_inputs
+from ...ir.regions import Region, mark_of, region_inputs
 from ...runtime.functions.chains import Chain
 from ...runtime.stage.operators import is_cheap
 from ...runtime.torch_names import FakeTensor, FakeTensorMode, make_fx
@@ -44,9 +45,7 @@ class CallChain:
 
 
 def call_chains(graph: OpGraph, device_kind: str) -> list[CallChain]:
-    """The chains in order; none of a graph whose sizes differ from batch to batch."""
-    if graph.sizes or graph.symbols:
-        return []
+    """The chains in order, of a graph of fixed sizes."""
     known = graph.looked.setdefault((call_chains, graph.module), {})  # a rewrite asks for what its plan has found
     if device_kind not in known:
         known[device_kind] = _Finder(graph, device_kind).chains()
@@ -153,13 +152,10 @@ class _Finder:
     def _look(self, nodes: list[fx.Node], inputs: list[fx.Node]) -> _Findings | None:
         """None for calls that are better left as they are written."""
         runner = FakeBlockRun(self.graph, Block("", tuple(nodes)), self.mode, "cpu")
+        parts = runner.body(Region("", nodes, inputs, nodes[-1:]), {n: n.meta["val"] for n in inputs})
 
         def body(*operands: torch.Tensor) -> torch.Tensor:
-            values = dict(zip(inputs, operands))
-            for node in nodes:
-                runner.run_node(node, values)
-            made: torch.Tensor = values[nodes[-1]]
-            return made
+            return parts(*operands)[0]
 
         operands = [n.meta["val"].detach().requires_grad_(n.meta["val"].requires_grad) for n in inputs]
         saved: dict[int, int] = {}

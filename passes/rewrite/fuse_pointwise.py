@@ -37,19 +37,12 @@ class FusePointwise(GraphPass):
     )  # fmt: skip
 
     def plan(self, draft: Draft) -> list[str]:
-        """None where backward computes pointwise results again anyway."""
-        if draft.graph.pointwise_again:
-            return []
         return [chain.name for chain in _chains(draft)]
 
     def rewrite(self, draft: Draft, decision: list[str]) -> None:
         if not decision:
-            again = draft.graph.pointwise_again
-            draft.notes[self.name] = "no chain of calls is fused" + ": backward computes them again" * again
+            draft.notes[self.name] = "no chain of calls is fused"
             return
-        if draft.graph.pointwise_again:
-            raise PassError("fuse-pointwise after recompute-pointwise: what a kernel computes inside is not seen. "
-                            "Leave one of them out")  # fmt: skip
         chains = {chain.name: chain for chain in _chains(draft)}
         for name in decision:
             if name not in chains:
@@ -71,6 +64,12 @@ class FusePointwise(GraphPass):
 
 
 def _chains(draft: Draft) -> Sequence[CallChain]:
+    if draft.graph.pointwise_again:
+        raise PassError("fuse-pointwise after recompute-pointwise: what a kernel computes inside is not seen. Leave "
+                        "one of them out")  # fmt: skip
+    if draft.graph.sizes or draft.graph.symbols:
+        raise PassError("fuse-pointwise with dynamic_shapes: a chain's kernels are made for one size of each tensor. "
+                        "Leave one of them out")  # fmt: skip
     return call_chains(draft.graph, draft.machine.devices[0].kind)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def compile_job(model: nn.Module, batch: Mapping[str, Tensor], stages: int = 1, 
 
 def swapping_job(model: nn.Module, batch: Mapping[str, Tensor], **options: Any) -> penstock.Job:
     return gpu_sections.swapping_job(SETUP, model, batch, **{"optimizer": parity.SGD, **options})
+
+
+KINDS = {"resident": compile_job, "2 stages": partial(compile_job, stages=2), "swapped": swapping_job}
 
 
 def session_of(job: penstock.Job) -> Any:

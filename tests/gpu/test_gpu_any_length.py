@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -10,17 +9,12 @@ from torch.export import Dim
 
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import GptSize, batch_of
-from penstock.tests.gpu.rehearsal import DEVICE, SIZE, compile_job, exact, model_of, on_gpu, swapping_job
+from penstock.tests.gpu.rehearsal import DEVICE, KINDS, SIZE, exact, model_of, on_gpu
 from penstock.tests.shown_elsewhere import core_of
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
-KINDS = {
-    "resident": partial(compile_job, stages=1),
-    "2 stages": partial(compile_job, stages=2),
-    "swapped": swapping_job,
-}
 LENGTHS = (32, 7, 20, 32, 3)
 
 

@@ -7,7 +7,6 @@ one compilation for a class, streams, weights that move, memory.
 from __future__ import annotations
 
 import copy
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +19,7 @@ from penstock.ir import ops
 from penstock.ir.errors import PlanError
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
+    KINDS,
     REHEARSED,
     SETUP,
     batches,
@@ -29,7 +29,6 @@ from penstock.tests.gpu.rehearsal import (
     on_gpu,
     only_on_gpu,
     session_of,
-    swapping_job,
 )
 from penstock.tests.gpu.test_gpu_parity import change
 from penstock.tests.shown_elsewhere import core_of
@@ -37,11 +36,6 @@ from penstock.tests.shown_elsewhere import core_of
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
-KINDS = {
-    "resident": partial(compile_job, stages=1),
-    "2 stages": partial(compile_job, stages=2),
-    "swapped": swapping_job,
-}
 STATE = "penstock.runtime.device.state"
 # "eager" runs the block's own calls from Dynamo's graph; "aot_eager" those of its joint graph, forward and backward.
 BACKENDS = ["eager", "aot_eager"]

@@ -21,6 +21,7 @@ from penstock.bench.peers.gpt import GptSize
 from penstock.runtime.functions.chains import KERNELS
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
+    KINDS,
     REHEARSED,
     SETUP,
     SIZE,
@@ -29,7 +30,6 @@ from penstock.tests.gpu.rehearsal import (
     exact,
     on_gpu,
     only_on_gpu,
-    swapping_job,
 )
 from penstock.tests.passes.rewrite.test_fuse_pointwise import Norm
 from penstock.tests.shown_elsewhere import core_of
@@ -37,12 +37,7 @@ from penstock.tests.shown_elsewhere import core_of
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
-KINDS = {
-    "resident": partial(compile_job, stages=1),
-    "2 stages": partial(compile_job, stages=2),
-    "swapped": swapping_job,
-    "graphs": partial(compile_job, stages=1, cuda_graphs=not REHEARSED),
-}
+JOBS = {**KINDS, "graphs": partial(compile_job, cuda_graphs=not REHEARSED)}
 AS_WRITTEN = "inductor"  # of which Python has no Triton under emulation
 BACKENDS = [AS_WRITTEN, "aot_eager"]
 CORE = {
@@ -96,14 +91,14 @@ def kernels() -> Iterator[None]:
     KERNELS.clear()
 
 
-@pytest.mark.parametrize(("kind", "precision", "backend"), core_of(CORE, product(KINDS, ("fp32", "bf16"), BACKENDS)))
+@pytest.mark.parametrize(("kind", "precision", "backend"), core_of(CORE, product(JOBS, ("fp32", "bf16"), BACKENDS)))
 def test_losses_and_weights_are_eagers(
     kind: str, precision: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runtime.stage.runner.BACKEND", backend)
     model, data = Spelled(), batches()
     wanted = parity.train_eager(model, data, DEVICE, precision)
-    with KINDS[kind](model, data[0], precision=precision, kernels="fused") as job:
+    with JOBS[kind](model, data[0], precision=precision, kernels="fused") as job:
         assert job.plan.decisions.fused
         found = parity.train_job(job, data)
         if backend != AS_WRITTEN and not REHEARSED:

@@ -16,6 +16,7 @@ from penstock.bench.peers import parity
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
     DROPPING,
+    KINDS,
     SIZE,
     batches,
     compile_job,
@@ -23,7 +24,6 @@ from penstock.tests.gpu.rehearsal import (
     model_of,
     on_gpu,
     session_of,
-    swapping_job,
 )
 from penstock.tests.shown_elsewhere import core_of
 from penstock.tests.zoo import wide_resnet, zoo
@@ -32,11 +32,6 @@ __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
 
 WITH_MASKS = ("gpt2", "bert", "llama", "t5")  # of transformers
-KINDS = {
-    "resident": partial(compile_job, stages=1),
-    "2 stages": partial(compile_job, stages=2),
-    "swapped": swapping_job,
-}
 
 
 CORE = {("resident", "fp32"), ("2 stages", "fp16"), ("swapped", "fp32"), ("swapped", "bf16")}

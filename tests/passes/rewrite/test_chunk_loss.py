@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.compiler.job.job import Job
 from penstock.compiler.loss import capture
 from penstock.compiler.plan import Plan
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.errors import BatchError, PassError
 from penstock.ir.precision import Precision
 from penstock.passes.rewrite.chunk_loss import ChunkLoss
-from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
+from penstock.tests.compiler.eager_baseline import SGD, assert_close, zoo_case
 from penstock.tests.compiler.reasons import reasons_of
+from penstock.tests.passes.rewrite import training
+from penstock.tests.passes.rewrite.training import assert_trains_and_evaluates_like_eager
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 from penstock.tests.shown_elsewhere import slow_but, slow_rows_but
@@ -49,27 +49,14 @@ def tokens_of(classes: int = 32768, rows: int = 4, length: int = 64) -> dict[str
     return {"ids": ids, "labels": ids.masked_fill(torch.arange(length) % 7 == 3, -100)}
 
 
-def job_of(model: nn.Module, batch: Any, strategy: str = CHUNKED, memory: str = "64MB", **options: Any) -> Job:
-    devices = options.pop("devices", 1)
-    hardware = penstock.Hardware.cpu(num_devices=devices, memory=memory, dram="1GB")
-    given = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": strategy, **options}
-    return penstock.compile(copy.deepcopy(model), hardware, example_inputs=batch, **given)
+job_of = partial(training.job_of, strategy=CHUNKED)
 
 
 def assert_trains_like_eager(model: nn.Module, batch: Any, tolerance: float = 2e-6, **options: Any) -> None:
-    """Losses and weights of two steps. After SGD's first step a weight has moved by its gradient."""
-    eager = Eager(model)
     with job_of(model, batch, **options) as job:
         assert job.plan.decisions.chunks
-        for _ in range(2):
-            want = eager.step(batch)
-            torch.testing.assert_close(job.step(batch), want, rtol=tolerance, atol=0)
-        job.sync()
-        found = {name: p.detach() for name, p in job.model.named_parameters()}
-        assert_close(found, {name: p.detach() for name, p in eager.params.items()}, tolerance)
-        outputs = job.evaluate(batch)
-        torch.testing.assert_close(outputs["loss"], eager.evaluate(batch), rtol=tolerance, atol=0)
-        assert outputs["logits"].shape[-1] > 1
+        assert_trains_and_evaluates_like_eager(job, batch, tolerance)
+        assert job.evaluate(batch)["logits"].shape[-1] > 1
         assert set(job.evaluate(batch, outputs=False)) == {"loss"}
 
 
@@ -111,7 +98,7 @@ def test_low_precision_is_that_of_whole_logits(precision: str) -> None:
     """Both round the same products to bf16; sums over tokens and classes are made in fp32 in both."""
     model, batch, found = Reader(90), tokens_of(90, 4, 12), []
     for strategy in (PIPELINE, CHUNKED):
-        with job_of(model, batch, strategy, precision=precision) as job:
+        with job_of(model, batch, strategy=strategy, precision=precision) as job:
             losses = [job.step(batch) for _ in range(2)]
             job.sync()
             found.append((losses, {n: p.detach().float() for n, p in job.model.named_parameters()}))
@@ -154,7 +141,7 @@ def test_memory_is_as_planned(classes: int, tokens: int, low: bool) -> None:
 @pytest.mark.slow
 def test_a_small_device_gets_chunks_of_large_logits() -> None:
     batch = tokens_of()
-    with job_of(Reader(), batch, "auto", micro_batches=1) as job:
+    with job_of(Reader(), batch, strategy="auto", micro_batches=1) as job:
         (chunk,) = job.plan.decisions.chunks.values()
         assert 1 < chunk.tokens < 64 and not chunk.logits
         assert "evaluation gives no logits" in reasons_of(job)
@@ -163,7 +150,7 @@ def test_a_small_device_gets_chunks_of_large_logits() -> None:
 
 @pytest.mark.slow
 def test_a_large_device_keeps_logits_whole_as_that_is_faster() -> None:
-    with job_of(Reader(), tokens_of(), "auto", "4GB", micro_batches=1) as job:
+    with job_of(Reader(), tokens_of(), strategy="auto", memory="4GB", micro_batches=1) as job:
         assert not job.plan.decisions.chunks
         lost = [rival for rival in job.plan.rivals if "chunk-loss{" in rival.name]
         assert lost, "chunks were not tried"

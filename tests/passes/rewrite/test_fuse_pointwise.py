@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,16 +13,16 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import PIPELINE
-from penstock.graph.regions.call_chains import call_chains
 from penstock.ir.errors import PassError, PlanError
 from penstock.ir.regions import Region, with_regions
 from penstock.passes.rewrite.fuse_pointwise import FusePointwise
 from penstock.passes.rewrite.recompute_pointwise import RecomputePointwise
 from penstock.passes.rewrite.tile_sequence import TileSequence
-from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close
+from penstock.tests.compiler.eager_baseline import SGD
 from penstock.tests.golden_text import Golden
+from penstock.tests.passes.rewrite import training
+from penstock.tests.passes.rewrite.training import assert_trains_and_evaluates_like_eager
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.shown_elsewhere import slow_but
 from penstock.tests.zoo import token_batch, zoo
@@ -77,24 +78,13 @@ def batch_of(rows: int = ROWS, length: int = LENGTH, classes: int = CLASSES) -> 
     return {"input_ids": ids, "labels": ids}
 
 
-def job_of(model: nn.Module, batch: Any, strategy: str = FUSED, devices: int = 1, **options: Any) -> Job:
-    hardware = penstock.Hardware.cpu(num_devices=devices, memory="64MB", dram="1GB")
-    given = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": strategy, **options}
-    return penstock.compile(copy.deepcopy(model), hardware, example_inputs=batch, **given)
+job_of = partial(training.job_of, strategy=FUSED)
 
 
 def assert_trains_like_eager(model: nn.Module, batch: Any, tolerance: float = 2e-6, **options: Any) -> None:
-    """Losses and weights of two steps: after SGD's first step a weight has moved by its gradient. The calls are
-    eager's; sums over micro-batches are not."""
-    eager = Eager(model)
     with job_of(model, batch, **options) as job:
         assert job.plan.decisions.fused
-        for _ in range(2):
-            torch.testing.assert_close(job.step(batch), eager.step(batch), rtol=tolerance, atol=0)
-        job.sync()
-        found = {name: p.detach() for name, p in job.model.named_parameters()}
-        assert_close(found, {name: p.detach() for name, p in eager.params.items()}, tolerance)
-        torch.testing.assert_close(job.evaluate(batch)["loss"], eager.evaluate(batch), rtol=tolerance, atol=0)
+        assert_trains_and_evaluates_like_eager(job, batch, tolerance)
 
 
 SCHEDULES = ["schedule-pipeline", "schedule-1f1b", "schedule-zero-bubble"]
@@ -142,40 +132,41 @@ def test_the_printed_chains(golden: Golden) -> None:
         golden(job.code().partition("class Gated")[2].partition("class Stage0")[0], "layer")
 
 
+HARDWARE = penstock.Hardware.cpu(1, memory="64MB", dram="1GB")
+
+
 def test_an_edited_plan_fuses_what_it_names() -> None:
     model, batch = Stack(), batch_of()
     with job_of(model, batch) as job:
         plan = job.plan
+    again = partial(penstock.compile, copy.deepcopy(model), HARDWARE, example_inputs=batch, optimizer=SGD, plan=plan)
     assert plan.decisions.fused == [f"layers.{i}/{n}" for i in range(2) for n in (1, 2, 3)]
     plan.decisions.fused = ["layers.1/3"]
-    with penstock.compile(
-        copy.deepcopy(model), penstock.Hardware.cpu(1, memory="64MB", dram="1GB"), example_inputs=batch, optimizer=SGD,
-        plan=plan,
-    ) as job:  # fmt: skip
+    with again() as job:
         assert job.code().count("functions.fuse(") == 1
     plan.decisions.fused = ["layers.1/9"]
     with pytest.raises(PassError, match=r"'layers.1/9' is no chain of calls of this model; it has layers.0/1"):
-        penstock.compile(
-            copy.deepcopy(model), penstock.Hardware.cpu(1, memory="64MB", dram="1GB"), example_inputs=batch,
-            optimizer=SGD, plan=plan,
-        )  # fmt: skip
+        again()
 
 
 def test_kernels_are_asked_for_by_name() -> None:
-    batch, hardware = batch_of(), penstock.Hardware.cpu(1, memory="64MB", dram="1GB")
-    given: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "search_s": 0.1}
-    assert "fuse-pointwise" in penstock.compile(Stack(1), hardware, kernels="fused", **given).plan.passes
-    assert "fuse-pointwise" not in penstock.compile(Stack(1), hardware, **given).plan.passes
+    compiled = partial(penstock.compile, Stack(1), HARDWARE, example_inputs=batch_of(), optimizer=SGD)
+    searched = partial(compiled, search_s=0.1)
+    fused, written = searched(kernels="fused").plan, searched().plan
+    assert "fuse-pointwise" in fused.passes and "fuse-pointwise" not in written.passes
+    assert compiled(plan=fused, kernels="fused").plan.hash == compiled(plan=fused).plan.hash == fused.hash
+    with pytest.raises(PlanError, match=f"plan={written.hash} runs calls as written; leave one of them out"):
+        compiled(plan=written, kernels="fused")
     with pytest.raises(PlanError, match=r"kernels='liger'; it is \"written\", or \"fused\""):
-        penstock.compile(Stack(1), hardware, kernels="liger", **given)
-    with pytest.raises(PlanError, match="Leave one of them out"):
-        penstock.compile(Stack(1), hardware, kernels="fused", compile_stages=True, **given)
+        searched(kernels="liger")
 
 
-def test_beside_results_that_backward_computes_again_nothing_is_fused() -> None:
-    graph = trace(Stack(1), batch_of(2))
-    draft = apply(draft_of(graph), RecomputePointwise(), FusePointwise())
-    assert draft.notes["fuse-pointwise"] == "no chain of calls is fused: backward computes them again"
-    chains = {"fused": [chain.name for chain in call_chains(graph, "cpu")]}
-    with pytest.raises(PassError, match="after recompute-pointwise"):
-        apply(draft_of(graph), RecomputePointwise(), FusePointwise(), decisions=chains)
+@pytest.mark.parametrize("chosen", [{"kernels": "fused", "strategy": PIPELINE}, {"strategy": FUSED}])
+def test_compiled_blocks_choose_kernels_themselves(chosen: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="compiled blocks choose their kernels themselves"):
+        job_of(Stack(1), batch_of(), compile_stages=True, **chosen)
+
+
+def test_a_backward_that_computes_results_again_has_no_chains() -> None:
+    with pytest.raises(PassError, match="fuse-pointwise after recompute-pointwise"):
+        apply(draft_of(trace(Stack(1), batch_of(2))), RecomputePointwise(), FusePointwise())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
-from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import PIPELINE
 from penstock.graph import stages
 from penstock.graph.costs import block as costs
@@ -30,9 +29,11 @@ from penstock.ir.regions import TiledRegion, mark_of, with_regions
 from penstock.passes.rewrite.tile_sequence import TileSequence
 from penstock.runtime.functions.tiles import tile_slices
 from penstock.runtime.stage.runner import StageRunner
-from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close
+from penstock.tests.compiler.eager_baseline import MICRO_BATCHES
 from penstock.tests.compiler.reasons import reasons_of
 from penstock.tests.graph.divide import sequences
+from penstock.tests.passes.rewrite import training
+from penstock.tests.passes.rewrite.training import assert_trains_and_evaluates_like_eager
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 from penstock.tests.shown_elsewhere import slow_but
@@ -81,24 +82,13 @@ def full_batch(rows: int = 8, length: int = LENGTH, classes: int = 32) -> dict[s
     return {"input_ids": ids, "labels": ids}
 
 
-def job_of(model: nn.Module, batch: Any, strategy: str = TILED, devices: int = 1, **options: Any) -> Job:
-    hardware = penstock.Hardware.cpu(num_devices=devices, memory="64MB", dram="1GB")
-    given = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": strategy, **options}
-    return penstock.compile(copy.deepcopy(model), hardware, example_inputs=batch, **given)
+job_of = partial(training.job_of, strategy=TILED)
 
 
 def assert_trains_like_eager(model: nn.Module, batch: Any, tolerance: float = 2e-6, **options: Any) -> None:
-    """Losses and weights of two steps: after SGD's first step a weight has moved by its gradient. Sums over tiles are
-    made in another order than within one product."""
-    eager = Eager(model)
     with job_of(model, batch, **options) as job:
         assert job.plan.decisions.tiles
-        for _ in range(2):
-            torch.testing.assert_close(job.step(batch), eager.step(batch), rtol=tolerance, atol=0)
-        job.sync()
-        found = {name: p.detach() for name, p in job.model.named_parameters()}
-        assert_close(found, {name: p.detach() for name, p in eager.params.items()}, tolerance)
-        torch.testing.assert_close(job.evaluate(batch)["loss"], eager.evaluate(batch), rtol=tolerance, atol=0)
+        assert_trains_and_evaluates_like_eager(job, batch, tolerance)
 
 
 def test_tiles_train_and_evaluate_like_eager() -> None:
@@ -153,7 +143,7 @@ def test_low_precision_is_as_near_to_fp32_as_without_tiles(precision: str) -> No
     model, batch, found = Attending(), full_batch(), []
     whole = TILED.partition(", ")[2]
     for strategy, own in ((whole, "fp32"), (whole, precision), (TILED, precision)):
-        with job_of(model, batch, strategy, precision=own) as job:
+        with job_of(model, batch, strategy=strategy, precision=own) as job:
             losses = [job.step(batch) for _ in range(2)]
             job.sync()
             found.append((losses, {n: p.detach().double() for n, p in job.model.named_parameters()}))

@@ -14,6 +14,7 @@ from zoo import without_cache, zoo
 
 import penstock
 from penstock.compiler.check.check import check
+from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
 from penstock.ir.errors import BatchError, CaptureError, PassError, PlanError
 from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD, Eager, assert_same_weights, tokens
@@ -174,10 +175,22 @@ def test_inputs_of_one_model_that_share_a_length_must_all_be_named() -> None:
         compile_job("llama", dynamic_shapes={"input_ids": {1: SEQUENCE}}, example_inputs=tokens(4, 48))
 
 
-@pytest.mark.parametrize("name", ["cuda_graphs", "compile_stages"])
-def test_what_needs_fixed_sizes_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=f"{name}=True with dynamic_shapes" if name != "cuda_graphs" else "cuda_graphs"):
-        compile_job("gpt2", **{name: True})
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"cuda_graphs": True}, "cuda_graphs=True needs CUDA devices"),
+        ({"compile_stages": True}, "compile_stages=True with dynamic_shapes"),
+        ({"kernels": "fused"}, 'kernels="fused" with dynamic_shapes'),
+    ],
+)
+def test_what_needs_fixed_sizes_is_refused(option: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        compile_job("gpt2", **option)
+
+
+def test_chains_of_a_strategy_need_fixed_sizes() -> None:
+    with pytest.raises(PassError, match="fuse-pointwise with dynamic_shapes"):
+        compile_job("gpt2", strategy=f"fuse-pointwise, {PIPELINE}")
 
 
 @pytest.mark.slow
