@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..ir import ops
 from ..ir.errors import PlanError
+from ..ir.machine.call_mix import FP8
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program, graphs_of_stages, no_graphs_text, reasons_without_graphs
@@ -21,6 +22,7 @@ from ..passes.base import Pass
 from ..passes.draft import KernelChoice
 from ..passes.rewrite.fuse_pointwise import FusePointwise
 from ..passes.table import PASSES
+from ..runtime.quantised.libraries import float8
 from .batches.shape import BatchShape
 from .plan import Decisions, Plan
 
@@ -95,6 +97,20 @@ def check_types(precision: Any, gradient_dtype: Any, boundary_dtype: Any) -> Non
         raise PlanError(
             f'boundary_dtype={boundary_dtype!r}; it is "compute", or "fp32" to send what autocast leaves in fp32 so'
         )
+
+
+def check_float8(precision: Precision, machine: Hardware) -> None:
+    """Raise `PlanError` where products in float8 are asked for, and a GPU has none, or torchao is not installed."""
+    if not precision.float8:
+        return
+    for device in machine.devices:
+        if device.kind == "cuda" and FP8 not in device.peak_flops:
+            near = "bf16-true" if "bf16" in device.peak_flops else "fp16-mixed"
+            raise PlanError(
+                f'precision="{precision.name}" needs products in float8, and {device.name} of {machine.name} has '
+                f'{", ".join(device.peak_flops)}; the nearest is precision="{near}"'
+            )
+    float8()
 
 
 def _check_real(model: nn.Module) -> None:

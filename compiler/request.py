@@ -33,6 +33,7 @@ from .arguments import (
     check_compile_stages,
     check_cuda_graphs,
     check_dynamic,
+    check_float8,
     check_kernels,
     check_made,
     check_model,
@@ -106,7 +107,9 @@ class Request:
     micro_batches: a divisor of the batch, or "auto".
     precision: "fp32"; "bf16-mixed" or "fp16-mixed" (autocast; fp16 with dynamic loss scaling); "bf16-true" (weights and
         activations in bf16, masters in fp32); "bf16-pure" (no masters: updates are rounded stochastically, unless the
-        optimizer does that). "bf16" and "fp16" mean the mixed ones.
+        optimizer does that); "fp8-rowwise", "fp8-tensorwise" or "fp8-rowwise-gw-hp" (as bf16-true, with products of
+        linear layers in float8 by torchao's recipe of this name, on cards that have it). "bf16" and "fp16" mean the
+        mixed ones, "fp8" the first of its kind.
     gradient_dtype: in which the gradients of low weights are added up where a step has several micro-batches; "compute"
         for their own type, which takes less memory and loses small terms.
     boundary_dtype: of activations between stages that autocast leaves in fp32: "compute" casts them to the low type on
@@ -190,6 +193,7 @@ class Request:
             check_agrees(plan, strategy=self.strategy, **wishes)
             wishes = {name: getattr(plan, name) for name in IN_PLANS}
         request = replace(self, model=model, plan=plan, ssd_dirs=plain_directories(self.ssd_dirs), **wishes)
+        check_float8(request.types, request.machine)
         check_cuda_graphs(self.cuda_graphs, self.compile_stages, request.machine)
         check_kernels(self.kernels, request._decided_passes, plan, self.compile_stages)
         if request.batch.sizes is not None:

@@ -6,6 +6,7 @@
 | `bf16-mixed`, `fp16-mixed` | low, autocast decides per call | yes | yes | fp16 |
 | `bf16-true` | bf16 | no | yes | no |
 | `bf16-pure` | bf16 | no | no: updates are rounded stochastically | no |
+| `fp8-rowwise`, `fp8-tensorwise`, `fp8-rowwise-gw-hp` | bf16, products of linear layers in float8 | no | yes | no |
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Precision:
     autocasts: bool = False  # torch.autocast chooses the type of each call; else all calls take what they are given
     has_masters: bool = False  # the optimizer updates fp32 copies of the weights
     scales_loss: bool = False
+    float8: str = ""  # torchao's recipe by which products of linear layers are in float8; "" for none
 
     @staticmethod
     def of(word: object) -> Precision:
@@ -103,7 +105,11 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("fp16-mixed", "fp16", torch.float16, autocasts=True, has_masters=True, scales_loss=True),
         Precision("bf16-true", "bf16", torch.bfloat16, has_masters=True),
         Precision("bf16-pure", "bf16", torch.bfloat16),
+        Precision("fp8-rowwise", "bf16", torch.bfloat16, has_masters=True, float8="rowwise"),
+        Precision("fp8-tensorwise", "bf16", torch.bfloat16, has_masters=True, float8="tensorwise"),
+        Precision("fp8-rowwise-gw-hp", "bf16", torch.bfloat16, has_masters=True, float8="rowwise_with_gw_hp"),
     )
 }
 FP32 = PRECISIONS["fp32"]
-ALIASES: Mapping[str, str] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}  # words of earlier plans, and of the user
+# Words of earlier plans, and of the user.
+ALIASES: Mapping[str, str] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-rowwise"}

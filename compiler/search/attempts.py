@@ -175,10 +175,10 @@ class Attempts:
         return PLAIN if self.best is None else self.best.candidate
 
     def look(self, count: int, candidates: Iterable[Candidate]) -> None:
-        """Try each candidate that was not tried with `count` micro-batches before, with the kernels that the user asked
-        for."""
+        """Try each candidate that was not tried with `count` micro-batches before, with the passes that the user's
+        options ask for."""
         for plain in candidates:
-            candidate = plain.fusing() if self.wishes.options.kernels == "fused" else plain
+            candidate = plain.as_wished(self.wishes.options)
             if (count, candidate) not in self.done:
                 self.done.add((count, candidate))
                 begin_s = self.work.seconds

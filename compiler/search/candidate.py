@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...ir import ops
+from ...ir.precision import Precision
 from ...passes.base import Pass
+from ...passes.draft import Options
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
@@ -22,6 +24,7 @@ from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.rewrite.coarsen import Coarsen
 from ...passes.rewrite.fuse_pointwise import FusePointwise
 from ...passes.rewrite.graph_pass import GraphPass
+from ...passes.rewrite.use_float8 import UseFloat8
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
 from ...passes.sharding.insert_shard import InsertShard
@@ -130,6 +133,17 @@ class Candidate:
         before = [p for p in self.graph_passes if not isinstance(p, FusePointwise)]
         after = (p for p in self.passes if not isinstance(p, GraphPass))
         return dataclasses.replace(self, passes=(*before, FusePointwise(), *after))
+
+    def as_wished(self, options: Options) -> Candidate:
+        """The same candidate with the passes that the user's options ask for, after all others over the op graph."""
+        found = self.fusing() if options.kernels == "fused" else self
+        return found.in_float8() if Precision.of(options.precision).float8 else found
+
+    def in_float8(self) -> Candidate:
+        """The same candidate with products in float8 of what other passes over the op graph have left whole."""
+        before = [p for p in self.graph_passes if not isinstance(p, UseFloat8)]
+        after = (p for p in self.passes if not isinstance(p, GraphPass))
+        return dataclasses.replace(self, passes=(*before, UseFloat8(), *after))
 
     @property
     def fetches(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from .kernels import cpu_attention, one_product
+from .kernels import cpu_attention, one_product, scaled_product
 from .pointwise import Operand, spread, together
 from .record import RowCall, RowRule, constants, nonlinear, nothing, plain, record
 from .reductions import PER_ROW, drop_dims
@@ -262,6 +262,8 @@ def segments(call: RowCall) -> RowState | list[RowState]:
 
 
 record("mm", "bmm", rows=matrices, workspace=workspace_layers.product, kernel=one_product)
+# cuBLAS has one workspace for all products; a rowwise kernel of CUTLASS takes none worth counting.
+record("_scaled_mm", workspace=nothing, kernel=scaled_product)
 record("mv", "vdot", "_int_mm", rows=matrices)
 record("dot", rows=matrices, workspace=nothing)
 record("addmm", "baddbmm", rows=added_product, workspace=workspace_layers.product, kernel=one_product)

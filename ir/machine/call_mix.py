@@ -16,7 +16,9 @@ from typing import TypeVar
 FLASH, EFFICIENT = "flash", "efficient"  # kernels of attention; any other way to compute it consists of other calls
 ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward per FLOP of its forward: five products instead of two
 LEAST_BACKWARD = 2.0  # of which one product makes the scores again, which a kernel may have kept
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+FP8 = "fp8"
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, FP8: 1}
+LEAST_RESULT_BYTES = 2  # of an element: no product here writes float8
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class Product:
     @property
     def bytes(self) -> float:
         """Bytes that one call reads and writes."""
-        elements = self.m * self.k + self.k * self.n + self.m * self.n
-        return float(self.batch * elements * DTYPE_BYTES.get(self.dtype, 4))
+        each = DTYPE_BYTES.get(self.dtype, 4)
+        read, written = self.m * self.k + self.k * self.n, self.m * self.n
+        return float(self.batch * (read * each + written * max(each, LEAST_RESULT_BYTES)))
 
     @property
     def size(self) -> float:
@@ -117,6 +120,12 @@ class CallMix:
     def flops(self) -> float:
         """FLOPs of all calls, as torch counts them."""
         return self.other_flops + flops_of(self.products) + flops_of(self.attention)
+
+    @cached_property
+    def float8_share(self) -> float:
+        """The fraction of the FLOPs that are products in float8."""
+        low = flops_of(row for row in self.products if row.dtype == FP8)
+        return low / self.flops if low else 0.0
 
 
 NO_CALLS = CallMix()

@@ -225,6 +225,18 @@ PARTS = {
 }  # fmt: skip
 
 
+# Ada, Hopper, Blackwell and CDNA 3 on multiply float8 at twice the rate of half precision, both with fp32 accumulation:
+# RTX 4090 165.2 and 330.3, RTX 5090 209.5 and 419, H100 SXM 989 and 1979, B200 2250 and 4500, MI300X 1307.4 and 2614.9
+# TFLOPS by the makers' whitepapers and datasheets.
+_FLOAT8_BEGINS = ("rtx40", "rtx50", "rtxpro", "l4", "h100", "h200", "gh200", "b200", "b300", "gb", "thor", "mi3")
+_FLOAT8_ENDS = "ada"
+
+
+def has_float8(name: str) -> bool:
+    """Whether a part multiplies float8."""
+    return name.startswith(_FLOAT8_BEGINS) or name.endswith(_FLOAT8_ENDS)
+
+
 @dataclass(frozen=True)
 class ServerPart:
     """A whole machine with GPUs: DRAM bytes as text, DRAM channel rate in GB/s, cores, disks, PCIe switches."""

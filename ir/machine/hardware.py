@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import yaml
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
 from ..units import format_bytes, short_bytes
-from .call_mix import NO_CALLS, CallMix
+from .call_mix import FP8, NO_CALLS, CallMix
 from .copies import KEY, copies_in, first_of, multiply, taken_out
 from .describe import describe_hardware
 from .failures import Failures
@@ -40,8 +47,10 @@ def _arithmetic(name: str) -> str:
     return PRECISIONS[name].arithmetic if name in PRECISIONS else name
 
 
-def _for_every_dtype(value: object) -> object:
-    return {dtype: value for dtype in DTYPES} if isinstance(value, (int, float)) else value
+def _for_every_dtype(value: object, info: ValidationInfo) -> object:
+    """A single number as one for each dtype: those that any device may have, and those of its own peaks."""
+    known = dict.fromkeys([*DTYPES, *info.data.get("peak_flops", ())])
+    return {dtype: value for dtype in known} if isinstance(value, (int, float)) else value
 
 
 def _numbers(parts: Sequence[MachinePart], without: set[str]) -> list[int]:
@@ -152,7 +161,7 @@ class Device(MachinePart):
         optimizer's update, at the constant ones.
         """
         if self.rates is None or mix is None or mix == NO_CALLS:
-            arithmetic_s, traffic_s = flops / self.achieved_flops(dtype), num_bytes / self.memory_bandwidth
+            arithmetic_s, traffic_s = self._constant_s(flops, dtype, mix), num_bytes / self.memory_bandwidth
         else:
             computing_s, moving_s = mix_seconds(self.rates, self._constant_rates(dtype), mix)
             arithmetic_s = computing_s * flops / mix.flops if mix.flops else flops / self.achieved_flops(dtype)
@@ -165,10 +174,16 @@ class Device(MachinePart):
         if not mix.flops:
             return flops / self.achieved_flops(dtype), flops / self.peak_flops[_arithmetic(dtype)]  # type: ignore[index]
         part, constant = flops / mix.flops, self._constant_rates(dtype)
-        usual_s = flops / self.achieved_flops(dtype)
+        usual_s = self._constant_s(flops, dtype, mix)
         reached_s = usual_s if self.rates is None else part * mix_seconds(self.rates, constant, mix)[0]
         peak = ConstantRates(tuple(self.peak_flops.items()), self.memory_bandwidth, constant.dtype)
         return reached_s, part * peak_seconds(peak, mix)
+
+    def _constant_s(self, flops: float, dtype: str, mix: CallMix | None) -> float:
+        """Seconds of the FLOPs of a mix where no table has rates: products in float8 have one of their own."""
+        share = mix.float8_share if mix is not None and FP8 in self.peak_flops else 0.0
+        low_s = share * flops / self.achieved_flops(FP8) if share else 0.0
+        return (1 - share) * flops / self.achieved_flops(dtype) + low_s
 
     def _constant_rates(self, dtype: str) -> ConstantRates:
         self.achieved_flops(dtype)  # a dtype without a rate is refused

@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from .. import units
 
-Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
+Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # which any device may have
 
 Bytes = Annotated[
     int, BeforeValidator(units.parse_bytes), Field(gt=0), PlainSerializer(units.spell_bytes, when_used="json")

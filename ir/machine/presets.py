@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 from ..errors import HardwareError
 from ..extensions import entries
 from ..units import parse_bytes
-from .gpu_parts import PARTS, SERVERS, GpuPart
+from .call_mix import FP8
+from .gpu_parts import PARTS, SERVERS, GpuPart, has_float8
 from .overrides import STOCK_SSD
 from .part_rates import MEASURED, part_rates
 
@@ -116,6 +117,8 @@ def gpu(part_name: str, index: int, root_complex: int = 0, host: int = 0, pcie: 
     achieved = {"fp32": 0.85, "fp16": part.achieved_half}
     if part.bf16:
         peak["bf16"], achieved["bf16"] = peak["fp16"], part.achieved_half
+    if has_float8(part_name):
+        peak[FP8], achieved[FP8] = 2 * peak["fp16"], part.achieved_half
     return {
         "name": f"gpu{index}", "kind": "cuda", "host": host, "root_complex": root_complex,
         "memory_bytes": round(part.gib * 2**30), "peak_flops": peak, "achieved_fraction": achieved,

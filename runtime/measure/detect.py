@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from ...ir.errors import HardwareError
+from ...ir.machine.call_mix import FP8
 from ...ir.machine.gpu_parts import PARTS
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import PCIE_X16, SHARED_CAP, SHARED_DEVICE, gpu, stated_reserve
@@ -199,8 +200,16 @@ def _unknown_part(properties: Any) -> dict[str, Any]:
     cores = properties.multi_processor_count * (64 if properties.major == 7 else 128)
     fp32 = 2.0 * cores * getattr(properties, "clock_rate", 1.5e6) * 1e3  # kHz
     peak = {"fp32": fp32, "fp16": 2 * fp32} | ({"bf16": 2 * fp32} if properties.major >= 8 else {})
+    peak |= {FP8: 4 * fp32} if _has_float8(properties) else {}
     clock_khz, bits = getattr(properties, "memory_clock_rate", 7e6), getattr(properties, "memory_bus_width", 256)
     return {"peak_flops": peak, "achieved_fraction": 0.7, "memory_bandwidth": 2e3 * clock_khz * bits / 8}
+
+
+def _has_float8(properties: Any) -> bool:
+    """Whether torch multiplies float8 on a GPU: from compute capability 8.9 on, or from CDNA 3 on."""
+    if torch.version.hip:
+        return str(getattr(properties, "gcnArchName", "")).startswith(("gfx94", "gfx95", "gfx12"))
+    return (properties.major, getattr(properties, "minor", 0)) >= (8, 9)
 
 
 def _shares_ram(properties: Any) -> bool:

@@ -1,4 +1,5 @@
-"""The libraries whose own functions unpack quantised weights, imported where a device file or a script needs them."""
+"""The libraries whose own functions unpack quantised weights, or cast operands to float8, imported where a device file
+or a script needs them."""
 
 from __future__ import annotations
 
@@ -16,6 +17,18 @@ def bitsandbytes() -> Any:
 def torchao() -> Any:
     """The part of torchao that has the classes of quantised tensors."""
     return _library("torchao", "quantization")
+
+
+def float8() -> Any:
+    """The part of torchao that trains in float8."""
+    try:
+        importlib.import_module("torchao.float8.float8_ops")
+    except ImportError as error:
+        raise PlanError(
+            f"precision: products in float8 are torchao's, which is not installed here ({error}): "
+            "pip install 'penstock[torchao]'"
+        ) from error
+    return importlib.import_module("torchao.float8")
 
 
 def is_installed(name: str) -> bool:
@@ -36,11 +49,13 @@ def _library(name: str, part: str = "") -> Any:
         ) from error
 
 
-OF_FUNCTIONS = {"linear_4bit": bitsandbytes, "linear_8bit": bitsandbytes, "linear_torchao": torchao}
+OF_FUNCTIONS = {
+    "linear_4bit": bitsandbytes, "linear_8bit": bitsandbytes, "linear_torchao": torchao, "linear_float8": float8,
+}  # fmt: skip
 
 
 def import_libraries(text: str) -> None:
-    """Import what the functions of a device file unpack weights by: a process has its memory from the start, and what
+    """Import what the functions of a device file unpack or cast by: a process has its memory from the start, and what
     is not installed is told before a step."""
     called = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
     for name in sorted(called & OF_FUNCTIONS.keys()):

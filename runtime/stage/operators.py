@@ -22,7 +22,7 @@ CUDA_ATTENTION = GIVES_ROWS | {aten._scaled_dot_product_flash_attention.default}
 # Each product is one call on CPU and on CUDA, whatever the kernels.
 COSTLY = CUDA_ATTENTION | {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
-    aten.convolution.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_mm.default, aten.convolution.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
 }  # fmt: skip
 _ONE_PASS = frozenset(
     (aten._to_copy.default, aten.cat.default, aten.native_layer_norm.default, aten._fused_rms_norm.default)
