@@ -31,6 +31,7 @@ from ...runtime.functions import (
     fuse,
     linear_4bit,
     linear_8bit,
+    linear_float8,
     part_statistics,
     with_gradients,
 )
@@ -323,6 +324,8 @@ class FakeBlockRun:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.target in IN_PIECES:
             kwargs = {**kwargs, "pieces": self.some_pieces}
+        if node.target is linear_float8 and self.cuda:
+            kwargs = {**kwargs, "one_call": self.one_call}
         if node.target in (attend_block, with_gradients):
             kwargs = {**kwargs, "some": self.some_of}
         stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS

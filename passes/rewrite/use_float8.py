@@ -25,7 +25,7 @@ from ...ir.precision import Precision
 from ...ir.program import Program
 from ...ir.regions import mark_of
 from ...runtime.functions import linear_float8
-from ...runtime.quantised.linear_float8 import ALIGNED
+from ...runtime.functions.linear_float8 import ALIGNED
 from ..base import Explanation, Pass
 from ..decisions import Decision
 from ..draft import Draft

@@ -201,6 +201,7 @@ def draw_like(like: Any, device: torch.device, keep: bool = False) -> Any:
 def difference(what: str, written: Sequence[Tensor], found: Sequence[Tensor], precision: Precision) -> str:
     """The difference between results that is more than rounding, in words; empty where there is none."""
     tolerance = FP32_TOLERANCE if precision.low_dtype is None else LOW_TOLERANCE
+    written, found = ([t.float() if t.is_floating_point() else t for t in row] for row in (written, found))
     largest = _largest(written)  # some are zero but for rounding
     if all(_agree(*pair, largest, tolerance) for pair in zip(written, found, strict=True)):
         return ""

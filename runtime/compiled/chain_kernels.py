@@ -16,17 +16,19 @@ from torch import Tensor, nn
 
 from ...ir.precision import Precision
 from ..accelerator import begin_peak, peak_bytes, taken_bytes
+from ..functions import linear_float8
 from ..functions.chains import KERNELS, Chain, ChainKernels, backward_key, fuse, note_chains
 from .block_trial import NO_ROOM, difference, draw_like
 from .blocks import lacks_triton
 
+_CHAINED = {fuse.__name__, linear_float8.__name__}  # functions that run chains
 KernelCall = Callable[..., Sequence[Tensor]]
 
 
 def has_chains(module: nn.Module) -> bool:
     """Whether a forward of a stage runs chains of calls."""
     codes = (getattr(type(part).forward, "__code__", None) for part in module.modules())
-    return any(code is not None and fuse.__name__ in code.co_names for code in codes)
+    return any(code is not None and not _CHAINED.isdisjoint(code.co_names) for code in codes)
 
 
 def make_kernels(
@@ -62,22 +64,24 @@ def _try(
     not used."""
     from ..torch_names import lookup_backend
 
+    device = operands[0].device
     with torch.no_grad():
-        grad = draw_like(call.run(*operands), operands[0].device)
         compile_graph, plain = lookup_backend(backend), [operand.detach() for operand in operands]
         forward = _compile(lambda *given: [call.run(*given)], plain, range(len(plain)), compile_graph)
         read = [0, *(1 + i for i in call.needed)]
         rows: list[tuple[KernelCall, Sequence[Tensor]]] = [(forward, plain)]
+        as_written = [lambda: [call.run(*operands)]]
         if any(wanted):
+            grad = draw_like(call.run(*operands), operands[0].device)
+            as_written.append(lambda: call.gradients(grad, operands, wanted))
             backward = _compile(
                 lambda grad, *given: call.gradients(grad, given, wanted), [grad, *plain], read, compile_graph
             )
             rows.append((backward, [grad, *(plain[i] for i in call.needed)]))
-        as_written = [lambda: [call.run(*operands)], lambda: call.gradients(grad, operands, wanted)]
         for (kernel, given), what, run in zip(rows, ("outputs", "gradients"), as_written):
             kernel(*given)  # chooses its launches
-            expected, most_bytes = _measure(run, grad.device)
-            found, its_bytes = _measure(partial(kernel, *given), grad.device)
+            expected, most_bytes = _measure(run, device)
+            found, its_bytes = _measure(partial(kernel, *given), device)
             if reason := difference(what, expected, found, precision):
                 return reason
             if its_bytes > most_bytes:

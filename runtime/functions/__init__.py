@@ -31,11 +31,11 @@ from ..experts.split_experts import (
 )
 from ..quantised.linear_4bit import linear_4bit
 from ..quantised.linear_8bit import linear_8bit
-from ..quantised.linear_float8 import linear_float8
 from ..quantised.linear_torchao import linear_torchao
 from .chains import fuse
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .document_borders import attend_in_borders, document_borders, takes_borders
+from .linear_float8 import linear_float8
 from .member_tables import joined_members, member_lookup
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 from .ring_attention import as_autocast, attend_block, attention_of, with_gradients

@@ -6,7 +6,7 @@ Where kernels were made for it (`runtime/compiled/chain_kernels.py`), these run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -21,12 +21,14 @@ CountCall = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # takes w
 
 
 def fuse(
-    body: ChainBody, operands: Sequence[Tensor], needed: Sequence[int], one_call: CountCall | None = None
-) -> Tensor:
+    body: ChainBody, operands: Sequence[Tensor], needed: Sequence[int], one_call: CountCall | None = None,
+    variant: Hashable = (),
+) -> Tensor:  # fmt: skip
     """`body(*operands)`, a tensor of its own. `needed`: the places of the operands whose values backward reads; only
-    these are saved. `one_call`: what forward and backward run in, for costs."""
+    these are saved. `one_call`: what forward and backward run in, for costs. `variant`: what else the body's result
+    depends on."""
     kind = operands[0].device.type
-    call = Chain(body, tuple(needed), kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), one_call)
+    call = Chain(body, tuple(needed), kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), one_call, variant)
     for seen in _noting:
         seen.append((call, tuple(operands)))
     made: Tensor = _Fused.apply(call, *operands)
@@ -57,6 +59,7 @@ class Chain(NamedTuple):
     autocasts: bool
     dtype: torch.dtype
     one_call: CountCall | None = None
+    variant: Hashable = ()
 
     def run(self, *operands: Tensor) -> Tensor:
         # Without the cache: what a forward without autograd has cast must not serve one with it.
@@ -75,7 +78,7 @@ class Chain(NamedTuple):
     def key(self, operands: Sequence[Tensor]) -> tuple[Any, ...]:
         """Equal for calls that the same kernels serve. (Codes of two files may be equal and mean other modules.)"""
         assert isinstance(self.body, FunctionType)
-        return id(self.body.__code__), operands[0].device, self.autocasts, self.dtype, *_layouts(operands)
+        return id(self.body.__code__), operands[0].device, self.autocasts, self.dtype, self.variant, *_layouts(operands)
 
 
 def backward_key(wanted: Sequence[bool], given: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -101,6 +104,11 @@ def note_chains() -> Iterator[list[tuple[Chain, tuple[Tensor, ...]]]]:
         yield found
     finally:
         _noting.remove(found)
+
+
+def is_noting() -> bool:
+    """Whether calls of `fuse` are collected."""
+    return bool(_noting)
 
 
 class _Fused(torch.autograd.Function):

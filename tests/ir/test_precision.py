@@ -12,7 +12,9 @@ from penstock.ir.precision import ALIASES, PRECISIONS, Precision
 
 def test_every_name_is_known_and_aliases_become_names() -> None:
     assert all(Precision.of(name) is row and row.name == name for name, row in PRECISIONS.items())
-    assert {word: Precision.of(word).name for word in ALIASES} == {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+    assert {word: Precision.of(word).name for word in ALIASES} == {
+        "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-rowwise",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

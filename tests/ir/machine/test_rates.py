@@ -220,7 +220,7 @@ def test_a_table_survives_a_file_and_is_written_once_for_equal_devices(tmp_path:
         ({"source": "x", "products": {"bf16": {64: -1}}}, "allowed: sizes and rates above 0; at 64 the rate is -1"),
         ({"source": "x", "products": {"bf16": {64: "1GB"}}}, "unknown unit 'GB'"),
         ({"source": "x", "products": {"bf16": {"64x": 1e9}}}, "allowed: sizes that are numbers, found '64x'"),
-        ({"source": "x", "products": {"fp8": {64: 1e9}}}, "fp8.*'fp32', 'bf16' or 'fp16'"),
+        ({"source": "x", "products": {"fp4": {64: 1e9}}}, "fp4.*'fp32', 'bf16', 'fp16' or 'fp8'"),
         ({"source": "x", "products": {"bf16": {64: 1e9, 128: 9e9}}}, "no larger call that takes less time"),
         ({"source": "x", "pointwise": {64: "1GB/s", 128: "3GB/s"}}, "no larger call that takes less time"),
         ({"source": "x", "products": {"bf16": {64: "101TFLOPS"}}}, r"devices\[0\].rates: found 1.01e\+14 FLOP/s"),
