@@ -30,7 +30,7 @@ from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.job import Job
 from ..stale import unmark
-from .eager import Eager, graph_runner, module_runner
+from .eager import Eager, graph_runner, module_runner, with_float8
 from .model_draws import NotByRows, shapes_of_draws
 
 # Relative differences that are allowed, as a plan adds the same terms as eager, partly in another order: of the loss,
@@ -101,7 +101,8 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     if job.loss_weight is not None:
         skipped = "loss_weight weighs micro-batches: there is no loss of the whole batch to compare with"
         return CheckReport(differences, planned.losses, skipped)
-    theirs = copy.deepcopy(model).to(torch.device(job.hardware.devices[0].kind))
+    kind = job.hardware.devices[0].kind
+    theirs = with_float8(copy.deepcopy(model).to(torch.device(kind)), job.plan, kind)
     draws, shapes = job.plan.micro_batches, shapes_of_draws(graph)
     whole = module_runner(theirs, precision, settings.seed, loss_fn, draws=draws, shapes=shapes)
     try:

@@ -6,6 +6,7 @@ it is (`module_runner`). Both draw the random numbers that any plan draws.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from ...graph.opgraph import OpGraph
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import GradientDtype, Precision
 from ...ir.program import ParamSpec
+from ...passes.rewrite.use_float8 import in_float8
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.hooks import change_params, run_hooks
 from ...runtime.optimizer.rounding import round_into
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
+from ...runtime.quantised.libraries import float8
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..batches.shape import flatten, micro_batch_spec
 from ..capture.guard import LossFn
@@ -148,6 +151,19 @@ def module_runner(
     return run
 
 
+def with_float8(model: nn.Module, plan: Plan, device_kind: str) -> nn.Module:
+    """The model, which is changed, with torchao's own layers where the plan multiplies in float8."""
+    recipe = Precision.of(plan.precision).float8
+    if not recipe:
+        return model
+    config = dataclasses.replace(float8().Float8LinearConfig.from_recipe_name(recipe), emulate=device_kind == "cpu")
+    layers = set(plan.decisions.float8)
+    made: nn.Module = float8().convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, path: path in layers
+    )
+    return made
+
+
 def graph_runner(
     model: nn.Module,
     plan: Plan,
@@ -169,6 +185,8 @@ def graph_runner(
     precision = Precision.of(plan.precision)
     graph = capture(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=precision, device_kind=kind)
     graph = scaled_loss(graph, rows, plan.micro_batches)
+    if precision.float8:
+        graph = in_float8(graph, plan.decisions.float8, precision.float8, kind == "cpu")
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     names = list(graph.inputs)
     repeated = {name: buffer for name, buffer in model.named_buffers() if name in rows.repeated_buffers}

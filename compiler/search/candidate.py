@@ -143,7 +143,7 @@ class Candidate:
         """The same candidate with products in float8 of what other passes over the op graph have left whole."""
         before = [p for p in self.graph_passes if not isinstance(p, UseFloat8)]
         after = (p for p in self.passes if not isinstance(p, GraphPass))
-        return dataclasses.replace(self, passes=(*before, UseFloat8(), *after))
+        return dataclasses.replace(self, passes=(*before, self.find(UseFloat8) or UseFloat8(), *after))
 
     @property
     def fetches(self) -> bool:

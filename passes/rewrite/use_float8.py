@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,20 +32,22 @@ from ..draft import Draft
 from .fuse_pointwise import FusePointwise
 from .graph_pass import GraphPass
 
+HEAD = "the output head"
 NARROW = 16  # times as long as it is wide: casts of such a weight's operands take longer than its product saves
 
 
 @dataclass(frozen=True)
 class UseFloat8(GraphPass):
-    """It has no options: the precision is the user's wish."""
+    """`head`: output heads, too. The recipe is that of the precision."""
 
     name: ClassVar[str] = "use-float8"
     # linear layers whose products are in float8
     decides: ClassVar[tuple[Decision, ...]] = (Decision("float8", list[str], []),)
     closes: ClassVar[tuple[str, ...]] = (*FusePointwise.closes, FusePointwise.name)
+    head: bool = False
 
     def label(self, passes: Sequence[Pass]) -> Sequence[str]:
-        return []  # every candidate has it
+        return ["head in float8"] if self.head else []  # every candidate of such a precision has the pass
 
     @classmethod
     def explain(cls, decisions: Any, programs: Sequence[Program]) -> Explanation:
@@ -56,7 +58,7 @@ class UseFloat8(GraphPass):
         """The paths of the layers. Raises `PassError` where there is none, or where other passes have divided some."""
         require_whole(draft.graph)
         reasons = _reasons(draft.graph)
-        layers = [path for path, reason in reasons.items() if not reason]
+        layers = [path for path, reason in reasons.items() if not reason or (self.head and reason == HEAD)]
         if not layers:
             told = "; ".join(f"{path}: {reason}" for path, reason in list(reasons.items())[:3])
             raise PassError(f"use-float8: no linear layer can be in float8 ({told or 'the model has none'})")
@@ -74,13 +76,18 @@ class UseFloat8(GraphPass):
         for path in decision:
             _check(draft.graph, reasons, path)
         emulate = draft.machine.devices[0].kind == "cpu"
-        graph, chosen = copy_graph(draft.graph), set(decision)
-        for node in graph.nodes:
-            if _linear(graph, node) is not None and str(node.target) in chosen:
-                _rewrite(graph, node, recipe, emulate)
-        graph.rebuild()
-        draft.graph = graph
-        draft.notes[self.name] = _note(reasons, chosen, emulate)
+        draft.graph = in_float8(draft.graph, decision, recipe, emulate)
+        draft.notes[self.name] = _note(reasons, set(decision), emulate)
+
+
+def in_float8(graph: OpGraph, layers: Collection[str], recipe: str, emulate: bool) -> OpGraph:
+    """The same graph with the products of these linear layers in float8."""
+    graph, chosen = copy_graph(graph), set(layers)
+    for node in graph.nodes:
+        if _linear(graph, node) is not None and str(node.target) in chosen:
+            _rewrite(graph, node, recipe, emulate)
+    graph.rebuild()
+    return graph
 
 
 def _linear(graph: OpGraph, node: fx.Node) -> nn.Linear | None:
@@ -106,7 +113,7 @@ def _reasons(graph: OpGraph) -> dict[str, str]:
         elif max(sizes) > NARROW * min(sizes):
             reason = "narrow"
         else:
-            reason = "the output head" if is_head else ""
+            reason = HEAD if is_head else ""
         found[path] = found.get(path, "") or reason
     return found
 

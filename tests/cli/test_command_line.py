@@ -218,7 +218,7 @@ def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monk
         (["plan", "--model", GPT, *CPU, "--tokens", "many"], "--tokens 'many': allowed is a number"),
         (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--tokens", "1M"], "--tokens and --price are for the"),
         (["plan", "--model", GPT, *CPU, "--hardware", "4090", "--price", "1"], "--tokens and --price are"),
-        (["plan", "--model", GPT, *CPU, "--precision", "fp8"], "allowed are"),
+        (["plan", "--model", GPT, *CPU, "--precision", "fp4"], "allowed are"),
         (["plan", "--model", GPT, *CPU, "--strategy", "mobios"], "did you mean mobius"),
         (["plan", "--model", GPT, *CPU[:-1], "3"], "does not divide the batch of 4"),
         (["simulate"], "name a model"),

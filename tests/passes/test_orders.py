@@ -104,7 +104,7 @@ def test_the_pipelines_have_a_pass_of_each_kind() -> None:
     lines = ", ".join(PIPELINES.values())
     missing = {name for name, kind in PASSES.items() if not any(other in lines for other in _names_of_kind(kind))}
     # Of other models, of losses that are rewritten, of quantised weights, and of norms that are spelled out.
-    assert missing == {"split-experts", "split-context", "unpack-once", "fuse-pointwise"}
+    assert missing == {"split-experts", "split-context", "unpack-once", "fuse-pointwise", "use-float8"}
 
 
 def _names_of_kind(kind: type[Pass]) -> list[str]:
