@@ -94,6 +94,7 @@ DisableAutocast = torch._C._DisableAutocast  # the body runs without autocast
 DisableTorchFunction = torch._C.DisableTorchFunction  # the body's calls are not seen by modes of functions
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # nor by subclasses of tensors
 FunctionBase = torch._C._FunctionBase  # a node of autograd that Python made
+will_engine_execute_node = torch._C._will_engine_execute_node  # whether the backward under way comes to a node
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor  # inside of vmap and its like
 has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key  # whether an operator has one of its own
 dispatch_key_parse = torch._C._dispatch_key_parse  # a dispatch key by name

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..quantised.libraries import float8
+from ..torch_names import will_engine_execute_node
 from .chains import CountCall, fuse, is_noting
 
 ALIGNED = 16  # dimensions of operands in float8 are multiples of this
@@ -124,8 +125,18 @@ class _LinearFloat8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        of_input, of_weight = _gradients(ctx.products, _rows(grads[0]), *ctx.saved_tensors)
+        saved = (x if _is_asked_for(ctx, place) else None for x, place in zip(ctx.saved_tensors, (1, 0)))
+        of_input, of_weight = _gradients(ctx.products, _rows(grads[0]), *saved)
         return None if of_input is None else of_input.reshape(ctx.shape), of_weight, None
+
+
+def _is_asked_for(ctx: Any, place: int) -> bool:
+    """Whether the backward under way wants the gradient of the operand at this place: half of a backward wants one."""
+    node = ctx.next_functions[place][0]
+    try:
+        return node is not None and bool(will_engine_execute_node(node))
+    except RuntimeError:  # a leaf for which this backward was called
+        return True
 
 
 def _gradients(

@@ -16,6 +16,7 @@ from penstock.ir.precision import PRECISIONS, Precision
 from penstock.runtime.compiled.chain_kernels import make_kernels
 from penstock.runtime.functions import linear_float8
 from penstock.runtime.functions.chains import KERNELS, Chain
+from penstock.runtime.functions.linear_float8 import _Products
 from penstock.runtime.torch_names import FakeTensorMode
 
 RECIPES = [row.float8 for row in PRECISIONS.values() if row.float8]
@@ -66,6 +67,18 @@ def test_a_frozen_weight_takes_no_product_and_saves_no_input(recipe: str) -> Non
         made = linear_float8(x, layer.weight, recipe=recipe, emulate=True)
     assert [t.shape for t in saved] == [layer.weight.shape]
     assert all(map(torch.equal, results(made, [x], grad), wanted))
+
+
+def test_half_of_a_backward_takes_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of inputs none for the weight, and the other way round."""
+    x, layer, grad = operands()
+    made = linear_float8(x * 1, layer.weight * 1, recipe="rowwise", emulate=True)
+    wanted = torch.autograd.grad(made, [x, layer.weight], grad, retain_graph=True)
+    for leaf, gradient, name in zip((x, layer.weight), wanted, ("of_weight", "of_input")):
+        with monkeypatch.context() as patch:
+            patch.setattr(_Products, name, None)
+            (found,) = torch.autograd.grad(made, [leaf], grad, retain_graph=True)
+        assert torch.equal(found, gradient)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
