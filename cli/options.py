@@ -59,8 +59,8 @@ class JobOptions:
     precision: Annotated[
         str,
         typer.Option(
-            help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true, bf16-pure, fp8-rowwise (or fp8), fp8-tensorwise, fp8-rowwise-gw-hp; auto: bf16-mixed "
-            "where all GPUs compute in bf16, else fp32"
+            help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true, bf16-pure, fp8-rowwise (or fp8), "
+            "fp8-tensorwise, fp8-rowwise-gw-hp; auto: bf16-mixed where all GPUs compute in bf16, else fp32"
         ),
     ] = "auto"
     gradient_dtype: Annotated[

@@ -99,10 +99,16 @@ def check_types(precision: Any, gradient_dtype: Any, boundary_dtype: Any) -> Non
         )
 
 
-def check_float8(precision: Precision, machine: Hardware) -> None:
-    """Raise `PlanError` where products in float8 are asked for, and a GPU has none, or torchao is not installed."""
+def check_float8(precision: Precision, machine: Hardware, compile_stages: bool) -> None:
+    """Raise `PlanError` where products in float8 are asked for, and a GPU has none, torchao is not installed, or
+    torch.compile would have to read them."""
     if not precision.float8:
         return
+    if compile_stages:
+        raise PlanError(
+            f'compile_stages=True with precision="{precision.name}": torch.compile does not read the products in '
+            "float8, whose casts are kernels anyway. Leave one of them out"
+        )
     for device in machine.devices:
         if device.kind == "cuda" and FP8 not in device.peak_flops:
             near = "bf16-true" if "bf16" in device.peak_flops else "fp16-mixed"

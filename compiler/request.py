@@ -193,7 +193,7 @@ class Request:
             check_agrees(plan, strategy=self.strategy, **wishes)
             wishes = {name: getattr(plan, name) for name in IN_PLANS}
         request = replace(self, model=model, plan=plan, ssd_dirs=plain_directories(self.ssd_dirs), **wishes)
-        check_float8(request.types, request.machine)
+        check_float8(request.types, request.machine, self.compile_stages)
         check_cuda_graphs(self.cuda_graphs, self.compile_stages, request.machine)
         check_kernels(self.kernels, request._decided_passes, plan, self.compile_stages)
         if request.batch.sizes is not None:

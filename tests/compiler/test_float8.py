@@ -162,6 +162,15 @@ def test_cards_without_float8_are_refused_with_what_they_have() -> None:
         planned(machine.model_copy(update={"devices": [machine.devices[0], old]}))
 
 
+def test_chains_of_calls_are_kernels_beside_it_and_compiled_stages_are_refused() -> None:
+    model, batch = adapters()
+    job = compile_job(model, batch, "fp8", kernels="fused")
+    assert "fuse-pointwise, use-float8, coarsen" in job.plan.passes
+    assert_equal_steps(job, plain_of(job, model, 2), batch)
+    with pytest.raises(PlanError, match='compile_stages=True with precision="fp8-rowwise".*Leave one of them out'):
+        compile_job(model, batch, "fp8", compile_stages=True)
+
+
 def test_without_torchao_it_is_refused_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Any:
         raise ImportError(f"no module named {name}")
