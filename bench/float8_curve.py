@@ -1,9 +1,9 @@
 """500 steps on English text with products in float8 beside bf16, emulated on a CPU.
 
 The text is that of Python's own help pages, read byte by byte; a small Llama learns it from random weights, which all
-runs begin with. Two micro-batches, weights and states in DRAM, fused AdamW on fp32 masters. Bf16, and float8 with scales
-by rows, also run in eager, the latter with torchao's own layers. The first losses are the same bits; fused AdamW then
-rounds a few weights otherwise where it steps other pieces of memory at once, in bf16 as in float8.
+runs begin with. Two micro-batches, weights and states in DRAM, fused AdamW on fp32 masters. Float8 with scales by rows
+also runs as torchao's own layers in eager: the first losses are the same bits, the others differ as those of bf16 do,
+since fused AdamW rounds a few masters otherwise where it steps other pieces of memory at once.
 
 Run: python bench/float8_curve.py [--steps N] [--out FILE]
 """
@@ -24,9 +24,9 @@ from penstock.bench.peers import rows
 from penstock.compiler.check.eager import with_float8
 from penstock.tests.compiler.plain_precision import Plain
 
-LAYERS, WIDTH, MICRO_BATCHES = 4, 128, 2
+LAYERS, WIDTH, MICRO_BATCHES = 2, 64, 2
 PRECISIONS = ("bf16-true", "fp8-rowwise", "fp8-tensorwise", "fp8-rowwise-gw-hp")
-ALSO_EAGER = PRECISIONS[:2]
+ALSO_EAGER = PRECISIONS[1:2]
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 EVERY, LAST, HELD_OUT = 25, 50, 16  # steps between points of the curve, steps of the mean at its end, other batches
 
@@ -74,7 +74,7 @@ def model() -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=352, vocab_size=256, max_position_embeddings=loss_curve.LENGTH, use_cache=False,
+        intermediate_size=176, vocab_size=256, max_position_embeddings=loss_curve.LENGTH, use_cache=False,
         bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()

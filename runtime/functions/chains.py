@@ -28,7 +28,8 @@ def fuse(
     these are saved. `one_call`: what forward and backward run in, for costs. `variant`: what else the body's result
     depends on."""
     kind = operands[0].device.type
-    call = Chain(body, tuple(needed), kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), one_call, variant)
+    modes = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    call = Chain(body, tuple(needed), kind, *modes, one_call, variant)
     for seen in _noting:
         seen.append((call, tuple(operands)))
     made: Tensor = _Fused.apply(call, *operands)

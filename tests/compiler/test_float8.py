@@ -167,7 +167,7 @@ def test_chains_of_calls_are_kernels_beside_it_and_compiled_stages_are_refused()
     job = compile_job(model, batch, "fp8", kernels="fused")
     assert "fuse-pointwise, use-float8, coarsen" in job.plan.passes
     assert_equal_steps(job, plain_of(job, model, 2), batch)
-    with pytest.raises(PlanError, match='compile_stages=True with precision="fp8-rowwise".*Leave one of them out'):
+    with pytest.raises(PlanError, match=r'compile_stages=True with precision="fp8-rowwise".*Leave one of them out'):
         compile_job(model, batch, "fp8", compile_stages=True)
 
 

@@ -101,7 +101,7 @@ def test_an_edited_plan_may_take_the_head_but_no_layer_that_cannot_be() -> None:
     UseFloat8().rewrite(draft_of(graph), ["head"])
     with pytest.raises(PassError, match=r"'layers.0.odd' cannot be in float8: its 8 x 32 are not divisible by 16"):
         UseFloat8().rewrite(draft_of(graph), ["layers.0.odd"])
-    with pytest.raises(PassError, match="'layers.0.upp' is no linear layer .*; nearest: layers.0.up"):
+    with pytest.raises(PassError, match=r"'layers.0.upp' is no linear layer .*; nearest: layers.0.up"):
         UseFloat8().rewrite(draft_of(graph), ["layers.0.upp"])
 
 
@@ -116,7 +116,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
 
 def test_another_precision_is_refused() -> None:
     draft = draft_of(graph_of(meta(), "bf16-true"), precision="bf16-true")
-    with pytest.raises(PassError, match='use-float8 with precision="bf16-true".*allowed are "fp8-rowwise"'):
+    with pytest.raises(PassError, match=r'use-float8 with precision="bf16-true".*allowed are "fp8-rowwise"'):
         UseFloat8().rewrite(draft, ["layers.0.up"])
 
 
@@ -124,11 +124,11 @@ def test_divided_layers_are_refused() -> None:
     graph = graph_of(meta())
     halves = draft_of(graph)
     SplitLinear().rewrite(halves, {"layers.0.up.weight": [0, 64, 128]})
-    with pytest.raises(PassError, match="layers.0.up.weight is in parts.*Leave split-linear out"):
+    with pytest.raises(PassError, match=r"layers.0.up.weight is in parts.*Leave split-linear out"):
         UseFloat8().plan(halves)
     tiled = draft_of(graph)
     TileSequence(tokens=16).rewrite(tiled, TileSequence(tokens=16).plan(tiled))
-    with pytest.raises(PassError, match="runs over tiles of tokens.*Leave tile-sequence out"):
+    with pytest.raises(PassError, match=r"runs over tiles of tokens.*Leave tile-sequence out"):
         UseFloat8().plan(tiled)
     with pytest.raises(PassError, match="comes after 'use-float8', whose work it would change"):
         check_contracts([UseFloat8(), SplitLinear()])

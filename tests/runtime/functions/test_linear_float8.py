@@ -51,8 +51,9 @@ def test_values_and_gradients_are_those_of_torchao(recipe: str, rows: int) -> No
 def test_products_of_the_device_are_those_emulated(recipe: str, rows: int) -> None:
     """Also where the tokens, over which the gradient of the weight is summed, are filled up with zeros."""
     x, layer, grad = operands(rows)
+    leaves = [x, layer.weight]
     found, wanted = (
-        results(linear_float8(x, layer.weight, recipe=recipe, emulate=e), [x, layer.weight], grad) for e in (False, True)
+        results(linear_float8(*leaves, recipe=recipe, emulate=emulate), leaves, grad) for emulate in (False, True)
     )
     torch.testing.assert_close(found, wanted)
 
