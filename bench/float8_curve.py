@@ -21,7 +21,7 @@ from torch import nn
 import penstock
 from penstock.bench import loss_curve
 from penstock.bench.peers import rows
-from penstock.compiler.check.eager import with_float8
+from penstock.compiler.check.eager import use_torchao_layers
 from penstock.tests.compiler.plain_precision import Plain
 
 LAYERS, WIDTH, MICRO_BATCHES = 2, 64, 2
@@ -51,7 +51,7 @@ def curve(precision: str, steps: int) -> dict[str, Any]:
     )  # fmt: skip
     eager = None
     if precision in ALSO_EAGER:
-        eager = Plain(with_float8(model(), job.plan, "cpu"), OPTIMIZER, MICRO_BATCHES)
+        eager = Plain(use_torchao_layers(model(), job.plan, "cpu"), OPTIMIZER, MICRO_BATCHES)
     with job:
         found = [float(job.step(batch)) for batch in train]
         held_out = sum(float(job.evaluate(batch)["loss"]) for batch in other) / len(other)

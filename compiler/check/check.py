@@ -30,7 +30,7 @@ from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.job import Job
 from ..stale import unmark
-from .eager import Eager, graph_runner, module_runner, with_float8
+from .eager import Eager, graph_runner, module_runner, use_torchao_layers
 from .model_draws import NotByRows, shapes_of_draws
 
 # Relative differences that are allowed, as a plan adds the same terms as eager, partly in another order: of the loss,
@@ -102,7 +102,7 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
         skipped = "loss_weight weighs micro-batches: there is no loss of the whole batch to compare with"
         return CheckReport(differences, planned.losses, skipped)
     kind = job.hardware.devices[0].kind
-    theirs = with_float8(copy.deepcopy(model).to(torch.device(kind)), job.plan, kind)
+    theirs = use_torchao_layers(copy.deepcopy(model).to(torch.device(kind)), job.plan, kind)
     draws, shapes = job.plan.micro_batches, shapes_of_draws(graph)
     whole = module_runner(theirs, precision, settings.seed, loss_fn, draws=draws, shapes=shapes)
     try:

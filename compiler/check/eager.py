@@ -19,7 +19,7 @@ from ...graph.opgraph import OpGraph
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import GradientDtype, Precision
 from ...ir.program import ParamSpec
-from ...passes.rewrite.use_float8 import in_float8
+from ...passes.rewrite.use_float8 import convert_to_float8
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.hooks import change_params, run_hooks
 from ...runtime.optimizer.rounding import round_into
@@ -151,7 +151,7 @@ def module_runner(
     return run
 
 
-def with_float8(model: nn.Module, plan: Plan, device_kind: str) -> nn.Module:
+def use_torchao_layers(model: nn.Module, plan: Plan, device_kind: str) -> nn.Module:
     """The model, which is changed, with torchao's own layers where the plan multiplies in float8."""
     recipe = Precision.of(plan.precision).float8
     if not recipe:
@@ -186,7 +186,7 @@ def graph_runner(
     graph = capture(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=precision, device_kind=kind)
     graph = scaled_loss(graph, rows, plan.micro_batches)
     if precision.float8:
-        graph = in_float8(graph, plan.decisions.float8, precision.float8, kind == "cpu")
+        graph = convert_to_float8(graph, plan.decisions.float8, precision.float8, kind == "cpu")
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     names = list(graph.inputs)
     repeated = {name: buffer for name, buffer in model.named_buffers() if name in rows.repeated_buffers}

@@ -178,7 +178,7 @@ class Attempts:
         """Try each candidate that was not tried with `count` micro-batches before, with the passes that the user's
         options ask for."""
         for plain in candidates:
-            candidate = plain.as_wished(self.wishes.options)
+            candidate = plain.add_wishes(self.wishes.options)
             if (count, candidate) not in self.done:
                 self.done.add((count, candidate))
                 begin_s = self.work.seconds

@@ -134,12 +134,12 @@ class Candidate:
         after = (p for p in self.passes if not isinstance(p, GraphPass))
         return dataclasses.replace(self, passes=(*before, FusePointwise(), *after))
 
-    def as_wished(self, options: Options) -> Candidate:
+    def add_wishes(self, options: Options) -> Candidate:
         """The same candidate with the passes that the user's options ask for, after all others over the op graph."""
         found = self.fusing() if options.kernels == "fused" else self
-        return found.in_float8() if Precision.of(options.precision).float8 else found
+        return found.use_float8() if Precision.of(options.precision).float8 else found
 
-    def in_float8(self) -> Candidate:
+    def use_float8(self) -> Candidate:
         """The same candidate with products in float8 of what other passes over the op graph have left whole."""
         before = [p for p in self.graph_passes if not isinstance(p, UseFloat8)]
         after = (p for p in self.passes if not isinstance(p, GraphPass))

@@ -179,7 +179,7 @@ class CandidateCompiler:
 
         Raises `PassError` where lanes cannot be made.
         """
-        candidate = candidate.as_wished(self.options)
+        candidate = candidate.add_wishes(self.options)
         return self._prefix(tuple(p for p in candidate.passes if isinstance(p, GraphPass | Coarsen | Mesh))).draft
 
     def place(self, candidate: Candidate) -> PlacedCandidate:

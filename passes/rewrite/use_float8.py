@@ -76,11 +76,11 @@ class UseFloat8(GraphPass):
         for path in decision:
             _check(draft.graph, reasons, path)
         emulate = draft.machine.devices[0].kind == "cpu"
-        draft.graph = in_float8(draft.graph, decision, recipe, emulate)
+        draft.graph = convert_to_float8(draft.graph, decision, recipe, emulate)
         draft.notes[self.name] = _note(reasons, set(decision), emulate)
 
 
-def in_float8(graph: OpGraph, layers: Collection[str], recipe: str, emulate: bool) -> OpGraph:
+def convert_to_float8(graph: OpGraph, layers: Collection[str], recipe: str, emulate: bool) -> OpGraph:
     """The same graph with the products of these linear layers in float8."""
     graph, chosen = copy_graph(graph), set(layers)
     for node in graph.nodes:

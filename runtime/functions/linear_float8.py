@@ -62,13 +62,13 @@ class _Products:
         casts = _Casts(config.cast_config_input, config.cast_config_weight, "INPUT", "WEIGHT")
         return self._multiply(casts, input, weight.t(), config.gemm_config_output)
 
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         config = _config(self.recipe)
         right = config.cast_config_weight_for_grad_input
         casts = _Casts(config.cast_config_grad_output, right, "GRAD_OUTPUT", "WEIGHT")
         return self._multiply(casts, grad, weight, config.gemm_config_grad_input)
 
-    def of_weight(self, grad: Tensor, input: Tensor) -> Tensor:
+    def weight_gradient(self, grad: Tensor, input: Tensor) -> Tensor:
         config = _config(self.recipe)
         left, right = config.cast_config_grad_output_for_grad_weight, config.cast_config_input_for_grad_weight
         casts = _Casts(left, right, "GRAD_OUTPUT", "INPUT")
@@ -143,8 +143,8 @@ def _gradients(
     products: _Products, grad: Tensor, input: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight that the other one was saved for."""
-    of_input = None if weight is None else products.of_input(grad, weight)
-    return of_input, None if input is None else products.of_weight(grad, _rows(input))
+    of_input = None if weight is None else products.input_gradient(grad, weight)
+    return of_input, None if input is None else products.weight_gradient(grad, _rows(input))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.compiler.check.check import check
-from penstock.compiler.check.eager import with_float8
+from penstock.compiler.check.eager import use_torchao_layers
 from penstock.compiler.strategies import PIPELINE
 from penstock.errors import PlanError
 from penstock.ir.machine.call_mix import FP8
@@ -32,7 +32,7 @@ LAYERS = {f"layers.{i}.{name}" for i in range(3) for name in ("up", "down")}
 
 def plain_of(job: penstock.Job, model: nn.Module, micro_batches: int) -> Plain:
     """torchao's layers in eager, in place of those that the plan names."""
-    return Plain(with_float8(copy.deepcopy(model), job.plan, "cpu"), SGD, micro_batches)
+    return Plain(use_torchao_layers(copy.deepcopy(model), job.plan, "cpu"), SGD, micro_batches)
 
 
 def assert_equal_steps(job: penstock.Job, plain: Plain, batch: Mapping[str, Tensor]) -> None:
@@ -133,7 +133,7 @@ def test_the_head_is_in_float8_if_that_is_asked_for() -> None:
     assert_equal_steps(job, plain_of(job, model, 2), batch)
 
 
-def planned(hardware: Any, precision: str = "fp8-rowwise") -> penstock.Plan:
+def plan_on(hardware: Any, precision: str = "fp8-rowwise") -> penstock.Plan:
     with torch.device("meta"):
         model = upcasting()[0]
     batch = {"features": {"shape": [8, 6], "dtype": "float32"}, "labels": {"shape": [8], "dtype": "int64"}}
@@ -144,22 +144,22 @@ def planned(hardware: Any, precision: str = "fp8-rowwise") -> penstock.Plan:
 
 @pytest.mark.parametrize("name", ["h100x8", "rtx4090x2", "mi300x", "l4"])
 def test_cards_with_float8_are_planned_for(name: str) -> None:
-    assert planned(name).decisions.float8
+    assert plan_on(name).decisions.float8
 
 
 def test_cards_without_float8_are_refused_with_what_they_have() -> None:
     said = 'precision="fp8-rowwise" needs products in float8, and gpu0 of {} has {}; the nearest is precision="{}"'
     with pytest.raises(PlanError) as error:
-        planned("a100-80gb")
+        plan_on("a100-80gb")
     assert said.format("a100-80gbx1", "fp32, fp16, bf16", "bf16-true") in str(error.value)
     with pytest.raises(PlanError, match='has fp32, fp16; the nearest is precision="fp16-mixed"'):
-        planned("rtx2080ti", "fp8-tensorwise")
+        plan_on("rtx2080ti", "fp8-tensorwise")
     machine = penstock.Hardware.preset("rtx4090x2")
     old = machine.devices[1].model_copy(
         update={"peak_flops": {name: rate for name, rate in machine.devices[1].peak_flops.items() if name != FP8}}
     )
     with pytest.raises(PlanError, match="gpu1 of rtx4090x2 has fp32, fp16, bf16"):
-        planned(machine.model_copy(update={"devices": [machine.devices[0], old]}))
+        plan_on(machine.model_copy(update={"devices": [machine.devices[0], old]}))
 
 
 def test_chains_of_calls_are_kernels_beside_it_and_compiled_stages_are_refused() -> None:
@@ -177,4 +177,4 @@ def test_without_torchao_it_is_refused_before_planning(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(libraries, "importlib", SimpleNamespace(import_module=fail))
     with pytest.raises(PlanError, match=r"products in float8 are torchao's.*pip install 'penstock\[torchao\]'"):
-        planned("h100")
+        plan_on("h100")

@@ -75,7 +75,7 @@ def test_half_of_a_backward_takes_one_product(monkeypatch: pytest.MonkeyPatch) -
     x, layer, grad = operands()
     made = linear_float8(x * 1, layer.weight * 1, recipe="rowwise", emulate=True)
     wanted = torch.autograd.grad(made, [x, layer.weight], grad, retain_graph=True)
-    for leaf, gradient, name in zip((x, layer.weight), wanted, ("of_weight", "of_input")):
+    for leaf, gradient, name in zip((x, layer.weight), wanted, ("weight_gradient", "input_gradient")):
         with monkeypatch.context() as patch:
             patch.setattr(_Products, name, None)
             (found,) = torch.autograd.grad(made, [leaf], grad, retain_graph=True)
