@@ -22,6 +22,7 @@ from penstock.passes.rewrite.split_linear import SplitLinear
 from penstock.passes.rewrite.split_vocabulary import SplitVocabulary
 from penstock.passes.rewrite.split_width import SplitWidth
 from penstock.passes.rewrite.tile_sequence import TileSequence
+from penstock.passes.rewrite.use_float8 import UseFloat8
 from penstock.passes.table import PASSES
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
@@ -71,10 +72,10 @@ def test_every_pass_is_named_like_its_file_and_used() -> None:
     for name, kind in PASSES.items():
         assert kind.__module__.rpartition(".")[2] == name.replace("-", "_")
     named = {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
-    # The search adds these where memory is short, or steps are long.
+    # The search adds these where memory is short, or steps are long, or a wish asks for them.
     searched = {SplitVocabulary.name, SplitExperts.name, SplitLinear.name, RecomputePointwise.name}
     searched |= {SplitContext.name, SplitWidth.name, TileSequence.name, MapReplicas.name, KeepStages.name}
-    searched |= {UnpackOnce.name, FusePointwise.name}
+    searched |= {UnpackOnce.name, FusePointwise.name, UseFloat8.name}
     assert set(PASSES) == named | searched and not named & searched
 
 
