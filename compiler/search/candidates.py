@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...ir.errors import DoesNotFit, PassError, PlanError
-from ...ir.machine.hardware import Hardware
+from ...ir.machine.call_mix import FP8
+from ...ir.machine.hardware import Device, Hardware
 from ...passes.draft import Draft
 from ...passes.mapping.map_cross import MapCross
 from ...passes.mapping.map_replicas import MapReplicas
@@ -91,6 +92,11 @@ def _fewest(draft: Draft, inputs_leave: bool) -> int:
         return len(draft.blocks)
 
 
+def _speed(device: Device) -> float:
+    """The highest rate of what all kinds of devices may have."""
+    return max((rate for dtype, rate in device.peak_flops.items() if dtype != FP8), default=0.0)
+
+
 def device_orders(hardware: Hardware) -> list[str]:
     """Orders of the devices for a contiguous partition that differ in more than equal devices: as numbered, by speed
     and by memory, both ways, and of up to four devices others, `MOST_ORDERS` in all."""
@@ -99,7 +105,7 @@ def device_orders(hardware: Hardware) -> list[str]:
     numbered = tuple(range(count))
     orders = [numbered]
     if len(set(kind.values())) > 1:
-        by_speed = sorted(numbered, key=lambda d: -max(hardware.devices[d].peak_flops.values()))
+        by_speed = sorted(numbered, key=lambda d: -_speed(hardware.devices[d]))
         by_memory = sorted(numbered, key=lambda d: -hardware.devices[d].budget_bytes)
         orders += [tuple(order) for order in (by_speed, by_speed[::-1], by_memory, by_memory[::-1])]
         orders += itertools.permutations(numbered) if count <= 4 else ()

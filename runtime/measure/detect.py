@@ -400,8 +400,10 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
     (report,) = run_children("cuda", [[json.dumps(groups), *directories]], host["cpu_cores"])
     for device, rates, reserve in zip(devices, report["devices"], report["reserves"], strict=True):
         table = {"source": "measured", **rates["rates"]}
+        peak = _highest(table)
+        peak |= {FP8: 2 * peak["bf16"]} if FP8 in device["peak_flops"] else {}  # not measured
         device |= {
-            "peak_flops": _highest(table), "rates": table,
+            "peak_flops": peak, "rates": table,
             "achieved_fraction": 1.0, "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["h2d"],
             "d2h_bandwidth": rates["d2h"], "link_latency_s": rates["copy_latency_s"],
             "op_overhead_s": rates["op_overhead_s"], "reserve": device["reserve"] | {"display_bytes": 0} | reserve,
