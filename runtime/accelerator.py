@@ -217,7 +217,7 @@ def current_stream(device: torch.device) -> GpuStream:
 
 def set_stream(stream: GpuStream) -> None:
     """Let the calling thread's next ops go to this stream."""
-    torch.cuda.set_stream(stream)
+    torch.accelerator.set_stream(stream)  # torch.cuda's own does the same in three calls more
 
 
 def on_stream(stream: GpuStream) -> AbstractContextManager[Any]:

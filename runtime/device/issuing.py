@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,16 +38,16 @@ class Box:
     no loan of it is left.
 
     `stream`: that from whose memory the value was taken, None for memory that is not given back in a step. `others`:
-    tensors in it that other streams took. `event`: of the op that makes it.
+    tensors in it that other streams took. `maker`: the number of the op that makes it on a stream.
     """
 
-    __slots__ = ("event", "others", "stream", "value")
+    __slots__ = ("maker", "others", "stream", "value")
 
-    def __init__(self, stream: Stream | None = None, value: Any = None):
+    def __init__(self, stream: Stream | None = None, value: Any = None, maker: int | None = None):
         self.stream = stream
         self.value = value
-        self.others: list[tuple[Stream, list[Tensor]]] = []
-        self.event: Event | None = None
+        self.others: tuple[tuple[Stream, list[Tensor]], ...] = ()
+        self.maker = maker
 
     def inherit(self, old: Box, before: Collection[int]) -> None:
         """Belong to whom `old` belonged to, in the place of which a task made this box's value. `before`: the storages
@@ -55,12 +56,12 @@ class Box:
         self.others += old.others
         if maker is not None and maker is not old.stream:
             fresh = [t for t in tensors_in(self.value) if t.untyped_storage().data_ptr() not in before]
-            self.others += [(maker, fresh)] if fresh else []
+            self.others += ((maker, fresh),) if fresh else ()
 
     def keep(self, old: Box) -> None:
         """Have parts of `old` within, of which this box's maker knows only that they may be there."""
         if old.stream is not None and old.stream is not self.stream:
-            self.others.append((old.stream, tensors_in(old.value)))
+            self.others += ((old.stream, tensors_in(old.value)),)
         self.others += old.others
 
 
@@ -225,40 +226,54 @@ class Issuing:
         Weights are not among the boxes, because their memory is not given back during a step. `over`: the boxes whose
         memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
-        stream, loans, events, trimmer = self.streams[issue.stream], self.loans, self.events, self.state.trimmer
-        number = self._first + issue.index
+        stream, events, index = self.streams[issue.stream], self.events, issue.index
         waits = [event for i in issue.waits if (event := events[i]) is not None]
         if self._before is not None:
             waits += [event for i in issue.before if (event := self._before.events[i]) is not None]
-        made = [Box(stream if issue.memory == ops.DEVICE else None) for _ in issue.results]
-        workspace = self.state.workspaces.get(issue.stream)
+        owner = stream if issue.memory == ops.DEVICE else None
+        made = [Box(owner, None, index) for _ in issue.results]
+        if self.loans is None:
+            task = partial(self._work, issue, made, run)
+        else:
+            task = partial(self._work_with_loans, self.loans, stream, waits, index, reads, made, run, over, part_of)
+        event = events[index] = stream.issue(task, waits, issue)
+        event.number = self._first + index
+        return [Handle(box) for box in made]
 
-        def task() -> None:
-            with lending(None if workspace is None else workspace.row):
-                for box, value in zip(made, run(), strict=True):
-                    box.value = value
-            if trimmer is not None:
-                trimmer.trim()
-
-        def keep_operands() -> None:  # all of it in the task: what a thread makes does not exist before
-            assert loans is not None
-            loans.settle(stream, waits)
-            for box in reads:
-                if box.stream is not stream or box.others:
-                    loans.lend(box, stream, number)
-            others = [(old, storages_in(old.value) if old.stream is not stream else NONE) for old in over]
+    def _work(self, issue: Issue, made: Sequence[Box], run: Callable[[], Sequence[Any]]) -> None:
+        """The task of an op on a CPU device, where memory is given back when nobody holds it."""
+        workspace, trimmer = self.state.workspaces.get(issue.stream), self.state.trimmer
+        with lending(None if workspace is None else workspace.row):
             for box, value in zip(made, run(), strict=True):
                 box.value = value
-            for box, (old, before) in zip(reversed(made), reversed(others)) if others else ():
-                box.inherit(old, before)
-            for old in part_of:
-                made[-1].keep(old)
+        if trimmer is not None:
+            trimmer.trim()
 
-        event = events[issue.index] = stream.issue(task if loans is None else keep_operands, waits, issue)
-        event.number = number
-        for box in made:
-            box.event = event
-        return [Handle(box) for box in made]
+    def _work_with_loans(
+        self,
+        loans: Loans,
+        stream: Stream,
+        waits: Sequence[Event],
+        index: int,
+        reads: Sequence[Box],
+        made: Sequence[Box],
+        run: Callable[[], Sequence[Any]],
+        over: Sequence[Box],
+        part_of: Sequence[Box],
+    ) -> None:
+        """The task of an op on a GPU. All of it is in the task: what a thread makes does not exist before."""
+        loans.settle(stream, waits)
+        for box in reads:
+            if box.others or (box.stream is not None and box.stream is not stream):
+                loans.lend(box, stream, self._first + index)
+        before = [storages_in(old.value) if old.stream is not stream else NONE for old in over] if over else []
+        for box, value in zip(made, run(), strict=True):
+            box.value = value
+        if over:
+            for box, old, storages in zip(reversed(made), reversed(over), reversed(before)):
+                box.inherit(old, storages)
+        for old in part_of:
+            made[-1].keep(old)
 
 
 def storages_in(value: Any) -> set[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -40,6 +41,8 @@ from ...ir.program import (
     work_of,
 )
 
+Pieces = tuple[tuple[int, int, int], ...]
+
 
 @dataclass
 class Issue:
@@ -60,7 +63,7 @@ class Issue:
     route: tuple[str, str]  # source, target
     micro_batch: int | None
     sized_as: int | None  # the micro-batch whose sizes an arriving value has
-    pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
+    pieces: Pieces  # of fetched weights: offset in the arena, first and last + 1 parameter
     place: int | None  # of a value that is read, offloaded, written or scattered: its offset in its arena
     place_bytes: int  # in host memories whole pages
     staging: tuple[int, int] | None  # of a collective's workspace: offset in the device's arena, and bytes
@@ -102,8 +105,9 @@ class Issues:
     forwards: tuple[int, ...] = ()  # per stage and micro-batch the first forward
     has_sizes: bool = False  # the sizes of micro-batches differ
     trains: bool = False
+    moving: frozenset[str] = frozenset()  # stages whose weights are fetched to different places of the arena
 
-    @property
+    @cached_property
     def batch_names(self) -> list[str]:
         """The inputs of the batch that this device reads."""
         return sorted({op.tag for op in self.ops if op.op == "load"} | ({SIZES} if self.has_sizes else set()))
@@ -157,7 +161,16 @@ def plan_issues(
                 direct[index + step * len(plan.ops)].add(before)
     for issue in plan.ops:
         issue.before, issue.waits = _last_on_others(issue, direct, plan.ops)
+    plan.moving = _moving_stages(program, plan.ops)
     return plan
+
+
+def _moving_stages(program: Program, issues: list[Issue]) -> frozenset[str]:
+    places: dict[str, set[Pieces]] = {}
+    for issue in issues:
+        if issue.pieces and issue.pieces[-1][2] == len(program.interface.stages[issue.stage].moving):
+            places.setdefault(issue.stage, set()).add(issue.pieces)
+    return frozenset(stage for stage, found in places.items() if len(found) > 1)
 
 
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
@@ -208,7 +221,7 @@ def _micro_batch_of_users(node: fx.Node) -> int | None:
     return None
 
 
-def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
+def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> Pieces:
     """The places of the parameters that are on the device after this fetch; the op's own piece comes last."""
     found: list[tuple[int, int, int]] = []
     for fetch in places_of(node):

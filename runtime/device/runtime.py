@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,14 +43,15 @@ class DeviceRuntime(Transfers, Messages, Versions):
     ) -> tuple[Handle, ...]:
         issue = self._next("forward")
         store, bound, boxes = self.stores[stage], weights.box, [h.box for h in inputs]
-        seed = self._seed(issue)
+        runner, seed = store.runner, self._seed(issue)
 
         def run() -> list[Any]:
-            store.runner.bind(bound.value)
-            store.runner.prepare_buffers(self.step_count, undo=self.bad_step is not None)
+            runner.bind(bound.value)
+            runner.prepare_buffers(self.step_count, undo=self.bad_step is not None)
             values = [box.value for box in boxes]
-            outputs, kept = self._try(issue, values, lambda given: store.runner.forward(given, seed, keep))
-            self._look_at_losses(issue, outputs)
+            outputs, kept = self._try(issue, values, lambda given: runner.forward(given, seed, keep))
+            if issue.losses:
+                self._look_at_losses(issue, outputs)
             self._let_go(store, bound.value)
             return [*outputs, kept] if keep else outputs
 
@@ -79,8 +81,8 @@ class DeviceRuntime(Transfers, Messages, Versions):
             return
         for i in issue.losses:
             if outputs[i].is_cuda:
-                loss = torch.empty_like(outputs[i], device="cpu", pin_memory=True)
-                self.losses.append((issue, loss.copy_(outputs[i].detach(), non_blocking=True)))
+                place = self.state.memory.dram_arena.once(("loss", issue.index, i), partial(_host_place, outputs[i]))
+                self.losses.append((issue, place.copy_(outputs[i], non_blocking=True)))
             else:
                 self._judge(issue, outputs[i])
 
@@ -208,7 +210,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
     def _inputs_again(self, issue: Issue, boxes: Sequence[Box | None]) -> list[Tensor | None]:
         """The inputs on which a backward runs forward again: those that forward ran on."""
         found = [None if box is None else box.value for box in boxes]
-        if (issue.stage, issue.micro_batch) in self.zeroed:
+        if self.zeroed and (issue.stage, issue.micro_batch) in self.zeroed:
             return [None if value is None else torch.zeros_like(value) for value in found]
         return found
 
@@ -410,3 +412,8 @@ class DeviceRuntime(Transfers, Messages, Versions):
             return []
 
         self._launch(issue, [box, squares], run)
+
+
+def _host_place(loss: Tensor) -> Tensor:
+    """Page-locked memory for a loss, which the host reads before the next step begins."""
+    return torch.empty_like(loss, device="cpu", pin_memory=True)

@@ -390,8 +390,9 @@ class DeviceSession:
     def _wait_for_results(self, run: Run) -> None:
         """Wait for what a step returns, and for the first forward of each micro-batch on each stage: so a device whose
         forwards fail or hang does not seem to be done."""
-        events = [handle.box.event for handles in run.results.values() for handle in handles]
-        events += [run.runtime.events[index] for index in self.plans[run.function].forwards]
+        makers = [handle.box.maker for handles in run.results.values() for handle in handles]
+        needed = [number for number in (*makers, *self.plans[run.function].forwards) if number is not None]
+        events = [run.runtime.events[number] for number in needed]
         with self._breaking(run.runtime, run.number):
             self.streams.wait(run.records, [event for event in events if event is not None])
 

@@ -161,6 +161,7 @@ class DeviceState:
         self.compiler = BACKEND if setup.compile_stages else None
         if self.compiler is not None:
             require_compiler(device, self.compiler)
+        self._moving = plans["step"].moving
         self.memory = self._take_memory(setup, plans)
         self.workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
         try:
@@ -192,6 +193,7 @@ class DeviceState:
             self.device,
             home,
             setup.precision,
+            weights_move=bool(home.group) or stage in self._moving,
             optimizer=setup.optimizer if trained else None,
             flat_stage=self._flat_stage(stage, home.group),
             folder=self.memory.folder,

@@ -34,17 +34,19 @@ class Transfers(Issuing):
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue, spec = self._next("load"), self.interface.batch[name]
-        rows, part = spec.shape[0], spec.part_at(self.sizes[micro_batch]) if spec.dims else ...
+        rows, part = spec.shape[0], spec.part_at(self.sizes[micro_batch]) if spec.dims else None
         if self.device.type == "cpu":  # a view: it takes no memory and need not wait
             first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
-            return Handle(Box(None, batch[name][first:last][part].cpu()))
+            given = batch[name][first:last].cpu()
+            return Handle(Box(None, given if part is None else given[part]))
 
         def run() -> list[Any]:
             pinned = self.pinned.get(name)
             if pinned is None:  # all rows at once: page-locked memory is dear to ask for
                 whole = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
                 pinned = self.pinned[name] = whole.split(rows)
-            return [pinned[micro_batch].to(self.device, copy=True, non_blocking=True)[part]]
+            moved = pinned[micro_batch].to(self.device, copy=True, non_blocking=True)
+            return [moved if part is None else moved[part]]
 
         return self._launch(issue, [], run)[0]
 
@@ -250,7 +252,7 @@ class Transfers(Issuing):
     def free(self, *values: Handle) -> None:
         self._next("free")
         for handle in values:
-            handle.release()
+            del handle.box
 
 
 def _place_of(issue: Issue, arena: Arena, store: StageStore, is_shard: bool) -> tuple[Tensor, Any, int, int]:

@@ -400,21 +400,24 @@ class StageRunner:
         self._change_params()
         self._set_mode(evaluating=False)
         given: list[Any] = []
+        leaves: list[Tensor] = []
         for x, want in zip(inputs, self.spec.inputs, strict=True):
-            leaf = None if x is None else _laid_out(x, want).detach()
-            if x is None and keep and want.requires_grad:  # its value is not needed, but its gradient is
-                leaf = torch.zeros((), dtype=getattr(torch, want.dtype), device=self.device).expand(want.shape)
-            given.append(leaf.requires_grad_() if leaf is not None and keep and want.requires_grad else leaf)
+            leaf = None if x is None else _laid_out(x, want)
+            if keep and want.requires_grad:
+                if leaf is None:  # its value is not needed, but its gradient is
+                    leaf = torch.zeros((), dtype=getattr(torch, want.dtype), device=self.device).expand(want.shape)
+                leaf = leaf.detach().requires_grad_()
+                leaves.append(leaf)
+            given.append(leaf)
         versions = [leaf._version for leaf in given] if first else []
-        taken = isinstance(calls, Taking) or keeps_weights_on()  # taken tensors may share memory
-        measure = keep and self.kept_bytes is None and not taken
+        # Taken tensors may share memory.
+        measure = keep and self.kept_bytes is None and not (isinstance(calls, Taking) or keeps_weights_on())
+        moves = self.weights_move if weights_move is None else weights_move
         storages: dict[int, int] = {}
         contexts = [self.precision.autocast(self.device)] if self.precision.autocasts else []
         if self.draws.may_draw:
             contexts.append(self.draws.seed_draws(seed, first))
-        if keep and (
-            measure or self.spec.pointwise_again or (self.weights_move if weights_move is None else weights_move)
-        ):
+        if keep and (moves or measure or self.spec.pointwise_again):
             contexts.append(self._places.hooks(storages if measure else None))
         if calls is not None:
             contexts.append(calls)
@@ -432,7 +435,7 @@ class StageRunner:
             storages.update((storage_of(leaf), leaf.untyped_storage().nbytes()) for leaf in given if leaf is not None)
             ours = self._held | {storage_of(x) for x in inputs if x is not None}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
-        return outputs, [leaf for leaf in given if leaf is not None and leaf.requires_grad]
+        return outputs, leaves
 
     def _change_params(self) -> None:
         """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""

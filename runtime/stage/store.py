@@ -48,12 +48,13 @@ class StoreSetup:
     `optimizer` is None if the stage is not trained here. `flat_stage`: how the stage is spread, if only a shard of it
     is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`; `staging(num_bytes)` lends a
     buffer of DRAM between steps. `constants`: buffers that are neither loaded nor saved. `node`: where DRAM near the
-    device is, see `nodes`. `compiler`: see `StageRunner`.
+    device is, see `nodes`. `weights_move`, `compiler`: see `StageRunner`.
     """
 
     device: torch.device
     home: StageHome
     precision: str
+    weights_move: bool
     optimizer: OptimizerSpec | None = None
     flat_stage: FlatStage | None = None
     folder: SsdFolder | None = None
@@ -79,8 +80,7 @@ class StageStore:
         self._divided = member_params(spec)
         self._constants = dict(setup.constants)
         self.part = spec if flat_stage is None else flat_stage.part
-        moving = home.weights != ops.DEVICE or flat_stage is not None
-        self.runner = StageRunner(spec, module, device, setup.precision, moving, setup.compiler)
+        self.runner = StageRunner(spec, module, device, setup.precision, setup.weights_move, setup.compiler)
         self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
         self._staging = setup.staging

@@ -203,12 +203,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "Stream": Stream,
         "Event": Event,
         "stream": cuda.use_stream,
-        "set_stream": cuda.set_stream,
         "current_stream": cuda.current_stream,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.accelerator, "set_stream", cuda.set_stream)
     _watch_tasks(monkeypatch, cuda)
     _watch_files(monkeypatch, cuda)
     _carry_clocks(monkeypatch, cuda)
