@@ -227,8 +227,8 @@ class Issuing:
         memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
         stream, events, index = self.streams[issue.stream], self.events, issue.index
-        waits = [event for i in issue.waits if (event := events[i]) is not None]
-        if self._before is not None:
+        waits = [event for i in issue.waits if (event := events[i]) is not None] if issue.waits else []
+        if issue.before and self._before is not None:
             waits += [event for i in issue.before if (event := self._before.events[i]) is not None]
         owner = stream if issue.memory == ops.DEVICE else None
         made = [Box(owner, None, index) for _ in issue.results]

@@ -112,10 +112,26 @@ def _not_before(end_s: float) -> Callable[[], None]:
 
 def route_of(issue: Issue, hardware: Hardware, own: Device) -> tuple[str, str]:
     """The machine's names of the memories between which the device `own` moves an op's bytes."""
-    names = {ops.DEVICE: own.name, ops.DRAM: f"dram{own.host}", ops.SSD: f"ssd{own.host}"}
-    names |= {f"device{i}": device.name for i, device in enumerate(hardware.devices)}
+    names = memory_names(hardware, own)
     source, target = issue.route
     return names[source], names[target]
+
+
+def memory_names(hardware: Hardware, own: Device) -> dict[str, str]:
+    """The machine's names of the memories that the programs of the device `own` name."""
+    devices = {f"device{i}": device.name for i, device in enumerate(hardware.devices)}
+    return {ops.DEVICE: own.name, ops.DRAM: f"dram{own.host}", ops.SSD: f"ssd{own.host}", **devices}
+
+
+def moved_bytes(plan: Issues, hardware: Hardware, own: Device) -> dict[str, int]:
+    """The bytes of a run per route between two memories by name. A message counts at its sender."""
+    moved: dict[str, int] = {}
+    for issue in plan.ops:
+        op = ops.ALL[issue.op]
+        if issue.moved_bytes and (op.transfers or not op.meets):
+            route = " -> ".join(route_of(issue, hardware, own))
+            moved[route] = moved.get(route, 0) + issue.moved_bytes
+    return moved
 
 
 class LinkClient(Asking):

@@ -42,7 +42,7 @@ from .host import trim_memory
 from .issuing import Handle
 from .messages import warm_up_routes
 from .named_streams import Streams
-from .pacing import Pacing, route_of
+from .pacing import Pacing, memory_names, moved_bytes
 from .peers import PeerLink, group_memories, message_orders
 from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
@@ -121,6 +121,7 @@ class DeviceSession:
         self.streams = self.streams_kind(setup, self.device, link, board)
         self.pacing = self.pacing_kind(setup.hardware, setup.index, setup.paces)
         self.plans = {name: self._plan(name, program) for name, program in programs.items()}
+        self._moved = {name: moved_bytes(plan, setup.hardware, self.spec) for name, plan in self.plans.items()}
         if any(map(takes_turns, programs.values())) or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
         self.bad_step = None if setup.interface.asynchronous else bad_step  # such a step has made some updates already
@@ -135,7 +136,7 @@ class DeviceSession:
         self.drain = drain_of([programs["step"]], setup.precision)
         self._again = computed_again(programs["step"])
         self.broken: Fault | None = None
-        self.spans: list[Span] = []  # of the last step that ended
+        self._records: dict[Stream, StreamRecord] = {}  # of the last run that ended
         self.shares_generators = False
         self.tail: Run | None = None  # the step that has given its results and may still be at work
         self._ended_s = 0.0  # when the last run ended
@@ -465,12 +466,9 @@ class DeviceSession:
         return f"\n--> {self.file.path}:{lines[-1]}: {code}"
 
     def _report(self, run: Run, seconds: float) -> dict[str, Any]:
-        self.spans, busy_share = [], {}
+        self._records, busy_share = run.records, {}
         for stream, record in run.records.items():
-            busy_s = 0.0
-            for issue, start_s, end_s in record.spans:
-                self.spans.append(Span(self.index, stream.name.split()[0], issue.op, issue.text, start_s, end_s))
-                busy_s += end_s - start_s
+            busy_s = sum(end_s - start_s for _, start_s, end_s in record.spans)
             busy_share[stream.name] = min(1.0, busy_s / seconds)  # it may begin before the step before has ended
         norm, skipped = self._gradient_norm(run.runtime)
         plan, accounts = self.plans[run.function], self.state.memory.accounts
@@ -478,7 +476,7 @@ class DeviceSession:
         return {
             "seconds": seconds,
             "busy_share": busy_share,
-            "moved_bytes": self._moved_bytes(plan),
+            "moved_bytes": self._moved_bytes(run.function),
             "peak_bytes": {accounts[memory].memory: peak for memory, peak in plan.counted[1].items()},
             "allocator": {self.spec.name: allocator_figures(self.device)} if self.device.type == "cuda" else {},
             "gradient_norm": norm,
@@ -494,19 +492,21 @@ class DeviceSession:
             return None, False
         return self.state.judge_norm(float(runtime.squares.value), runtime.scales)
 
-    def _moved_bytes(self, plan: Issues) -> dict[str, int]:
-        """The bytes per route between two memories by name. A message counts at its sender."""
-        names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}", ops.SSD: f"ssd{self.spec.host}"}
-        names |= {f"device{i}": device.name for i, device in enumerate(self.setup.hardware.devices)}
-        moved: dict[str, int] = {}
-        for issue in plan.ops:
-            op = ops.ALL[issue.op]
-            if issue.moved_bytes and (op.transfers or not op.meets):
-                route = " -> ".join(route_of(issue, self.setup.hardware, self.spec))
-                moved[route] = moved.get(route, 0) + issue.moved_bytes
+    @property
+    def spans(self) -> list[Span]:
+        """The ops of the last run that ended."""
+        return [
+            Span(self.index, stream.name.split()[0], issue.op, issue.text, start_s, end_s)
+            for stream, record in self._records.items()
+            for issue, start_s, end_s in record.spans
+        ]
+
+    def _moved_bytes(self, function: str) -> dict[str, int]:
+        """The bytes per route between two memories by name, with copies that undo updates."""
+        moved = dict(self._moved[function])
         for store in self.state.stores.values():
             if store.copied_bytes:
-                route = " -> ".join(2 * [names[store.home.weights]])
+                route = " -> ".join(2 * [memory_names(self.setup.hardware, self.spec)[store.home.weights]])
                 moved[route] = moved.get(route, 0) + store.copied_bytes
         return moved
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..accelerator import on_stream, timed_event
+from ..accelerator import GpuStream, on_stream, timed_event
 from ..optimizer.gradients import Grads
 from ..stage.arena import Arena, grads_layout
 from ..stage.kept import Kept
 from ..stage.store import StageStore
+from ..turns import TurnClient
 from .issuing import Box, Handle, Issuing
 from .prepare import Issue
 
+NOTHING = nullcontext()
 FIRST_TURN = -1  # before the turn of any stage
 
 
@@ -118,7 +120,7 @@ class Transfers(Issuing):
             given: Any = box.value
             with self._alone():
                 if isinstance(given, Kept):
-                    moved: Any = given.copied_to(torch.empty(given.num_bytes, dtype=torch.uint8, device=self.device))
+                    moved: Any = given.copied_on(self.device)
                 else:
                     moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
             rest()
@@ -126,23 +128,19 @@ class Transfers(Issuing):
 
         return self._launch(issue, [box], run)[0]
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """If fetches have turns, let an activation come before all weights."""
-        turns = self.pacing.turns
-        with nullcontext() if turns is None else turns.hold(FIRST_TURN), self._issued_apart():
-            yield
+        return self._issued_apart() if self.pacing.turns is None else self._issued_first(self.pacing.turns)
 
     @contextmanager
-    def _issued_apart(self) -> Iterator[None]:
+    def _issued_first(self, turns: TurnClient) -> Iterator[None]:
+        with turns.hold(FIRST_TURN), self._issued_apart():
+            yield
+
+    def _issued_apart(self) -> AbstractContextManager[None]:
         """Issue the copies of a thread of a GPU's host on its own CUDA stream, and wait for them."""
         copies = self.all_streams.copies
-        if copies is None:
-            yield
-            return
-        with on_stream(copies):
-            yield
-            copies.synchronize()
+        return NOTHING if copies is None else _waited_for(copies)
 
     def offload(self, value: Handle) -> Handle:
         issue = self._next("offload")
@@ -166,6 +164,9 @@ class Transfers(Issuing):
     def _copy_to_place(self, given: Any, place: int, num_bytes: int, issue: Issue) -> Any:
         """A copy of gradients, of a tensor or of what a forward kept, at its place in DRAM."""
         arena = self.state.memory.dram_arena
+        if isinstance(given, Tensor) and not self.sizes:
+            own = arena.once((id(issue), place), lambda: _first_bytes(arena.range(place, num_bytes), given))
+            return own.copy_(given, non_blocking=True)
         flat = arena.once((place, num_bytes), lambda: arena.range(place, num_bytes))
         flat_stage = self.stores[issue.stage].flat_stage if isinstance(given, Grads) and given.flats else None
         if flat_stage is not None:
@@ -185,7 +186,7 @@ class Transfers(Issuing):
             if self.sizes:  # which the places follow
                 return given.copied_to(flat)
             return given.copied_into(arena.once((id(issue), place), lambda: given.places_in(flat)))
-        return flat[: given.nbytes].view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
+        return _first_bytes(flat, given).copy_(given, non_blocking=True)
 
     def read(self, what: str | Handle, *, group: str | None = None) -> Handle:
         issue = self._next("read")
@@ -216,8 +217,7 @@ class Transfers(Issuing):
             rest()
             if isinstance(there.like, Kept):
                 return [there.like.placed_in(flat)]
-            num_bytes = there.like.numel() * there.like.element_size()
-            return [flat[:num_bytes].view(there.like.dtype).view(there.like.shape)]
+            return [_first_bytes(flat, there.like)]
 
         return self._launch(issue, [box], run)[0]
 
@@ -253,6 +253,18 @@ class Transfers(Issuing):
         self._next("free")
         for handle in values:
             del handle.box
+
+
+def _first_bytes(flat: Tensor, like: Tensor) -> Tensor:
+    """The first bytes of a buffer, as a tensor of this shape and dtype."""
+    return flat[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+@contextmanager
+def _waited_for(copies: GpuStream) -> Iterator[None]:
+    with on_stream(copies):
+        yield
+        copies.synchronize()
 
 
 def _place_of(issue: Issue, arena: Arena, store: StageStore, is_shard: bool) -> tuple[Tensor, Any, int, int]:

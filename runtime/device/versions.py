@@ -21,9 +21,10 @@ class Versions(Issuing):
     def _let_go(self, store: StageStore, weights: dict[str, Tensor]) -> None:
         """A stage has run on these weights: bind its newest ones, if they are another version, since a `free` gives
         that one's memory back. Weights that come anew for each phase have no newest ones on the device."""
-        if self.interface.asynchronous and weights is not store.weights:
-            if store.home.weights == DEVICE and store.flat_stage is None:
-                store.runner.bind(store.weights)
+        if not self.interface.asynchronous or weights is store.weights:
+            return
+        if store.home.weights == DEVICE and store.flat_stage is None:
+            store.runner.bind(store.weights)
 
     def stash(self, stage: str, weights: Handle) -> Handle:
         issue, store = self._next("stash"), self.stores[stage]

@@ -66,6 +66,14 @@ class Kept:
         """`placed_in`, with this one's values. Does not wait for copies between a GPU and pinned memory."""
         return self.copied_into(self.places_in(flat))
 
+    def copied_on(self, device: torch.device) -> Kept:
+        """A partial one whose tensors are copies on a device, each in memory of its own."""
+        found = {}
+        for name, t in self.tensors.items():
+            place = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            found[name] = place.copy_(t, non_blocking=True)
+        return Kept.partial(found, self.aside)
+
     def copied_into(self, places: Mapping[str, Tensor]) -> Kept:
         """`copied_to`, where the places are known."""
         for name, tensor in self.tensors.items():
