@@ -251,7 +251,7 @@ class StageSpec:
         inputs."""
         return (*self.outputs, *(exchange.result for exchange in self.exchanges))
 
-    @property
+    @cached_property
     def backward_inputs(self) -> tuple[TensorSpec | None, ...]:
         """The inputs as backward takes them: None where it needs nothing of one."""
         unneeded = {*(self.again.inputs if self.again is not None else ()), *self.passing}

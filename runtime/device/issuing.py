@@ -10,7 +10,7 @@ stream that took the memory has itself been told to wait for the reader, as the 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -152,7 +152,6 @@ class Issuing:
         self.scales: LossScales | None = None  # of an asynchronous step, whose mini-batches have each its own
         if state.loss_scale is not None and state.interface.asynchronous:
             self.scales = LossScales(state.loss_scale, state.interface.scale_lag)
-        self.calls: Counter[str] = Counter()  # what has been issued of each mini-batch in turn
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
         self.learning_rates: tuple[float, ...] = ()  # of the last update in this run
         self.updates: dict[tuple[str, str], int] = {}  # of each stage, and part of its gradients, in this run

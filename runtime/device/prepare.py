@@ -6,6 +6,7 @@ program that the verifier has passed cannot block a device, and memory is reused
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,6 +76,7 @@ class Issue:
     keeps: bool = False  # its last result is what backward needs
     adds_on: bool = False  # another backward adds to its gradients
     losses: tuple[int, ...] = ()  # the numbers of those of its results that are losses, or a member's part of one
+    turn: int = 0  # the number of ops of this kind, of its stage, before it
     judges: bool = False  # the host of a GPU looks at the step's losses after it
     waits: tuple[int, ...] = ()
     before: tuple[int, ...] = ()  # as `waits`, ops of the step before, where one may be under way
@@ -130,6 +132,7 @@ def plan_issues(
     plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
     plan.has_sizes, plan.trains = bool(program.interface.sizes), program.function == "step"
     index_of: dict[fx.Node, int] = {}
+    turns: Counter[tuple[str, ...]] = Counter()
     losses, judging = losses_of(program), judging_op(program)
     for node in program.ops():
         work = work_of(program, node)
@@ -137,6 +140,9 @@ def plan_issues(
         plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(work)))
         plan.ops[-1].losses = tuple(i for i, value in enumerate(values_of(node)) if value in losses)
         plan.ops[-1].judges = node is judging
+        kind = (plan.ops[-1].op, *plan.ops[-1].stages[:1])
+        plan.ops[-1].turn = turns[kind]
+        turns[kind] += 1
         if node in staging:
             plan.ops[-1].staging = staging[node], work.workspace_bytes
         if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:

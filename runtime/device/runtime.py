@@ -175,7 +175,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         store, bound = self.stores[stage], weights.box
         boxes = [None if h is None else h.box for h in inputs]
         given = self._output_gradients(douts)
-        number = self._turn(f"backward of {stage}") // self.interface.accumulate
+        number = issue.turn // self.interface.accumulate
         reads = [box for box in (*boxes, *given) if box is not None]
         kept_box = grads_box = None
         if kept is not None:
@@ -339,19 +339,14 @@ class DeviceRuntime(Transfers, Messages, Versions):
         issue = self._next("clip")
         box, squares = grads.box, norm.box
         grads.release()
-        self.squares, number = squares, self._turn(f"clip of {issue.stage}")
+        self.squares = squares
 
         def run() -> list[Any]:
-            scale = self.loss_scale if self.scales is None else self.scales.scale_of(number)
+            scale = self.loss_scale if self.scales is None else self.scales.scale_of(issue.turn)
             box.value.scale(clip_factor(squares.value, max_norm, scale))
             return [box.value]
 
         return self._launch(issue, [box, squares], run, [box])[0]
-
-    def _turn(self, call: str) -> int:
-        """The number of calls of this kind before this one."""
-        self.calls[call] += 1
-        return self.calls[call] - 1
 
     def step(
         self,
@@ -366,7 +361,6 @@ class DeviceRuntime(Transfers, Messages, Versions):
         box, squares, store = grads.box, None if norm is None else norm.box, self.stores[stage]
         staged_box = None if states is None else states.box
         factor = speculative_factor(self.loss_scale) if speculative else None
-        number = self._turn(f"step of {stage}")
         if squares is not None:
             self.squares = squares
         if states is not None:
@@ -377,7 +371,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             self._note_rates(store, box.value.part)
             finite = squares is None or bool(torch.isfinite(squares.value))
             if squares is not None and self.scales is not None:
-                self.scales.note(number, finite)
+                self.scales.note(issue.turn, finite)
             if finite and not self._is_bad:
                 store.update(box.value, staged, factor, self._draw(stage, box.value.part))
             else:

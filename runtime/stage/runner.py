@@ -206,7 +206,7 @@ class StageRunner:
             graphed, slot = self.graphs.forward(inputs, keep)
             return graphed, None if slot is None else Kept.from_graph(slot, self.graphs.kept_bytes)
         first = not self._checked
-        if not first:
+        if self.spec.changing_buffers and not first:
             self._renew_changing()
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping, first)
@@ -378,7 +378,8 @@ class StageRunner:
     ) -> Kept:
         inputs = [None if want is None else x for x, want in zip(inputs, self.spec.backward_inputs, strict=True)]
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
-        with self._spare_buffers() if self._buffers else NOTHING, recomputing(self.module, self.spec.again is not None):
+        leaving_out = NOTHING if self.spec.again is None else recomputing(self.module, True)
+        with self._spare_buffers() if self._buffers else NOTHING, leaving_out:
             outputs, leaves = self._run(inputs, seed, True, taking, weights_move=weights_move)
         if partial is not None and taking is not None:
             taking.finish()
