@@ -107,7 +107,20 @@ class Issues:
     forwards: tuple[int, ...] = ()  # per stage and micro-batch the first forward
     has_sizes: bool = False  # the sizes of micro-batches differ
     trains: bool = False
-    moving: frozenset[str] = frozenset()  # stages whose weights are fetched to different places of the arena
+
+    @cached_property
+    def moving(self) -> frozenset[str]:
+        """The stages whose weights are fetched to different places of the arena."""
+        places: dict[str, set[Pieces]] = {}
+        for op in self.ops:
+            if op.pieces:
+                places.setdefault(op.stage, set()).add(op.pieces)
+        found = set()
+        for stage, each in places.items():
+            count = max(pieces[-1][2] for pieces in each)  # fetches of fewer parameters have begun a later one
+            if sum(pieces[-1][2] == count for pieces in each) > 1:
+                found.add(stage)
+        return frozenset(found)
 
     @cached_property
     def batch_names(self) -> list[str]:
@@ -167,16 +180,7 @@ def plan_issues(
                 direct[index + step * len(plan.ops)].add(before)
     for issue in plan.ops:
         issue.before, issue.waits = _last_on_others(issue, direct, plan.ops)
-    plan.moving = _moving_stages(program, plan.ops)
     return plan
-
-
-def _moving_stages(program: Program, issues: list[Issue]) -> frozenset[str]:
-    places: dict[str, set[Pieces]] = {}
-    for issue in issues:
-        if issue.pieces and issue.pieces[-1][2] == len(program.interface.stages[issue.stage].moving):
-            places.setdefault(issue.stage, set()).add(issue.pieces)
-    return frozenset(stage for stage, found in places.items() if len(found) > 1)
 
 
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:

@@ -19,13 +19,16 @@ from penstock.ir import ops
 from penstock.ir.errors import BatchError, BudgetExceeded, PlanError, VerifyError, WorkerError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, infer_all, profile_memory
+from penstock.runtime.device import session as device_session
 from penstock.runtime.device.file import DeviceFile, open_device_file
 from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
+from penstock.runtime.device.prepare import Issues, plan_issues
 from penstock.runtime.device.session import DeviceSession, StepResult
 from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.source.trust import TRUSTED
 from penstock.tests.ir.program.handmade import pipeline
+from penstock.tests.ir.verify.test_rules import edit
 from penstock.tests.runtime.generated_files import write_chain
 
 WIDTH, ROWS, MICRO_BATCHES, STEPS = 16, 4, 2, 3
@@ -117,6 +120,38 @@ def test_one_device_equals_eager_bit_for_bit(kind: dict[str, bool], tmp_path: Pa
         infer_all(program.with_interface(stages=stages))
         assert profile_memory(program).peak_bytes[ops.DEVICE] != planned[ops.DEVICE]
     assert results[-1].report["peak_bytes"]["cpu0"] == profile_memory(program).peak_bytes[ops.DEVICE]
+    session.close()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_kept_values_find_weights_that_were_fetched_again(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another stage's weights take their place meanwhile. `elsewhere`: they come back to another place."""
+
+    def plan_elsewhere(*args: Any) -> Issues:
+        plan = plan_issues(*args)
+        fetch = [op for op in plan.ops if op.pieces][-1]
+        ((_, first, last),) = fetch.pieces
+        fetch.pieces = ((plan.arenas[ops.DEVICE], first, last),)
+        plan.arenas[ops.DEVICE] *= 2
+        return plan
+
+    if elsewhere:
+        monkeypatch.setattr(device_session, "plan_issues", plan_elsewhere)
+    (program,) = edit(
+        pipeline(1, 3, MICRO_BATCHES, width=WIDTH, rows=ROWS, kept=True), 0,
+        ("    w2 =", "    rt.free(w0)\n    w2 ="),
+        ("    g0_m0, =", '    w0_1 = rt.fetch("stage0.weights")\n    g0_m0, ='),
+        ("w0, k0_m0", "w0_1, k0_m0"), ("w0, k0_m1", "w0_1, k0_m1"), ("rt.free(w0, x_m1", "rt.free(w0_1, x_m1"),
+    )  # fmt: skip
+    session = open_session(*write_chain(tmp_path, [program], WIDTH), program, Hardware.cpu(1, memory="8MB"))
+    assert [store.runner.weights_move for store in session.state.stores.values()] == [elsewhere, False, False]
+    losses, weights, _ = eager(3)
+    results = [session.step(batch_of(step)) for step in range(STEPS)]
+    assert [v.item() for r in results for v in r.values["loss"]] == losses
+    for i, want in enumerate(weights):
+        assert torch.equal(session.state.stage_state(f"stage{i}").weights[f"layer{i}.weight"], want)
     session.close()
 
 
