@@ -13,6 +13,7 @@ take what each kind took in 7B's.
 Run: FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py [--label after] [--only swapped]
      FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py --plans      whole steps of both
      FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py --graphs     with and without graphs
+     FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py --bytecodes  counted, on a busy machine
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--only", help="this plan alone, such as swapped")
     parser.add_argument("--plans", action="store_true")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--bytecodes", action="store_true")
     args = parser.parse_args()
     setup = LittleDram("cuda", small=True, scratch=Path("/nonexistent"))
     about = {"state": args.label, "kernels_cost_nothing": os.environ.get("FAKECUDA_COMPUTE") == "0"}
@@ -84,7 +87,8 @@ def main() -> None:
     for plan, make in jobs.items():
         if args.only in (None, plan):
             with make() as job:
-                rows.save("host_cost", {"plan": plan, **about, **measure(job, batch)})
+                found = count_bytecodes(job, batch) if args.bytecodes else measure(job, batch)
+                rows.save("host_cost", {"plan": plan, **about, **found})
 
 
 class LittleDram(Setup):
@@ -228,16 +232,16 @@ class TorchShare:
     def __init__(self, clock: Clock):
         self.clock, self.least_ns = clock, clock.least_ns()
         self.launches_ns = self.events_ns = self.calls = 0
-        self._inside, self._thread = False, threading.get_ident()
+        self.is_inside, self._thread = False, threading.get_ident()
         nothing = self.time_of(lambda: None)
         spans_ns = [clock.span_ns(nothing) for _ in range(1000)]
         self.around_ns = max(int(statistics.median(spans_ns)) - self.least_ns, 0)
 
     def time_of(self, call: Callable[..., Any], kind: str = "launches_ns") -> Callable[..., Any]:
         def timed_call(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or threading.get_ident() != self._thread:
+            if self.is_inside or threading.get_ident() != self._thread:
                 return call(*args, **kwargs)
-            self._inside = True
+            self.is_inside = True
             start_ns = self.clock.now_ns()
             try:
                 return call(*args, **kwargs)
@@ -245,7 +249,7 @@ class TorchShare:
                 taken_ns = self.clock.now_ns() - start_ns - self.least_ns
                 setattr(self, kind, getattr(self, kind) + taken_ns)
                 self.calls += 1
-                self._inside = False
+                self.is_inside = False
 
         return timed_call
 
@@ -360,6 +364,60 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         "us_around_per_instruction": around_us / len(net.all()),  # before the first and after the last
         "ms_a_step": (sum(net.all()) + around_us) / 1e3,
         "ms_a_step_with_launches": min(plain_ns) / 1e6,
+    }
+
+
+# --- counting, which other work of the machine does not change
+
+
+class BytecodeCounter:
+    """Goes between a file's function and its runtime, and counts the bytecodes of each instruction outside of the
+    calls of torch that `share` times."""
+
+    def __init__(self, runtime: Any, share: TorchShare, found: Counter[str]):
+        self._runtime, self._share, self._found = runtime, share, found
+
+    def __getattr__(self, name: str) -> Any:
+        method, share, found = getattr(self._runtime, name), self._share, self._found
+        own = (TorchShare.time_of.__code__.co_filename, "timed_call")
+
+        def count(frame: Any, event: str, arg: Any) -> Any:
+            found[name] += event == "opcode" and not share.is_inside
+            return count
+
+        def begin(frame: Any, event: str, arg: Any) -> Any:
+            if share.is_inside or (frame.f_code.co_filename, frame.f_code.co_name) == own:
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return count
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            sys.settrace(begin)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                sys.settrace(None)
+
+        return run
+
+
+def count_bytecodes(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The mean bytecodes of each kind of instruction, in one step."""
+    for _ in range(4):
+        job.step(batch)
+    session: Any = job.driver.session  # type: ignore[attr-defined]
+    share, function, found = TorchShare(Clock()), session.file.functions["step"], Counter[str]()
+    session.file.functions["step"] = lambda runtime, given: function(BytecodeCounter(runtime, share, found), given)
+    with share.watch(session.state.stores.values()):
+        job.step(batch)
+    session.file.functions["step"] = function
+    counts = counts_of(job)[0]
+    light = [kind for kind in counts if kind not in COMPUTED]
+    return {
+        "instructions": sum(counts.values()),
+        "bytecodes_an_instruction": found.total() / sum(counts.values()),
+        "bytecodes_a_light_instruction": sum(found[kind] for kind in light) / sum(counts[kind] for kind in light),
+        "bytecodes_by_kind": {kind: found[kind] / number for kind, number in counts.items()},
     }
 
 

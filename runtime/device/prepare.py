@@ -41,8 +41,7 @@ from ...ir.program import (
     values_of,
     work_of,
 )
-
-Pieces = tuple[tuple[int, int, int], ...]
+from ..stage.arena import Pieces
 
 
 @dataclass

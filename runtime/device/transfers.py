@@ -120,7 +120,7 @@ class Transfers(Issuing):
             given: Any = box.value
             with self._alone():
                 if isinstance(given, Kept):
-                    moved: Any = given.copied_on(self.device)
+                    moved: Any = given.copy_on(self.device)
                 else:
                     moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
             rest()
@@ -130,17 +130,17 @@ class Transfers(Issuing):
 
     def _alone(self) -> AbstractContextManager[None]:
         """If fetches have turns, let an activation come before all weights."""
-        return self._issued_apart() if self.pacing.turns is None else self._issued_first(self.pacing.turns)
+        return self._issued_apart() if self.pacing.turns is None else self._issue_first(self.pacing.turns)
 
     @contextmanager
-    def _issued_first(self, turns: TurnClient) -> Iterator[None]:
+    def _issue_first(self, turns: TurnClient) -> Iterator[None]:
         with turns.hold(FIRST_TURN), self._issued_apart():
             yield
 
     def _issued_apart(self) -> AbstractContextManager[None]:
         """Issue the copies of a thread of a GPU's host on its own CUDA stream, and wait for them."""
         copies = self.all_streams.copies
-        return NOTHING if copies is None else _waited_for(copies)
+        return NOTHING if copies is None else _wait_for_copies(copies)
 
     def offload(self, value: Handle) -> Handle:
         issue = self._next("offload")
@@ -261,7 +261,7 @@ def _first_bytes(flat: Tensor, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _waited_for(copies: GpuStream) -> Iterator[None]:
+def _wait_for_copies(copies: GpuStream) -> Iterator[None]:
     with on_stream(copies):
         yield
         copies.synchronize()

@@ -66,8 +66,8 @@ class Kept:
         """`placed_in`, with this one's values. Does not wait for copies between a GPU and pinned memory."""
         return self.copied_into(self.places_in(flat))
 
-    def copied_on(self, device: torch.device) -> Kept:
-        """A partial one whose tensors are copies on a device, each in memory of its own."""
+    def copy_on(self, device: torch.device) -> Kept:
+        """Copy the tensors of a partial `Kept` to a device, each into memory of its own."""
         found = {}
         for name, t in self.tensors.items():
             place = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
