@@ -11,10 +11,9 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ...runtime.script_caches import ScriptCaches
 from ...runtime.torch_names import FakeTensorMode
 from .calls import leaf_modules
 from .constants import ConstantNames
+from .custom_functions import TORCH_APPLY, original_apply, redirect_taken
 from .dynamic import DynamicDims
 from .python_state import GlobalDraws
 
@@ -245,32 +245,21 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-_APPLY = torch.autograd.Function.__dict__["apply"].__func__
-original_apply = FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", None, _APPLY.__closure__)
-
-
-class _Late:
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # as `_APPLY`'s code, where `__class__` is Function
-        return __class__.__dict__["apply"].__get__(None, cls)(*args, **kwargs)  # type: ignore[name-defined]
-
-
 @contextmanager
 def replace_functions(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Set the function `owner.name = value` for each change; put back what was there on exit. Other threads, on which
     devices may be at work on a step, still get what was there. Where the `apply` of autograd functions is replaced, so
     are those that a script has taken from its classes before (`relu = Relu.apply`)."""
-    before, code = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes], _APPLY.__code__
-    try:
+    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
+    with ExitStack() as stack:
+        for owner, name, old in before:
+            stack.callback(setattr, owner, name, old)
         for (owner, name, old), (_, _, value) in zip(before, changes):
             if owner is torch.autograd.Function and name == "apply":
-                old = classmethod(original_apply) if old.__func__ is _APPLY else old
-                _APPLY.__code__ = _Late.apply.__code__
+                old = classmethod(original_apply) if old is TORCH_APPLY else old
+                stack.enter_context(redirect_taken())
             setattr(owner, name, _function_of_thread(value, old))
         yield
-    finally:
-        _APPLY.__code__ = code
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def _function_of_thread(new: Any, old: Any) -> Any:

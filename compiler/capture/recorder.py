@@ -60,8 +60,9 @@ from .calls import (
     is_random,
     is_random_module,
 )
+from .custom_functions import original_apply
 from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
-from .guard import Borrowed, autocast_aliases, original_apply, replace_functions
+from .guard import Borrowed, autocast_aliases, replace_functions
 from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
