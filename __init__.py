@@ -5,8 +5,12 @@ for batch in loader:
     loss = job.step(batch)
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 10):  # noqa: UP036  (a clone may be imported by any Python)
+    raise ImportError(f"Penstock needs Python 3.10 or newer; this is Python {sys.version.split()[0]}")
 
 if TYPE_CHECKING:
     from .compiler.api import compile

@@ -33,6 +33,7 @@ from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
 from .changed_params import require_lasting
 from .check.first_rows import compare_first_rows
+from .check.release import check_release
 from .folder import Folder, Settings, print_all, print_counts
 from .graphs import Graphs
 from .job.job import Job
@@ -93,6 +94,7 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
+    check_release(torch.__version__)
     with planning():
         request = Request(
             model=model, hardware=hardware, example_inputs=example_inputs, optimizer=optimizer,

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..ir import ops
 from ..ir.errors import PlanError, VerifyError
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Interface, Program, lane_of, whole_params
@@ -18,7 +20,9 @@ from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.quantised.model import with_bytes
 from ..runtime.source.trust import TRUSTED, Trust
+from ..runtime.stage.split_backward import require_halves
 from ..runtime.state.weights import settle_quantised
+from .check.release import check_release
 from .folder import COUNTS_FILE, Folder
 from .job.counts import open_counts
 from .job.job import Job
@@ -42,6 +46,7 @@ def load(
     their author may run code here. Raises `VerifyError` with file and line where an edit would deadlock, overrun a
     memory or lose a value, or goes beyond what is printed; `PlanError` where a file is missing.
     """
+    check_release(torch.__version__)
     folder, files = _read(directory)
     model = with_bytes(model)
     if folder.settings.weights is not None:
@@ -55,6 +60,8 @@ def load(
     if folder.counts:
         open_counts(folder.settings, Path(directory, COUNTS_FILE), trusted)
     programs = [file.step for file in files]
+    if any(node.target is ops.backward_input for program in programs for node in program.ops()):
+        require_halves()
     folder.hardware = _reserve_model(folder, files, model)
     return Job(
         model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted, loss_weight=loss_weight

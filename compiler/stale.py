@@ -40,7 +40,7 @@ class Unsynced:
             "job.state_dict() and job.save_pretrained(directory) need no sync"
         )
         text = f"this {self.model} still has the weights from before training: {there}"
-        warnings.warn(text, StaleModelWarning, stacklevel=_level_of_user())
+        warnings.warn(text, StaleModelWarning, stacklevel=level_of_user())
 
 
 class _Mark:
@@ -106,7 +106,7 @@ def _marks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
     return [(hooks, key) for hooks in every for key, hook in hooks.items() if is_mark(hook)]
 
 
-def _level_of_user() -> int:
+def level_of_user() -> int:
     """The `stacklevel` for `tell` with which a warning names the script's line, not a library's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):

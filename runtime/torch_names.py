@@ -55,6 +55,8 @@ from torch.utils._pytree import (
     tree_map_only,  # of leaves of one type
 )
 
+from ..ir.errors import PlanError
+
 if TYPE_CHECKING:
     from torch._dynamo import exc as dynamo_errors
     from torch._dynamo import lookup_backend
@@ -80,8 +82,14 @@ def __getattr__(name: str) -> Any:
     if name not in LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = LATE[name]
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    try:
+        found = import_module(module)
+        return getattr(found, attribute) if attribute else found
+    except (ImportError, AttributeError) as error:
+        raise PlanError(
+            f"torch {torch.__version__} has no {module}{attribute and '.'}{attribute}, which Penstock needs for what "
+            "was asked: take a release that it is tested with (README.md)"
+        ) from error
 
 
 # Functions that models may call; records in `graph/operators` name the operators of ATen.

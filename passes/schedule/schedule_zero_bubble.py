@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.program import StageSpec
+from ...runtime.stage.split_backward import require_halves
 from ..draft import Draft
 from .flow import Flow, Placed, StageAction, Turn
 from .schedule import Schedule
@@ -41,7 +42,8 @@ class ScheduleZeroBubble(Schedule):
     splits_backward: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
-        """The shortest of several orders, one per patience."""
+        """The shortest of several orders, one per patience. Raises `PlanError` where torch's halves are wrong."""
+        require_halves()
         tables = [WeightsLast(flow, draft, patience) for patience in PATIENCE]
         orders = [(table.run(), max(table.free_s)) for table in tables]
         return min(orders, key=lambda row: row[1])[0]

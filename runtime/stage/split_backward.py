@@ -3,18 +3,25 @@
 The halves are torch's own (`torch.distributed.pipelining`), which fill the bubbles of its zero-bubble schedules. The
 first walks the graph from the outputs to the inputs and notes the gradients at the nodes where parameters come in; the
 second enters at these nodes. Sums are made in the order of a whole backward, so the gradients are bit for bit the same.
+
+What is built on them here holds for the halves of torch 2.13 to 2.15. Those of 2.11 and 2.12 lose a gradient of a
+parameter that is used both before and after an input comes in; `wrong_halves` finds that, and refuses what it finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import layer_norm
+
+from ...ir.errors import PlanError
 
 BackwardGroup = dict[
     str, Any
@@ -156,3 +163,49 @@ def _leads_to(node: Any, goals: set[Any]) -> bool:
         seen |= fresh
         stack += fresh
     return False
+
+
+@functools.cache
+def wrong_halves() -> str:
+    """The fault of torch's halves on a small graph, in which a matrix is used twice with others between, a vector
+    before and after an input comes in, and an output that no input reaches shares a parameter with the other; "" where
+    they give the gradients of a whole backward, bit for bit."""
+    whole = _sample_gradients(lambda edges, grads, leaves, params: torch.autograd.backward(edges, grads))
+    try:
+        halves = _sample_gradients(_by_halves)
+    except (PlanError, RuntimeError, AttributeError, TypeError) as error:
+        return f"its backward in two halves fails: {error}"
+    differ = [name for name, g in whole.items() if (halves[name] is None) != (g is None) or not _equal(halves[name], g)]
+    return f"its backward in two halves gives another gradient of {differ[0]} than a whole one" if differ else ""
+
+
+def require_halves() -> None:
+    """Raise `PlanError` where torch's halves are wrong."""
+    if fault := wrong_halves():
+        raise PlanError(
+            f"torch {torch.__version__}: {fault}, so no backward is split. Take a schedule with whole backwards, such "
+            "as schedule-1f1b, or torch 2.13 or newer"
+        )
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _by_halves(edges: Any, grads: Any, leaves: Any, params: Any) -> None:
+    weight_half(input_half(edges, grads, leaves, params), params)
+
+
+def _sample_gradients(backward: Callable[..., None]) -> dict[str, Tensor | None]:
+    """The gradients of the sample's parameters after two micro-batches, and of the inputs of the second."""
+    made = torch.Generator().manual_seed(0)
+    shapes = {"twice": (4, 4), "between": (4, 4), "bias": (4,), "vector": (4,), "apart": (4,), "unused": (4,)}
+    params = {name: nn.Parameter(torch.randn(shape, generator=made)) for name, shape in shapes.items()}
+    twice, between, bias, vector, apart, _ = params.values()
+    for _ in range(2):
+        x, y = leaves = [torch.randn(3, 4, generator=made).requires_grad_() for _ in range(2)]
+        inner = torch.tanh((x + vector) @ twice) + (layer_norm(y, (4,)) @ between + bias)
+        outputs = [(inner @ twice * vector + y) * apart.abs(), apart.abs() * bias]
+        grads = [torch.randn(out.shape, generator=made) for out in outputs]
+        backward([get_gradient_edge(out) for out in outputs], grads, leaves, params)
+    return {name: p.grad for name, p in params.items()} | {f"input {i}": leaf.grad for i, leaf in enumerate(leaves)}

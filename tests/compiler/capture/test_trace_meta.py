@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +14,7 @@ from zoo import ScaledGradient, zoo
 
 from penstock.compiler.capture.trace import trace
 from penstock.graph.opgraph import is_mode_switch
+from penstock.ir.errors import CaptureError
 
 
 class Model(nn.Module):
@@ -186,6 +188,72 @@ def test_a_function_taken_from_its_class_is_the_same_call_with_the_same_members(
     (call,) = (n for n in opgraph.nodes if getattr(n.target, "__self__", None) is ScaledGradient)
     assert call.args[1] is Way.UP
     assert apply(torch.ones(1), 2.0) == 1, "not redirected outside of a trace"
+
+
+class Apart(torch.autograd.Function):
+    """Fills its context in a function of its own. `forward` may also be called as any other function."""
+
+    @staticmethod
+    def forward(x, scale):
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale * 2, None
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+taken = Apart.apply
+
+
+@pytest.mark.parametrize(
+    ("forward", "calls"),
+    [
+        (lambda m, x: taken(m.linear(x), 2.0).sum(), 1),
+        (lambda m, x: taken(taken(m.linear(x), 2.0), 3.0).sum(), 2),
+        (lambda m, x: Apart.forward(m.linear(x), 2.0).sum(), 0),
+    ],
+)
+def test_a_taken_function_keeps_its_own_gradient(forward, calls):
+    model, x = Model(forward), torch.randn(3, 4)
+    opgraph = trace(model, x)
+    assert len([n for n in opgraph.nodes if getattr(n.target, "__self__", None) is Apart]) == calls
+    (found,) = torch.autograd.grad(opgraph.module(x)["loss"], [model.linear.weight])
+    (wanted,) = torch.autograd.grad(forward(model, x), [model.linear.weight])
+    assert torch.equal(found, wanted)
+
+
+def test_a_taken_function_knows_whether_gradients_are_on():
+    def forward(m, x):
+        with torch.no_grad():
+            constant = taken(m.linear(x), 2.0)
+        return (m.linear(x) * constant).sum()
+
+    (call,) = (n for n in record(forward).nodes if getattr(n.target, "__self__", None) is Apart)
+    assert call.meta["no_grad"]
+
+
+def test_a_taken_function_that_returns_its_input_is_recorded_or_refused():
+    same = Same.apply
+    try:
+        opgraph = record(lambda m, x: same(m.linear(x)).sum())
+    except CaptureError as error:
+        assert "Same returns one of its inputs" in str(error) and "write Same.apply(...) at the call" in str(error)
+    else:
+        assert [n for n in opgraph.nodes if getattr(n.target, "__self__", None) is Same]
 
 
 class Noise(torch.autograd.Function):
