@@ -3,18 +3,18 @@
 #   PYTHON       interpreter that creates .venv                          python3
 #   TORCH        requirement that pip installs as PyTorch                torch==2.13.0
 #   TORCH_INDEX  package index for that one requirement                  pip's own
-#   GPU          no: without the 5 GB of libraries that PyTorch's builds for CUDA require, for CPUs alone    yes
+#   TORCH_GPU    no: without the 5 GB of libraries that PyTorch's builds for CUDA require, for CPUs alone    yes
 #   PIP_ARGS     further arguments of every pip install                  none
 #   EXAMPLES     times the examples of property-based tests in slow      5
 #   SEED         of these examples, and of mutants                       the time
 #   PYPI         where gpu-emulated finds PyTorch for CUDA                https://pypi.org/simple
 #   SEEDS        of gpu-emulated, which runs once per seed               1 2 3
 #
-# TORCH, TORCH_INDEX and GPU count when .venv is created: `make clean` first to change them.
+# TORCH, TORCH_INDEX and TORCH_GPU count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-GPU ?= yes
+TORCH_GPU ?= yes
 PIP_ARGS ?=
 EXAMPLES ?= 5
 SEED ?= $(shell date +%s)
@@ -58,13 +58,13 @@ help:
 
 # PyTorch comes first and alone, so that what follows finds it installed and never replaces the chosen build.
 VERSIONS := $(MATRIX:%=.venv-%)
-$(VERSIONS:%=%/torch): GPU = no
+$(VERSIONS:%=%/torch): TORCH_GPU = no
 $(VERSIONS:%=%/torch): TORCH = torch==$(firstword $(subst -py, ,$(patsubst .venv-%,%,$(@D))))
 $(VERSIONS:%=%/torch): PYTHON = python$(lastword $(subst -py, ,$(@D)))
 .venv/torch $(VERSIONS:%=%/torch):
 	$(PYTHON) -m venv $(@D)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(filter no,$(GPU)),--no-deps) '$(TORCH)'
-	$(if $(filter no,$(GPU)),$(PYTHON) tests/fakecuda/without_gpu.py $(@D))
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(filter no,$(TORCH_GPU)),--no-deps) '$(TORCH)'
+	$(if $(filter no,$(TORCH_GPU)),$(PYTHON) tests/fakecuda/without_gpu.py $(@D))
 	touch $@
 
 %/penstock: %/torch setup.cfg pyproject.toml

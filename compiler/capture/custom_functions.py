@@ -24,6 +24,12 @@ TORCH_APPLY = torch.autograd.Function.__dict__["apply"]
 _CLASSES = type(torch.autograd.Function)
 
 
+class _Depth(threading.local):
+    """In how many of torch's own `apply` this thread is, by `original_apply`."""
+
+    depth = 0
+
+
 class _Late:
     def apply(cls, *args: Any, **kwargs: Any) -> Any:  # as the code of torch's apply, where `__class__` is Function
         return __class__.__dict__["apply"].__get__(None, cls)(*args, **kwargs)  # type: ignore[name-defined]
@@ -43,11 +49,11 @@ if isinstance(TORCH_APPLY, classmethod):
             _PYTHON.__code__ = before
 
 else:
-    _RUNNING = threading.local()  # `depth`: how many of torch's own this thread is in by `original_apply`
+    _RUNNING = _Depth()
 
-    def original_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def original_apply(cls: type, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         """Torch's own `apply` of a class."""
-        _RUNNING.depth = getattr(_RUNNING, "depth", 0) + 1
+        _RUNNING.depth += 1
         try:
             return TORCH_APPLY.__get__(None, cls)(*args, **kwargs)
         finally:
@@ -62,7 +68,7 @@ else:
 
         def attribute(cls: type, name: str) -> Any:
             value = type.__getattribute__(cls, name)
-            if threading.get_ident() != thread or getattr(_RUNNING, "depth", 0):
+            if threading.get_ident() != thread or _RUNNING.depth:
                 return value
             if name == "_backward_cls":
                 asked[cls] = torch.is_grad_enabled()

@@ -112,4 +112,5 @@ class _Sample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x @ self.weight).relu_()
-        return _doubled(h).square().mean()
+        doubled: Tensor = _doubled(h)
+        return doubled.square().mean()

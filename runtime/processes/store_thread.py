@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -168,7 +168,8 @@ def _is_out_of_reach(own: str) -> bool:
 
 def another_connection(store: dist.Store) -> dist.Store:
     """A connection to the same store for another thread, as calls of one connection wait for each other."""
-    return store.clone()  # type: ignore[attr-defined, no-any-return]
+    other: dist.Store = cast(Any, store).clone()  # torch 2.13 has no type of it
+    return other
 
 
 def agent_has_store() -> bool:
