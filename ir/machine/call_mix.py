@@ -6,12 +6,13 @@ backward, a forward that is spared some calls) has smaller sums and the same mix
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TypeVar
+
+import numpy as np
 
 FLASH, EFFICIENT = "flash", "efficient"  # kernels of attention; any other way to compute it consists of other calls
 ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward per FLOP of its forward: five products instead of two
@@ -50,7 +51,7 @@ class Product:
     @property
     def size(self) -> float:
         """The side of the cube with the same number of multiplications; a batch counts like more rows."""
-        return math.cbrt(self.batch * self.m * self.n * self.k)
+        return float(np.cbrt(float(self.batch * self.m * self.n * self.k)))
 
 
 @dataclass(frozen=True)

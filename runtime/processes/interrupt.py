@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,7 +68,8 @@ def finishing(call: str) -> Iterator[None]:
                 _set(number, handler)
         if held:
             for other in held[1:]:
-                held[0].add_note(f"and later, in another signal handler: {other!r}")
+                text = f"and later, in another signal handler: {other!r}"
+                held[0].add_note(text) if sys.version_info >= (3, 11) else _say(text)
             raise held[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -73,7 +74,7 @@ def test_all_that_a_handler_raises_waits(number: int) -> None:
             for _ in range(3):
                 os.kill(os.getpid(), number)
             done.append("the rest")
-        assert done and len(caught.value.__notes__) == 2
+        assert done and (sys.version_info < (3, 11) or len(caught.value.__notes__) == 2)
         assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
