@@ -1,11 +1,11 @@
 """Choose the CUDA kernel that torch takes for a call of attention, with the bytes that it saves and needs meanwhile.
 
 In: the arguments of a call, as fake tensors. Out: a result of the right shape and layout, whose backward holds what the
-real one holds, and calls for the active `KernelCalls` modes. The rules are those of torch's `sdp_utils.cpp`
-(`can_use_flash_attention`, `can_use_mem_efficient_attention`), sizes are those of `flash_api.cpp`,
-`attention.cu` and `attention_backward.cu` beside it. cuDNN's kernel, which torch takes first on an H100, saves the same
-as flash attention. GPUs older than Ampere, which lack flash attention, run the efficient kernel, whose bytes differ by
-the padding of rows only.
+real one holds, and calls for the active `KernelCalls` modes. The rules are those of torch's `sdp_utils.cpp` (2.13)
+(`can_use_flash_attention`, `can_use_mem_efficient_attention`), sizes are those of `flash_api.cpp`, `attention.cu` and
+`attention_backward.cu` beside it. cuDNN's kernel, which torch takes first on an H100, saves the same as flash
+attention. GPUs older than Ampere, which lack flash attention, run the efficient kernel, whose bytes differ by the
+padding of rows only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 In: a call of an aten operator on fake tensors. Out: bytes, None for an operator of which nothing is known. Fake tensors
 do not show them, since torch's host code allocates them inside the operator. Each function in `workspace/` names the
-function of PyTorch (2.13) that it follows. What depends on the GPU is that of `LARGEST`: smaller ones need about as
-much or less. Attention, which is no single operator here, has its functions in `workspace/attention.py`.
+function of PyTorch (2.13) that it follows; docs/versions.md has what was compared with later releases. What depends on
+the GPU is that of `LARGEST`: smaller ones need about as much or less. Attention, which is no single operator here, has
+its functions in `workspace/attention.py`.
 
 Nothing is known of operators whose kernels are a library's that tells its sizes only to a running program: cuDNN's
 batch norm (`native_batch_norm` here), recurrent layers, and attention, which torch takes first on GPUs of compute

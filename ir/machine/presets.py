@@ -68,6 +68,7 @@ MIB = 2**20
 MESSAGES_BYTES = 256 * MIB
 # torch's CublasHandlePool.cpp (2.13): the workspace of cuBLAS and cuBLASLt together, for each pair of a thread and a
 # stream with products; 8.125 MiB before Hopper. Forward has one such pair, and backward, on autograd's thread, another.
+# From 2.15 on each product gives it back, so that no more is taken.
 CUBLAS_BYTES, CUBLAS_PAIRS = 32 * MIB, 2
 
 
