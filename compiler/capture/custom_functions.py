@@ -40,7 +40,7 @@ if isinstance(TORCH_APPLY, classmethod):
     original_apply = FunctionType(_PYTHON.__code__, _PYTHON.__globals__, "apply", None, _PYTHON.__closure__)
 
     @contextmanager
-    def redirect_taken() -> Iterator[None]:
+    def redirect_taken_functions() -> Iterator[None]:
         """Let functions that a script has taken from their classes call the `apply` that replaces torch's."""
         before, _PYTHON.__code__ = _PYTHON.__code__, _Late.apply.__code__
         try:
@@ -60,7 +60,7 @@ else:
             _RUNNING.depth -= 1
 
     @contextmanager
-    def redirect_taken() -> Iterator[None]:
+    def redirect_taken_functions() -> Iterator[None]:
         """Let functions that this thread calls, and that were taken from their classes, call the `apply` that replaces
         torch's."""
         thread, asked = threading.get_ident(), {}

@@ -25,7 +25,7 @@ from ...runtime.script_caches import ScriptCaches
 from ...runtime.torch_names import FakeTensorMode
 from .calls import leaf_modules
 from .constants import ConstantNames
-from .custom_functions import TORCH_APPLY, original_apply, redirect_taken
+from .custom_functions import TORCH_APPLY, original_apply, redirect_taken_functions
 from .dynamic import DynamicDims
 from .python_state import GlobalDraws
 
@@ -257,7 +257,7 @@ def replace_functions(*changes: tuple[Any, str, Any]) -> Iterator[None]:
         for (owner, name, old), (_, _, value) in zip(before, changes):
             if owner is torch.autograd.Function and name == "apply":
                 old = classmethod(original_apply) if old is TORCH_APPLY else old
-                stack.enter_context(redirect_taken())
+                stack.enter_context(redirect_taken_functions())
             setattr(owner, name, _function_of_thread(value, old))
         yield
 

@@ -1,6 +1,6 @@
 """The release of PyTorch: those that the tests are run with, and the self-check of a newer one.
 
-Some of what Penstock does stands on functions of PyTorch that may change without notice. In: the release that is
+Penstock uses functions of PyTorch that may change without notice. In: the release that is
 installed. A tested one is taken as it is. Of a newer one a warning says, once a process, what was checked and what
 failed; what failed is refused where it is asked for: backwards in halves by `schedule-zero-bubble`, a private name at
 its first use. A model that is captured otherwise than eager computes it is refused at once.

@@ -2,8 +2,8 @@
 
     without_gpu.py VENV
 
-A stub stands where torch looks for each library, and says that there is no GPU; torch's METADATA no longer requires the
-libraries, so that pip does not add them. Needs gcc, g++ and binutils. A build for CPUs stays as it is.
+Where torch looks for its libraries there are stubs, which say that there is no GPU, and its METADATA no longer requires
+the libraries, so that pip does not add them. Needs gcc, g++ and binutils. A build for CPUs stays as it is.
 """
 
 from __future__ import annotations

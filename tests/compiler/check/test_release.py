@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def unknown() -> Iterator[None]:
-    """What is known of a release in this process is asked anew."""
+    """Let each test ask anew about a release."""
     for known in (check_release, wrong_halves):
         known.cache_clear()
     yield
@@ -97,7 +97,7 @@ def test_names_that_are_gone_are_told_and_refused_at_their_use(monkeypatch: pyte
 
 def test_a_release_that_captures_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured_wrongly() == ""
-    monkeypatch.setattr(guard, "redirect_taken", contextlib.nullcontext)
+    monkeypatch.setattr(guard, "redirect_taken_functions", contextlib.nullcontext)
     with pytest.raises(PlanError, match=r"torch 3\.0\.0 is newer .* captured step .* not the model's own: install"):
         check_release("3.0.0")
 
