@@ -32,7 +32,9 @@ MIB = 2**20
 @functools.cache
 def measured_blocks() -> dict[str, Any]:
     """Bytes by the name of the call; in a process of its own, since kernels that compute nothing may stand in it."""
-    environment = {**os.environ, **(HOST_CODE_ONLY if "FAKECUDA_TORCH" in os.environ else {})}
+    # From torch 2.15 on a product holds cuBLAS's workspace while it runs, where torch is not told to keep it.
+    kept = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
+    environment = {**os.environ, **kept, **(HOST_CODE_ONLY if "FAKECUDA_TORCH" in os.environ else {})}
     command = [sys.executable, "-m", "penstock.tests.gpu.operator_memory"]
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
