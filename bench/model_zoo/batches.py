@@ -1,0 +1,307 @@
+"""A batch for any class, from the arguments of its forward and its configuration: tokens, images, sound, labels.
+
+A row has padding, whose labels are ignored. Where a model puts features of images or sound in the place of tokens, the
+model itself is asked how many there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .registry import ModelClass
+from .small import get
+
+ROWS, TOKENS, PADDING, FRAMES, BOXES = 4, 12, 3, 2, 2
+SOUND, MEL = 3200, 64
+Batch = dict[str, Any]
+
+
+def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch | Exception]:
+    """Batches that may fit, the likeliest first: images and sound are handed over in several forms. An exception in the
+    place of a batch is what the model says of a form."""
+    config: Any = net.config
+    draw = _Draw(config, seed)
+    arguments = model.arguments
+    forms: list[list[Batch]] = [[{}]]
+    if {"pixel_values", "image_pixel_values", "pixel_values_videos", "images"} & set(arguments):
+        forms.append(_images(arguments, draw, "video" in model.kind))
+    if {"input_features", "input_values", "audio_input_features", "audio_values"} & set(arguments):
+        forms.append(_sounds(arguments, draw))
+    if len(forms) == 3:  # images and sound, or either
+        forms = [forms[0], [*forms[1], {}], [*forms[2], {}]]
+    for chosen in itertools.product(*forms):
+        if len(forms) == 3 and not any(chosen):
+            continue
+        inputs: Batch = {name: value for form in chosen for name, value in form.items()}
+        try:
+            if "past_values" in arguments:
+                inputs.update(_series(arguments, draw))
+            if "input_ids" in arguments or "inputs" in arguments and "pixel_values" not in arguments:
+                inputs.update(_tokens(model, net, draw, inputs))
+            inputs.update(_labels(model, draw, inputs))
+        except Exception as error:
+            yield error
+        else:
+            yield inputs
+
+
+class _Draw:
+    """Random numbers, and the sizes that a configuration or a nested one states."""
+
+    def __init__(self, config: Any, seed: int):
+        self.config = config
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def find(self, *names: str, default: Any = None, inside: tuple[str, ...] = ()) -> Any:
+        """The first of these fields that the configuration, or one nested in it, has."""
+        for name in names:
+            for config in _all_configs(self.config, inside):
+                value = get(config, name)
+                if value is not None:
+                    return value
+        return default
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, max(high, low + 1), shape, generator=self.generator)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+
+def _all_configs(config: Any, inside: tuple[str, ...] = ()) -> Iterator[Any]:
+    nested = [(name, each) for name, each in vars(config).items() if hasattr(each, "to_dict")]
+    if not inside:
+        yield config
+    for name, each in nested:
+        if not inside or any(word in name for word in inside):
+            yield from _all_configs(each)
+    if inside:
+        yield config
+        for _, each in nested:
+            yield from _all_configs(each)
+
+
+VISION = ("vision", "vit", "image", "backbone")
+TEXT = ("text", "llm", "language", "decoder", "thinker")
+SOUNDS = ("audio", "sound", "speech", "encoder")
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, (list, tuple)):
+        return int(size[0]), int(size[-1])
+    return int(size), int(size)
+
+
+def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
+    """Images in each form that processors make: patches with their grid, or pixels with 4, 5 or 6 dimensions."""
+    height, width = _pair(draw.find("image_size", "img_size", "input_size", default=64, inside=VISION))
+    channels = draw.find("num_channels", "in_channels", "in_chans", default=3, inside=VISION)
+    channels = channels if isinstance(channels, int) else 3
+    patch = _pair(draw.find("patch_size", "spatial_patch_size", default=16, inside=VISION))[0]
+    if "image_grid_thw" in arguments or "spatial_shapes" in arguments or "image_position_ids" in arguments:
+        side = 4
+        temporal = draw.find("temporal_patch_size", default=1, inside=VISION)
+        temporal = _pair(temporal)[0] if "image_grid_thw" in arguments else 1
+        content = channels * temporal * patch * patch
+        if "image_grid_thw" in arguments:
+            patches = draw.normal(ROWS * side * side, content)
+            grid = torch.tensor([[1, side, side]] * ROWS)
+            squares = patches.view(-1, channels, patch, patch) if temporal == 1 else patches
+            return [{"pixel_values": each, "image_grid_thw": grid} for each in (patches, squares)]
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(ROWS, -1, -1).contiguous()
+        patches = draw.normal(ROWS, side * side, content)
+        if "image_position_ids" in arguments:
+            return [{"pixel_values": patches, "image_position_ids": places}]
+        shapes = torch.full((ROWS, 2), side)
+        mask = torch.ones(ROWS, side * side, dtype=torch.long)
+        return [{"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}]
+    name = next(n for n in ("pixel_values", "image_pixel_values", "pixel_values_videos", "images") if n in arguments)
+    sizes = torch.tensor([[height, width]] * ROWS)
+    extra: Batch = {each: sizes for each in ("image_sizes", "target_sizes") if each in arguments}
+    pixels = draw.normal(ROWS, channels, height, width)
+    frames = draw.find("num_frames", "frames_per_clip", default=FRAMES)
+    stacks = draw.normal(ROWS, frames, channels, height, width)
+    tiles = draw.normal(ROWS, 1, channels, height, width)
+    forms: list[Batch] = [{name: pixels}, {name: tiles}]
+    if video or name == "pixel_values_videos":
+        forms = [{name: stacks}]
+    elif "image_sizes" in arguments and draw.find("image_grid_pinpoints") is not None:
+        forms = [{name: draw.normal(ROWS, 2, channels, height, width)}]
+    elif "pixel_attention_mask" in arguments:
+        mask = torch.ones(ROWS, 1, height, width, dtype=torch.long)
+        forms = [{name: tiles, "pixel_attention_mask": mask}, {name: tiles}, {name: pixels}]
+    elif "aspect_ratio_ids" in arguments:
+        most = draw.find("max_num_tiles", default=4, inside=VISION)
+        mask = torch.zeros(ROWS, 1, most, dtype=torch.long)
+        mask[..., 0] = 1
+        ids = torch.ones(ROWS, 1, dtype=torch.long)
+        stack = draw.normal(ROWS, 1, most, channels, height, width)
+        forms = [{name: stack, "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}]
+    elif "keypoint" in type(draw.config).__name__.lower() or "glue" in type(draw.config).__name__.lower():
+        forms = [{name: draw.normal(ROWS, 2, channels, height, width)}]
+    if "pixel_mask" in arguments:
+        forms = [{**form, "pixel_mask": torch.ones(ROWS, height, width, dtype=torch.long)} for form in forms] + forms
+    return [*forms, *({**form, **extra} for form in forms if extra)]
+
+
+def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
+    """Sound as samples, or as features per frame with either dimension last."""
+    bins = draw.find("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "num_mel_bins", default=80)
+    frames = MEL
+    positions = draw.find("max_source_positions", inside=SOUNDS)
+    if isinstance(positions, int) and positions <= 64:
+        frames = 2 * positions
+    if "input_features" in arguments or "audio_input_features" in arguments:
+        name = "input_features" if "input_features" in arguments else "audio_input_features"
+        forms = [{name: draw.normal(ROWS, bins, frames)}, {name: draw.normal(ROWS, frames, bins)}]
+        mask = torch.ones(ROWS, frames, dtype=torch.long)
+        masked = [{**form, "input_features_mask": mask} for form in forms] if "input_features_mask" in arguments else []
+        return [*masked, *forms]
+    name = "input_values" if "input_values" in arguments else "audio_values"
+    samples = draw.normal(ROWS, SOUND)
+    if "padding_mask" in arguments:
+        mask = torch.ones(ROWS, SOUND, dtype=torch.long)
+        return [{name: samples[:, None]}, {name: samples, "padding_mask": mask}, {name: samples}]
+    return [{name: samples}, {name: draw.normal(ROWS, MEL, bins)}, {name: draw.normal(ROWS, bins, MEL)},
+            {name: samples[:, None]}]  # fmt: skip
+
+
+def _series(arguments: list[str], draw: _Draw) -> Batch:
+    length = draw.find("context_length", default=64)
+    channels = draw.find("num_input_channels", default=1)
+    if "future_values" in arguments:
+        values = draw.normal(ROWS, length)
+        return {"past_values": values, "future_values": draw.normal(ROWS, draw.find("horizon_length", default=8))}
+    return {"past_values": draw.normal(ROWS, length, channels)}
+
+
+def _tokens(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Batch:
+    """Token ids with the places of images and sound, their mask, and what the library derives of them."""
+    vocabulary = draw.find("vocab_size", default=128, inside=TEXT)
+    vocabulary = vocabulary if isinstance(vocabulary, int) else 128
+    special = {value for config in _all_configs(draw.config) for name, value in vars(config).items()
+               if name.endswith(("_id", "_index")) and isinstance(value, int)}  # fmt: skip
+    usable = torch.tensor([each for each in range(vocabulary) if each not in special and each > 3])
+    choices = 2 if model.kind == "multiple_choice" else 0
+    shape = (ROWS, choices, TOKENS) if choices else (ROWS, TOKENS)
+    ids = usable[draw.integers(0, len(usable), *shape)]
+    mask = torch.ones_like(ids)
+    mask[-1, ..., -PADDING:] = 0
+    kinds = torch.zeros_like(ids)
+    for name, number in (("image", 1), ("audio", 3), ("video", 2)):
+        count = _feature_count(net, name, inputs)
+        token = draw.find(f"{name}_token_id", f"{name}_token_index", f"{name}_token")
+        if count and isinstance(token, int):
+            places = torch.full((ROWS, count), token)
+            before = [draw.find(f"{name}_start_token_id", "vision_start_token_id", f"boi_token_id")]
+            after = [draw.find(f"{name}_end_token_id", "vision_end_token_id", f"eoi_token_id")]
+            row = [torch.full((ROWS, 1), each) for each in before if isinstance(each, int)]
+            row += [places, *(torch.full((ROWS, 1), each) for each in after if isinstance(each, int))]
+            put = torch.cat(row, 1)
+            ids = torch.cat([ids[:, :1], put, ids[:, 1:]], 1)
+            mask = torch.cat([torch.ones_like(put), mask], 1)
+            kinds = torch.cat([kinds[:, :1], (put == token).long() * number, kinds[:, 1:]], 1)
+    eos = draw.find("eos_token_id", inside=TEXT)
+    if model.kind == "sequence_classification" and isinstance(eos, int) and "decoder_input_ids" in model.arguments:
+        ids[:, -PADDING - 1] = eos  # these read the hidden state of the last end of a sentence
+    pad = draw.find("pad_token_id", inside=TEXT)
+    if isinstance(pad, int):
+        ids = ids.masked_fill(mask == 0, pad)
+    found: Batch = {"input_ids" if "input_ids" in model.arguments else "inputs": ids}
+    if "attention_mask" in model.arguments:
+        found["attention_mask"] = mask
+    if "mm_token_type_ids" in model.arguments:
+        found["mm_token_type_ids"] = kinds
+    if "token_type_ids" in model.arguments and kinds.any():
+        found["token_type_ids"] = kinds
+    if "bbox" in model.arguments:
+        found["bbox"] = torch.tensor([1, 2, 3, 4]).expand(*ids.shape, 4).contiguous()
+    if "image_embeds_position_mask" in model.arguments:
+        count = draw.find("latent_query_num", default=4)
+        places = torch.zeros_like(ids)
+        places[:, 1 : 1 + count] = 1
+        found["image_embeds_position_mask"] = places
+    return found
+
+
+def _feature_count(net: nn.Module, name: str, inputs: Batch) -> int:
+    """How many tokens of a row its image, video or sound takes the place of."""
+    ask = getattr(net, f"get_{name}_features", None) or getattr(getattr(net, "model", None), f"get_{name}_features", None)
+    words = {"image": ("pixel", "image", "spatial", "target"), "audio": ("input_features", "input_values", "audio",
+             "padding_mask"), "video": ("video",)}[name]  # fmt: skip
+    given = {key: value for key, value in inputs.items() if key.startswith(words)}
+    if ask is None or not given:
+        return 0
+    with torch.no_grad():
+        found = ask(**given)
+    if hasattr(found, "pooler_output"):
+        found = found.last_hidden_state if found.pooler_output is None else found.pooler_output
+    if isinstance(found, (list, tuple)):
+        found = torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+    return found.numel() // found.shape[-1] // ROWS
+
+
+def _labels(model: ModelClass, draw: _Draw, inputs: Batch) -> Batch:
+    arguments, kind, config = model.arguments, model.kind, draw.config
+    ids = inputs.get("input_ids", inputs.get("inputs"))
+    classes = getattr(config, "num_labels", 2) or 2
+    found: Batch = {}
+    if "return_loss" in arguments:
+        found["return_loss"] = True
+    if "start_positions" in arguments:
+        return {"start_positions": draw.integers(0, 4, ROWS), "end_positions": draw.integers(4, 8, ROWS)}
+    if "target_values" in arguments:
+        is_class = "classification" in kind
+        targets = draw.find("num_targets", default=1)
+        return {"target_values": draw.integers(0, targets, ROWS) if is_class else draw.normal(ROWS, targets)}
+    if "bool_masked_pos" in arguments and "labels" not in arguments:
+        pixels = inputs["pixel_values"]
+        patch = _pair(draw.find("patch_size", default=16, inside=VISION))
+        places = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
+        mask = torch.zeros(ROWS, places, dtype=torch.bool)
+        mask[:, ::2] = True
+        return {**found, "bool_masked_pos": mask}
+    if "mask_labels" in arguments:
+        height, width = inputs["pixel_values"].shape[-2:]
+        masks = [draw.integers(0, 2, BOXES, height, width).float() for _ in range(ROWS)]
+        return {"mask_labels": masks, "class_labels": [draw.integers(0, classes, BOXES) for _ in range(ROWS)]}
+    if "labels" not in arguments:
+        return found
+    if kind in ("object_detection", "zero_shot_object_detection", "image_segmentation", "instance_segmentation",
+                "universal_segmentation"):  # fmt: skip
+        boxes = [0.2 + 0.3 * torch.rand(BOXES, 4, generator=draw.generator) for _ in range(ROWS)]
+        targets = [{"class_labels": draw.integers(0, classes, BOXES), "boxes": each} for each in boxes]
+        if "segmentation" in kind:
+            height, width = inputs["pixel_values"].shape[-2:]
+            targets = [{**each, "masks": draw.integers(0, 2, BOXES, height, width).float()} for each in targets]
+        return {"labels": targets}
+    if kind == "semantic_segmentation":
+        height, width = inputs["pixel_values"].shape[-2:]
+        return {"labels": draw.integers(0, classes, ROWS, height, width)}
+    if kind in ("sequence_classification", "image_classification", "audio_classification", "video_classification",
+                "next_sentence_prediction", "audio_xvector"):  # fmt: skip
+        return {"labels": draw.integers(0, classes, ROWS)}
+    if kind == "multiple_choice":
+        return {"labels": draw.integers(0, 2, ROWS)}
+    if kind == "token_classification":
+        return {"labels": draw.integers(0, classes, *ids.shape)}
+    if kind in ("ctc", "rnnt", "tdt"):
+        return {"labels": draw.integers(4, min(draw.find("vocab_size", default=32), 96), ROWS, 4)}
+    if kind == "visual_question_answering" and "decoder_input_ids" not in arguments:
+        return {"labels": torch.rand(ROWS, classes, generator=draw.generator)}
+    if "next_sentence_label" in arguments or "sentence_order_label" in arguments:
+        name = "next_sentence_label" if "next_sentence_label" in arguments else "sentence_order_label"
+        found[name] = draw.integers(0, 2, ROWS)
+    if ids is None or "input_features" in inputs and "decoder_input_ids" in arguments:
+        vocabulary = draw.find("vocab_size", default=96, inside=TEXT)
+        return {**found, "labels": draw.integers(4, min(vocabulary, 90), ROWS, TOKENS // 2)}
+    mask = inputs.get("attention_mask")
+    labels = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, -100)
+    if inputs.get("mm_token_type_ids") is not None:
+        labels = labels.masked_fill(inputs["mm_token_type_ids"] > 0, -100)
+    return {**found, "labels": labels.clone()}

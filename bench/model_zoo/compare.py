@@ -1,0 +1,169 @@
+"""One class, trained two steps by eager PyTorch and by a plan on two devices, and how far the two are apart."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.graph.follow.coupling import coupling_text
+
+from .batches import Batch, batches
+from .exceptions import FOR_CLASS
+from .registry import ModelClass
+from .small import small_config
+
+STEPS, DEVICES, MICRO_BATCHES = 2, 2, 2
+TOLERANCE = 1e-5
+MOST_PARAMS = 60_000_000
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+LIBRARY = str(Path(transformers.__file__).parent)
+OWN = str(Path(penstock.__file__).parent)
+
+
+class FailsInEager(Exception):
+    """The class cannot be built or trained by eager PyTorch; the message is the library's."""
+
+
+def compare(model: ModelClass) -> dict[str, Any]:
+    """The row of a class: `outcome` is equal, different, refused, "raw error" or "fails in eager"."""
+    warnings.simplefilter("ignore")
+    try:
+        net, batch, eager = _train_eager(model)
+    except FailsInEager as error:
+        return {"outcome": "fails in eager", "detail": str(error)}
+    found: dict[str, Any] = {"params": sum(p.numel() for p in net.parameters())}
+    try:
+        planned = _train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
+        found.update(_difference(net, eager, planned), micro_batches=MICRO_BATCHES)
+        couplings = planned["couplings"]
+        if couplings and not _is_equal(found):
+            found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
+            found["detail"] = f"rows are coupled: {couplings[0]}"
+    except PenstockError as error:
+        return {**found, "outcome": "refused", "error": type(error).__name__, "detail": str(error)[:1500],
+                "line": _line(error)}  # fmt: skip
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error)[:600]}"
+        return {**found, "outcome": "raw error", "detail": text, "line": _line(error), "frames": _frames(error)}
+    return {**found, "outcome": "equal" if _is_equal(found) else "different"}
+
+
+def _is_equal(apart: dict[str, Any]) -> bool:
+    return apart["loss_apart"] <= TOLERANCE and apart["weights_apart"] <= TOLERANCE and apart["moves_apart"] <= 1e-3
+
+
+def _train_eager(model: ModelClass) -> tuple[nn.Module, Batch, dict[str, Any]]:
+    """The class at the smallest sizes that eager PyTorch trains, its batch, and what training gives."""
+    first: Exception | None = None
+    for widths in ("small", "kept"):
+        try:
+            net = build(model, widths)
+        except Exception as error:
+            first = first or error
+            continue
+        for batch in batches(model, net):
+            if isinstance(batch, Exception):
+                first = first or batch
+                continue
+            try:
+                return net, batch, _train(copy.deepcopy(net), batch)
+            except Exception as error:
+                first = first or error
+    if first is None:
+        raise FailsInEager("no batch is known for its arguments")
+    frame = traceback.extract_tb(first.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    raise FailsInEager(f"{type(first).__name__}: {' '.join(str(first).split())[:300]} ({place})")
+
+
+def build(model: ModelClass, widths: str = "small") -> nn.Module:
+    """A tiny instance in training mode, whose vectors are drawn: a bias that is added twice shows only if not zero."""
+    config = small_config(model.cls.config_class, widths, **FOR_CLASS.get(model.name, {}))
+    with torch.device("meta"):
+        size = sum(p.numel() for p in model.cls(copy.deepcopy(config)).parameters())
+    if size > MOST_PARAMS:
+        raise ValueError(f"{size:,} parameters with the sizes that were kept")
+    torch.manual_seed(0)
+    net: nn.Module = model.cls(config).float().train()
+    with torch.no_grad():
+        for param in net.parameters():
+            if param.dim() <= 1 or not param.any():
+                param.add_(torch.randn_like(param), alpha=0.02)
+    return net
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output["loss"] if isinstance(output, dict) and "loss" in output else getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError("forward returns no loss")
+    return loss
+
+
+def _train(net: nn.Module, batch: Batch) -> dict[str, Any]:
+    optimizer, losses = SGD([p for p in net.parameters() if p.requires_grad]), []
+    for _ in range(STEPS):
+        loss = _loss_of(net(**copy.deepcopy(batch)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if not all(abs(loss) < float("inf") for loss in losses):
+        raise ValueError(f"losses of {losses}")
+    return {"losses": losses, "state": net.state_dict()}
+
+
+def _train_plan(net: nn.Module, batch: Batch, micro_batches: int) -> dict[str, Any]:
+    hardware = penstock.Hardware.cpu(num_devices=DEVICES, memory="3GB", dram="6GB")
+    job = penstock.compile(
+        net, hardware, example_inputs=copy.deepcopy(batch), optimizer=SGD, strategy="gpipe",
+        micro_batches=micro_batches,
+    )  # fmt: skip
+    with job:
+        losses = [float(job.step(copy.deepcopy(batch))) for _ in range(STEPS)]
+        job.sync()
+        couplings = [coupling_text(each) for each in job.folder.settings.rows.couplings]
+    return {"losses": losses, "state": net.state_dict(), "couplings": couplings}
+
+
+def _difference(net: nn.Module, eager: dict[str, Any], planned: dict[str, Any]) -> dict[str, float]:
+    """Of losses and weights, relative; of moves, all of them together: a gradient that is wrong where moves are small
+    would not show in weights."""
+    loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(planned["losses"], eager["losses"]))
+    weights, apart, moved = 0.0, 0.0, 0.0
+    for name, start in net.named_parameters():
+        wanted, found = eager["state"][name], planned["state"][name]
+        difference = (wanted - found).double()
+        if difference.numel():
+            weights = max(weights, float(difference.abs().max()) / max(float(wanted.abs().max()), 1e-2))
+            apart += float(difference.square().sum())
+            moved += float((wanted - start.detach()).double().square().sum())
+    return {"loss_apart": loss, "weights_apart": weights, "moves_apart": (apart / max(moved, 1e-12)) ** 0.5}
+
+
+def _frames(error: BaseException) -> list[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{_short(f.filename)}:{f.lineno} {f.line}" for f in frames if f.filename.startswith((OWN, LIBRARY))][-5:]
+
+
+def _line(error: BaseException) -> str:
+    """The library's last line that an error, or what it was made of, passed."""
+    while error is not None:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename.startswith(LIBRARY) and "/models/" in frame.filename:
+                return f"{_short(frame.filename)}:{frame.lineno}: {frame.line}"
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return ""
+
+
+def _short(name: str) -> str:
+    return name.replace(OWN, "penstock").replace(LIBRARY, "transformers")

@@ -1,0 +1,70 @@
+"""Families whose own defaults cannot be built, or whose fields depend on one another: what they are given, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _sections(*parts: int) -> dict[str, Any]:
+    """Shares of a head's frequencies, where the model's code has the default instead of its configuration."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(parts)}}
+
+
+def _with_resnet(*stages: str) -> dict[str, Any]:
+    sizes = {"hidden_sizes": [64] * 4, "depths": [1] * 4, "embedding_size": 64, "layer_type": "basic"}
+    return {"use_timm_backbone": False, "backbone_config": {"model_type": "resnet", "out_features": list(stages), **sizes}}
+
+
+BACKBONES = {
+    "Detr": ["stage4"], "ConditionalDetr": ["stage4"], "DabDetr": ["stage4"], "TableTransformer": ["stage4"],
+    "DeformableDetr": ["stage2", "stage3", "stage4"], "OmDetTurbo": ["stage2", "stage3", "stage4"],
+}  # fmt: skip
+
+# By the name of the configuration's class, also of a nested one.
+CHANGES: dict[str, dict[str, Any]] = {
+    # heads x width of a head = expand x width
+    "Mamba2Config": {"num_heads": 8},
+    "FalconH1Config": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    # a hybrid whose defaults have one kind of layer, or say the layers by number
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
+    "ZambaConfig": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "Zamba2Config": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+                     "num_mem_blocks": 1},
+    "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "MllamaTextConfig": {"cross_attention_layers": [1]},
+    "MllamaVisionConfig": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
+    # no default that can be built
+    "HunYuanDenseV1Config": {"head_dim": 16},
+    "HunYuanMoEV1Config": {"head_dim": 16},
+    "HunYuanVLTextConfig": {"head_dim": 16},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    "MinistralConfig": {"head_dim": 16},
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "Wav2Vec2BertConfig": {"vocab_size": 32},
+    "Wav2Vec2ConformerConfig": {"vocab_size": 32},
+    "EsmConfig": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
+    "DeepseekV2Config": {"num_experts_per_tok": 2, "n_routed_experts": 8},
+    "Step3p7TextConfig": {"sliding_window": 8},
+    # widths that are products of others
+    "Llama4VisionConfig": {"intermediate_size": 256},
+    # shares of a head's frequencies
+    "Qwen2VLTextConfig": _sections(2, 3, 3),
+    "Qwen2_5_VLTextConfig": _sections(2, 3, 3),
+    "Qwen2_5OmniTextConfig": _sections(2, 3, 3),
+    "PaddleOCRTextConfig": _sections(2, 3, 3),
+    "Ernie4_5_VLMoeTextConfig": _sections(3, 3, 2),
+    "Glm4vTextConfig": _sections(2, 3, 3),
+    "Glm4vMoeTextConfig": _sections(1, 1, 2),
+    "GlmOcrTextConfig": _sections(2, 3, 3),
+    "GlmImageTextConfig": _sections(2, 3, 3),
+    # rows of 12 tokens are shorter than its blocks
+    "BigBirdConfig": {"attention_type": "original_full"},
+    "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
+    # a backbone of transformers in the place of timm's
+    **{f"{name}Config": _with_resnet(*stages) for name, stages in BACKBONES.items()},
+}  # fmt: skip
+# By the name of the class.
+FOR_CLASS: dict[str, dict[str, Any]] = {
+    "ReformerModelWithLMHead": {"is_decoder": True},
+}
