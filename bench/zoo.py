@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from penstock.bench.model_zoo.page import write_page
+from penstock.bench.model_zoo.registry import ModelClass, model_classes
 from penstock.bench.peers import rows
 
 RESULTS = rows.RESULTS / "zoo.jsonl"
@@ -37,7 +38,7 @@ class Trainer:
         self.channel: Any = None
         self.count = 0
 
-    def row(self, name: str) -> dict[str, Any]:
+    def row(self, model: ModelClass) -> dict[str, Any]:
         if self.process is None or self.count >= CLASSES_A_PROCESS:
             self.close()
             context = multiprocessing.get_context("spawn")
@@ -47,7 +48,7 @@ class Trainer:
             theirs.close()
         self.count += 1
         began = time.monotonic()
-        self.channel.send(name)
+        self.channel.send(model)
         while time.monotonic() - began < TIMEOUT_S:
             if self.channel.poll(0.5):
                 try:
@@ -75,23 +76,21 @@ class Trainer:
 
 
 def train_all(channel: Connection) -> None:
-    """Answer names of classes with rows, until the channel is closed."""
+    """Answer classes with their rows, until the channel is closed. The row of a class without a loss has no outcome."""
     import torch
     import transformers
 
     from penstock.bench.model_zoo.compare import compare
-    from penstock.bench.model_zoo.registry import model_classes
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    known = {model.name: model for model in model_classes()}
     while True:
         try:
-            name = channel.recv()
+            model = channel.recv()
         except EOFError:
             return
         began = time.monotonic()
-        row = compare(known[name])
+        row = compare(model) if model.has_loss else {}
         channel.send({**row, "seconds": time.monotonic() - began})
 
 
@@ -119,9 +118,8 @@ def main() -> None:
 
 
 def train_missing(only: str, again: list[str]) -> None:
+    import torch
     import transformers
-
-    from penstock.bench.model_zoo.registry import model_classes
 
     outcomes = {row["class"]: row["outcome"] for row in saved_rows() if row["transformers"] == transformers.__version__}
     trainer = Trainer()
@@ -129,7 +127,14 @@ def train_missing(only: str, again: list[str]) -> None:
         if model.name in outcomes and outcomes[model.name] not in again and "all" not in again:
             continue
         facts = {"class": model.name, "family": model.family, "kind": model.kind}
-        rows.save("zoo", {**facts, **trainer.row(model.name), "transformers": transformers.__version__})
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        answer = trainer.row(model)
+        if "outcome" not in answer:
+            continue
+        row = rows.round_weights({**facts, **answer, **versions, "date": rows.provenance()["date"]})
+        print(row["class"], row["outcome"], row.get("detail", "")[:120].replace("\n", " "), flush=True)
+        with open(RESULTS, "a") as file:
+            file.write(json.dumps(row) + "\n")
     trainer.close()
 
 

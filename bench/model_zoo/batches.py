@@ -41,7 +41,7 @@ def batches(model: ModelClass, net: nn.Module, seed: int = 0) -> Iterator[Batch 
         try:
             if "past_values" in arguments:
                 inputs.update(_series(arguments, draw))
-            if "input_ids" in arguments or "inputs" in arguments and "pixel_values" not in arguments:
+            if "input_ids" in arguments or ("inputs" in arguments and "pixel_values" not in arguments):
                 inputs.update(_tokens(model, net, draw, inputs))
             inputs.update(_labels(model, draw, inputs))
         except Exception as error:
@@ -198,8 +198,8 @@ def _tokens(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Ba
         token = draw.find(f"{name}_token_id", f"{name}_token_index", f"{name}_token")
         if count and isinstance(token, int):
             places = torch.full((ROWS, count), token)
-            before = [draw.find(f"{name}_start_token_id", "vision_start_token_id", f"boi_token_id")]
-            after = [draw.find(f"{name}_end_token_id", "vision_end_token_id", f"eoi_token_id")]
+            before = [draw.find(f"{name}_start_token_id", "vision_start_token_id", "boi_token_id")]
+            after = [draw.find(f"{name}_end_token_id", "vision_end_token_id", "eoi_token_id")]
             row = [torch.full((ROWS, 1), each) for each in before if isinstance(each, int)]
             row += [places, *(torch.full((ROWS, 1), each) for each in after if isinstance(each, int))]
             put = torch.cat(row, 1)
@@ -231,7 +231,8 @@ def _tokens(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Ba
 
 def _feature_count(net: nn.Module, name: str, inputs: Batch) -> int:
     """How many tokens of a row its image, video or sound takes the place of."""
-    ask = getattr(net, f"get_{name}_features", None) or getattr(getattr(net, "model", None), f"get_{name}_features", None)
+    question = f"get_{name}_features"
+    ask = getattr(net, question, None) or getattr(getattr(net, "model", None), question, None)
     words = {"image": ("pixel", "image", "spatial", "target"), "audio": ("input_features", "input_values", "audio",
              "padding_mask"), "video": ("video",)}[name]  # fmt: skip
     given = {key: value for key, value in inputs.items() if key.startswith(words)}
@@ -297,7 +298,7 @@ def _labels(model: ModelClass, draw: _Draw, inputs: Batch) -> Batch:
     if "next_sentence_label" in arguments or "sentence_order_label" in arguments:
         name = "next_sentence_label" if "next_sentence_label" in arguments else "sentence_order_label"
         found[name] = draw.integers(0, 2, ROWS)
-    if ids is None or "input_features" in inputs and "decoder_input_ids" in arguments:
+    if ids is None or ("input_features" in inputs and "decoder_input_ids" in arguments):
         vocabulary = draw.find("vocab_size", default=96, inside=TEXT)
         return {**found, "labels": draw.integers(4, min(vocabulary, 90), ROWS, TOKENS // 2)}
     mask = inputs.get("attention_mask")

@@ -12,7 +12,8 @@ def _sections(*parts: int) -> dict[str, Any]:
 
 def _with_resnet(*stages: str) -> dict[str, Any]:
     sizes = {"hidden_sizes": [64] * 4, "depths": [1] * 4, "embedding_size": 64, "layer_type": "basic"}
-    return {"use_timm_backbone": False, "backbone_config": {"model_type": "resnet", "out_features": list(stages), **sizes}}
+    backbone = {"model_type": "resnet", "out_features": list(stages), **sizes}
+    return {"use_timm_backbone": False, "backbone_config": backbone}
 
 
 BACKBONES = {

@@ -2,8 +2,100 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+Row = dict[str, Any]
+OUTCOMES = ("equal", "refused", "fails in eager", "different", "raw error")
+TARGET = 0.97
+# Kinds of refusals: by words of the message, or of the line at which it came; the first that match count.
+REFUSALS = (
+    ("numbers read from a batch", r"tolist\(|\.item\(|int\(|grid_thw|image_sizes|lengths"),
+    ("elements chosen by value", r"nonzero|masked_select|boolean|\[\w*(mask|inds|hit)\w*\]|unique"),
+    ("a branch on a value", r"line needs the value|\bif\b|assert"),
+    ("first dimensions that are no multiple of the rows", r"multiple of|first dimension|rows"),
+    ("an operator without a record", r"no record|not known|no rule"),
+)  # fmt: skip
 
-def write_page(rows: list[dict[str, Any]]) -> str:
-    return ""
+
+def write_page(rows: Sequence[Row]) -> str:
+    """The page: totals, by kind, and every class that is not equal."""
+    return "\n".join(_lines(rows)) + "\n"
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    versions = ", ".join(sorted({row["transformers"] for row in rows}))
+    counts = Counter(row["outcome"] for row in rows)
+    trained = len(rows) - counts["fails in eager"]
+    yield "# Models"
+    yield ""
+    yield (
+        f"Made by `make zoo` from `bench/results/zoo.jsonl`: classes of transformers {versions} that have a loss, from "
+        "the library's own registries. Each is built from its configuration's defaults made small, and trained for two "
+        "steps with SGD by eager PyTorch over the whole batch, and by a plan of two stages on two CPU devices with two "
+        "micro-batches. Equal means: losses and weights within 1e-5, relative, in fp32. Where rows are coupled "
+        "(BatchNorm), one micro-batch is compared, as the search would choose."
+    )
+    yield ""
+    share = _share(counts["equal"], trained)
+    yield f"{counts['equal']} of the {trained} classes that eager trains are equal ({share})."
+    equal, all_families = _families(rows)
+    yield f"By family, all of whose classes must be equal: {equal} of {all_families} ({_share(equal, all_families)})."
+    yield ""
+    yield "| kind of head | classes | " + " | ".join(OUTCOMES) + " |"
+    yield "|---" * (2 + len(OUTCOMES)) + "|"
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = Counter(row["outcome"] for row in rows if row["kind"] == kind)
+        yield f"| {kind.replace('_', ' ')} | {own.total()} | " + " | ".join(str(own[each]) for each in OUTCOMES) + " |"
+    yield f"| all | {len(rows)} | " + " | ".join(str(counts[each]) for each in OUTCOMES) + " |"
+    for outcome, heading in (("different", "Different"), ("raw error", "Raw errors"), ("refused", "Refused")):
+        chosen = [row for row in rows if row["outcome"] == outcome]
+        if chosen:
+            yield from ("", f"## {heading}", "", "| class | at | message |", "|---|---|---|")
+            yield from (f"| {row['class']} | {_code(_place(row))} | {_text(row)} |" for row in chosen)
+    yield from ("", "## Fails in eager", "", "| class | message |", "|---|---|")
+    yield from (f"| {row['class']} | {_text(row)} |" for row in rows if row["outcome"] == "fails in eager")
+    yield from ("", "## Equal", "")
+    for kind in dict.fromkeys(row["kind"] for row in rows if row["outcome"] == "equal"):
+        names = [row["class"] for row in rows if row["kind"] == kind and row["outcome"] == "equal"]
+        yield f"- {kind.replace('_', ' ')}: {', '.join(names)}"
+
+
+def _families(rows: Sequence[Row]) -> tuple[int, int]:
+    """The families of which eager trains a class, and those of them whose classes are all equal."""
+    trained: dict[str, bool] = {}
+    for row in rows:
+        if row["outcome"] != "fails in eager":
+            trained[row["family"]] = trained.get(row["family"], True) and row["outcome"] == "equal"
+    return sum(trained.values()), len(trained)
+
+
+def refusals(rows: Sequence[Row]) -> Counter[str]:
+    """How many refusals there are of each kind."""
+    return Counter(
+        next((kind for kind, words in REFUSALS if re.search(words, f"{row.get('line', '')} {row['detail']}")), "other")
+        for row in rows if row["outcome"] == "refused"
+    )  # fmt: skip
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count / max(total, 1):.1%}"
+
+
+def _place(row: Row) -> str:
+    place = re.sub(r"^transformers/models/\w+/", "", row.get("line", ""))
+    return place[:110]
+
+
+def _code(text: str) -> str:
+    text = text.replace("|", "\\|").replace("`", "'")
+    return f"`{text}`" if text else ""
+
+
+def _text(row: Row) -> str:
+    if row["outcome"] == "different":
+        return f"loss {row['loss_apart']:.1e}, weights {row['weights_apart']:.1e}, moves {row['moves_apart']:.1e} apart"
+    text = " ".join(row.get("detail", "").split())[:200]
+    return re.sub(r"([|<>*_`\[\]])", r"\\\1", text)

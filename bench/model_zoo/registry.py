@@ -47,16 +47,21 @@ class ModelClass:
     def arguments(self) -> list[str]:
         return [name for name in inspect.signature(self.cls.forward).parameters if name not in ("self", "kwargs")]
 
+    @property
+    def has_loss(self) -> bool:
+        return not set(LABELS).isdisjoint(self.arguments)
+
 
 def model_classes(only: str = "") -> Iterator[ModelClass]:
-    """Every class with a loss. `only`: expressions, split at commas, of which one occurs in its name, family or kind."""
+    """Every class that may have a loss, by name: a look at its arguments imports its module. `only`: expressions, split
+    at commas, one of which is found in its name, family or kind."""
     wanted = [re.compile(word, re.IGNORECASE) for word in only.split(",") if word]
     seen = set()
     for kind in KINDS:
         for family, names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).items():
             for name in names if isinstance(names, (list, tuple)) else [names]:
                 model = ModelClass(name, family, kind.lower())
-                if name in seen or not set(LABELS) & set(model.arguments):
+                if name in seen:
                     continue
                 seen.add(name)
                 if not wanted or any(word.search(f"{name} {family} {model.kind}") for word in wanted):

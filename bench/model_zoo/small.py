@@ -52,7 +52,10 @@ RULES: tuple[tuple[str, Any], ...] = (
      "width"),
 )  # fmt: skip
 COMPILED = tuple((re.compile(names), value) for names, value in RULES)
-UNTOUCHED = re.compile(r"patch|token_id|_index|_id$|_ids$|num_mel|sampling|fps|frame|bins|depths_|pool|crop|prob|version")
+UNTOUCHED = re.compile(
+    r"patch|token_id|_index|_id$|_ids$|num_mel|sampling|fps|frame|bins|depths_|pool|crop|prob|version"
+)
+DROPOUT = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop")
 
 
 def small_config(config_class: type[PretrainedConfig], widths: str = "small", **changes: Any) -> PretrainedConfig:
@@ -75,7 +78,7 @@ class _Shrink:
         fields: dict[str, Any] = {}
         for name in MISSING_IDS:
             if getattr(config, name, 0) is None:
-                fields[name] = 0 if name == "pad_token_id" else self._id(VOCABULARY * (1 + MISSING_IDS.index(name)) * 1000)
+                fields[name] = 0 if name == "pad_token_id" else self._id(-MISSING_IDS.index(name))
         if get(config, "is_encoder_decoder") and get(config, "decoder_start_token_id") is None:
             fields["decoder_start_token_id"] = 0
         if get(config, "depths") and get(config, "_out_features"):
@@ -100,7 +103,7 @@ class _Shrink:
     def _value(self, name: str, value: Any, config: PretrainedConfig, layers: int, old_layers: int | None) -> Any:
         if isinstance(value, bool) or value is None:
             return value
-        if isinstance(value, (int, float)) and re.search(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop", name):
+        if isinstance(value, (int, float)) and DROPOUT.search(name):
             return type(value)(0)
         if isinstance(value, float):
             return 0.0 if re.search(r"^mask_\w+_prob$|jitter|noise", name) else value
@@ -123,7 +126,7 @@ class _Shrink:
         return bool(re.search(r"token_ids?$|token_index$|^(pad|bos|eos|image|video|audio)_\w*(id|index)$", name))
 
     def _id(self, value: int) -> int:
-        if value < VOCABULARY - 32:
+        if 0 <= value < VOCABULARY - 32:
             return value
         return self.ids.setdefault(value, VOCABULARY - 1 - len(self.ids))
 
@@ -146,7 +149,7 @@ class _Shrink:
         return parts
 
     def _list(self, name: str, value: Any, config: PretrainedConfig, layers: int, old_layers: int | None) -> Any:
-        is_per_layer = old_layers and old_layers > 4 or re.search(r"layer|type|pattern", name)
+        is_per_layer = (old_layers and old_layers > 4) or re.search(r"layer|type|pattern", name)
         if len(value) == old_layers and old_layers > layers and is_per_layer:
             return type(value)(value[:layers])
         if "section" in name:

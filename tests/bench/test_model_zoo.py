@@ -1,0 +1,89 @@
+"""The zoo of transformers: its classes, their small configurations and batches, one comparison, and its page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from penstock.bench.model_zoo.batches import ROWS, batches
+from penstock.bench.model_zoo.compare import build, compare
+from penstock.bench.model_zoo.page import write_page
+from penstock.bench.model_zoo.registry import ModelClass, model_classes
+from penstock.bench.model_zoo.small import VOCABULARY, small_config
+
+
+def only(name: str) -> ModelClass:
+    return next(model_classes(f"^{name} "))
+
+
+def test_every_class_stands_once_under_its_first_kind() -> None:
+    names = [model.name for model in model_classes()]
+    assert len(names) == len(set(names)) > 500
+    assert only("LlamaForCausalLM").kind == "causal_lm" and only("LlamaForCausalLM").has_loss
+    assert not ModelClass("LlamaModel", "llama", "causal_lm").has_loss
+    assert {model.family for model in model_classes("qwen3_vl")} == {"qwen3_vl", "qwen3_vl_moe"}
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlavaForConditionalGeneration", "DeepseekV3ForCausalLM"])
+def test_small_configurations_can_be_built(name: str) -> None:
+    model = only(name)
+    with torch.device("meta"):
+        net = model.cls(small_config(model.cls.config_class))
+    assert sum(param.numel() for param in net.parameters()) < 1_000_000
+
+
+def test_widths_stay_equal_and_special_tokens_lie_in_the_vocabulary() -> None:
+    config = small_config(only("Qwen2_5_VLForConditionalGeneration").cls.config_class)
+    text, vision = config.text_config, config.vision_config
+    assert text.hidden_size == vision.out_hidden_size == text.num_attention_heads * 16
+    tokens = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+    assert len(set(tokens)) == 4 and max(tokens) < text.vocab_size == VOCABULARY
+
+
+def test_layers_are_as_many_as_their_kinds_need() -> None:
+    config = small_config(only("Qwen3NextForCausalLM").cls.config_class)
+    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    assert config.num_hidden_layers == len(config.layer_types) == 4
+
+
+def test_a_batch_has_the_tokens_that_its_images_need() -> None:
+    model = only("LlavaForConditionalGeneration")
+    net = build(model)
+    batch = next(batches(model, net))
+    assert not isinstance(batch, Exception)
+    features = net.get_image_features(batch["pixel_values"]).pooler_output  # type: ignore[operator]
+    found = (batch["input_ids"] == net.config.image_token_id).sum()  # type: ignore[union-attr]
+    assert found == sum(len(each) for each in features) > ROWS
+    assert (batch["labels"] == -100).sum() == 3  # the padding
+
+
+def test_a_class_that_eager_cannot_train_says_why() -> None:
+    found = compare(ModelClass("LlamaModel", "llama", "causal_lm"))
+    assert found["outcome"] == "fails in eager" and "no loss" in found["detail"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "ViTForImageClassification", "ResNetForImageClassification"])
+def test_a_class_trains_as_eager_does(name: str) -> None:
+    found = compare(only(name))
+    assert found["outcome"] == "equal", found
+    assert found["micro_batches"] == (1 if name.startswith("ResNet") else 2)  # BatchNorm couples rows
+
+
+def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
+    common = {"kind": "causal_lm", "transformers": "5.0"}
+    rows = [
+        {**common, "class": "AForCausalLM", "family": "a", "outcome": "equal"},
+        {**common, "class": "AModel", "family": "a", "outcome": "refused", "detail": "this line needs the value",
+         "line": "transformers/models/a/modeling_a.py:7: if x.any():"},
+        {**common, "class": "BForCausalLM", "family": "b", "outcome": "equal"},
+        {**common, "class": "CForCausalLM", "family": "c", "outcome": "fails in eager", "detail": "TypeError: c"},
+    ]  # fmt: skip
+    page = write_page(rows)
+    assert "2 of the 3 classes that eager trains are equal (66.7%)" in page
+    assert "all of whose classes must be equal: 1 of 2 (50.0%)" in page
+    assert "| causal lm | 4 | 2 | 1 | 1 | 0 | 0 |" in page
+    assert "| AModel | `modeling_a.py:7: if x.any():` | this line needs the value |" in page
+    assert "- causal lm: AForCausalLM, BForCausalLM" in page
