@@ -29,7 +29,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     # a hybrid whose defaults have one kind of layer, or say the layers by number
     "BambaConfig": {"attn_layer_indices": [1]},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
-    "ZambaConfig": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "ZambaConfig": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "Zamba2Config": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
                      "num_mem_blocks": 1},
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
@@ -46,8 +49,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Wav2Vec2ConformerConfig": {"vocab_size": 32},
     "EsmConfig": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
     "DeepseekV2Config": {"num_experts_per_tok": 2, "n_routed_experts": 8},
+    "Dots1Config": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 126}},
+    "Emu3Config": {"vocabulary_map": {"<image>": 126, "<|extra_200|>": 125}},
     "Step3p7TextConfig": {"sliding_window": 8},
     # widths that are products of others
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "Glm5NextTextConfig": {"index_topk": 16},
     "Llama4VisionConfig": {"intermediate_size": 256},
     # shares of a head's frequencies
     "Qwen2VLTextConfig": _sections(2, 3, 3),
@@ -59,8 +69,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Glm4vMoeTextConfig": _sections(1, 1, 2),
     "GlmOcrTextConfig": _sections(2, 3, 3),
     "GlmImageTextConfig": _sections(2, 3, 3),
+    "Cosmos3EdgeTextConfig": _sections(4, 2, 2),
+    "HYV4VLTextConfig": _sections(4, 2, 2),
     # rows of 12 tokens are shorter than its blocks
     "BigBirdConfig": {"attention_type": "original_full"},
+    "ReformerConfig": {"axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 48], "lsh_attn_chunk_length": 4,
+                       "local_attn_chunk_length": 4},
     "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     # a backbone of transformers in the place of timm's
     **{f"{name}Config": _with_resnet(*stages) for name, stages in BACKBONES.items()},

@@ -26,7 +26,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("kernel|stride|ratio|factor|group_size|shape|codebook_dim|n_fft|hop|in_channels|num_channels|num_labels", None),
     ("window_size", "window"),
     ("spatial_merge_size|temporal_patch_size|merge_size|tokens_per|d_conv|downsampl|duration", None),
-    ("vocab_size|vocabulary_size|n_vocab|entity_vocab", "vocabulary"),
+    ("hash_byte_group_vocab|vocab_size|vocabulary_size|n_vocab|entity_vocab", "vocabulary"),
     ("num_key_value_heads|num_kv_heads|n_head_kv|num_kv_head", "kv_heads"),
     ("linear_num_value_heads|linear_num_key_heads", "half_heads"),
     ("mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
@@ -35,7 +35,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("lora_rank|rank_dim|low_rank|_rank$", 16),
     ("expert_layer|moe_layer|layer_(period|offset|freq|step|start|end|id)|_interval|sparse_step|_every", None),
     ("first_k_dense|num_dense_layers|num_hash_layers", "at_most_1"),
-    ("layers?$|num_blocks|^depth$|n_layer|num_block|_depth$|num_hidden_layers", "layers"),
+    ("layers?$|num_blocks|self_attends_per_block|^depth$|n_layer|num_block|_depth$|num_hidden_layers", "layers"),
     ("topk_group|n_groups?$|num_groups?$", "at_most_2_groups"),
     ("n_shared_experts|num_shared_experts", "at_most_1"),
     ("experts_per_tok|top_k|topk|num_selected|experts_per|active_experts", "at_most_2"),
@@ -48,7 +48,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("conv_pos_embeddings$|conv_pos_embedding_groups", 16),
     ("max_position|n_positions|max_.*positions|max_.*length|n_ctx|seq_len|context_length", "positions"),
     ("intermediate|ffn|d_ff|mlp_dim|inner_dim|n_inner|feedforward|hidden_mult|fc_dim", 2 * WIDTH),
-    ("size$|dim$|dims$|d_model|n_embd|_size|_dim|channels$|channel$|width|hidden|embed|d_inner|feature_size|planes",
+    ("upsample_groups|d_latents|size$|dim$|dims$|d_model|n_embd|_size|_dim|channels$|channel$|width|hidden|embed|d_inner|feature_size|planes",
      "width"),
 )  # fmt: skip
 COMPILED = tuple((re.compile(names), value) for names, value in RULES)
@@ -159,7 +159,7 @@ class _Shrink:
         if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
             if re.search(r"heads", name):
                 return type(value)(min(each, 2) for each in value)
-            if re.search(r"depths|num_layers|layers_per|num_blocks|^layers$|block_repeats|layer_depth", name):
+            if re.search(r"depths?$|num_layers|layers_per|num_blocks|^layers$|block_repeats|layer_depth", name):
                 return type(value)(1 if each else 0 for each in value)
             if name in ("out_features", "out_indices", "_out_indices", "layers_to_share"):
                 return value
@@ -248,9 +248,8 @@ def get(config: Any, name: str, default: Any = None) -> Any:
 
 def _usual_values(config_class: type[PretrainedConfig]) -> dict[str, Any]:
     """The defaults of a class's arguments, before it derives any."""
-    if dataclasses.is_dataclass(config_class):
-        return {
-            field.name: field.default if field.default is not dataclasses.MISSING else None
-            for field in dataclasses.fields(config_class)
-        }
-    return {}
+    if not dataclasses.is_dataclass(config_class):
+        return {}
+    fields = dataclasses.fields(config_class)
+    usual = {f.name: f.default if f.default is not dataclasses.MISSING else None for f in fields}
+    return {**usual, **{name: usual[alias] for alias, name in config_class.attribute_map.items() if alias in usual}}
