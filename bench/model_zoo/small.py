@@ -23,7 +23,7 @@ MISSING_IDS = ("pad_token_id", "image_token_id", "image_token_index", "audio_tok
 RULES: tuple[tuple[str, Any], ...] = (
     ("mm_tokens_per_image|patches_per_side", 4),
     ("latent_query", 8),
-    ("kernel|stride|ratio|factor|group_size|shape|codebook_dim|n_fft|hop|in_channels|num_channels|num_labels", None),
+    ("kernel|stride|ratio|factor|group_size|shape|codebook_dim|n_fft|hop|^in_channels|^num_channels|num_labels", None),
     ("window_size", "window"),
     ("spatial_merge_size|temporal_patch_size|merge_size|tokens_per|d_conv|downsampl|duration", None),
     ("hash_byte_group_vocab|vocab_size|vocabulary_size|n_vocab|entity_vocab", "vocabulary"),
