@@ -71,13 +71,14 @@ class ExampleBatch:
     documents: int
 
     @staticmethod
-    def read(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleBatch:
-        """Raises `PlanError` for what cannot be a batch, or is no description of its sizes."""
+    def read(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, one: bool = False) -> ExampleBatch:
+        """one: whether it is one micro-batch. Raises `PlanError` for what cannot be a batch, or is no description of its
+        sizes."""
         example_inputs = as_dicts(example_inputs)
         refuse_item_count(example_inputs)
         require_positions(example_inputs)
         inputs, documents = with_unread(example_inputs), most_documents(example_inputs)
-        shape = BatchShape.from_inputs(model, inputs)
+        shape = BatchShape.from_inputs(model, inputs, one and dynamic_shapes is None)
         if dynamic_shapes is None:
             return ExampleBatch(inputs, shape, None, documents)
         sizes = read_dynamic_shapes(model, inputs, dynamic_shapes)
@@ -225,7 +226,8 @@ class Request:
 
     @cached_property
     def batch(self) -> ExampleBatch:
-        return ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes)
+        one = self.micro_batches == 1 and self.micro_batches is not True
+        return ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes, one)
 
     @property
     def given_plan(self) -> Plan | None:

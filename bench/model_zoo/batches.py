@@ -123,6 +123,14 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
     name = next(n for n in ("pixel_values", "image_pixel_values", "pixel_values_videos", "images") if n in arguments)
     sizes = torch.tensor([[height, width]] * ROWS)
     extra: Batch = {each: sizes for each in ("image_sizes", "target_sizes") if each in arguments}
+    needed: Batch = {}
+    if "qformer_input_ids" in arguments:
+        needed["qformer_input_ids"] = draw.integers(4, 90, ROWS, TOKENS)
+    if "high_res_pixel_values" in arguments:
+        side = _pair(draw.find("image_size", inside=("high_res",)))[0]
+        needed["high_res_pixel_values"] = draw.normal(ROWS, channels, side, side)
+    if "image_attention_mask" in arguments and name == "pixel_values":
+        needed["image_attention_mask"] = torch.ones(ROWS, TOKENS, 1, dtype=torch.long)
     pixels = draw.normal(ROWS, channels, height, width)
     frames = draw.find("num_frames", "frames_per_clip", default=FRAMES)
     stacks = draw.normal(ROWS, frames, channels, height, width)
@@ -146,6 +154,7 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
         forms = [{name: draw.normal(ROWS, 2, channels, height, width)}]
     if "pixel_mask" in arguments:
         forms = [{**form, "pixel_mask": torch.ones(ROWS, height, width, dtype=torch.long)} for form in forms] + forms
+    forms = [{**form, **needed} for form in forms]
     return [*forms, *({**form, **extra} for form in forms if extra)]
 
 
@@ -233,7 +242,7 @@ def _feature_count(net: nn.Module, name: str, inputs: Batch) -> int:
     """How many tokens of a row its image, video or sound takes the place of."""
     question = f"get_{name}_features"
     ask = getattr(net, question, None) or getattr(getattr(net, "model", None), question, None)
-    words = {"image": ("pixel", "image", "spatial", "target"), "audio": ("input_features", "input_values", "audio",
+    words = {"image": ("pixel", "image_", "spatial", "target", "qformer", "high_res"), "audio": ("input_features", "input_values", "audio",
              "padding_mask"), "video": ("video",)}[name]  # fmt: skip
     given = {key: value for key, value in inputs.items() if key.startswith(words)}
     if ask is None or not given:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PlanError
 from penstock.graph.follow.coupling import coupling_text
 
 from .batches import Batch, batches
@@ -43,9 +43,15 @@ def compare(model: ModelClass) -> dict[str, Any]:
         return {"outcome": "fails in eager", "detail": str(error)}
     found: dict[str, Any] = {"params": sum(p.numel() for p in net.parameters())}
     try:
-        planned = _train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
-        found.update(_difference(net, eager, planned), micro_batches=MICRO_BATCHES)
-        couplings = planned["couplings"]
+        try:
+            planned = _train_plan(copy.deepcopy(net), batch, MICRO_BATCHES)
+            found.update(_difference(net, eager, planned), micro_batches=MICRO_BATCHES)
+            couplings = planned["couplings"]
+        except PlanError as error:
+            if "micro_batches=1 takes" not in str(error):
+                raise
+            found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
+            found["detail"], couplings = f"the batch cannot be cut: {error}", []
         if couplings and not _is_equal(found):
             found.update(_difference(net, eager, _train_plan(copy.deepcopy(net), batch, 1)), micro_batches=1)
             found["detail"] = f"rows are coupled: {couplings[0]}"

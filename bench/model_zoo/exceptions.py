@@ -41,7 +41,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     # no default that can be built
     "HunYuanDenseV1Config": {"head_dim": 16},
     "HunYuanMoEV1Config": {"head_dim": 16},
-    "HunYuanVLTextConfig": {"head_dim": 16},
+    "HunYuanVLTextConfig": {"head_dim": 16, **_sections(2, 3, 3)},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "MinistralConfig": {"head_dim": 16},
     "NemotronConfig": {"num_key_value_heads": 2},
@@ -54,6 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ChameleonConfig": {"vocabulary_map": {"<image>": 126}},
     "Emu3Config": {"vocabulary_map": {"<image>": 126, "<|extra_200|>": 125}},
     "Step3p7TextConfig": {"sliding_window": 8},
+    "AriaConfig": {"projector_patch_to_query_dict": {16: 4}},
     # widths that are products of others
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},

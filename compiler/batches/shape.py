@@ -24,16 +24,19 @@ class BatchShape:
 
     An input may have several entries for each row, such as the patches of an image: each micro-batch takes those of its
     rows, in order. `flags` are its other leaves (numbers, switches, None) as text: capture makes them
-    part of the programs, but for those of `ANY` value.
+    part of the programs, but for those of `ANY` value. A batch that cannot be cut (`is_whole`) has one row, to which
+    all entries of all inputs belong, and is one micro-batch.
     """
 
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
     size: int
     flags: dict[str, str]
+    is_whole: bool = False
 
     @staticmethod
-    def from_inputs(model: nn.Module, example_inputs: Any) -> BatchShape:
-        """Raises `PlanError` unless the first dimension of every tensor is a multiple of the number of rows."""
+    def from_inputs(model: nn.Module, example_inputs: Any, one: bool = False) -> BatchShape:
+        """one: whether it is known to be one micro-batch. Raises `PlanError` for any other batch unless the first
+        dimension of every tensor is a multiple of the number of rows, and no list has an entry for each row."""
         tensors, flags = flatten(model, example_inputs)
         leaves = {name: _shape(value) for name, value in tensors.items()}
         if not leaves:
@@ -41,13 +44,21 @@ class BatchShape:
         sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
         size = number_of_rows(sizes.values())
         first = next((name for name, found in sizes.items() if found == size), "")
+        targets = _list_of_rows(example_inputs)
+        if one and all(sizes.values()) and (targets or any(found % size for found in sizes.values())):
+            return BatchShape(leaves, 1, flags, is_whole=True)
+        if targets:
+            raise PlanError(
+                f"example_inputs[{targets!r}] is a list with an entry for each row: a batch is cut into micro-batches "
+                f"along the first dimension of its tensors, and this list is not; micro_batches=1 takes it whole"
+            )
         for name, found in sizes.items():
             if found == 0 or found % size:
                 raise PlanError(
                     f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every "
                     f"input is cut into micro-batches along its first dimension, which is {size} or a multiple of it; "
                     f"expand {name!r} to {size} rows, transpose it, or make it a tensor attribute of the model if it "
-                    "is the same at every step"
+                    "is the same at every step" + ("; micro_batches=1 takes the batch whole" if found else "")
                 )
         return BatchShape(leaves, size, flags)
 
@@ -59,7 +70,7 @@ class BatchShape:
     def wide(self) -> dict[str, int]:
         """The inputs with several entries for each row, and how many."""
         each = {name: shape[0] // self.size for name, (shape, _) in self.leaves.items()}
-        return {name: count for name, count in each.items() if count > 1}
+        return {} if self.is_whole else {name: count for name, count in each.items() if count > 1}
 
     def check_divisible(self, micro_batches: int) -> None:
         if micro_batches < 1 or self.size % micro_batches:
@@ -149,6 +160,29 @@ def number_of_rows(sizes: Collection[int]) -> int:
     if all(size % least == 0 for size in counts):
         return least
     return max(counts, key=lambda size: (counts[size], size > 1, -size))
+
+
+def rows_of_leaves(leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """The rows of a batch that was compiled; one row of a batch that is taken whole."""
+    sizes = [shape[0] for shape, _ in leaves.values()]
+    rows = number_of_rows(sizes)
+    return 1 if any(size % rows for size in sizes) else rows
+
+
+def _list_of_rows(batch: Any) -> str:
+    """The entry of a batch that is a list of dicts of tensors, one for each row of its tensors, such as the boxes of
+    images; "" for none."""
+    if not isinstance(batch, Mapping):
+        return ""
+    rows = {_shape(value)[0][:1] for value in batch.values() if is_spec(value) or isinstance(value, torch.Tensor)}
+    for name, value in batch.items():
+        if (
+            isinstance(value, (list, tuple))
+            and {(len(value),)} == rows
+            and all(isinstance(each, Mapping) and not is_spec(each) for each in value)
+        ):
+            return str(name)
+    return ""
 
 
 def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:

@@ -68,7 +68,7 @@ def compare_first_rows(request: Request, graphs: Graphs, count: int, step_flops:
     batch = as_dicts(request.example_inputs)
     try:
         _require_values(request, flatten(request.model, batch)[0])
-        rows = BatchShape.from_inputs(request.model, batch).size
+        rows = BatchShape.from_inputs(request.model, batch, request.batch.shape.is_whole).size
         counts = [n for n in (count, rows) if rows % n == 0 and 2 * step_flops / n <= MOST_FLOPS]
         if not counts:
             raise _NotCompared(f"a row takes more than {MOST_FLOPS / 2:.0e} FLOPs, forward and backward")
@@ -142,8 +142,9 @@ class _Comparison:
             if differing:
                 raise CaptureError(self._complaint(differing, self._first_module(held, proxies)))
             closed = self.request.batch.documents and self._require_closed_borders(held, proxies)
-        rows = "row" if self.rows == 1 else f"{self.rows} rows"
-        text = f"the op graph computes what the model computes in eager, on the first {rows} of example_inputs"
+        first = "the first row of " if self.rows == 1 else f"the first {self.rows} rows of "
+        first = "" if self.request.batch.shape.is_whole else first
+        text = f"the op graph computes what the model computes in eager, on {first}example_inputs"
         return f"{text}; no document changes what another computes" if closed else text
 
     def _side(self, held: Borrowed, proxies: _Proxies, run: Callable[[Any], dict[str, Tensor]]) -> _Side:

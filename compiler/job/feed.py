@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
-from ..batches.shape import BatchShape, number_of_rows
+from ..batches.shape import BatchShape, rows_of_leaves
 from ..folder import Folder
 from .any_size import AnySizes, MicroBatch, is_listed, join
 from .sampler import RankSampler, lane_rows
@@ -48,7 +48,7 @@ class Feed:
         """The feed of a job with these files."""
         settings, interface = folder.settings, folder.interface
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in settings.batch}
-        shape = BatchShape(leaves, number_of_rows([dims[0] for dims, _ in leaves.values()]), settings.flags)
+        shape = BatchShape(leaves, rows_of_leaves(leaves), settings.flags)
         if settings.sizes is None:
             return Feed(model, shape, interface, device)
         alike = [term for term in settings.loss if term.kind not in ("counted", "weighted")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compiler.batches.shape import BatchShape, flatten, micro_batch_spec, number_of_rows
+from penstock.compiler.batches.shape import BatchShape, flatten, micro_batch_spec, number_of_rows, rows_of_leaves
 from penstock.ir.errors import BatchError, PlanError
 
 
@@ -78,6 +78,21 @@ def test_shapes() -> None:
 def test_batches_that_cannot_be_cut(batch: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         BatchShape.from_inputs(MODEL, batch)
+
+
+def test_a_batch_that_cannot_be_cut_is_taken_whole_by_one_micro_batch() -> None:
+    edges = {"nodes": torch.zeros(4, 3), "edges": torch.zeros(2, 9, dtype=torch.long), "weights": torch.zeros(9)}
+    boxes = {"images": torch.zeros(4, 3), "labels": [{"boxes": torch.zeros(4, 2)} for _ in range(4)]}
+    for batch, said in ((edges, "'weights'.*micro_batches=1"), (boxes, "'labels'.*list.*each row.*micro_batches=1")):
+        with pytest.raises(PlanError, match=said):
+            BatchShape.from_inputs(MODEL, batch)
+        shape = BatchShape.from_inputs(MODEL, batch, one=True)
+        assert shape.is_whole and shape.size == 1 and not shape.wide
+        assert shape.check(MODEL, batch).keys() == shape.leaves.keys()
+        with pytest.raises(PlanError, match="micro_batches=2"):
+            shape.check_divisible(2)
+    assert rows_of_leaves(BatchShape.from_inputs(MODEL, edges, one=True).leaves) == 1
+    assert not BatchShape.from_inputs(MODEL, {"x": torch.zeros(4)}, one=True).is_whole
 
 
 def test_an_input_with_several_entries_for_each_row_is_cut_by_its_own_count() -> None:
