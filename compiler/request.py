@@ -72,7 +72,7 @@ class ExampleBatch:
 
     @staticmethod
     def read(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, one: bool = False) -> ExampleBatch:
-        """one: whether it is one micro-batch. Raises `PlanError` for what cannot be a batch, or is no description of its
+        """one: whether it is one micro-batch. Raises `PlanError` for what cannot be a batch, or does not describe its
         sizes."""
         example_inputs = as_dicts(example_inputs)
         refuse_item_count(example_inputs)

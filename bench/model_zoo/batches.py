@@ -88,6 +88,10 @@ def _all_configs(config: Any, inside: tuple[str, ...] = ()) -> Iterator[Any]:
 
 VISION = ("vision", "vit", "image", "backbone")
 TEXT = ("text", "llm", "language", "decoder", "thinker")
+WORDS = {
+    "image": ("pixel", "image_", "spatial", "target", "qformer", "high_res"), "video": ("video",),
+    "audio": ("input_features", "input_values", "audio", "padding_mask"),
+}  # fmt: skip
 SOUNDS = ("audio", "sound", "speech", "encoder")
 
 
@@ -242,8 +246,7 @@ def _feature_count(net: nn.Module, name: str, inputs: Batch) -> int:
     """How many tokens of a row its image, video or sound takes the place of."""
     question = f"get_{name}_features"
     ask = getattr(net, question, None) or getattr(getattr(net, "model", None), question, None)
-    words = {"image": ("pixel", "image_", "spatial", "target", "qformer", "high_res"), "audio": ("input_features", "input_values", "audio",
-             "padding_mask"), "video": ("video",)}[name]  # fmt: skip
+    words = WORDS[name]
     given = {key: value for key, value in inputs.items() if key.startswith(words)}
     if ask is None or not given:
         return 0
