@@ -90,7 +90,7 @@ VISION = ("vision", "vit", "image", "backbone")
 TEXT = ("text", "llm", "language", "decoder", "thinker")
 WORDS = {
     "image": ("pixel", "image_", "spatial", "target", "qformer", "high_res"), "video": ("video",),
-    "audio": ("input_features", "input_values", "audio", "padding_mask"),
+    "audio": ("input_features", "input_values", "audio", "padding_mask", "feature_attention"),
 }  # fmt: skip
 SOUNDS = ("audio", "sound", "speech", "encoder")
 
@@ -173,6 +173,8 @@ def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
         name = "input_features" if "input_features" in arguments else "audio_input_features"
         forms = [{name: draw.normal(ROWS, bins, frames)}, {name: draw.normal(ROWS, frames, bins)}]
         mask = torch.ones(ROWS, frames, dtype=torch.long)
+        if "feature_attention_mask" in arguments:
+            forms = [{**form, "feature_attention_mask": mask} for form in forms]
         masked = [{**form, "input_features_mask": mask} for form in forms] if "input_features_mask" in arguments else []
         return [*masked, *forms]
     name = "input_values" if "input_values" in arguments else "audio_values"
@@ -243,7 +245,7 @@ def _tokens(model: ModelClass, net: nn.Module, draw: _Draw, inputs: Batch) -> Ba
 
 
 def _feature_count(net: nn.Module, name: str, inputs: Batch) -> int:
-    """How many tokens of a row its image, video or sound takes the place of."""
+    """The number of tokens of a row whose place its image, video or sound takes."""
     question = f"get_{name}_features"
     ask = getattr(net, question, None) or getattr(getattr(net, "model", None), question, None)
     words = WORDS[name]

@@ -73,7 +73,7 @@ def _families(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def refusals(rows: Sequence[Row]) -> Counter[str]:
-    """How many refusals there are of each kind."""
+    """The number of refusals of each kind."""
     return Counter(
         next((kind for kind, words in REFUSALS if re.search(words, f"{row.get('line', '')} {row['detail']}")), "other")
         for row in rows if row["outcome"] == "refused"

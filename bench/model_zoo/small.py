@@ -2,7 +2,7 @@
 
 A field is known by its name: widths become 64, heads 4, layers 2, vocabularies 128, and so on. Equal widths stay equal,
 also between nested configurations, and 4 heads of 16 make a width of 64. What a class derives of its other fields is
-left to it. The layers are as many as the pattern of their kinds needs.
+left to it. There is a layer of each kind that the defaults have.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("head_dim|d_kv|head_size|d_head|key_length|attention_key_size|query_pre_attn", HEAD_WIDTH),
     ("lora_rank|rank_dim|low_rank|_rank$", 16),
     ("expert_layer|moe_layer|layer_(period|offset|freq|step|start|end|id)|_interval|sparse_step|_every", None),
-    ("first_k_dense|num_dense_layers|num_hash_layers", "at_most_1"),
+    ("first_k_dense|num_dense_layers|num_hash_layers", "one"),
     ("layers?$|num_blocks|self_attends_per_block|^depth$|n_layer|num_block|_depth$|num_hidden_layers", "layers"),
-    ("topk_group|n_groups?$|num_groups?$", "at_most_2_groups"),
-    ("n_shared_experts|num_shared_experts", "at_most_1"),
-    ("experts_per_tok|top_k|topk|num_selected|experts_per|active_experts", "at_most_2"),
+    ("topk_group|n_groups?$|num_groups?$", "groups"),
+    ("n_shared_experts|num_shared_experts", "one"),
+    ("experts_per_tok|top_k|topk|num_selected|experts_per|active_experts", "two"),
     ("n?_?experts$|num_.*experts|experts_num", 8),
     ("state_size|d_state|ssm_state|mamba_d_state|num_memory|n_state", 8),
     ("chunk_size|sliding_window|local_window", 8),
@@ -194,13 +194,13 @@ class _Shrink:
     def _layers(self, value: int, config: PretrainedConfig, layers: int) -> int:
         return min(value, layers)
 
-    def _at_most_1(self, value: int, config: PretrainedConfig, layers: int) -> int:
+    def _one(self, value: int, config: PretrainedConfig, layers: int) -> int:
         return 1
 
-    def _at_most_2(self, value: int, config: PretrainedConfig, layers: int) -> int:
+    def _two(self, value: int, config: PretrainedConfig, layers: int) -> int:
         return 2
 
-    def _at_most_2_groups(self, value: int, config: PretrainedConfig, layers: int) -> int:
+    def _groups(self, value: int, config: PretrainedConfig, layers: int) -> int:
         return 2
 
     def _positions(self, value: int, config: PretrainedConfig, layers: int) -> int:

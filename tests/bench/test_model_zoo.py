@@ -18,7 +18,7 @@ def only(name: str) -> ModelClass:
     return next(model_classes(f"^{name} "))
 
 
-def test_every_class_stands_once_under_its_first_kind() -> None:
+def test_every_class_has_one_kind() -> None:
     names = [model.name for model in model_classes()]
     assert len(names) == len(set(names)) > 500
     assert only("LlamaForCausalLM").kind == "causal_lm" and only("LlamaForCausalLM").has_loss
@@ -34,7 +34,7 @@ def test_small_configurations_can_be_built(name: str) -> None:
     assert sum(param.numel() for param in net.parameters()) < 1_000_000
 
 
-def test_widths_stay_equal_and_special_tokens_lie_in_the_vocabulary() -> None:
+def test_widths_stay_equal_and_special_tokens_are_in_the_vocabulary() -> None:
     config = small_config(only("Qwen2_5_VLForConditionalGeneration").cls.config_class)
     text, vision = config.text_config, config.vision_config
     assert text.hidden_size == vision.out_hidden_size == text.num_attention_heads * 16
@@ -42,7 +42,7 @@ def test_widths_stay_equal_and_special_tokens_lie_in_the_vocabulary() -> None:
     assert len(set(tokens)) == 4 and max(tokens) < text.vocab_size == VOCABULARY
 
 
-def test_layers_are_as_many_as_their_kinds_need() -> None:
+def test_each_kind_of_layer_is_there() -> None:
     config = small_config(only("Qwen3NextForCausalLM").cls.config_class)
     assert set(config.layer_types) == {"linear_attention", "full_attention"}
     assert config.num_hidden_layers == len(config.layer_types) == 4
