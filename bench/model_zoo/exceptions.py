@@ -74,6 +74,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "HYV4VLTextConfig": _sections(4, 2, 2),
     # rows of 12 tokens are shorter than its blocks
     "BigBirdConfig": {"attention_type": "original_full"},
+    "BigBirdPegasusConfig": {"attention_type": "original_full"},
     "ReformerConfig": {"axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 48], "lsh_attn_chunk_length": 4,
                        "local_attn_chunk_length": 4},
     "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},

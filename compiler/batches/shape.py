@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, UserDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class BatchShape:
         if not leaves:
             raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
         sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
-        size = number_of_rows(sizes.values())
+        size = number_of_rows([*_outer_sizes(example_inputs)] or sizes.values())
         first = next((name for name, found in sizes.items() if found == size), "")
         targets = _list_of_rows(example_inputs)
         if one and all(sizes.values()) and (targets or any(found % size for found in sizes.values())):
@@ -167,6 +167,15 @@ def rows_of_leaves(leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) ->
     sizes = [shape[0] for shape, _ in leaves.values()]
     rows = number_of_rows(sizes)
     return 1 if any(size % rows for size in sizes) else rows
+
+
+def _outer_sizes(batch: Any) -> Iterator[int]:
+    """The first dimensions of the tensors of a batch that are in no list of its own, which has no rows."""
+    if isinstance(batch, torch.Tensor) or is_spec(batch):
+        yield from _shape(batch)[0][:1]
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from () if isinstance(value, (list, tuple)) else _outer_sizes(value)
 
 
 def _list_of_rows(batch: Any) -> str:

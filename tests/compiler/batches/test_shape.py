@@ -83,7 +83,12 @@ def test_batches_that_cannot_be_cut(batch: Any, said: str) -> None:
 def test_a_batch_that_cannot_be_cut_is_taken_whole_by_one_micro_batch() -> None:
     edges = {"nodes": torch.zeros(4, 3), "edges": torch.zeros(2, 9, dtype=torch.long), "weights": torch.zeros(9)}
     boxes = {"images": torch.zeros(4, 3), "labels": [{"boxes": torch.zeros(4, 2)} for _ in range(4)]}
-    for batch, said in ((edges, "'weights'.*micro_batches=1"), (boxes, "'labels'.*list.*each row.*micro_batches=1")):
+    masks = {"images": torch.zeros(4, 3), "masks": [torch.zeros(2, 8) for _ in range(4)]}
+    for batch, said in (
+        (edges, "'weights'.*micro_batches=1"),
+        (masks, "'masks_0'.*first dimension 2, 'images' has 4.*micro_batches=1"),
+        (boxes, "'labels'.*list.*each row.*micro_batches=1"),
+    ):
         with pytest.raises(PlanError, match=said):
             BatchShape.from_inputs(MODEL, batch)
         shape = BatchShape.from_inputs(MODEL, batch, one=True)
