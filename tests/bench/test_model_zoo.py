@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+from penstock.bench import zoo
 from penstock.bench.model_zoo.batches import ROWS, batches
 from penstock.bench.model_zoo.compare import build, compare
 from penstock.bench.model_zoo.page import write_page
@@ -87,3 +92,33 @@ def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
     assert "| causal lm | 4 | 2 | 1 | 1 | 0 | 0 |" in page
     assert "| AModel | `modeling_a.py:7: if x.any():` | this line needs the value |" in page
     assert "- causal lm: AForCausalLM, BForCausalLM" in page
+
+
+@dataclass(frozen=True)
+class Ends(ModelClass):
+    """A class whose process ends as soon as it is asked for a loss."""
+
+    @property
+    def has_loss(self) -> bool:
+        os._exit(3)
+
+
+@dataclass(frozen=True)
+class Hangs(ModelClass):
+    @property
+    def has_loss(self) -> bool:
+        time.sleep(600)
+        return True
+
+
+@pytest.mark.slow
+def test_a_crash_and_a_hang_are_rows_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = zoo.Trainer()
+    try:
+        found = trainer.row(Ends("Crash", "crash", "causal_lm"))
+        assert found == {"outcome": "raw error", "detail": "the process ended with exit code 3"}
+        assert trainer.row(ModelClass("LlamaModel", "llama", "causal_lm")).keys() == {"seconds"}  # it has no loss
+        monkeypatch.setattr(zoo, "TIMEOUT_S", 2)
+        assert trainer.row(Hangs("Hang", "hang", "causal_lm"))["detail"] == "not done after 2 s"
+    finally:
+        trainer.close()
