@@ -164,7 +164,8 @@ def _images(arguments: list[str], draw: _Draw, video: bool) -> list[Batch]:
 
 def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
     """Sound as samples, or as features per frame with either dimension last."""
-    bins = draw.find("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "num_mel_bins", default=80)
+    sizes = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels")
+    bins = draw.find(*sizes, default=80)
     frames = MEL
     positions = draw.find("max_source_positions", inside=SOUNDS)
     if isinstance(positions, int) and positions <= 64:
@@ -176,6 +177,8 @@ def _sounds(arguments: list[str], draw: _Draw) -> list[Batch]:
         if "feature_attention_mask" in arguments:
             forms = [{**form, "feature_attention_mask": mask} for form in forms]
         masked = [{**form, "input_features_mask": mask} for form in forms] if "input_features_mask" in arguments else []
+        if "attention_mask" in arguments and "input_ids" not in arguments:
+            forms += [{**form, "attention_mask": mask} for form in forms]
         return [*masked, *forms]
     name = "input_values" if "input_values" in arguments else "audio_values"
     samples = draw.normal(ROWS, SOUND)

@@ -10,13 +10,12 @@ from typing import Any
 Row = dict[str, Any]
 OUTCOMES = ("equal", "refused", "fails in eager", "different", "raw error")
 TARGET = 0.97
-# Kinds of refusals: by words of the message, or of the line at which it came; the first that match count.
+# Kinds of refusals: by words of the first line of the message; the first that match count.
 REFUSALS = (
-    ("numbers read from a batch", r"tolist\(|\.item\(|int\(|grid_thw|image_sizes|lengths"),
-    ("elements chosen by value", r"nonzero|masked_select|boolean|\[\w*(mask|inds|hit)\w*\]|unique"),
-    ("a branch on a value", r"line needs the value|\bif\b|assert"),
-    ("first dimensions that are no multiple of the rows", r"multiple of|first dimension|rows"),
-    ("an operator without a record", r"no record|not known|no rule"),
+    ("experts that got tokens", r"expert|hit = "),
+    ("a check, or a branch on a value", r"\bif\b|assert|\bwhile\b|raise|numel\(\)|_check"),
+    ("elements chosen by value", r"nonzero|unique|\[is_token|\[\w*(mask|inds)\w*[\].,]"),
+    ("numbers read from a batch", r"tolist\(|\.item\(|int\(|grid_thw|sizes?\b|lengths|repeat_interleave|size\["),
 )  # fmt: skip
 
 
@@ -50,6 +49,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         own = Counter(row["outcome"] for row in rows if row["kind"] == kind)
         yield f"| {kind.replace('_', ' ')} | {own.total()} | " + " | ".join(str(own[each]) for each in OUTCOMES) + " |"
     yield f"| all | {len(rows)} | " + " | ".join(str(counts[each]) for each in OUTCOMES) + " |"
+    yield from ("", "| kind of refusal | classes |", "|---|---|")
+    yield from (f"| {kind} | {count} |" for kind, count in refusals(rows).most_common())
     for outcome, heading in (("different", "Different"), ("raw error", "Raw errors"), ("refused", "Refused")):
         chosen = [row for row in rows if row["outcome"] == outcome]
         if chosen:
@@ -75,9 +76,10 @@ def _families(rows: Sequence[Row]) -> tuple[int, int]:
 def refusals(rows: Sequence[Row]) -> Counter[str]:
     """The number of refusals of each kind."""
     return Counter(
-        next((kind for kind, words in REFUSALS if re.search(words, f"{row.get('line', '')} {row['detail']}")), "other")
-        for row in rows if row["outcome"] == "refused"
-    )  # fmt: skip
+        next((kind for kind, words in REFUSALS if re.search(words, row["detail"].split("\n")[0])), "other")
+        for row in rows
+        if row["outcome"] == "refused"
+    )
 
 
 def _share(count: int, total: int) -> str:
