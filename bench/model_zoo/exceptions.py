@@ -77,6 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "BigBirdPegasusConfig": {"attention_type": "original_full"},
     "ReformerConfig": {"axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 48], "lsh_attn_chunk_length": 4,
                        "local_attn_chunk_length": 4},
+    "ASTConfig": {"max_length": 64},
     "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     # a backbone of transformers in the place of timm's
     **{f"{name}Config": _with_resnet(*stages) for name, stages in BACKBONES.items()},
