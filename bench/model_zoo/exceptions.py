@@ -53,6 +53,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 126}},
     "Emu3Config": {"vocabulary_map": {"<image>": 126, "<|extra_200|>": 125}},
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 90, "vision_end_token_id": 91},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 90, "vision_end_token_id": 91},
     "Step3p7TextConfig": {"sliding_window": 8},
     "AriaConfig": {"projector_patch_to_query_dict": {16: 4}},
     # widths that are products of others
