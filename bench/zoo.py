@@ -114,7 +114,7 @@ def main() -> None:
         train_missing(args.only, args.again)
     kept = sorted(saved_rows(), key=lambda row: (row["family"], row["kind"], row["class"]))
     RESULTS.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    PAGE.write_text(write_page(kept))
+    PAGE.write_text(write_page(kept, sum(1 for _ in model_classes())))
 
 
 def train_missing(only: str, again: list[str]) -> None:

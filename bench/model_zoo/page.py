@@ -9,7 +9,6 @@ from typing import Any
 
 Row = dict[str, Any]
 OUTCOMES = ("equal", "refused", "fails in eager", "different", "raw error")
-TARGET = 0.97
 # Kinds of refusals: by words of the first line of the message; the first that match count.
 REFUSALS = (
     ("experts that got tokens", r"expert|hit = "),
@@ -19,12 +18,12 @@ REFUSALS = (
 )  # fmt: skip
 
 
-def write_page(rows: Sequence[Row]) -> str:
-    """The page: totals, by kind, and every class that is not equal."""
-    return "\n".join(_lines(rows)) + "\n"
+def write_page(rows: Sequence[Row], listed: int) -> str:
+    """The page: totals, by kind, and every class that is not equal. `listed`: the classes of the registries."""
+    return "\n".join(_lines(rows, listed)) + "\n"
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
+def _lines(rows: Sequence[Row], listed: int) -> Iterator[str]:
     versions = ", ".join(sorted({row["transformers"] for row in rows}))
     counts = Counter(row["outcome"] for row in rows)
     trained = len(rows) - counts["fails in eager"]
@@ -37,6 +36,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         "micro-batches. Equal means: losses and weights within 1e-5, relative, in fp32. Where rows are coupled "
         "(BatchNorm), one micro-batch is compared, as the search would choose."
     )
+    yield ""
+    yield f"The rows are of {len(rows)} classes; the registries list {listed}, of which some have no loss."
     yield ""
     share = _share(counts["equal"], trained)
     yield f"{counts['equal']} of the {trained} classes that eager trains are equal ({share})."

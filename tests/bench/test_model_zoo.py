@@ -86,7 +86,8 @@ def test_the_page_counts_outcomes_and_names_the_line_of_a_refusal() -> None:
         {**common, "class": "BForCausalLM", "family": "b", "outcome": "equal"},
         {**common, "class": "CForCausalLM", "family": "c", "outcome": "fails in eager", "detail": "TypeError: c"},
     ]  # fmt: skip
-    page = write_page(rows)
+    page = write_page(rows, 9)
+    assert "of 4 classes; the registries list 9" in page
     assert "2 of the 3 classes that eager trains are equal (66.7%)" in page
     assert "all of whose classes must be equal: 1 of 2 (50.0%)" in page
     assert "| causal lm | 4 | 2 | 1 | 1 | 0 | 0 |" in page
