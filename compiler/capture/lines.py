@@ -64,12 +64,19 @@ class SourceLines:
             traceback = traceback.tb_next
         return self._places(reversed(found))
 
+    def frame(self) -> FrameType | None:
+        """The innermost frame of the running stack, in the user's code or a library's; None if there is none."""
+        return next(self._frames(), None)
+
     def _running(self) -> Iterator[tuple[str, int]]:
         """File and line of the frames of the model that runs now, innermost first."""
+        return ((frame.f_code.co_filename, frame.f_lineno) for frame in self._frames())
+
+    def _frames(self) -> Iterator[FrameType]:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != _TRACE:
             if self.is_shown(frame.f_code):
-                yield frame.f_code.co_filename, frame.f_lineno
+                yield frame
             frame = frame.f_back
 
     def _places(self, frames: Iterable[tuple[str, int]]) -> str:

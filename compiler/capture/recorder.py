@@ -51,6 +51,7 @@ from ...runtime.torch_names import (
     unset_fake_temporarily,
 )
 from ..packing.varying_inputs import ValueRead
+from .branches import answer_if_finite, answer_without_error
 from .calls import (
     SPARSE,
     RecordedCall,
@@ -212,6 +213,23 @@ class Recorder(GraphWriter):
         text = f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
         assert_async(condition.all() if condition.dim() else condition, text)
 
+    def _answer_of_check(self, condition: torch.Tensor) -> bool | None:
+        """The truth of a tensor for which the program is recorded, with a check of it. None where forward may go on
+        either way."""
+        frame, options = self.lines.frame(), self.held.options
+        found = None if frame is None else answer_without_error(frame)
+        node = self.node_of.get(id(condition))
+        if found is None and node and torch.float16 not in (options.autocast, options.param_dtype):  # which overflows
+            truth = answer_if_finite(node)
+            found = None if truth is None else (truth, "a number that is not finite, for which there is no program,")
+        if found is None:
+            return None
+        answer, error = found
+        holds = self._other_call(torch.ne if answer else torch.eq, condition, 0)
+        text = f"{error} in {self.lines.current()}"
+        self._other_call(assert_async, self._other_call(torch.Tensor.reshape, holds, ()), text)
+        return answer
+
     def on_checkpoint(self, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward asks for recomputation."""
         self.has_checkpoints = True
@@ -241,6 +259,10 @@ class Recorder(GraphWriter):
         if func in SPARSE:
             args, kwargs, was_sparse = densely(func, args, kwargs)
             self.has_sparse |= was_sparse
+        if func is torch.Tensor.__bool__ and not self.values.knows(args[0]):
+            answer = self._answer_of_check(args[0])
+            if answer is not None:
+                return answer
         put = masked_put(func, args, kwargs)
         if put is not None and put.begins_with_its_mask():
             return put.record(self._other_call, self.lines.current)

@@ -1,4 +1,5 @@
-"""The model's own checks of values (`torch._check*`): made while capturing where that can be, else in the programs."""
+"""The model's own checks of values, by `torch._check*` and by branches: made while capturing where that can be, else in
+the programs."""
 
 from __future__ import annotations
 
@@ -68,3 +69,85 @@ def test_a_batch_that_fails_a_check_is_an_error_with_the_models_words(batch: Any
 def test_a_check_of_sizes_fails_while_capturing() -> None:
     with pytest.raises(CaptureError, match=r"test_checks\.py:.*x\.shape\[1\]"):
         trace(Checked(), {"x": torch.zeros(4, 3), "kept": torch.ones(4, dtype=torch.bool)})
+
+
+def checks_by_branches(x: Tensor, h: Tensor) -> Tensor:
+    if (x > 100).any():
+        raise ValueError(f"found {x.max().item()}")
+    if not (x < 100).all():
+        raise ValueError
+    assert (x < 100).all(), "too large"
+    if x.isnan().any() or x.min() < -100:
+        raise TypeError("wrong")
+    if not torch.isfinite(h).all():
+        h = h.clamp(-10, 10)
+    if torch.isinf(h).any():
+        h = h.clamp(-10, 10)
+    with torch.no_grad():
+        if (h > 100).any():
+            text = "and "
+            text += "so" if x.shape[0] > 2 else "on"
+            raise RuntimeError(text)
+    if (x < 100).all():
+        h = h * 2
+    else:
+        raise ValueError
+    return h
+
+
+class ByBranches(Checked):
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        return checks_by_branches(x, self.layers[0](x)).square().mean()
+
+
+def test_branches_of_which_one_way_raises_are_checks() -> None:
+    model, batch = ByBranches(), batch_of()
+    graph = trace(model, batch)
+    assert sum(map(is_check, graph.nodes)) == 9 and graph.eval_error is None
+    found = graph.module(**batch)["loss"]
+    assert found == model(**batch)
+    with pytest.raises(RuntimeError, match=r"ValueError in test_checks\.py:\d+: if \(x > 100\)\.any"):
+        graph.module(**batch_of(scale=1e4))
+    with pytest.raises(RuntimeError, match=r"not finite, .* in test_checks\.py:\d+: if not torch\.isfinite"):
+        torch.nn.init.constant_(model.layers[0].weight, 3e38)
+        graph.module(**batch)
+
+
+def caught(x: Tensor, h: Tensor) -> Tensor:
+    try:
+        if (x > 100).any():
+            raise ValueError
+    except ValueError:
+        return -h
+    return h
+
+
+def goes_on_later(x: Tensor, h: Tensor) -> Tensor:
+    if (x > 100).any() and (x < 200).all():
+        raise ValueError
+    return h
+
+
+def goes_on(x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if (x > 100).any() else h
+
+
+def repeats(x: Tensor, h: Tensor) -> Tensor:
+    while (h > 1).any():
+        h = h / 2
+    return h
+
+
+@pytest.mark.parametrize("branch", [caught, goes_on_later, goes_on, repeats])
+def test_a_branch_that_may_go_on_either_way_is_refused(branch: Any) -> None:
+    class Branching(Checked):
+        def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+            return branch(x, self.layers[0](x)).square().mean()
+
+    with pytest.raises(CaptureError, match=r"test_checks\.py:.*\n  this line needs the value of a tensor"):
+        trace(Branching(), batch_of())
+
+
+def test_numbers_may_overflow_in_fp16() -> None:
+    with pytest.raises(CaptureError, match="isfinite"):
+        trace(ByBranches(), batch_of(), autocast=torch.float16)

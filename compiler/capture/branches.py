@@ -1,0 +1,92 @@
+"""Branches of a model on a value that no trace knows, of which a program can take one way: what it records is a check.
+
+In: the frame that asks for the truth of a tensor, and the node of the tensor. Out: the answer with which forward goes
+on. `if labels.max() >= n: raise` gets False and `assert lengths.all()` True, as after the other answer forward ends in
+an error; `if not torch.isfinite(h).all(): h = h.clamp(...)` the answer for finite numbers, without which nothing is
+trained.
+"""
+
+from __future__ import annotations
+
+import dis
+from types import CodeType, FrameType
+
+from torch import fx
+
+from ...ir.calls import function_name
+
+_OF_FINITE = {"isfinite": True, "isnan": False, "isinf": False}
+_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "RERAISE")
+_MOST = 400  # instructions that are looked at
+
+
+def answer_without_error(frame: FrameType) -> tuple[bool, str] | None:
+    """The answer after which the frame need not raise, and the name of the error after the other one. None if none or
+    both can go on."""
+    code = _Code(frame.f_code)
+    place = code.place_of[frame.f_lasti]
+    errors = {answer: code.error_after(place, answer) for answer in (True, False)}
+    raising = [answer for answer, error in errors.items() if error is not None]
+    return (not raising[0], errors[raising[0]] or "") if len(raising) == 1 else None
+
+
+def answer_if_finite(condition: fx.Node) -> bool | None:
+    """The truth of a condition where every number is finite; None for a condition that asks something else."""
+    flips, node = False, condition
+    while (name := function_name(node.target)) not in _OF_FINITE:
+        if name not in ("all", "any", "invert", "logical_not", "bitwise_not"):
+            return None
+        flips ^= name not in ("all", "any")
+        node = node.args[0]  # type: ignore[assignment]
+    return _OF_FINITE[name] ^ flips
+
+
+class _Code:
+    """The instructions of a function."""
+
+    def __init__(self, code: CodeType):
+        self.all = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+        self.place_of = {each.offset: place for place, each in enumerate(self.all)}
+        entries = getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
+        self.caught = [range(e.start, e.end) for e in entries if not self._is_with(self.place_of[e.target])]
+
+    def _is_with(self, handler: int) -> bool:
+        """Whether what handles an error is the end of a `with`, which raises it again."""
+        return any(each.opname == "WITH_EXCEPT_START" for each in self.all[handler : handler + 2])
+
+    def error_after(self, place: int, answer: bool) -> str | None:
+        """The name of an error that is raised on every way after this instruction has given an answer; None where a way
+        goes on."""
+        while self.all[place].opname in ("UNARY_NOT", "TO_BOOL"):
+            answer ^= self.all[place].opname == "UNARY_NOT"
+            place += 1
+        jump = self.all[place].opname
+        if "IF_TRUE" not in jump and "IF_FALSE" not in jump:
+            return None
+        jumps = ("IF_TRUE" in jump) == answer
+        return self._error_from(self._target(place) if jumps else place + 1)
+
+    def _error_from(self, start: int) -> str | None:
+        name, waiting, seen = "", [start], set[int]()
+        while waiting:
+            place = waiting.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            if place >= len(self.all) or len(seen) > _MOST:
+                return None
+            each = self.all[place]
+            if each.opname == "RAISE_VARARGS" and not any(each.offset in span for span in self.caught):
+                continue
+            if each.opname in _ENDS or each.opname in ("RAISE_VARARGS", "FOR_ITER", "SEND", "SETUP_FINALLY"):
+                return None
+            if each.opname in ("LOAD_GLOBAL", "LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT") and not name:
+                name = "AssertionError" if each.argval is None else str(getattr(each.argval, "__name__", each.argval))
+            if "JUMP" in each.opname:
+                waiting.append(self._target(place))
+            if "JUMP" not in each.opname or "_IF_" in each.opname:
+                waiting.append(place + 1)
+        return name
+
+    def _target(self, place: int) -> int:
+        return self.place_of[int(self.all[place].argval)]
