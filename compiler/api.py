@@ -31,6 +31,7 @@ from ..runtime.source.trust import Trust
 from ..runtime.state.quantised import quantised_layers, unquantised_note
 from .arguments import check_compilable, check_graphable
 from .batches.shape import BatchShape
+from .capture.recorder import NeedsValue
 from .changed_params import require_lasting
 from .check.first_rows import compare_first_rows
 from .check.release import check_release
@@ -105,7 +106,7 @@ def compile(
             ssd_dirs=ssd_dirs, ssd_verify=ssd_verify, kernels=kernels, compile_stages=compile_stages,
             cuda_graphs=cuda_graphs, dynamic_shapes=dynamic_shapes, timeout_s=timeout_s, check=check,
         ).settle()  # fmt: skip
-        graphs, wishes, rows, result = _find(request)
+        request, graphs, wishes, rows, result = _find(request)
         best = result.best
         folder, trust = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
@@ -114,7 +115,7 @@ def compile(
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn),
-        loss_weight=loss_weight,
+        loss_weight=loss_weight, prologue=request.prologue,
     )  # fmt: skip
 
 
@@ -129,18 +130,22 @@ def find_plan(model: nn.Module, hardware: Hardware | str | Path, **wishes: Any) 
     with planning(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         request = Request(**given.arguments).settle()
-        graphs, _, _, result = _find(request)
+        _, graphs, _, _, result = _find(request)
         graphs.forget()
         return make_plan(result, _model_name(model), request.strategy)
 
 
-def _find(request: Request) -> tuple[Graphs, Wishes, RowFacts, SearchResult]:
-    """The graphs of a request, its wishes and facts of rows, and what the search has found, which can run."""
+def _find(request: Request) -> tuple[Request, Graphs, Wishes, RowFacts, SearchResult]:
+    """The request, with the prologue of a model that reads values of its batch; its graphs, wishes and facts of rows,
+    and what the search has found, which can run."""
     graphs = Graphs.find(request, _mini_batch_size(request.wishes, request.machine))
-    wishes, rows = _learn_rows(request, graphs)
-    result = _search(request, graphs, wishes, rows)
+    try:
+        wishes, rows = _learn_rows(request, graphs)
+        result = _search(request, graphs, wishes, rows)
+    except NeedsValue as error:
+        return _find(request.with_prologue(error))
     _require_runnable(request, result.best)
-    return graphs, wishes, rows, result
+    return request, graphs, wishes, rows, result
 
 
 def _learn_rows(request: Request, graphs: Graphs) -> tuple[Wishes, RowFacts]:
@@ -250,6 +255,7 @@ def _folder(
         picks=picks[1],
         rows=rows,
         sizes=request.batch.sizes,
+        reads=[] if request.prologue is None else sorted(request.prologue.reads),
     )
     own, imports = print_all(draft, best.evaluation, plan), Imports()
     counts = print_counts(loss, picks[0], imports)

@@ -57,7 +57,7 @@ class Graphs:
         """The graphs of a request. Where plans share them, those of an earlier one with the same model and batch, or
         from its trace where the batch has other rows.
         `accumulate`: the micro-batches of a mini-batch with an update of its own; None: all of them have one update."""
-        if request.loss_fn is not None or request.loss_weight is not None:
+        if request.loss_fn is not None or request.loss_weight is not None or request.prologue is not None:
             return Graphs(request, accumulate)
         batch, is_open = request.batch, request.count is None
         rows = tuple((name, shape[1:], dtype) for name, (shape, dtype) in batch.shape.leaves.items())
@@ -124,16 +124,18 @@ class Graphs:
         if self.request.batch.sizes is not None:
             return self._graph_of_sizes(count)
         is_open = self.request.count is None or self._tape.at_inputs is not None
-        if is_open and self.request.batch.shape.size > 1:
+        if is_open and self.request.prologue is None and self.request.batch.shape.size > 1:
             return self._graph_of_rows(count)
         return self._trace(count)
 
     def _trace(self, count: int, dims: DynamicDims | None = None, any_rows: bool = False) -> OpGraph:
-        request = self.request
+        request, prologue = self.request, self.request.prologue
         inputs, by_user = micro_batch_spec(request.batch.inputs, count), request.loss_weight is not None
+        lent = {} if prologue is None else {"lent": prologue.lent(count), "made": prologue.inputs}
         return trace_loss(
-            request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind, dims, any_rows
-        )
+            request.model, inputs, request.loss_fn, by_user, request.types, request.device_kind,
+            dynamic=dims, any_rows=any_rows, **lent,
+        )  # fmt: skip
 
     def _graph_of_rows(self, count: int) -> OpGraph:
         """The graph from the tape of the first trace, which this makes if there is none."""

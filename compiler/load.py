@@ -52,6 +52,11 @@ def load(
     if folder.settings.weights is not None:
         settle_quantised(model, folder.settings.weights)
     _check_model(model, folder)
+    if folder.settings.reads:
+        raise PlanError(
+            f"directory={str(directory)!r}: the model reads {', '.join(folder.settings.reads)} of each batch and makes "
+            "inputs of them, which files cannot hold: compile again"
+        )
     _check_loss_weight(loss_weight, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
     trusted = TRUSTED if trust else Trust.here([*folder.files.values(), *folder.smaller.values(), folder.counts])

@@ -18,7 +18,6 @@ from ..graph.loss_terms import NUM_ITEMS
 from ..graph.opgraph import OpGraph
 from ..ir.errors import PlanError
 from ..ir.precision import FP32, Precision
-from .capture.dynamic import DynamicDims
 from .capture.guard import LossFn
 from .capture.inputs import takes_item_count
 from .capture.trace import trace_in
@@ -47,20 +46,12 @@ def trace_loss(
     by_user: bool,
     precision: Precision,
     device_kind: str,
-    dynamic: DynamicDims | None = None,
-    any_rows: bool = False,
+    **options: Any,
 ) -> OpGraph:
-    """The op graph of these inputs, with the loss as the model makes it."""
+    """The op graph of these inputs, with the loss as the model makes it. `options`: further ones of the trace."""
     count = not by_user and takes_item_count(model)
     return trace_in(
-        precision,
-        model,
-        example_inputs,
-        loss_fn=loss_fn,
-        count_items=count,
-        device_kind=device_kind,
-        dynamic=dynamic,
-        any_rows=any_rows,
+        precision, model, example_inputs, loss_fn=loss_fn, count_items=count, device_kind=device_kind, **options
     )
 
 

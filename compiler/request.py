@@ -47,6 +47,11 @@ from .arguments import (
 from .batches.dynamic_shapes import describe_tensors, largest, read_dynamic_shapes
 from .batches.shape import BatchShape, as_dicts
 from .batches.sizes import BatchSizes
+from .capture.guard import TraceOptions
+from .capture.inputs import takes_item_count
+from .capture.prologue.prologue import Prologue
+from .capture.recorder import NeedsValue
+from .capture.trace import types_of
 from .job.preflight import plain_directories
 from .loss import refuse_item_count
 from .own_copy import reserve_own_copy
@@ -84,6 +89,11 @@ class ExampleBatch:
         sizes = read_dynamic_shapes(model, inputs, dynamic_shapes)
         shape = largest(sizes, shape)
         return ExampleBatch(describe_tensors(model, inputs, shape), shape, sizes, documents)
+
+    def with_made(self, model: nn.Module, prologue: Prologue) -> ExampleBatch:
+        """The same batch with what a prologue makes of it."""
+        inputs = prologue.add(self.inputs, self.shape.size)
+        return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +183,7 @@ class Request:
     dynamic_shapes: Any
     timeout_s: float
     check: bool = True
+    prologue: Prologue | None = None  # of a model that reads values of its batch
 
     def settle(self) -> Request:
         """The same request with the wishes that a given plan has decided. Raises `PlanError`, `HardwareError`."""
@@ -227,7 +238,18 @@ class Request:
     @cached_property
     def batch(self) -> ExampleBatch:
         one = self.micro_batches == 1 and self.micro_batches is not True
-        return ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes, one)
+        batch = ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes, one)
+        return batch if self.prologue is None else batch.with_made(self.model, self.prologue)
+
+    def with_prologue(self, error: NeedsValue) -> Request:
+        """The same request for a model whose trace ended in this error, as it reads values of the batch. Raises the
+        error where no prologue can read them."""
+        if self.prologue is not None or self.batch.sizes is not None:
+            raise error
+        count = self.loss_weight is None and takes_item_count(self.model)
+        kind, types = self.device_kind, types_of(self.types)
+        options = TraceOptions(loss_fn=self.loss_fn, device_kind=kind, count_items=count, **types)
+        return replace(self, prologue=Prologue.find(self.model, self.batch.inputs, options, error))
 
     @property
     def given_plan(self) -> Plan | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -27,6 +27,7 @@ from .calls import leaf_modules
 from .constants import ConstantNames
 from .custom_functions import TORCH_APPLY, original_apply, redirect_taken_functions
 from .dynamic import DynamicDims
+from .made_input import MadeInput
 from .python_state import GlobalDraws
 
 LossFn = Callable[[Any, Any], Any]
@@ -49,6 +50,8 @@ class TraceOptions:
     count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
     for_loss: the keys of the batch that forward's `**kwargs` must not get: they are for `loss_fn` alone.
     leaves: the texts and numbers of the batch that forward or the loss reads.
+    lent: the values of inputs that forward may read; what it makes of them is a prologue.
+    made: the inputs that a prologue makes, which are in the batch, and which forward does not get.
     any_rows: follow sizes, so that `OpGraph.at_inputs` gives the graph of a batch with other rows.
     """
 
@@ -64,6 +67,8 @@ class TraceOptions:
     any_rows: bool = False
     for_loss: frozenset[str] = frozenset()
     leaves: frozenset[str] = frozenset()
+    lent: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    made: tuple[MadeInput, ...] = ()
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Borrowed:
     alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
     saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
     caches: ScriptCaches = field(init=False)
+    configs: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # with what is set in them
 
     draws: GlobalDraws = field(default_factory=GlobalDraws)
 
@@ -112,6 +118,21 @@ class Borrowed:
     def name_constants(self, loss_fn: LossFn | None) -> None:
         """Find the names of unregistered tensors, once the registered ones are replaced."""
         self.constant_names = ConstantNames(self.model, loss_fn)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Lend the model once more, with the proxies that it had."""
+        before = [(owner, dict(owner.__dict__)) for owner, _ in (*self.saved, *self.configs)]
+        try:
+            self.restart()
+            for config, attributes in self.configs:
+                config.__dict__.update(attributes)
+            yield
+        finally:
+            for owner, attributes in before:
+                owner.__dict__.clear()
+                owner.__dict__.update(attributes)
+            self.caches.put_back()
 
     def restart(self) -> None:
         """Forget what a run of forward has written into the modules, and kept elsewhere."""
@@ -144,9 +165,9 @@ def borrow(
         _insert_fakes(model, held, proxy_of)
         _substitute(saved, held)
         held.name_constants(options.loss_fn)
-        for config in configs:
-            if config.__dict__.get("use_cache"):
-                config.__dict__["use_cache"] = False
+        held.configs = [(config, {"use_cache": False}) for config in configs if config.__dict__.get("use_cache")]
+        for config, attributes in held.configs:
+            config.__dict__.update(attributes)
         if not options.training:
             model.eval()
         held.saved = [(module, dict(module.__dict__)) for module, _ in saved]

@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import CodeType, FrameType, TracebackType
 
 import torch
@@ -64,9 +65,9 @@ class SourceLines:
             traceback = traceback.tb_next
         return self._places(reversed(found))
 
-    def frame(self) -> FrameType | None:
-        """The innermost frame of the running stack, in the user's code or a library's; None if there is none."""
-        return next(self._frames(), None)
+    def frames(self, most: int | None = None) -> list[FrameType]:
+        """The frames of the model that runs now, in the user's code or a library's, innermost first."""
+        return [*islice(self._frames(), most)]
 
     def _running(self) -> Iterator[tuple[str, int]]:
         """File and line of the frames of the model that runs now, innermost first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -64,6 +64,7 @@ from .calls import (
 from .custom_functions import original_apply
 from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .guard import Borrowed, autocast_aliases, replace_functions
+from .prologue.nodes import PrologueNodes
 from .rows.sizes import ModeSwitch, OtherTrace, settle
 from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
@@ -78,7 +79,10 @@ _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, Guar
 
 
 class NeedsValue(CaptureError):
-    """A line reads the value of a tensor."""
+    """A line reads the value of a tensor. `inputs`: those of the batch from which alone the tensor follows; empty where
+    it follows from anything else."""
+
+    inputs: frozenset[str] = frozenset()
 
 
 class ClassOfOneCall(CaptureError):
@@ -147,6 +151,12 @@ class Recorder(GraphWriter):
         self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
         self.batched_nodes: set[fx.Node] = set()  # those of the calls inside of the torch.vmap that runs
+        self.prologue = PrologueNodes(self.values, self.lines)
+
+    def lend(self, values: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+        """Let forward read the values of these inputs."""
+        for name, value in values.items():
+            self.values.know(inputs[name], value, of_batch=True)
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -210,14 +220,20 @@ class Recorder(GraphWriter):
         if not has_tensor(condition) or condition.dtype != torch.bool:
             check(kind, condition, message)
             return
+        if self.values.knows(condition):
+            with unset_fake_temporarily(), DisableTorchFunction():
+                holds = bool(self.values.value(condition).all())
+            if not holds:
+                raise kind("" if message is None else message())
+            return
         text = f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
         assert_async(condition.all() if condition.dim() else condition, text)
 
     def _answer_of_check(self, condition: torch.Tensor) -> bool | None:
         """The truth of a tensor for which the program is recorded, with a check of it. None where forward may go on
         either way."""
-        frame, options = self.lines.frame(), self.held.options
-        found = None if frame is None else answer_without_error(frame)
+        options = self.held.options
+        found = next(map(answer_without_error, self.lines.frames(1)), None)
         node = self.node_of.get(id(condition))
         if found is None and node and torch.float16 not in (options.autocast, options.param_dtype):  # which overflows
             truth = answer_if_finite(node)
@@ -267,7 +283,7 @@ class Recorder(GraphWriter):
         if put is not None and put.begins_with_its_mask():
             return put.record(self._other_call, self.lines.current)
         if put is not None and not all(map(self.values.knows, put.masks)):
-            raise NeedsValue(self._value_text())
+            raise self._needs_value(self.lower(put.masks))
         known = self._call_of_known_values(func, args, kwargs) if put is None else put.use_places(self._other_call)
         if known is not None:
             func, args, kwargs = known
@@ -483,16 +499,24 @@ class Recorder(GraphWriter):
         return result
 
     def _note_values(self, call: RecordedCall, node: fx.Node, run: Callable[..., Any]) -> None:
-        for target in node.meta["mutates"]:
-            self.values.forget(target.meta["val"])
+        written = [target.meta["val"] for target in node.meta["mutates"]]
         if self.rows is not None and node in self.rows.follows:
+            for target in written:
+                self.values.forget(target)
             return  # what is true for these rows alone
-        if not (node.meta["mutates"] or node.meta["random"] or call.kind == "call_module"):
-            self.busy = True
-            try:
-                self.values.note(run, node.args, node.kwargs, node.meta["val"])
-            finally:
-                self.busy = False
+        if node.meta["random"] or call.kind == "call_module":
+            return
+        self.busy = True
+        try:
+            if written:
+                self.values.write(run, node.args, node.kwargs, written)
+            else:
+                self.values.note(run, node.args, node.kwargs, node.meta["val"], self.prologue.is_begun)
+        finally:
+            self.busy = False
+        missing = self.prologue.add(node) - self.held.options.lent.keys()
+        if missing:
+            raise self._needs_value(node)
 
     def outcome(self, run: Callable[..., Any], exec_args: tuple, exec_kwargs: dict, args: Any, kwargs: Any) -> Any:
         """The result of a call on fake tensors. One that needs values gives the real result, if these are known."""
@@ -506,7 +530,9 @@ class Recorder(GraphWriter):
             finally:
                 self.busy = False
             if known is UNKNOWN:
-                raise
+                raise self._needs_value((args, kwargs)) from None
+            if self.values.follows(args, kwargs):
+                self.prologue.note_read(is_tensor=has_tensor(known))
             with DisableTorchFunction():
                 return tree_map_only(torch.Tensor, self._as_fake, known)
 
@@ -526,6 +552,11 @@ class Recorder(GraphWriter):
             raise
         finally:
             self.busy = False
+
+    def _needs_value(self, operands: Any) -> NeedsValue:
+        error = NeedsValue(self._value_text())
+        error.inputs = self.prologue.inputs_behind(operands)
+        return error
 
     def _value_text(self) -> str:
         return (

@@ -6,9 +6,9 @@ the level of torch functions and leaf modules, traced on fake tensors: no weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,7 @@ from .guard import Borrowed, LossFn, TraceOptions, borrow, fakes_of
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs, untaken_key
 from .lines import SourceLines
 from .param_changes import changes_of, take_out
+from .prologue.nodes import read_made_inputs
 from .python_state import state_of
 from .recorder import Recorder
 from .refusals import add_way_out
@@ -77,7 +78,7 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
         return found
 
     try:
-        found = _record_all(model, example_inputs, how)
+        found: OpGraph = _record_all(model, example_inputs, how, _record)
     except CaptureError as error:
         raise add_way_out(error) from error.__cause__
     at_inputs = found.at_inputs
@@ -88,14 +89,13 @@ def trace(model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
 
 def trace_in(precision: Precision, model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
     """`trace` with the types of a precision."""
-    return trace(
-        model,
-        example_inputs,
-        autocast=precision.autocast_dtype,
-        param_dtype=precision.low_dtype,
-        input_dtype=precision.input_dtype,
-        **options,
-    )
+    return trace(model, example_inputs, **types_of(precision), **options)
+
+
+def types_of(precision: Precision) -> dict[str, Any]:
+    """The options of a trace that a precision decides."""
+    low, autocast = precision.low_dtype, precision.autocast_dtype
+    return {"autocast": autocast, "param_dtype": low, "input_dtype": precision.input_dtype}
 
 
 def _refuse_written_constants(graph: OpGraph) -> None:
@@ -124,16 +124,57 @@ class _ForLoss(Exception):
     """A key of the batch that forward hands on to a module which does not take it."""
 
 
-def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
-    """`_record`, with forward given every key of the batch that it can take, and the texts and numbers that it reads.
+@dataclass(frozen=True)
+class Recording:
+    """A run of forward, which other batches can be held against. `prologue`: the nodes that it hands to the program;
+    `unused`: those that nothing needs."""
+
+    recorder: Recorder
+    nodes: dict[str, fx.Node]
+    prologue: list[fx.Node]
+    unused: set[fx.Node]
+
+
+def record_steps(model: nn.Module, example_inputs: Any, options: TraceOptions) -> Recording:
+    """Run forward on an example. Raises as `trace` does."""
+    return _record_all(model, example_inputs, options, _record_run)
+
+
+def _record_run(
+    model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_mode: FakeTensorMode
+) -> Recording:
+    if options.count_items:
+        inputs.add_item_count(fake_mode)
+    with borrow(model, fakes_of(fake_mode, options.param_dtype), options) as held, _dispatch(options):
+        recorder = Recorder(held, fake_mode)
+        outputs = run_forward(recorder, inputs, options.loss_fn)
+        nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
+        recorder.graph.output(nodes)
+    unused = Dataflow(recorder.graph.nodes).dead(draws=False, writes=True)
+    return Recording(recorder, nodes, recorder.prologue.outputs(recorder.graph), unused)
+
+
+def record_again(recording: Recording, replay: Replay, batch: Any) -> None:
+    """Run forward on another batch, against a recording. Raises `Misaligned` where it does something else."""
+    held, fake_mode = recording.recorder.held, recording.recorder.fake_mode
+    inputs = fake_inputs(held.model, batch, fake_mode, None)
+    if held.options.count_items:
+        inputs.add_item_count(fake_mode)
+    with held.again(), _dispatch(held.options):
+        replay.finish(run_forward(replay, inputs, held.options.loss_fn), recording.nodes)
+
+
+def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions, record: Callable[..., Any]) -> Any:
+    """`record`, with forward given every key of the batch that it can take, and the texts and numbers that it reads.
     Where these cannot be told apart, as C code reads one, or as forward does something else with the values themselves
     (it asks for their types), they count as read."""
     fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else LinedShapeEnv())
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic, options.leaves)
     try:
-        found = _record(model, inputs, options, fake_mode)
+        found = record(model, inputs, options, fake_mode)
     except _ForLoss as error:
-        return _record_all(model, example_inputs, replace(options, for_loss=options.for_loss | {str(error)}))
+        for_loss = options.for_loss | {str(error)}
+        return _record_all(model, example_inputs, replace(options, for_loss=for_loss), record)
     except CaptureError:  # what stands for texts and numbers may have caused it
         if not inputs.leaves:
             raise
@@ -142,7 +183,7 @@ def _record_all(model: nn.Module, example_inputs: Any, options: TraceOptions) ->
         read = inputs.read_leaves()
         if not read:
             return found
-    return _record_all(model, example_inputs, replace(options, leaves=options.leaves | read))
+    return _record_all(model, example_inputs, replace(options, leaves=options.leaves | read), record)
 
 
 def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_mode: FakeTensorMode) -> OpGraph:
@@ -152,7 +193,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         recorder, before = Recorder(held, fake_mode), state_of(held.modules)
         if options.any_rows:
             recorder.rows = RowTape(recorder.lines.where)
-        outputs = _run(recorder, inputs, options.loss_fn)
+        outputs = run_forward(recorder, inputs, options.loss_fn)
         held.require_no_draws()
         held.require_own_tensors()
         require_unchanged(recorder, outputs["loss"])
@@ -160,7 +201,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         _store_reassigned_buffers(recorder)
         recorder.graph.output(nodes)
         known = replace(inputs, batch=tree_map(lambda x: x.value if type(x) is UnreadLeaf else x, inputs.batch))
-        require_repeatable(recorder, lambda again: _run(again, known, options.loss_fn), nodes, before)
+        require_repeatable(recorder, lambda again: run_forward(again, known, options.loss_fn), nodes, before)
         number_draws(recorder.graph)
         flow = Dataflow(recorder.graph.nodes)
         unused, removable = (flow.dead(draws=draws, writes=True) for draws in (False, True))
@@ -195,7 +236,10 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         )
 
     if recorder.rows is None:
-        return op_graph(recorder.graph, inputs, nodes)
+        found = op_graph(recorder.graph, inputs, nodes)
+        if options.made:
+            read_made_inputs(found, recorder.prologue, options.made)
+        return found
     traced = TracedRows(recorder.graph, recorder.rows, items)
 
     def graph_at(example: Any) -> OpGraph:
@@ -227,15 +271,18 @@ def _dispatch(options: TraceOptions) -> Iterator[None]:
         yield
 
 
-def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dict[str, torch.Tensor]:
+def run_forward(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dict[str, torch.Tensor]:
     """Call the user's forward under the recorder; errors of the user's code name the user's line."""
-    model = recorder.held.model
-    for_loss = recorder.held.options.for_loss
-    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, for_loss)
-    dtype = recorder.held.options.input_dtype
+    model, options = recorder.held.model, recorder.held.options
+    if options.made:
+        made = {each.name for each in options.made}
+        inputs = replace(inputs, batch={key: value for key, value in inputs.batch.items() if key not in made})
+    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None, options.for_loss)
+    dtype = options.input_dtype
     with torch.enable_grad():
         for name, fake in inputs.tensors.items():
             recorder.placeholder(name, fake)
+        recorder.lend(options.lent, inputs.tensors)
         for fake in inputs.tensors.values():
             recorder.learn_sizes(fake)
         try:
@@ -275,7 +322,7 @@ def _align(
     recorder.held.model.eval()
     replay = Replay(recorder, unused)
     try:
-        replay.finish(_run(replay, inputs, loss_fn), nodes)
+        replay.finish(run_forward(replay, inputs, loss_fn), nodes)
     except (Misaligned, CaptureError) as error:
         for step in recorder.steps:
             set_evaluation(step, None)
@@ -292,7 +339,7 @@ def _require_plain(
     recorder.held.model.eval()
     evaluation = PlainEvaluation(recorder, unused)
     try:
-        evaluation.finish(_run(evaluation, inputs, loss_fn), nodes)
+        evaluation.finish(run_forward(evaluation, inputs, loss_fn), nodes)
     except Misaligned as error:
         raise CaptureError(str(error)) from None
 

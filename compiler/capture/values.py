@@ -1,7 +1,9 @@
-"""The values of tensors that follow from constants alone: a line of the model may read them while it is captured.
+"""The values of tensors that follow from constants, and from inputs whose values are lent: a line of the model may read
+them while it is captured.
 
-In: recorded calls. Out: what they give for real, for small tensors whose operands are all known. What a line reads
-(`sizes.tolist()`) becomes part of the program, as every number is; it is the same at every step, as no input is in it.
+In: recorded calls. Out: what they give for real, for tensors whose operands are all known. What a line reads
+(`sizes.tolist()`) becomes part of the program, as every number is. Where it follows from constants, it is the same at
+every step; where it follows from an input, the prologue (`prologue/`) sees to that.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torch import fx
 
 from ...runtime.torch_names import FakeTensor, tree_map_only, unset_fake_temporarily
 
-LARGEST = 1 << 12  # elements of a tensor whose value is kept
+LARGEST = 1 << 12  # elements of a tensor whose value is kept, where it follows from constants
+LARGEST_OF_BATCH = 1 << 26  # and where an input or a line that has read one makes it
 UNKNOWN = object()
 
 
@@ -24,11 +27,13 @@ class KnownValues:
     def __init__(self) -> None:
         self._of: dict[int, torch.Tensor] = {}  # id(fake) -> its value
         self._fakes: dict[int, list[torch.Tensor]] = {}  # storage -> the fakes in it, which also keeps their ids
+        self.of_batch: set[int] = set()  # the ids of those that follow from an input
 
-    def know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        if value.numel() <= LARGEST and not value.is_meta:
+    def know(self, fake: torch.Tensor, value: torch.Tensor, of_batch: bool = False) -> None:
+        if value.numel() <= (LARGEST_OF_BATCH if of_batch else LARGEST) and not value.is_meta:
             self._of[id(fake)] = value
             self._fakes.setdefault(_storage(fake), []).append(fake)
+            self.of_batch |= {id(fake)} if of_batch else set()
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the value of a tensor is known: of a fake one, or of one that is in memory and small."""
@@ -36,38 +41,76 @@ class KnownValues:
             return id(tensor) in self._of
         return tensor.numel() <= LARGEST and not tensor.is_meta
 
+    def value(self, fake: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor that is known."""
+        return self._of.get(id(fake), fake)
+
     def forget(self, fake: torch.Tensor) -> None:
         """Forget a tensor that was changed in place, and all that share its memory."""
         for other in self._fakes.pop(_storage(fake), []):
             self._of.pop(id(other), None)
+            self.of_batch.discard(id(other))
 
     def result(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The real result of a call; UNKNOWN where an operand's value is not known. `args` and `kwargs` hold nodes."""
-        try:
-            args, kwargs = fx.map_arg((args, kwargs), lambda node: self._of[id(node.meta["val"])])
-        except KeyError:
-            return UNKNOWN
-        copies: dict[int, torch.Tensor] = {}
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda t: copies.setdefault(id(t), t.clone()), (tuple(args), dict(kwargs))
-        )
-        return run(*args, **kwargs)
+        return self._run(run, args, kwargs)[0]
 
-    def note(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-        """Keep the value of a call's result, if it is small and its operands are known."""
+    def _run(self, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+        """The real result of a call, and its operands by the fakes that stand for them, as the call has left them."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(node: fx.Node) -> torch.Tensor:
+            fake = node.meta["val"]
+            return copies.setdefault(id(fake), self._of[id(fake)].clone())
+
+        try:
+            args, kwargs = fx.map_arg((args, kwargs), copy)
+        except KeyError:
+            return UNKNOWN, {}
+        own = {id(t): t for t in copies.values()}
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: own.setdefault(id(t), t.clone()), (tuple(args), dict(kwargs))
+        )
+        return run(*args, **kwargs), copies
+
+    def note(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, of_batch: bool = False) -> None:
+        """Keep the value of a call's result, if it is small and its operands are known. `of_batch`: an input makes it,
+        whatever its operands are."""
         if isinstance(result, torch.Tensor) and not result.requires_grad:
             results = [result]
         elif type(result) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in result):
             results = list(result)
         else:
             return
-        if any(not isinstance(t.numel(), int) or t.numel() > LARGEST for t in results):
+        of_batch = of_batch or self.follows(args, kwargs)
+        most = LARGEST_OF_BATCH if of_batch else LARGEST
+        if any(not isinstance(t.numel(), int) or t.numel() > most for t in results):
             return
         with unset_fake_temporarily(), torch.no_grad():
             values = self.result(run, args, kwargs)
         if values is not UNKNOWN:
             for fake, value in zip(results, [values] if isinstance(values, torch.Tensor) else values, strict=True):
-                self.know(fake, value)
+                self.know(fake, value, of_batch)
+
+    def write(self, run: Callable[..., Any], args: Any, kwargs: Any, targets: list[torch.Tensor]) -> None:
+        """Follow a call that changes targets in place: each gets its new value, where all operands are known and
+        nothing else shares its memory."""
+        alone = all(self.knows(t) and len(self._fakes[_storage(t)]) == 1 for t in targets)
+        copies: dict[int, torch.Tensor] = {}
+        if alone:
+            with unset_fake_temporarily(), torch.no_grad():
+                _, copies = self._run(run, args, kwargs)
+        of_batch = self.follows(args, kwargs)
+        for target in targets:
+            self.forget(target)
+            if id(target) in copies:
+                self.know(target, copies[id(target)], of_batch)
+
+    def follows(self, *arguments: Any) -> bool:
+        """Whether an operand follows from an input."""
+        found: list[bool] = []
+        fx.map_arg(arguments, lambda node: found.append(id(node.meta["val"]) in self.of_batch))
+        return any(found)
 
 
 def _storage(fake: torch.Tensor) -> int:

@@ -202,7 +202,8 @@ class _Comparison:
             for name, change in self.graph.changes.items():
                 params[name].copy_(call_hooks(change.calls, params[name]))
         module = build_module(self.model, self.graph.graph, self.graph.unregistered_tensors)
-        leaves = flatten(self.model, batch)[0] | self.counts
+        prologue = self.request.prologue
+        leaves = flatten(self.model, batch if prologue is None else prologue.add(batch, self.rows))[0] | self.counts
         draws = Draws("the op graph", module, self.device)
         with draws.seed_draws(self._seed):
             outputs = _Watched(module, draws, seen, {node.name for node in nodes}).run(

@@ -7,6 +7,7 @@ kind that it began with, so that a last batch that is too short is not taken for
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sized
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
 from ..batches.shape import BatchShape, rows_of_leaves
+from ..capture.prologue.prologue import Prologue
 from ..folder import Folder
 from .any_size import AnySizes, MicroBatch, is_listed, join
 from .sampler import RankSampler, lane_rows
@@ -26,7 +28,8 @@ SAMPLER = "sampler"  # its key in a checkpoint's data
 
 class Feed:
     """The batches of one process. `device`: the device that a rank of torchrun runs; None for a process that hands over
-    whole batches for all devices. `any_sizes`: where sizes differ from step to step; `shape` is then the largest."""
+    whole batches for all devices. `any_sizes`: where sizes differ from step to step; `shape` is then the largest.
+    `prologue`: makes inputs of a batch that it does not have."""
 
     def __init__(
         self,
@@ -35,8 +38,9 @@ class Feed:
         interface: Interface,
         device: int | None,
         any_sizes: AnySizes | None = None,
+        prologue: Prologue | None = None,
     ):
-        self.any_sizes = any_sizes
+        self.any_sizes, self.prologue = any_sizes, prologue
         self.model, self.shape, self.interface, self.device = model, shape, interface, device
         self.teams = interface.teams
         self.sampler: RankSampler | None = None
@@ -44,13 +48,15 @@ class Feed:
         self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is yet to be made
 
     @staticmethod
-    def for_folder(model: nn.Module, folder: Folder, device: int | None) -> Feed:
+    def for_folder(
+        model: nn.Module, folder: Folder, device: int | None, prologue: Prologue | None = None
+    ) -> Feed:
         """The feed of a job with these files."""
         settings, interface = folder.settings, folder.interface
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in settings.batch}
         shape = BatchShape(leaves, rows_of_leaves(leaves), settings.flags)
         if settings.sizes is None:
-            return Feed(model, shape, interface, device)
+            return Feed(model, shape, interface, device, prologue=prologue)
         alike = [term for term in settings.loss if term.kind not in ("counted", "weighted")]
         uneven = f"the loss of {alike[0].source or 'the model'} is a mean to which each adds alike" if alike else ""
         sizes = AnySizes(model, shape, settings.sizes, interface.total_micro_batches, uneven)
@@ -90,10 +96,18 @@ class Feed:
         if self._is_absent(batch, needed):
             return {}, ""
         batch = join(batch) if is_listed(batch, self.shape) else batch
+        shape = self.shape
+        if self.prologue is not None:
+            made = {each.name for each in self.prologue.inputs}
+            shape = replace(shape, leaves={name: leaf for name, leaf in shape.leaves.items() if name not in made})
+            needed = shape.leaves
         if self.device is None:
-            leaves = self.shape.check(self.model, batch)
+            leaves = shape.check(self.model, batch)
         else:
-            leaves = self.shape.check(self.model, batch, part_size=self.part_size, needed=needed)
+            leaves = shape.check(self.model, batch, part_size=self.part_size, needed=needed)
+        if self.prologue is not None:
+            made_of = self.prologue.add(batch, self.shape.size // self.interface.total_micro_batches)
+            leaves |= {name: made_of[name] for name in made & made_of.keys()}
         if not leaves:
             return {}, ""
         name, value = next(iter(leaves.items()))

@@ -1,0 +1,126 @@
+"""The calls of a trace that are a prologue: what forward makes of the values of a batch before anything is computed.
+
+A line reads a value (`grid.tolist()`), and what its function makes from then on follows from the number that it got:
+other batches give other numbers, and so none of these calls can be in a program. In: the calls and reads of a trace.
+Out: the calls of the prologue, and the tensors that it hands to the program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+from torch import fx
+
+from ....graph.dataflow import closure
+from ....graph.edit import GraphEdit, erase, erase_dead, replace_uses
+from ....graph.opgraph import OpGraph, value_tensors
+from ....ir.errors import CaptureError
+from ..lines import SourceLines
+from ..made_input import MadeInput
+from ..values import KnownValues
+
+
+class PrologueNodes:
+    """Collects the nodes of a prologue while forward runs."""
+
+    def __init__(self, values: KnownValues, lines: SourceLines):
+        self.values, self.lines = values, lines
+        self.calls: set[fx.Node] = set()  # those that follow from a value that was read
+        self.made: set[fx.Node] = set()  # nodes whose value is made by such a call: itself, or what it writes
+        self.ids: set[int] = set()  # of the tensors that the prologue of another batch has made
+        self._readers: list[FrameType] = []  # the functions that have read a value, and those that called them
+        self._has_own_size = False  # the call that is recorded has a size by a value
+
+    def note_read(self, is_tensor: bool) -> None:
+        """A line has read a value that follows from the batch. `is_tensor`: it gets a tensor, of a size by that value.
+        A module's `forward` does much that has nothing to do with such a value, and does not count as a reader: numbers
+        of its calls that follow from one are those of the program, as all numbers are."""
+        self._has_own_size |= is_tensor
+        for frame in [] if is_tensor else self.lines.frames(2):
+            if frame.f_code.co_name != "forward" and frame not in self._readers:
+                self._readers.append(frame)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the call that is recorded may follow from a value that was read."""
+        return self._has_own_size or self.is_reading
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a function that runs has read a value."""
+        return bool(self._readers) and any(frame in self._readers for frame in self.lines.frames())
+
+    def add(self, node: fx.Node) -> frozenset[str]:
+        """Take a call that has been recorded, if it follows from a value that was read and its own is known. Returns
+        the inputs that are to be lent, too, for a call of which only these are missing."""
+        written = node.meta["mutates"]
+        values = [t for each in (written or [node]) for t in value_tensors(each.meta["val"])]
+        follows = self.is_begun or any(map(self.is_made, node.all_input_nodes))
+        self._has_own_size = False
+        if not follows or not values:
+            return frozenset()
+        if not all(map(self.values.knows, values)):
+            return self.inputs_behind(node)
+        self.calls.add(node)
+        self.made.update([node, *written])
+        return frozenset()
+
+    def is_made(self, node: fx.Node) -> bool:
+        while node.op == "call_function" and node.target is operator.getitem and node not in self.made:
+            if not isinstance(node.args[0], fx.Node):
+                return False
+            node = node.args[0]
+        return node in self.made
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a node is of the prologue."""
+        return node in self.calls or self.is_made(node)
+
+    def outputs(self, graph: fx.Graph) -> list[fx.Node]:
+        """The nodes of the prologue that other nodes read, in the order in which they do."""
+        readers = [node for node in graph.nodes if not self.has(node)]
+        return [*dict.fromkeys(arg for node in readers for arg in node.all_input_nodes if self.is_made(arg))]
+
+    def inputs_behind(self, operands: object) -> frozenset[str]:
+        """The inputs of the batch from which alone values follow; none where they follow from anything else."""
+        nodes: list[fx.Node] = []
+        fx.map_arg(operands, nodes.append)
+        above = closure(nodes, lambda node: node.all_input_nodes)
+        for node in above:
+            is_known = node.op == "get_attr" and self.values.knows(node.meta["val"])
+            if node.meta["random"] or (node.op in ("get_attr", "call_module") and not is_known):
+                return frozenset()
+        return frozenset(str(node.target) for node in above if node.op == "placeholder")
+
+
+def read_made_inputs(graph: OpGraph, nodes: PrologueNodes, made: Sequence[MadeInput]) -> None:
+    """Let the program read inputs and constants in place of what a prologue makes, of which it then has nothing."""
+    prologue = nodes.outputs(graph.graph)
+    if len(prologue) != len(made):
+        raise CaptureError(
+            f"forward makes {len(prologue)} tensors by values that it reads from micro-batches of this size, and "
+            f"{len(made)} from the whole batch: choose another number of micro_batches"
+        )
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    inputs = {node.target: node for node in graph.nodes if node.op == "placeholder"}
+    new: dict[fx.Node, fx.Node] = {}
+    for node, each in zip(prologue, made):
+        edit = GraphEdit(graph, first, like=node)
+        if each.value is not None:
+            graph.constants[each.name] = each.value
+            new[node] = edit.put("get_attr", each.name, (), node.meta["val"])
+        else:
+            new[node] = edit.call(torch.movedim, inputs[each.name], 0, each.dim) if each.dim else inputs[each.name]
+        if new[node].meta["val"].shape != node.meta["val"].shape:
+            raise CaptureError(
+                f"{node.meta['source']}\n  makes {list(node.meta['val'].shape)} by values that forward reads from "
+                f"micro-batches of this size, not {list(new[node].meta['val'].shape)}: choose another number of "
+                "micro_batches"
+            )
+    gone = [node for node in graph.nodes if nodes.has(node)]
+    replace_uses(graph, new, readers={node for node in graph.nodes if not nodes.has(node)})
+    erase(graph, gone)
+    erase_dead(graph)

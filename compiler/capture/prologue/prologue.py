@@ -1,0 +1,153 @@
+"""The prologue of a model: what its forward makes of a batch by reading values, before anything is computed.
+
+Vision-language models count the patches of each image (`grid.tolist()`) and place their tokens. A program is made before
+any batch is there, and so what follows from such numbers becomes inputs of the program, which the prologue makes of each
+batch on the host. In: a model, an example batch with values, and the inputs that forward reads. Out: `MadeInput`s, and
+for each batch their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....ir.errors import BatchError, CaptureError
+from ..guard import TraceOptions
+from ..inputs import legal_name
+from ..recorder import NeedsValue
+from ..replay import Misaligned
+from ..made_input import MadeInput
+from ..trace import Recording, record_again, record_steps
+from .replay import PrologueReplay
+
+
+@dataclass(frozen=True, eq=False)
+class Prologue:
+    """The prologue of `model`. `reads`: the inputs whose values forward reads."""
+
+    model: nn.Module
+    example: Mapping[str, Any]
+    options: TraceOptions
+    reads: frozenset[str]
+
+    @staticmethod
+    def find(model: nn.Module, example: Any, options: TraceOptions, error: NeedsValue) -> Prologue:
+        """The prologue of a model of which a trace ended in this error. Raises it where forward reads anything else
+        than inputs of the example, which are a dict of tensors with values."""
+        reads = frozenset[str]()
+        while True:
+            more = error.inputs - reads
+            named = {legal_name(str(key)): value for key, value in example.items()} if isinstance(example, dict) else {}
+            if not more or not all(type(named.get(name)) is Tensor and not named[name].is_meta for name in more):
+                raise error
+            reads |= more
+            prologue = Prologue(model, example, options, reads)
+            try:
+                prologue.inputs
+            except NeedsValue as another:
+                error = another
+            else:
+                return prologue
+
+    @cached_property
+    def _recordings(self) -> dict[int, Recording]:
+        return {}
+
+    @cached_property
+    def rows(self) -> int:
+        """The rows of the example."""
+        return min(len(value) for value in self.example.values() if isinstance(value, Tensor))
+
+    @cached_property
+    def inputs(self) -> tuple[MadeInput, ...]:
+        """What the prologue hands to the program, in the order in which it is used there. Rows lie in the dimension in
+        which the values of two halves of the example come to those of all of it."""
+        whole = self._values_of(self._recording(self.rows))
+        count = next((n for n in range(2, self.rows + 1) if self.rows % n == 0), 1)
+        first = self._recording(self.rows // count)
+        parts = [self._remade(first, _cut(self.example, count, i)) for i in range(count)]
+        dims = [_dim_of_rows(value, list(own)) for value, *own in zip(whole, *parts, strict=True)]
+        return tuple(
+            MadeInput(f"prologue_{i}", dim, None if dim is not None else value)
+            for i, (dim, value) in enumerate(zip(dims, whole, strict=True))
+        )
+
+    def add(self, batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """The batch, with what the prologue makes of each of its micro-batches, which have this many rows.
+
+        Raises `BatchError` for a batch of which forward would make another program."""
+        recording = self._recording(rows)
+        count = min(len(value) for value in batch.values() if isinstance(value, Tensor)) // rows
+        parts = [self._remade(recording, _cut(batch, count, i)) for i in range(count)]
+        made: dict[str, Any] = {}
+        for i, each in enumerate(self.inputs):
+            if each.dim is None:
+                self._require_constant(each, [part[i] for part in parts])
+            else:
+                made[each.name] = torch.cat([part[i].movedim(each.dim, 0) for part in parts])
+        return {**batch, **made}
+
+    def lent(self, count: int) -> dict[str, Tensor]:
+        """The values that forward reads, of the first of `count` micro-batches of the example."""
+        return _read(_cut(self.example, count, 0), self.reads)
+
+    def _recording(self, rows: int) -> Recording:
+        """Forward on the first rows of the example."""
+        if rows not in self._recordings:
+            part = _cut(self.example, self.rows // rows, 0)
+            self._recordings[rows] = record_steps(
+                self.model, part, replace(self.options, lent=_read(part, self.reads), evaluation=False)
+            )
+        return self._recordings[rows]
+
+    def _values_of(self, recording: Recording) -> list[Tensor]:
+        return [recording.recorder.values.value(node.meta["val"]) for node in recording.prologue]
+
+    def _remade(self, recording: Recording, part: Mapping[str, Any]) -> list[Tensor]:
+        """What the prologue makes of a micro-batch. Raises `BatchError`."""
+        replay = PrologueReplay(recording.recorder, recording.unused, _read(part, self.reads))
+        try:
+            record_again(recording, replay, part)
+        except (Misaligned, CaptureError) as error:
+            raise BatchError(
+                f"forward reads {', '.join(sorted(self.reads))}, and does something else with this batch than with the "
+                f"example, for which the program was made: {error}\n  Give batches the sizes of the example (the same "
+                "number of images a row, all of one size), or compile again"
+            ) from error
+        return [replay.found[node] for node in recording.prologue]
+
+    def _require_constant(self, made: MadeInput, values: list[Tensor]) -> None:
+        for value in values:
+            if not torch.equal(value, made.value):  # type: ignore[arg-type]
+                raise BatchError(
+                    f"forward reads {', '.join(sorted(self.reads))} and makes {value.tolist()} of a micro-batch, where "
+                    f"the program was made with {made.value.tolist()}: give batches images of one size, or compile again"  # type: ignore[union-attr]
+                )
+
+
+def _read(part: Mapping[str, Any], names: frozenset[str]) -> dict[str, Tensor]:
+    return {legal_name(str(key)): value for key, value in part.items() if legal_name(str(key)) in names}
+
+
+def _cut(batch: Mapping[str, Any], count: int, i: int) -> dict[str, Any]:
+    """One of `count` equal parts of a batch."""
+    return {key: value.chunk(count)[i] if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+def _dim_of_rows(whole: Tensor, parts: list[Tensor]) -> int | None:
+    """The dimension in which parts come to the whole; the first one where only its size does; None where neither."""
+    alike = [dim for dim in range(whole.dim()) if _without(whole, dim) == _without(parts[0], dim)]
+    for dim in alike:
+        if torch.equal(torch.cat(parts, dim), whole):
+            return dim
+    return 0 if 0 in alike and len(whole) == sum(map(len, parts)) else None
+
+
+def _without(tensor: Tensor, dim: int) -> list[int]:
+    """The sizes of the other dimensions."""
+    return [size for d, size in enumerate(tensor.shape) if d != dim]
