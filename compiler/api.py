@@ -111,7 +111,7 @@ def compile(
         folder, trust = _folder(request, result, rows, _picks(graphs, request.batch.shape, result))
         folder.settings.comparison = compare_first_rows(request, graphs, best.count, _flops(best))
     graphs.forget()
-    _tell(request.batch.shape, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
+    _tell(request, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
         replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn),
@@ -271,9 +271,12 @@ def _model_name(model: nn.Module) -> str:
     return f"{name}, {params / 1e9:.4g} B parameters" if params >= 1e9 else f"{name}, {params / 1e6:.1f} M parameters"
 
 
-def _tell(shape: BatchShape, notes: Sequence[str]) -> None:
+def _tell(request: Request, notes: Sequence[str]) -> None:
     """Warn the caller of `compile` of what was understood, not asked for."""
+    shape, made = request.batch.shape, [] if request.prologue is None else request.prologue.names
     for name, each in shape.wide.items():
+        if name in made:
+            continue
         warnings.warn(
             f"{name} has {each} entries for each of the {shape.size} rows of a batch: every micro-batch takes those of "
             "its rows, in order",

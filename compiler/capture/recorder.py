@@ -74,6 +74,7 @@ SEEDS = {  # functions that set the state of a generator of the process
     torch.random: ("manual_seed", "seed", "set_rng_state", "fork_rng"),
     **accelerator.SEEDS,
 }
+_OF_VALUES = (torch.tensor, torch.as_tensor)  # read the tensors of a list
 _EFFECTS = (set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -156,7 +157,7 @@ class Recorder(GraphWriter):
     def lend(self, values: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         """Let forward read the values of these inputs."""
         for name, value in values.items():
-            self.values.know(inputs[name], value, of_batch=True)
+            self.values.know(inputs[name], value.clone(), of_batch=True)
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class Recorder(GraphWriter):
         if put is not None and put.begins_with_its_mask():
             return put.record(self._other_call, self.lines.current)
         if put is not None and not all(map(self.values.knows, put.masks)):
-            raise self._needs_value(self.lower(put.masks))
+            raise self._needs_value(self.prologue.inputs_of(self.lower(put.masks)))
         known = self._call_of_known_values(func, args, kwargs) if put is None else put.use_places(self._other_call)
         if known is not None:
             func, args, kwargs = known
@@ -516,7 +517,7 @@ class Recorder(GraphWriter):
             self.busy = False
         missing = self.prologue.add(node) - self.held.options.lent.keys()
         if missing:
-            raise self._needs_value(node)
+            raise self._needs_value(missing)
 
     def outcome(self, run: Callable[..., Any], exec_args: tuple, exec_kwargs: dict, args: Any, kwargs: Any) -> Any:
         """The result of a call on fake tensors. One that needs values gives the real result, if these are known."""
@@ -530,7 +531,7 @@ class Recorder(GraphWriter):
             finally:
                 self.busy = False
             if known is UNKNOWN:
-                raise self._needs_value((args, kwargs)) from None
+                raise self._needs_value(self.prologue.inputs_of((args, kwargs))) from None
             if self.values.follows(args, kwargs):
                 self.prologue.note_read(is_tensor=has_tensor(known))
             with DisableTorchFunction():
@@ -547,15 +548,15 @@ class Recorder(GraphWriter):
         except _VALUE_ERRORS as error:
             raise NeedsValue(self._value_text()) from error
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
-            if is_data_dependent(func):
+            if is_data_dependent(func) or (func in _OF_VALUES and has_tensor((args, kwargs))):
                 raise NeedsValue(self._value_text()) from error
             raise
         finally:
             self.busy = False
 
-    def _needs_value(self, operands: Any) -> NeedsValue:
+    def _needs_value(self, inputs: frozenset[str]) -> NeedsValue:
         error = NeedsValue(self._value_text())
-        error.inputs = self.prologue.inputs_behind(operands)
+        error.inputs = inputs
         return error
 
     def _value_text(self) -> str:

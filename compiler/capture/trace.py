@@ -137,7 +137,8 @@ class Recording:
 
 def record_steps(model: nn.Module, example_inputs: Any, options: TraceOptions) -> Recording:
     """Run forward on an example. Raises as `trace` does."""
-    return _record_all(model, example_inputs, options, _record_run)
+    recording: Recording = _record_all(model, example_inputs, options, _record_run)
+    return recording
 
 
 def _record_run(
@@ -239,6 +240,7 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
         found = op_graph(recorder.graph, inputs, nodes)
         if options.made:
             read_made_inputs(found, recorder.prologue, options.made)
+            found.notes += (prologue_note(options),)
         return found
     traced = TracedRows(recorder.graph, recorder.rows, items)
 
@@ -256,9 +258,20 @@ def _record(model: nn.Module, inputs: TraceInputs, options: TraceOptions, fake_m
     return found
 
 
+def prologue_note(options: TraceOptions) -> str:
+    made = ", ".join(each.name for each in options.made if each.dim is not None)
+    return (
+        f"forward reads the values of {', '.join(sorted(options.lent))}: what it makes of them "
+        f"{f'comes in as {made}, which the host makes' if made else 'the host makes again, and compares,'} before each "
+        "step; batches must have the example's sizes (as many images in a row, all of one size)"
+    )
+
+
 def _notes(recorder: Recorder, inputs: TraceInputs) -> tuple[str, ...]:
     read = {str(arg.target) for node in recorder.graph.nodes for arg in reads(node) if arg.op == "placeholder"}
-    left = [name for name in inputs.tensors if name not in read and name != NUM_ITEMS]
+    options = recorder.held.options
+    others = {NUM_ITEMS, *options.lent, *(each.name for each in options.made)}
+    left = [name for name in inputs.tensors if name not in read and name not in others]
     unread = [f"neither forward nor the loss reads {name!r} of the batch" for name in left]
     return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints + (*unread,)
 

@@ -52,30 +52,27 @@ class KnownValues:
             self.of_batch.discard(id(other))
 
     def result(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The real result of a call; UNKNOWN where an operand's value is not known. `args` and `kwargs` hold nodes."""
-        return self._run(run, args, kwargs)[0]
+        """The real result of a call, which leaves its operands as they are; UNKNOWN where the value of one is not
+        known. `args` and `kwargs` hold nodes."""
+        return self._run(run, args, kwargs, torch.clone)
 
-    def _run(self, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tensor]]:
-        """The real result of a call, and its operands by the fakes that stand for them, as the call has left them."""
-        copies: dict[int, torch.Tensor] = {}
-
-        def copy(node: fx.Node) -> torch.Tensor:
-            fake = node.meta["val"]
-            return copies.setdefault(id(fake), self._of[id(fake)].clone())
-
+    def _run(
+        self, run: Callable[..., Any], args: Any, kwargs: Any, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
+        """The real result of a call. `own`: makes an operand of a value."""
+        operands: dict[int, torch.Tensor] = {}
         try:
-            args, kwargs = fx.map_arg((args, kwargs), copy)
+            args, kwargs = fx.map_arg((args, kwargs), lambda node: self._of[id(node.meta["val"])])
         except KeyError:
-            return UNKNOWN, {}
-        own = {id(t): t for t in copies.values()}
+            return UNKNOWN
         args, kwargs = tree_map_only(
-            torch.Tensor, lambda t: own.setdefault(id(t), t.clone()), (tuple(args), dict(kwargs))
+            torch.Tensor, lambda t: operands.setdefault(id(t), own(t)), (tuple(args), dict(kwargs))
         )
-        return run(*args, **kwargs), copies
+        return run(*args, **kwargs)
 
     def note(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, of_batch: bool = False) -> None:
-        """Keep the value of a call's result, if it is small and its operands are known. `of_batch`: an input makes it,
-        whatever its operands are."""
+        """Keep the value of a call's result, if it is small and its operands are known, whose memory it may share.
+        `of_batch`: an input makes it, whatever its operands are."""
         if isinstance(result, torch.Tensor) and not result.requires_grad:
             results = [result]
         elif type(result) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in result):
@@ -87,24 +84,22 @@ class KnownValues:
         if any(not isinstance(t.numel(), int) or t.numel() > most for t in results):
             return
         with unset_fake_temporarily(), torch.no_grad():
-            values = self.result(run, args, kwargs)
+            values = self._run(run, args, kwargs, lambda t: t)
         if values is not UNKNOWN:
             for fake, value in zip(results, [values] if isinstance(values, torch.Tensor) else values, strict=True):
                 self.know(fake, value, of_batch)
 
     def write(self, run: Callable[..., Any], args: Any, kwargs: Any, targets: list[torch.Tensor]) -> None:
-        """Follow a call that changes targets in place: each gets its new value, where all operands are known and
-        nothing else shares its memory."""
-        alone = all(self.knows(t) and len(self._fakes[_storage(t)]) == 1 for t in targets)
-        copies: dict[int, torch.Tensor] = {}
-        if alone:
-            with unset_fake_temporarily(), torch.no_grad():
-                _, copies = self._run(run, args, kwargs)
-        of_batch = self.follows(args, kwargs)
+        """Follow a call that changes targets in place: their values, and those that share their memory, change where
+        all operands are known, and are forgotten elsewhere."""
+        with unset_fake_temporarily(), torch.no_grad():
+            is_known = self._run(run, args, kwargs, lambda t: t) is not UNKNOWN
         for target in targets:
-            self.forget(target)
-            if id(target) in copies:
-                self.know(target, copies[id(target)], of_batch)
+            shared = self._fakes.get(_storage(target), [])
+            if not is_known:
+                self.forget(target)
+            elif self.follows(args, kwargs):
+                self.of_batch.update(id(fake) for fake in shared if id(fake) in self._of)
 
     def follows(self, *arguments: Any) -> bool:
         """Whether an operand follows from an input."""

@@ -184,7 +184,7 @@ class GraphWriter:
             self.busy = False
             self.constants[name] = tensor
             with unset_fake_temporarily(), DisableTorchFunction():
-                self.values.know(fake, tensor.detach())
+                self.values.know(fake, tensor.detach().clone())
             self.constant_of[id(tensor)] = fake, self._add_attribute(name, fake)
             self.alive += [tensor, fake]
         self.rebuild_args = True

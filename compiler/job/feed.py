@@ -96,9 +96,8 @@ class Feed:
         if self._is_absent(batch, needed):
             return {}, ""
         batch = join(batch) if is_listed(batch, self.shape) else batch
-        shape = self.shape
+        shape, made = self.shape, [] if self.prologue is None else self.prologue.names
         if self.prologue is not None:
-            made = {each.name for each in self.prologue.inputs}
             shape = replace(shape, leaves={name: leaf for name, leaf in shape.leaves.items() if name not in made})
             needed = shape.leaves
         if self.device is None:
@@ -106,8 +105,8 @@ class Feed:
         else:
             leaves = shape.check(self.model, batch, part_size=self.part_size, needed=needed)
         if self.prologue is not None:
-            made_of = self.prologue.add(batch, self.shape.size // self.interface.total_micro_batches)
-            leaves |= {name: made_of[name] for name in made & made_of.keys()}
+            with_made = self.prologue.add(batch, self.shape.size // self.interface.total_micro_batches)
+            leaves |= {name: with_made[name] for name in made}
         if not leaves:
             return {}, ""
         name, value = next(iter(leaves.items()))

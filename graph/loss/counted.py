@@ -35,7 +35,7 @@ def count_terms(graph: OpGraph) -> OpGraph:
 
     Terms that are plain means over rows stay as they are.
     """
-    rows = next(iter(graph.inputs.values())).shape[0]
+    rows = min(value.shape[0] for name, value in graph.inputs.items() if name != NUM_ITEMS)  # others have multiples
     view = BatchView.build(graph, rows)
     path = LinearPath.to(graph, graph.outputs["loss"], view.depends)
     rewrite = _Rewrite(graph, view, path, idle={node for node in graph.nodes if not node.users})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,7 +64,7 @@ class PrologueNodes:
         if not follows or not values:
             return frozenset()
         if not all(map(self.values.knows, values)):
-            return self.inputs_behind(node)
+            return self._inputs_behind(node)
         self.calls.add(node)
         self.made.update([node, *written])
         return frozenset()
@@ -84,16 +85,21 @@ class PrologueNodes:
         readers = [node for node in graph.nodes if not self.has(node)]
         return [*dict.fromkeys(arg for node in readers for arg in node.all_input_nodes if self.is_made(arg))]
 
-    def inputs_behind(self, operands: object) -> frozenset[str]:
-        """The inputs of the batch from which alone values follow; none where they follow from anything else."""
+    def inputs_of(self, operands: Any) -> frozenset[str]:
+        """The inputs that tell the values of a call's operands: of those that follow from the batch alone."""
         nodes: list[fx.Node] = []
         fx.map_arg(operands, nodes.append)
-        above = closure(nodes, lambda node: node.all_input_nodes)
-        for node in above:
-            is_known = node.op == "get_attr" and self.values.knows(node.meta["val"])
-            if node.meta["random"] or (node.op in ("get_attr", "call_module") and not is_known):
+        unknown = [n for n in nodes if not all(map(self.values.knows, value_tensors(n.meta["val"])))]
+        return frozenset().union(*map(self._inputs_behind, unknown))
+
+    def _inputs_behind(self, node: fx.Node) -> frozenset[str]:
+        """The inputs from which alone a value follows; none where it follows from anything else."""
+        above = closure([node], lambda n: n.all_input_nodes)
+        for each in above:
+            is_known = each.op == "get_attr" and self.values.knows(each.meta["val"])
+            if each.meta["random"] or (each.op in ("get_attr", "call_module") and not is_known):
                 return frozenset()
-        return frozenset(str(node.target) for node in above if node.op == "placeholder")
+        return frozenset(str(each.target) for each in above if each.op == "placeholder")
 
 
 def read_made_inputs(graph: OpGraph, nodes: PrologueNodes, made: Sequence[MadeInput]) -> None:

@@ -1,9 +1,9 @@
 """The prologue of a model: what its forward makes of a batch by reading values, before anything is computed.
 
-Vision-language models count the patches of each image (`grid.tolist()`) and place their tokens. A program is made before
-any batch is there, and so what follows from such numbers becomes inputs of the program, which the prologue makes of each
-batch on the host. In: a model, an example batch with values, and the inputs that forward reads. Out: `MadeInput`s, and
-for each batch their values.
+Vision-language models count the patches of each image (`grid.tolist()`) and place their tokens. A program is made
+before any batch is there, and so what follows from such numbers becomes inputs of the program, which the prologue makes
+of each batch on the host. In: a model, an example batch with values, and the inputs that forward reads. Out:
+`MadeInput`s, and for each batch their values.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 from ....ir.errors import BatchError, CaptureError
 from ..guard import TraceOptions
 from ..inputs import legal_name
+from ..made_input import MadeInput
 from ..recorder import NeedsValue
 from ..replay import Misaligned
-from ..made_input import MadeInput
 from ..trace import Recording, record_again, record_steps
 from .replay import PrologueReplay
 
 
 @dataclass(frozen=True, eq=False)
 class Prologue:
-    """The prologue of `model`. `reads`: the inputs whose values forward reads."""
+    """The prologue of `model`. `reads`: the inputs whose values forward reads; `inputs`: what it makes of them."""
 
     model: nn.Module
     example: Mapping[str, Any]
     options: TraceOptions
     reads: frozenset[str]
+    inputs: tuple[MadeInput, ...] = ()
 
     @staticmethod
     def find(model: nn.Module, example: Any, options: TraceOptions, error: NeedsValue) -> Prologue:
@@ -48,11 +49,9 @@ class Prologue:
             reads |= more
             prologue = Prologue(model, example, options, reads)
             try:
-                prologue.inputs
+                return replace(prologue, inputs=prologue.find_inputs())
             except NeedsValue as another:
                 error = another
-            else:
-                return prologue
 
     @cached_property
     def _recordings(self) -> dict[int, Recording]:
@@ -63,8 +62,7 @@ class Prologue:
         """The rows of the example."""
         return min(len(value) for value in self.example.values() if isinstance(value, Tensor))
 
-    @cached_property
-    def inputs(self) -> tuple[MadeInput, ...]:
+    def find_inputs(self) -> tuple[MadeInput, ...]:
         """What the prologue hands to the program, in the order in which it is used there. Rows lie in the dimension in
         which the values of two halves of the example come to those of all of it."""
         whole = self._values_of(self._recording(self.rows))
@@ -76,6 +74,11 @@ class Prologue:
             MadeInput(f"prologue_{i}", dim, None if dim is not None else value)
             for i, (dim, value) in enumerate(zip(dims, whole, strict=True))
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs that it makes."""
+        return [each.name for each in self.inputs if each.dim is not None]
 
     def add(self, batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
         """The batch, with what the prologue makes of each of its micro-batches, which have this many rows.
@@ -123,10 +126,11 @@ class Prologue:
 
     def _require_constant(self, made: MadeInput, values: list[Tensor]) -> None:
         for value in values:
-            if not torch.equal(value, made.value):  # type: ignore[arg-type]
+            if made.value is not None and not torch.equal(value, made.value):
                 raise BatchError(
-                    f"forward reads {', '.join(sorted(self.reads))} and makes {value.tolist()} of a micro-batch, where "
-                    f"the program was made with {made.value.tolist()}: give batches images of one size, or compile again"  # type: ignore[union-attr]
+                    f"forward reads {', '.join(sorted(self.reads))} and makes {value.tolist()} of a micro-batch, and "
+                    f"{made.value.tolist()} of the example, for which the program was made: give batches the sizes of "
+                    "the example, or compile again"
                 )
 
 

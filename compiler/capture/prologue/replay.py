@@ -34,7 +34,7 @@ class PrologueReplay(Replay):
         self.given, self.found = values, dict[fx.Node, torch.Tensor]()
         self.values, self._fake_of = KnownValues(), dict[int, torch.Tensor]()  # id(value) -> the fake of it
         self.prologue = PrologueNodes(self.values, self.lines)
-        for constant, (fake, _) in self.constant_of.items():
+        for fake, _ in self.constant_of.values():
             if recorded.values.knows(fake):
                 self._know(fake, recorded.values.value(fake))
 
@@ -47,14 +47,15 @@ class PrologueReplay(Replay):
         real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         operands = (real_args, real_kwargs or {})
-        is_known = run is not None and call.kind != "call_module" and self._knows_all(operands)
-        if is_known and self._is_free(run, args, kwargs, operands):
+        if run is None or call.kind == "call_module" or not self._knows_all(operands):
+            return super().perform(call, args, kwargs, run, real_args, real_kwargs)
+        if self._is_free(run, args, kwargs, operands):
             self.touched = []
             return self._make(run, operands)
         before = self.position
         result = super().perform(call, args, kwargs, run, real_args, real_kwargs)
         step = self.recorded.steps[self.position - 1] if self.position > before else None
-        if is_known and step is not None and not step.meta["random"]:
+        if step is not None and not step.meta["random"]:
             self._follow(run, operands, result)
         return result
 
@@ -65,9 +66,10 @@ class PrologueReplay(Replay):
 
     def _is_free(self, run: Callable[..., Any], args: Any, kwargs: Any, operands: Any) -> bool:
         """Whether a call of known operands is one of the prologue, or reads a value."""
-        if self.prologue.is_reading or any(id(t) in self.prologue.ids for t in value_tensors(operands)):
+        ids = {id(t) for t in value_tensors(operands)}
+        if self.prologue.is_reading or ids & self.prologue.ids:
             return True
-        if not self.values.follows(args, kwargs):
+        if not ids & self.values.of_batch:
             return False
         exec_args, exec_kwargs = self._executable(args, kwargs, *operands)
         try:
@@ -143,7 +145,7 @@ class PrologueReplay(Replay):
         return self._alike(args, step.args) and self._alike(kwargs, step.kwargs)
 
     def _alike(self, given: Any, recorded: Any) -> bool:
-        """Whether arguments are those of the recording. What its prologue made may have other values, which are kept."""
+        """Whether arguments are those of the recording. What a prologue makes may have other values, which are kept."""
         if isinstance(given, (tuple, list)) and isinstance(recorded, (tuple, list)):
             return len(given) == len(recorded) and all(map(self._alike, given, recorded))
         if isinstance(given, dict) and isinstance(recorded, dict):
@@ -155,11 +157,12 @@ class PrologueReplay(Replay):
             return False
         self.found[recorded] = value
         like = recorded.meta["val"]
-        return value.shape == like.shape and value.dtype == like.dtype
+        return bool(value.shape == like.shape and value.dtype == like.dtype)
 
     def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
         name = function_name(step.target, str(step.target))
-        raise Misaligned(f"{self.lines.where()}\n  {name} gets {_text(args)} here, and {_text(step.args)} in the program")
+        given, first = _text(args), _text(step.args)
+        raise Misaligned(f"{self.lines.where()}\n  {name} gets {given} here, and {first} in the program")
 
 
 def _text(args: Any) -> str:

@@ -1,0 +1,197 @@
+"""Models that read values of their batch: a prologue makes inputs of these, and training equals eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import BatchError, CaptureError, PlanError
+
+IMAGE, ROWS, TOKENS, PATCHES = 3, 4, 8, 4
+OPTIONS: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.5), "strategy": "balanced"}
+
+
+class Places(nn.Module):
+    """Tokens of images stand at the same place: numbers that Python counts, as vision-language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+
+    def count(self, ids: Tensor, types: Tensor) -> Tensor:
+        found = torch.zeros_like(ids)
+        for i, row in enumerate(types):
+            place = 0
+            for j, is_image in enumerate(row.tolist()):
+                found[i, j] = place
+                place += 0 if is_image else 1
+        return found
+
+    def forward(self, ids: Tensor, types: Tensor) -> Tensor:
+        return self.table(self.count(ids, types))
+
+
+class Eyes(nn.Module):
+    """Patches of one image see each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        images = torch.split(self.inner(pixels), grid.prod(-1).tolist())
+        return self.outer(torch.cat([image + image.mean(0, keepdim=True) for image in images]))
+
+
+class Seeing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places, self.eyes, self.head = nn.Embedding(20, 8), Places(), Eyes(), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, types: Tensor, grid: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if labels.max() >= 20:
+            raise ValueError("labels beyond the vocabulary")
+        is_image = ids == IMAGE
+        torch._check_tensor_all_with(ValueError, types.sum() == len(pixels), lambda: "images and tokens do not match")
+        h = self.embed(ids).masked_scatter(is_image[..., None], self.eyes(pixels, grid))
+        logits = self.head(h + self.places(ids, types))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def batch_of(seed: int, patches: int = PATCHES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, generator=generator)
+    ids = draw(4, 20, (ROWS, TOKENS))
+    for row in ids:
+        first = int(draw(0, TOKENS - patches + 1, ()))
+        row[first : first + patches] = IMAGE
+    grid = torch.tensor([[2, patches // 2]] * ROWS)
+    pixels = torch.randn(ROWS * patches, 6, generator=generator)
+    labels = draw(0, 20, (ROWS, TOKENS))
+    labels[0, :3] = -100
+    return {"pixels": pixels, "grid": grid, "ids": ids, "types": (ids == IMAGE).long(), "labels": labels}
+
+
+def job_of(num_devices: int = 1, **options: Any) -> penstock.Job:
+    torch.manual_seed(0)
+    hardware = penstock.Hardware.cpu(num_devices=num_devices, memory="256MB", dram="1GB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return penstock.compile(Seeing(), hardware, example_inputs=batch_of(0), **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize(("micro_batches", "num_devices"), [(1, 1), (2, 1), (4, 2)])
+def test_batches_with_images_at_other_places_train_like_eager(micro_batches: int, num_devices: int) -> None:
+    """Three batches, whose positions and masks differ; the first input has several entries for each row."""
+    with job_of(num_devices, micro_batches=micro_batches) as job:
+        twin = copy.deepcopy(job.model)
+        optimizer = OPTIONS["optimizer"](twin.parameters())
+        for seed in (0, 1, 2):
+            loss = twin(**batch_of(seed))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(job.step(batch_of(seed)), loss.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+        found = job.evaluate(batch_of(3))
+        torch.testing.assert_close(found.loss, twin(**batch_of(3))["loss"].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_auto_finds_the_number_of_micro_batches() -> None:
+    with job_of(micro_batches="auto", search_s=1) as job:
+        twin = copy.deepcopy(job.model)
+        torch.testing.assert_close(job.step(batch_of(5)), twin(**batch_of(5))["loss"].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_program_reads_what_the_prologue_makes() -> None:
+    code = job_of(micro_batches=2).code()
+    assert "self.places.table(prologue_0)" in code or "self.table(prologue_0)" in code
+    assert "zeros" not in code and "types" not in code.split("def step")[0]
+    assert ", [4, 4], dim=0)" in code  # the patches of each image
+
+
+def test_compile_says_what_is_read() -> None:
+    with pytest.warns(UserWarning, match="reads the values of grid, .*types.*comes in as prologue_0"):
+        torch.manual_seed(0)
+        hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
+        penstock.compile(Seeing(), hardware, example_inputs=batch_of(0), micro_batches=2, **OPTIONS)
+
+
+def test_a_batch_of_another_program_is_refused_before_the_step() -> None:
+    other = batch_of(1)
+    other["grid"] = torch.tensor([[2, 1], [2, 3], [2, 2], [2, 2]])  # as many patches, of images of other sizes
+    with job_of(micro_batches=2) as job:
+        before = job.state_dict()
+        with pytest.raises(BatchError, match=r"split gets .*\[2, 6\].* here, and .*\[4, 4\].* in the program"):
+            job.step(other)
+        torch.testing.assert_close(job.state_dict(), before, rtol=0, atol=0)
+        job.step(batch_of(1))
+
+
+def test_images_that_do_not_match_their_tokens_fail_the_models_own_check() -> None:
+    other = batch_of(1)
+    other["types"][0] = 1
+    with job_of(micro_batches=2) as job, pytest.raises(BatchError, match="images and tokens do not match"):
+        job.step(other)
+
+
+def test_other_errors_of_a_batch_come_first() -> None:
+    with job_of(micro_batches=2) as job, pytest.raises(BatchError, match="lacks pixels"):
+        job.step({name: value for name, value in batch_of(0).items() if name != "pixels"})
+
+
+def test_files_cannot_hold_a_prologue(tmp_path: Any) -> None:
+    job = job_of(micro_batches=2)
+    job.write(tmp_path)
+    with pytest.raises(PlanError, match=r"the model reads grid, ids, types of each batch.*compile again"):
+        penstock.load(tmp_path, job.model)
+
+
+def test_an_example_without_values_is_refused_with_the_line() -> None:
+    example = {name: {"shape": list(t.shape), "dtype": str(t.dtype)[6:]} for name, t in batch_of(0).items()}
+    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
+    with pytest.raises(CaptureError, match=r"test_prologue\.py:.*grid\.prod"):
+        penstock.compile(Seeing(), hardware, example_inputs=example, micro_batches=2, **OPTIONS)
+
+
+class Selecting(nn.Module):
+    """Drops what is zero, and writes to the places of a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        h = self.inner(x).clone()
+        h[kept] = h[kept] + self.outer(x[kept])
+        real = x.abs().sum(-1) != 0
+        real[0] |= ~real.any()
+        return h.square().mean() + self.outer(x[real].contiguous()).square().mean()
+
+
+def test_elements_that_the_batch_chooses() -> None:
+    torch.manual_seed(0)
+    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
+    batches = [{"x": torch.randn(4, 6), "kept": kept} for kept in torch.eye(4)[:3].roll(1, 1).add(torch.eye(4)[:3]) > 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = penstock.compile(Selecting(), hardware, example_inputs=batches[0], micro_batches=1, **OPTIONS)
+    twin = copy.deepcopy(job.model)
+    with job:
+        for batch in batches:
+            loss = twin(**batch)
+            torch.testing.assert_close(job.step(batch), loss.detach(), rtol=1e-6, atol=1e-6)
+            loss.backward()
+            OPTIONS["optimizer"](twin.parameters()).step()
+            twin.zero_grad()
+        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+        with pytest.raises(BatchError, match="kept"):
+            job.step({**batches[0], "kept": torch.ones(4, dtype=torch.bool)})
