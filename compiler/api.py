@@ -114,8 +114,10 @@ def compile(
     _tell(request, [*best.draft.graph.notes, *filter(None, [unquantised_note(request.model)])])
     return Job(
         request.model, folder, best.draft.programs, ties=ties_of(request.model), records=best.records, trust=trust,
-        replanner=Replanner(graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn),
-        loss_weight=loss_weight, prologue=request.prologue,
+        replanner=Replanner(
+            graphs, request.machine, wishes, folder.plan, best.draft.programs, loss_fn, request.prologue
+        ),
+        loss_weight=loss_weight,
     )  # fmt: skip
 
 

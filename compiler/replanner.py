@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ..graph.opgraph import OpGraph
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Program, Sizes, StageSpec
+from .capture.prologue.prologue import Prologue
 from .folder import Printed, print_all
 from .plan import Plan
 from .planning import planning
@@ -45,6 +46,7 @@ class Replanner:
     plan: Plan
     programs: Sequence[Program]
     loss_fn: Callable[..., Any] | None = None
+    prologue: Prologue | None = None
 
     def helps(self) -> list[Help]:
         """Try the plan's relatives on machines with more of one thing."""

@@ -90,10 +90,10 @@ class ExampleBatch:
         shape = largest(sizes, shape)
         return ExampleBatch(describe_tensors(model, inputs, shape), shape, sizes, documents)
 
-    def with_made(self, model: nn.Module, prologue: Prologue) -> ExampleBatch:
-        """The same batch with what a prologue makes of it."""
-        inputs = prologue.add(self.inputs, self.shape.size)
-        return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs))
+    def add_made(self, model: nn.Module, prologue: Prologue, one: bool) -> ExampleBatch:
+        """The same batch with what a prologue makes of it. `one`: whether it is one micro-batch."""
+        inputs = prologue.add(self.inputs, 1, 1)
+        return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs, one))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,9 +237,13 @@ class Request:
 
     @cached_property
     def batch(self) -> ExampleBatch:
-        one = self.micro_batches == 1 and self.micro_batches is not True
-        batch = ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes, one)
-        return batch if self.prologue is None else batch.with_made(self.model, self.prologue)
+        batch = ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes, self._is_one)
+        return batch if self.prologue is None else batch.add_made(self.model, self.prologue, self._is_one)
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether a batch is one micro-batch, as the user says."""
+        return self.micro_batches == 1 and self.micro_batches is not True
 
     def with_prologue(self, error: NeedsValue) -> Request:
         """The same request for a model whose trace ended in this error, as it reads values of the batch. Raises the
@@ -249,7 +253,9 @@ class Request:
         count = self.loss_weight is None and takes_item_count(self.model)
         kind, types = self.device_kind, types_of(self.types)
         options = TraceOptions(loss_fn=self.loss_fn, device_kind=kind, count_items=count, **types)
-        return replace(self, prologue=Prologue.find(self.model, self.batch.inputs, options, error))
+        batch = self.batch
+        found = Prologue.find(self.model, batch.inputs, batch.shape.size, options, error, self._is_one)
+        return replace(self, prologue=found)
 
     @property
     def given_plan(self) -> Plan | None:

@@ -27,7 +27,7 @@ from .calls import leaf_modules
 from .constants import ConstantNames
 from .custom_functions import TORCH_APPLY, original_apply, redirect_taken_functions
 from .dynamic import DynamicDims
-from .made_input import MadeInput
+from .prologue.made_input import MadeInput
 from .python_state import GlobalDraws
 
 LossFn = Callable[[Any, Any], Any]

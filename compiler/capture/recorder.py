@@ -51,7 +51,6 @@ from ...runtime.torch_names import (
     unset_fake_temporarily,
 )
 from ..packing.varying_inputs import ValueRead
-from .branches import answer_if_finite, answer_without_error
 from .calls import (
     SPARSE,
     RecordedCall,
@@ -62,11 +61,12 @@ from .calls import (
     is_random_module,
 )
 from .custom_functions import original_apply
-from .fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
 from .guard import Borrowed, autocast_aliases, replace_functions
 from .prologue.nodes import PrologueNodes
 from .rows.sizes import ModeSwitch, OtherTrace, settle
-from .values import UNKNOWN
+from .values.branches import answer_if_finite, answer_without_error
+from .values.fixed_sizes import OtherCall, map_leaves, masked_put, use_known_values
+from .values.known import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of
 
 SEEDS = {  # functions that set the state of a generator of the process

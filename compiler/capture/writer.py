@@ -32,7 +32,7 @@ from ..packing.varying_inputs import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .rows.sizes import RowTape, Tracked
-from .values import KnownValues
+from .values.known import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
 _TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # as torch reads them

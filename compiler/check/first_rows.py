@@ -203,7 +203,7 @@ class _Comparison:
                 params[name].copy_(call_hooks(change.calls, params[name]))
         module = build_module(self.model, self.graph.graph, self.graph.unregistered_tensors)
         prologue = self.request.prologue
-        leaves = flatten(self.model, batch if prologue is None else prologue.add(batch, self.rows))[0] | self.counts
+        leaves = flatten(self.model, batch if prologue is None else prologue.add(batch, 1, self.count))[0] | self.counts
         draws = Draws("the op graph", module, self.device)
         with draws.seed_draws(self._seed):
             outputs = _Watched(module, draws, seen, {node.name for node in nodes}).run(

@@ -104,14 +104,15 @@ class Feed:
             leaves = shape.check(self.model, batch)
         else:
             leaves = shape.check(self.model, batch, part_size=self.part_size, needed=needed)
-        if self.prologue is not None:
-            with_made = self.prologue.add(batch, self.shape.size // self.interface.total_micro_batches)
-            leaves |= {name: with_made[name] for name in made}
         if not leaves:
             return {}, ""
         name, value = next(iter(leaves.items()))
         size = len(value) * self.shape.size // self.shape.entries(name, self.shape.size)
         kind = WHOLE if size == self.shape.size else PART
+        if self.prologue is not None:
+            total = self.interface.total_micro_batches
+            with_made = self.prologue.add(batch, size * total // self.shape.size, total)
+            leaves |= {name: with_made[name] for name in made}
         self._require_kind(function, kind, size)
         return leaves, kind
 

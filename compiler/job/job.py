@@ -19,7 +19,6 @@ from ...runtime.processes.torchrun import TorchrunDriver
 from ...runtime.simulate import Straggler, Timeline, find_stragglers, slow_devices
 from ...runtime.source.trust import ONLY_VERIFIED, Trust
 from ...runtime.state import pretrained
-from ..capture.prologue.prologue import Prologue
 from ..folder import Folder
 from ..pipeline import PassRecord
 from ..planning import fixed_torch
@@ -65,7 +64,6 @@ class Job:
         trust: Trust = ONLY_VERIFIED,
         loss_weight: LossWeight | None = None,
         replanner: Replanner | None = None,
-        prologue: Prologue | None = None,
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
         self.plan, self.hardware = folder.plan, folder.hardware
@@ -73,6 +71,7 @@ class Job:
         self.replanner = replanner  # None for a job that was loaded, which has no graph to plan again
         self.calls = OneCall()
         self._ties = dict(ties)
+        prologue = None if replanner is None else replanner.prologue
         self._feed = Feed.for_folder(model, folder, own_device() if TorchrunDriver.is_present() else None, prologue)
         self._run = JobRun(model, folder, self.programs, self._feed, directory, trust)
         self._inputs = StepInputs(self._run, loss_weight, Taken(model, folder, loss_weight, replanner))

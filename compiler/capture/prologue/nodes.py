@@ -20,8 +20,8 @@ from ....graph.edit import GraphEdit, erase, erase_dead, replace_uses
 from ....graph.opgraph import OpGraph, value_tensors
 from ....ir.errors import CaptureError
 from ..lines import SourceLines
-from ..made_input import MadeInput
-from ..values import KnownValues
+from ..values.known import KnownValues
+from .made_input import MadeInput
 
 
 class PrologueNodes:
@@ -64,7 +64,7 @@ class PrologueNodes:
         if not follows or not values:
             return frozenset()
         if not all(map(self.values.knows, values)):
-            return self._inputs_behind(node)
+            return self._sources(node)
         self.calls.add(node)
         self.made.update([node, *written])
         return frozenset()
@@ -90,9 +90,9 @@ class PrologueNodes:
         nodes: list[fx.Node] = []
         fx.map_arg(operands, nodes.append)
         unknown = [n for n in nodes if not all(map(self.values.knows, value_tensors(n.meta["val"])))]
-        return frozenset().union(*map(self._inputs_behind, unknown))
+        return frozenset().union(*map(self._sources, unknown))
 
-    def _inputs_behind(self, node: fx.Node) -> frozenset[str]:
+    def _sources(self, node: fx.Node) -> frozenset[str]:
         """The inputs from which alone a value follows; none where it follows from anything else."""
         above = closure([node], lambda n: n.all_input_nodes)
         for each in above:

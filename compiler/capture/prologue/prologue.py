@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ....ir.errors import BatchError, CaptureError
+from ....runtime.torch_names import tree_map_only
 from ..guard import TraceOptions
 from ..inputs import legal_name
-from ..made_input import MadeInput
 from ..recorder import NeedsValue
 from ..replay import Misaligned
 from ..trace import Recording, record_again, record_steps
+from .made_input import MadeInput
 from .replay import PrologueReplay
 
 
@@ -34,12 +35,16 @@ class Prologue:
     example: Mapping[str, Any]
     options: TraceOptions
     reads: frozenset[str]
+    rows: int
     inputs: tuple[MadeInput, ...] = ()
 
     @staticmethod
-    def find(model: nn.Module, example: Any, options: TraceOptions, error: NeedsValue) -> Prologue:
-        """The prologue of a model of which a trace ended in this error. Raises it where forward reads anything else
-        than inputs of the example, which are a dict of tensors with values."""
+    def find(
+        model: nn.Module, example: Any, rows: int, options: TraceOptions, error: NeedsValue, one: bool
+    ) -> Prologue:
+        """The prologue of a model of which a trace ended in this error. `rows`: of the example; `one`: whether it is
+        one micro-batch. Raises the error where forward reads anything else than inputs of the example, which are a dict
+        of tensors with values, and `CaptureError` where it does not do the same with parts of the example."""
         reads = frozenset[str]()
         while True:
             more = error.inputs - reads
@@ -47,9 +52,9 @@ class Prologue:
             if not more or not all(type(named.get(name)) is Tensor and not named[name].is_meta for name in more):
                 raise error
             reads |= more
-            prologue = Prologue(model, example, options, reads)
+            prologue = Prologue(model, example, options, reads, rows)
             try:
-                return replace(prologue, inputs=prologue.find_inputs())
+                return replace(prologue, inputs=prologue.find_inputs(one))
             except NeedsValue as another:
                 error = another
 
@@ -57,19 +62,19 @@ class Prologue:
     def _recordings(self) -> dict[int, Recording]:
         return {}
 
-    @cached_property
-    def rows(self) -> int:
-        """The rows of the example."""
-        return min(len(value) for value in self.example.values() if isinstance(value, Tensor))
-
-    def find_inputs(self) -> tuple[MadeInput, ...]:
-        """What the prologue hands to the program, in the order in which it is used there. Rows lie in the dimension in
-        which the values of two halves of the example come to those of all of it."""
-        whole = self._values_of(self._recording(self.rows))
+    def find_inputs(self, one: bool) -> tuple[MadeInput, ...]:
+        """Find the inputs, in the order in which the program uses them. Rows are in the dimension in which the values of
+        parts of the example come to those of all of it. `one`: as in `find`."""
+        whole = self._values_of(self._recording(1))
         count = next((n for n in range(2, self.rows + 1) if self.rows % n == 0), 1)
-        first = self._recording(self.rows // count)
-        parts = [self._remade(first, _cut(self.example, count, i)) for i in range(count)]
-        dims = [_dim_of_rows(value, list(own)) for value, *own in zip(whole, *parts, strict=True)]
+        dims: list[int | None] = [0 if value.dim() else None for value in whole]
+        try:
+            first = self._recording(count)
+            parts = [self._make(first, _cut(self.example, count, i)) for i in range(count)]
+            dims = [_dim_of_rows(value, list(own)) for value, *own in zip(whole, *parts, strict=True)]
+        except (BatchError, ValueError) as error:
+            if not one:
+                raise CaptureError(f"{error}. micro_batches=1 takes the batch whole") from error
         return tuple(
             MadeInput(f"prologue_{i}", dim, None if dim is not None else value)
             for i, (dim, value) in enumerate(zip(dims, whole, strict=True))
@@ -80,13 +85,11 @@ class Prologue:
         """The inputs that it makes."""
         return [each.name for each in self.inputs if each.dim is not None]
 
-    def add(self, batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-        """The batch, with what the prologue makes of each of its micro-batches, which have this many rows.
-
-        Raises `BatchError` for a batch of which forward would make another program."""
-        recording = self._recording(rows)
-        count = min(len(value) for value in batch.values() if isinstance(value, Tensor)) // rows
-        parts = [self._remade(recording, _cut(batch, count, i)) for i in range(count)]
+    def add(self, batch: Mapping[str, Any], count: int, total: int) -> dict[str, Any]:
+        """The batch, with what the prologue makes of each of its `count` micro-batches, of which a whole batch has
+        `total`. Raises `BatchError` for a batch of which forward would make another program."""
+        recording = self._recording(total)
+        parts = [self._make(recording, _cut(batch, count, i)) for i in range(count)]
         made: dict[str, Any] = {}
         for i, each in enumerate(self.inputs):
             if each.dim is None:
@@ -95,24 +98,24 @@ class Prologue:
                 made[each.name] = torch.cat([part[i].movedim(each.dim, 0) for part in parts])
         return {**batch, **made}
 
-    def lent(self, count: int) -> dict[str, Tensor]:
+    def read_example(self, count: int) -> dict[str, Tensor]:
         """The values that forward reads, of the first of `count` micro-batches of the example."""
         return _read(_cut(self.example, count, 0), self.reads)
 
-    def _recording(self, rows: int) -> Recording:
-        """Forward on the first rows of the example."""
-        if rows not in self._recordings:
-            part = _cut(self.example, self.rows // rows, 0)
-            self._recordings[rows] = record_steps(
+    def _recording(self, count: int) -> Recording:
+        """Forward on the first of `count` parts of the example."""
+        if count not in self._recordings:
+            part = _cut(self.example, count, 0)
+            self._recordings[count] = record_steps(
                 self.model, part, replace(self.options, lent=_read(part, self.reads), evaluation=False)
             )
-        return self._recordings[rows]
+        return self._recordings[count]
 
     def _values_of(self, recording: Recording) -> list[Tensor]:
         return [recording.recorder.values.value(node.meta["val"]) for node in recording.prologue]
 
-    def _remade(self, recording: Recording, part: Mapping[str, Any]) -> list[Tensor]:
-        """What the prologue makes of a micro-batch. Raises `BatchError`."""
+    def _make(self, recording: Recording, part: Mapping[str, Any]) -> list[Tensor]:
+        """Run the prologue on a micro-batch. Raises `BatchError`."""
         replay = PrologueReplay(recording.recorder, recording.unused, _read(part, self.reads))
         try:
             record_again(recording, replay, part)
@@ -140,18 +143,19 @@ def _read(part: Mapping[str, Any], names: frozenset[str]) -> dict[str, Tensor]:
 
 def _cut(batch: Mapping[str, Any], count: int, i: int) -> dict[str, Any]:
     """One of `count` equal parts of a batch."""
-    return {key: value.chunk(count)[i] if isinstance(value, Tensor) else value for key, value in batch.items()}
+    found: dict[str, Any] = tree_map_only(Tensor, lambda x: x.chunk(count)[i] if x.dim() else x, dict(batch))
+    return found
 
 
 def _dim_of_rows(whole: Tensor, parts: list[Tensor]) -> int | None:
     """The dimension in which parts come to the whole; the first one where only its size does; None where neither."""
-    alike = [dim for dim in range(whole.dim()) if _without(whole, dim) == _without(parts[0], dim)]
+    alike = [dim for dim in range(whole.dim()) if _other_sizes(whole, dim) == _other_sizes(parts[0], dim)]
     for dim in alike:
         if torch.equal(torch.cat(parts, dim), whole):
             return dim
     return 0 if 0 in alike and len(whole) == sum(map(len, parts)) else None
 
 
-def _without(tensor: Tensor, dim: int) -> list[int]:
+def _other_sizes(tensor: Tensor, dim: int) -> list[int]:
     """The sizes of the other dimensions."""
     return [size for d, size in enumerate(tensor.shape) if d != dim]

@@ -19,7 +19,7 @@ from ....runtime.torch_names import DisableTorchFunction, FakeTensor, tree_map_o
 from ..calls import RecordedCall
 from ..recorder import NeedsValue, Recorder
 from ..replay import Misaligned, Replay, same
-from ..values import KnownValues
+from ..values.known import KnownValues
 from ..writer import has_tensor
 from .nodes import PrologueNodes
 
@@ -84,7 +84,7 @@ class PrologueReplay(Replay):
         if not has_tensor(result):
             self.prologue.note_read(is_tensor=False)
         with DisableTorchFunction():
-            made = tree_map_only(torch.Tensor, self._stand_in, result)
+            made = tree_map_only(torch.Tensor, self._represent, result)
         self.prologue.ids.update(id(t) for t in value_tensors(made))
         if result is None:  # as of x[i] = y
             self.prologue.ids.update(id(t) for t in value_tensors(operands[0][:1]))
@@ -99,7 +99,7 @@ class PrologueReplay(Replay):
         finally:
             self.busy = False
 
-    def _stand_in(self, value: torch.Tensor) -> torch.Tensor:
+    def _represent(self, value: torch.Tensor) -> torch.Tensor:
         if id(value) not in self._fake_of:
             fake = self._as_fake(value)
             node = self.graph.placeholder("made")

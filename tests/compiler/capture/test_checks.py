@@ -113,7 +113,7 @@ def test_branches_of_which_one_way_raises_are_checks() -> None:
         graph.module(**batch)
 
 
-def caught(x: Tensor, h: Tensor) -> Tensor:
+def catches(x: Tensor, h: Tensor) -> Tensor:
     try:
         if (x > 100).any():
             raise ValueError
@@ -138,7 +138,7 @@ def repeats(x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("branch", [caught, goes_on_later, goes_on, repeats])
+@pytest.mark.parametrize("branch", [catches, goes_on_later, goes_on, repeats])
 def test_a_branch_that_may_go_on_either_way_is_refused(branch: Any) -> None:
     class Branching(Checked):
         def forward(self, x: Tensor, kept: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def test_qwen2_vl_on_patches_of_images_of_one_size() -> None:
 
 SLOW = [
     (llava, 2, None), (qwen2_vl, 2, None), (gemma3, 2, None), (clip, 1, None),
-    (wav2vec2_without_labels, 2, ctc),
+    (wav2vec2_without_labels, 2, ctc), (wav2vec2, 2, None),
 ]  # fmt: skip
 
 

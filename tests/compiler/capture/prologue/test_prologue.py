@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.5), "strat
 
 
 class Places(nn.Module):
-    """Tokens of images stand at the same place: numbers that Python counts, as vision-language models do."""
+    """Tokens of images share a place: numbers that Python counts, as vision-language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_compile_says_what_is_read() -> None:
 
 def test_a_batch_of_another_program_is_refused_before_the_step() -> None:
     other = batch_of(1)
-    other["grid"] = torch.tensor([[2, 1], [2, 3], [2, 2], [2, 2]])  # as many patches, of images of other sizes
+    other["grid"] = torch.tensor([[2, 1], [2, 3], [2, 2], [2, 2]])  # images of other sizes, the same number of patches
     with job_of(micro_batches=2) as job:
         before = job.state_dict()
         with pytest.raises(BatchError, match=r"split gets .*\[2, 6\].* here, and .*\[4, 4\].* in the program"):

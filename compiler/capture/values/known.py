@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...runtime.torch_names import FakeTensor, tree_map_only, unset_fake_temporarily
+from ....runtime.torch_names import FakeTensor, tree_map_only, unset_fake_temporarily
 
 LARGEST = 1 << 12  # elements of a tensor whose value is kept, where it follows from constants
 LARGEST_OF_BATCH = 1 << 26  # and where an input or a line that has read one makes it
@@ -22,7 +22,7 @@ UNKNOWN = object()
 
 
 class KnownValues:
-    """Real values by the fake tensors that stand for them."""
+    """Real values by their fake tensors."""
 
     def __init__(self) -> None:
         self._of: dict[int, torch.Tensor] = {}  # id(fake) -> its value

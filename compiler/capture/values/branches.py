@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 
 from torch import fx
 
-from ...ir.calls import function_name
+from ....ir.calls import function_name
 
 _OF_FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "RERAISE")

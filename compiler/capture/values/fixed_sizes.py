@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.torch_names import assert_async
+from ....runtime.torch_names import assert_async
 
 Caller = Callable[..., Any]
 OtherCall = tuple[Callable[..., Any], tuple, dict[str, Any]]

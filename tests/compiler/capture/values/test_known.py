@@ -50,7 +50,7 @@ def change(model: Any, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [split, repeat, branch, change])
-def test_values_of_constants_are_part_of_the_program(function: Any) -> None:
+def test_known_of_constants_are_part_of_the_program(function: Any) -> None:
     model, x = Model(function, sizes=torch.tensor([1, 3])), torch.randn(3, 4)
     graph = trace(model, x)
     assert graph.eval_error is None
@@ -64,7 +64,7 @@ def test_a_value_that_was_changed_by_the_batch_is_not_known_any_more() -> None:
         steps[:1].add_(h.argmax())
         return h * len(view.unique())
 
-    with pytest.raises(CaptureError, match=r"test_values\.py:.*unique"):
+    with pytest.raises(CaptureError, match=r"test_known\.py:.*unique"):
         trace(Model(forward), torch.randn(3, 4))
 
 
@@ -72,5 +72,5 @@ def test_a_value_that_depends_on_an_input_is_not_known() -> None:
     def forward(model: Any, h: Tensor) -> Tensor:
         return h * (model.sizes + h.argmax()).max().item()
 
-    with pytest.raises(CaptureError, match=r"test_values\.py:(.|\n)*tensor attribute of the model"):
+    with pytest.raises(CaptureError, match=r"test_known\.py:(.|\n)*tensor attribute of the model"):
         trace(Model(forward, sizes=torch.tensor([1, 3])), torch.randn(3, 4))
