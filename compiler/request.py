@@ -90,7 +90,7 @@ class ExampleBatch:
         shape = largest(sizes, shape)
         return ExampleBatch(describe_tensors(model, inputs, shape), shape, sizes, documents)
 
-    def add_made(self, model: nn.Module, prologue: Prologue, one: bool) -> ExampleBatch:
+    def add_prologue(self, model: nn.Module, prologue: Prologue, one: bool) -> ExampleBatch:
         """The same batch with what a prologue makes of it. `one`: whether it is one micro-batch."""
         inputs = prologue.add(self.inputs, 1, 1)
         return replace(self, inputs=inputs, shape=BatchShape.from_inputs(model, inputs, one))
@@ -238,7 +238,7 @@ class Request:
     @cached_property
     def batch(self) -> ExampleBatch:
         batch = ExampleBatch.read(self.model, self.example_inputs, self.dynamic_shapes, self._is_one)
-        return batch if self.prologue is None else batch.add_made(self.model, self.prologue, self._is_one)
+        return batch if self.prologue is None else batch.add_prologue(self.model, self.prologue, self._is_one)
 
     @property
     def _is_one(self) -> bool:

@@ -63,8 +63,8 @@ class Prologue:
         return {}
 
     def find_inputs(self, one: bool) -> tuple[MadeInput, ...]:
-        """Find the inputs, in the order in which the program uses them. Rows are in the dimension in which the values of
-        parts of the example come to those of all of it. `one`: as in `find`."""
+        """Find the inputs, in the order in which the program uses them. Rows are in the dimension in which the values
+        of parts of the example come to those of all of it. `one`: as in `find`."""
         whole = self._values_of(self._recording(1))
         count = next((n for n in range(2, self.rows + 1) if self.rows % n == 0), 1)
         dims: list[int | None] = [0 if value.dim() else None for value in whole]
