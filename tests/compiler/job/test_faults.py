@@ -102,7 +102,7 @@ def test_a_wrong_key_or_size_is_named(edit: str, said: str, tmp_path: Path) -> N
         ({"micro_batches": 3}, PlanError, "micro_batches=3 does not divide the batch of 8; nearest that do: 2, 4"),
         ({"micro_batches": 0}, PlanError, "micro_batches=0"),
         ({"micro_batches": "many"}, PlanError, "micro_batches='many'"),
-        ({"precision": "fp8"}, PlanError, "precision='fp8'"),
+        ({"precision": "fp4"}, PlanError, "precision='fp4'"),
         ({"max_grad_norm": -1.0}, PlanError, "max_grad_norm=-1.0"),
         ({"max_grad_norm": "1"}, PlanError, "max_grad_norm='1'"),
         ({"strategy": "mobis"}, PassError, "mobius"),
