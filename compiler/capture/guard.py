@@ -165,7 +165,7 @@ def borrow(
         _insert_fakes(model, held, proxy_of)
         _substitute(saved, held)
         held.name_constants(options.loss_fn)
-        held.configs = [(config, {"use_cache": False}) for config in configs if config.__dict__.get("use_cache")]
+        held.configs = [(config, {"use_cache": False}) for config in configs if "use_cache" in config.__dict__]
         for config, attributes in held.configs:
             config.__dict__.update(attributes)
         if not options.training:

@@ -195,3 +195,38 @@ def test_elements_that_the_batch_chooses() -> None:
         torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
         with pytest.raises(BatchError, match="kept"):
             job.step({**batches[0], "kept": torch.ones(4, dtype=torch.bool)})
+
+
+class Config:
+    """As transformers' configurations: models keep a cache of keys unless it says no."""
+
+    def __init__(self) -> None:
+        self.use_cache = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+class Caching(Seeing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        found = super().forward(**batch)
+        return {**found, "cache": torch.zeros(1, 2)} if self.config.use_cache else found
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_caches_are_off_whenever_forward_runs(check: bool) -> None:
+    """The comparison at compile runs forward with caches off, and may be the first to need a recording."""
+    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = penstock.compile(
+            Caching(), hardware, example_inputs=batch_of(0), micro_batches=4, check=check, **OPTIONS
+        )
+    with job:
+        twin = copy.deepcopy(job.model)
+        torch.testing.assert_close(job.step(batch_of(5)), twin(**batch_of(5))["loss"].detach(), rtol=1e-6, atol=1e-6)
+    assert job.model.config.use_cache is True
