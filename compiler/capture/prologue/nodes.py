@@ -17,7 +17,7 @@ from torch import fx
 
 from ....graph.dataflow import closure
 from ....graph.edit import GraphEdit, erase, erase_dead, replace_uses
-from ....graph.opgraph import OpGraph, value_tensors
+from ....graph.opgraph import OpGraph, build_module, value_tensors
 from ....ir.errors import CaptureError
 from ..lines import SourceLines
 from ..values.known import KnownValues
@@ -130,3 +130,4 @@ def read_made_inputs(graph: OpGraph, nodes: PrologueNodes, made: Sequence[MadeIn
     replace_uses(graph, new, readers={node for node in graph.nodes if not nodes.has(node)})
     erase(graph, gone)
     erase_dead(graph)
+    graph.module = build_module(graph.model, graph.graph, graph.unregistered_tensors)

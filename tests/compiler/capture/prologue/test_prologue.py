@@ -230,3 +230,34 @@ def test_caches_are_off_whenever_forward_runs(check: bool) -> None:
         twin = copy.deepcopy(job.model)
         torch.testing.assert_close(job.step(batch_of(5)), twin(**batch_of(5))["loss"].detach(), rtol=1e-6, atol=1e-6)
     assert job.model.config.use_cache is True
+
+
+class Windowed(Seeing):
+    """Makes something of the sizes of images that is the same whatever the rows are."""
+
+    def window(self, grid: Tensor) -> Tensor:
+        return torch.arange(2) * grid[0].tolist()[0]
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        found = super().forward(**batch)
+        return {"loss": found["loss"] * self.places.table(self.window(batch["grid"])).square().mean()}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_the_same_for_all_rows_is_a_constant(micro_batches: int) -> None:
+    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
+    options = {**OPTIONS, "micro_batches": micro_batches}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = penstock.compile(Windowed(), hardware, example_inputs=batch_of(0), **options)
+    assert len(job.folder.constants) == 1
+    with job:
+        twin = copy.deepcopy(job.model)
+        loss = twin(**batch_of(5))["loss"]
+        loss.backward()
+        OPTIONS["optimizer"](twin.parameters()).step()
+        torch.testing.assert_close(job.step(batch_of(5)), loss.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+        other = {**batch_of(5), "grid": torch.tensor([[1, 4]] * ROWS)}
+        with pytest.raises(BatchError, match=r"makes \[0, 1\] of a micro-batch, and \[0, 2\] of the example"):
+            job.step(other)
