@@ -7,7 +7,7 @@ one and handed the recorded fake result, so the second pass costs only the model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,15 +30,16 @@ class Misaligned(Exception):
 class Replay(Recorder):
     """A recorder that compares with an earlier recording instead of writing nodes.
 
-    `unused` are recorded nodes that nothing needs; evaluation may leave them out.
+    `unused` are recorded nodes that nothing needs; evaluation may leave them out. `passed` are those that no later call
+    repeats.
     """
 
     now, then = "evaluation", "training"
     is_again = True
 
-    def __init__(self, recorded: Recorder, unused: set[fx.Node]):
+    def __init__(self, recorded: Recorder, unused: set[fx.Node], passed: Collection[fx.Node] = ()):
         super().__init__(recorded.held, recorded.fake_mode)
-        self.recorded, self.unused = recorded, unused
+        self.recorded, self.unused, self.passed = recorded, unused.union(passed), passed
         self.attributes, self.constant_of = recorded.attributes, recorded.constant_of
         self.items, self.sizes, self.lines = recorded.items, recorded.sizes, recorded.lines
         self.calls, self.values = recorded.calls, recorded.values
@@ -93,7 +94,7 @@ class Replay(Recorder):
         """The recorded step that this call repeats; only steps that evaluation may leave out are skipped."""
         for position in range(self.position, len(self.recorded.steps)):
             step = self.recorded.steps[position]
-            if step.op == call.kind and step.target == call.target:
+            if step.op == call.kind and step.target == call.target and step not in self.passed:
                 self.position = position + 1
                 return step
             if step not in self.unused:

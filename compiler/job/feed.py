@@ -109,11 +109,11 @@ class Feed:
         name, value = next(iter(leaves.items()))
         size = len(value) * self.shape.size // self.shape.entries(name, self.shape.size)
         kind = WHOLE if size == self.shape.size else PART
+        self._require_kind(function, kind, size)
         if self.prologue is not None:
             total = self.interface.total_micro_batches
             with_made = self.prologue.add(batch, size * total // self.shape.size, total)
             leaves |= {name: with_made[name] for name in made}
-        self._require_kind(function, kind, size)
         return leaves, kind
 
     def cut(self, function: str, batch: Any, needed: Collection[str]) -> tuple[list[MicroBatch], str]:

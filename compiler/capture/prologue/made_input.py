@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class MadeInput:
     """An input of a program that a prologue makes. `dim`: the dimension of its rows, which is the first one of the
-    input; None for a `value` that is the same for all micro-batches, and so no input but a constant."""
+    input; None for a `value` that is the same for all micro-batches, and so no input but a constant. `is_place`: its
+    numbers are places in tensors of a micro-batch, counted from the first row of that."""
 
     name: str
-    dim: int | None
-    value: torch.Tensor | None
+    dim: int | None = 0
+    value: Tensor | None = None
+    is_place: bool = False
+
+    def is_made_of(self, whole: Tensor, parts: Sequence[Tensor]) -> bool:
+        """Whether the tensor of a whole batch has the rows of its parts."""
+        if self.dim is None:
+            return all(torch.equal(part, whole) for part in parts)
+        if self.is_place and len(parts) > 1 and len(parts[1]) and len(whole) > len(parts[0]):
+            step = whole[len(parts[0])] - parts[1][0]
+            parts = [part + i * step for i, part in enumerate(parts)]
+        others = [_other_sizes(tensor, self.dim) for tensor in (whole, *parts)]
+        return others.count(others[0]) == len(others) and torch.equal(torch.cat([*parts], self.dim), whole)
+
+
+def _other_sizes(tensor: Tensor, dim: int) -> list[int]:
+    """The sizes of the other dimensions."""
+    return [size for d, size in enumerate(tensor.shape) if d != dim]

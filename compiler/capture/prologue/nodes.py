@@ -13,11 +13,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ....graph.dataflow import closure
 from ....graph.edit import GraphEdit, erase, erase_dead, replace_uses
 from ....graph.opgraph import OpGraph, build_module, value_tensors
+from ....ir.calls import function_name
 from ....ir.errors import CaptureError
 from ..lines import SourceLines
 from ..values.known import KnownValues
@@ -102,14 +103,35 @@ class PrologueNodes:
         return frozenset(str(each.target) for each in above if each.op == "placeholder")
 
 
+def find_rows(name: str, node: fx.Node, whole: Tensor, parts: Sequence[Tensor]) -> MadeInput:
+    """The input in place of an output of a prologue, which is this in a whole batch and in its parts. Raises
+    `CaptureError` where the parts do not come to the whole."""
+    found = [MadeInput(name, dim) for dim in range(whole.dim())] + [MadeInput(name, None, whole)]
+    base = node.args[0] if node.target is operator.getitem else node
+    if isinstance(base, fx.Node) and function_name(base.target) == "nonzero":
+        found.append(MadeInput(name, is_place=True))
+    for each in found:
+        if each.is_made_of(whole, parts):
+            return each
+    raise CaptureError(
+        f"{node.meta['source']}\n  rows of a batch meet in what forward makes here of values that it reads, so that "
+        "micro-batches would get other numbers than the whole batch"
+    )
+
+
+def require_number(prologue: Sequence[fx.Node], number: int) -> None:
+    """Raise `CaptureError` for another number of outputs of a prologue."""
+    if len(prologue) != number:
+        raise CaptureError(
+            f"forward makes {len(prologue)} tensors by values that it reads from micro-batches of this size, and "
+            f"{number} from the whole batch"
+        )
+
+
 def read_made_inputs(graph: OpGraph, nodes: PrologueNodes, made: Sequence[MadeInput]) -> None:
     """Let the program read inputs and constants in place of what a prologue makes, of which it then has nothing."""
     prologue = nodes.outputs(graph.graph)
-    if len(prologue) != len(made):
-        raise CaptureError(
-            f"forward makes {len(prologue)} tensors by values that it reads from micro-batches of this size, and "
-            f"{len(made)} from the whole batch: choose another number of micro_batches"
-        )
+    require_number(prologue, len(made))
     first = next(node for node in graph.nodes if node.op != "placeholder")
     inputs = {node.target: node for node in graph.nodes if node.op == "placeholder"}
     new: dict[fx.Node, fx.Node] = {}

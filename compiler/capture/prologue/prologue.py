@@ -8,7 +8,7 @@ of each batch on the host. In: a model, an example batch with values, and the in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from ..recorder import NeedsValue
 from ..replay import Misaligned
 from ..trace import Recording, record_again, record_steps
 from .made_input import MadeInput
+from .nodes import find_rows, require_number
 from .replay import PrologueReplay
 
 
@@ -63,21 +64,30 @@ class Prologue:
         return {}
 
     def find_inputs(self, one: bool) -> tuple[MadeInput, ...]:
-        """Find the inputs, in the order in which the program uses them. Rows are in the dimension in which the values
-        of parts of the example come to those of all of it. `one`: as in `find`."""
+        """Find the inputs, in the order in which the program uses them. `one`: as in `find`."""
         whole = self._values_of(self._recording(1))
-        count = next((n for n in range(2, self.rows + 1) if self.rows % n == 0), 1)
-        dims: list[int | None] = [0 if value.dim() else None for value in whole]
         try:
-            first = self._recording(count)
-            parts = [self._make(first, _cut(self.example, count, i)) for i in range(count)]
-            dims = [_dim_of_rows(value, list(own)) for value, *own in zip(whole, *parts, strict=True)]
-        except (BatchError, ValueError) as error:
+            return self._find_rows(whole)
+        except NeedsValue:
+            raise
+        except (BatchError, CaptureError) as error:
             if not one:
-                raise CaptureError(f"{error}. micro_batches=1 takes the batch whole") from error
+                raise CaptureError(f"{error}\n  micro_batches=1 takes the batch whole") from error
         return tuple(
-            MadeInput(f"prologue_{i}", dim, None if dim is not None else value)
-            for i, (dim, value) in enumerate(zip(dims, whole, strict=True))
+            MadeInput(f"prologue_{i}") if value.dim() else MadeInput(f"prologue_{i}", None, value)
+            for i, value in enumerate(whole)
+        )
+
+    def _find_rows(self, whole: list[Tensor]) -> tuple[MadeInput, ...]:
+        """The inputs with the dimensions of their rows: those in which the values of parts of the example come to these
+        of all of it. Raises `CaptureError` where none does."""
+        count = next((n for n in range(2, self.rows + 1) if self.rows % n == 0), 1)
+        first = self._recording(count)
+        require_number(first.prologue, len(whole))
+        parts = [self._make(first, _cut(self.example, count, i)) for i in range(count)]
+        return tuple(
+            find_rows(f"prologue_{i}", node, value, list(own))
+            for i, (node, value, *own) in enumerate(zip(first.prologue, whole, *parts))
         )
 
     @property
@@ -88,15 +98,26 @@ class Prologue:
     def add(self, batch: Mapping[str, Any], count: int, total: int) -> dict[str, Any]:
         """The batch, with what the prologue makes of each of its `count` micro-batches, of which a whole batch has
         `total`. Raises `BatchError` for a batch of which forward would make another program."""
-        recording = self._recording(total)
-        parts = [self._make(recording, _cut(batch, count, i)) for i in range(count)]
+        parts = [self._make(self._recording(total), _cut(batch, count, i)) for i in range(count)]
+        if count > 1 and total % count == 0:
+            whole = self._make(self._recording(total // count), batch)
+            for each, value, *own in zip(self.inputs, whole, *parts):
+                if not each.is_made_of(value, own):
+                    raise BatchError(
+                        f"{each.name}: rows of this batch meet in what forward makes of {self._reads_text}, so that "
+                        "micro-batches would get other numbers than the whole batch: compile with micro_batches=1"
+                    )
         made: dict[str, Any] = {}
-        for i, each in enumerate(self.inputs):
+        for each, *own in zip(self.inputs, *parts):
             if each.dim is None:
-                self._require_constant(each, [part[i] for part in parts])
+                self._require_constant(each, own)
             else:
-                made[each.name] = torch.cat([part[i].movedim(each.dim, 0) for part in parts])
+                made[each.name] = torch.cat([value.movedim(each.dim, 0) for value in own])
         return {**batch, **made}
+
+    @property
+    def _reads_text(self) -> str:
+        return ", ".join(sorted(self.reads))
 
     def read_example(self, count: int) -> dict[str, Tensor]:
         """The values that forward reads, of the first of `count` micro-batches of the example."""
@@ -109,6 +130,8 @@ class Prologue:
             self._recordings[count] = record_steps(
                 self.model, part, replace(self.options, lent=_read(part, self.reads), evaluation=False)
             )
+            if self.inputs:
+                require_number(self._recordings[count].prologue, len(self.inputs))
         return self._recordings[count]
 
     def _values_of(self, recording: Recording) -> list[Tensor]:
@@ -121,17 +144,17 @@ class Prologue:
             record_again(recording, replay, part)
         except (Misaligned, CaptureError) as error:
             raise BatchError(
-                f"forward reads {', '.join(sorted(self.reads))}, and does something else with this batch than with the "
-                f"example, for which the program was made: {error}\n  Give batches the sizes of the example (the same "
-                "number of images a row, all of one size), or compile again"
+                f"forward reads {self._reads_text}, and does something else with this batch than with the example, for "
+                f"which the program was made: {error}\n  Give batches the sizes of the example (the same number of "
+                "images a row, all of one size), or compile again"
             ) from error
         return [replay.found[node] for node in recording.prologue]
 
-    def _require_constant(self, made: MadeInput, values: list[Tensor]) -> None:
+    def _require_constant(self, made: MadeInput, values: Sequence[Tensor]) -> None:
         for value in values:
             if made.value is not None and not torch.equal(value, made.value):
                 raise BatchError(
-                    f"forward reads {', '.join(sorted(self.reads))} and makes {value.tolist()} of a micro-batch, and "
+                    f"forward reads {self._reads_text} and makes {value.tolist()} of a micro-batch, and "
                     f"{made.value.tolist()} of the example, for which the program was made: give batches the sizes of "
                     "the example, or compile again"
                 )
@@ -145,17 +168,3 @@ def _cut(batch: Mapping[str, Any], count: int, i: int) -> dict[str, Any]:
     """One of `count` equal parts of a batch."""
     found: dict[str, Any] = tree_map_only(Tensor, lambda x: x.chunk(count)[i] if x.dim() else x, dict(batch))
     return found
-
-
-def _dim_of_rows(whole: Tensor, parts: list[Tensor]) -> int | None:
-    """The dimension in which parts come to the whole; the first one where only its size does; None where neither."""
-    alike = [dim for dim in range(whole.dim()) if _other_sizes(whole, dim) == _other_sizes(parts[0], dim)]
-    for dim in alike:
-        if torch.equal(torch.cat(parts, dim), whole):
-            return dim
-    return 0 if 0 in alike and len(whole) == sum(map(len, parts)) else None
-
-
-def _other_sizes(tensor: Tensor, dim: int) -> list[int]:
-    """The sizes of the other dimensions."""
-    return [size for d, size in enumerate(tensor.shape) if d != dim]

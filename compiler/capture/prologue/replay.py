@@ -16,7 +16,7 @@ from torch import fx
 from ....graph.opgraph import value_tensors
 from ....ir.calls import function_name
 from ....runtime.torch_names import DisableTorchFunction, FakeTensor, tree_map_only, unset_fake_temporarily
-from ..calls import RecordedCall
+from ..calls import RecordedCall, is_random
 from ..recorder import NeedsValue, Recorder
 from ..replay import Misaligned, Replay, same
 from ..values.known import KnownValues
@@ -30,7 +30,7 @@ class PrologueReplay(Replay):
     now, then = "this batch", "the example"
 
     def __init__(self, recorded: Recorder, unused: set[fx.Node], values: Mapping[str, torch.Tensor]):
-        super().__init__(recorded, unused | recorded.prologue.calls)
+        super().__init__(recorded, unused, recorded.prologue.calls)
         self.given, self.found = values, dict[fx.Node, torch.Tensor]()
         self.values, self._fake_of = KnownValues(), dict[int, torch.Tensor]()  # id(value) -> the fake of it
         self.prologue = PrologueNodes(self.values, self.lines)
@@ -47,15 +47,14 @@ class PrologueReplay(Replay):
         real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         operands = (real_args, real_kwargs or {})
-        if run is None or call.kind == "call_module" or not self._knows_all(operands):
+        if run is None or call.kind == "call_module" or is_random(call, *operands) or not self._knows_all(operands):
             return super().perform(call, args, kwargs, run, real_args, real_kwargs)
         if self._is_free(run, args, kwargs, operands):
             self.touched = []
             return self._make(run, operands)
         before = self.position
         result = super().perform(call, args, kwargs, run, real_args, real_kwargs)
-        step = self.recorded.steps[self.position - 1] if self.position > before else None
-        if step is not None and not step.meta["random"]:
+        if self.position > before:
             self._follow(run, operands, result)
         return result
 
@@ -81,7 +80,7 @@ class PrologueReplay(Replay):
     def _make(self, run: Callable[..., Any], operands: Any) -> Any:
         """Make a call for real. Returns fakes for the tensors of its result."""
         result = self._real(run, operands)
-        if not has_tensor(result):
+        if result is not None and not has_tensor(result):
             self.prologue.note_read(is_tensor=False)
         with DisableTorchFunction():
             made = tree_map_only(torch.Tensor, self._represent, result)
@@ -119,18 +118,6 @@ class PrologueReplay(Replay):
     def _know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         self._fake_of[id(value)] = fake
         self.values.know(fake, value, of_batch=True)
-
-    def _next(self, call: RecordedCall, args: Any, kwargs: Any) -> fx.Node | None:
-        for position in range(self.position, len(self.recorded.steps)):
-            step = self.recorded.steps[position]
-            if step in self.recorded.prologue.calls:
-                continue
-            if step.op == call.kind and step.target == call.target:
-                self.position = position + 1
-                return step
-            if step not in self.unused:
-                return None
-        return None
 
     def finish(self, outputs: dict[str, torch.Tensor], expected: dict[str, fx.Node]) -> None:
         made = {name for name, node in expected.items() if self.recorded.prologue.is_made(node)}

@@ -9,7 +9,7 @@ trained.
 from __future__ import annotations
 
 import dis
-from types import CodeType, FrameType
+from types import FrameType
 
 from torch import fx
 
@@ -23,11 +23,11 @@ _MOST = 400  # instructions that are looked at
 def answer_without_error(frame: FrameType) -> tuple[bool, str] | None:
     """The answer after which the frame need not raise, and the name of the error after the other one. None if none or
     both can go on."""
-    code = _Code(frame.f_code)
+    code = _Code(frame)
     place = code.place_of[frame.f_lasti]
     errors = {answer: code.error_after(place, answer) for answer in (True, False)}
     raising = [answer for answer, error in errors.items() if error is not None]
-    return (not raising[0], errors[raising[0]] or "") if len(raising) == 1 else None
+    return (not raising[0], str(errors[raising[0]])) if len(raising) == 1 else None
 
 
 def answer_if_finite(condition: fx.Node) -> bool | None:
@@ -41,10 +41,15 @@ def answer_if_finite(condition: fx.Node) -> bool | None:
     return _OF_FINITE[name] ^ flips
 
 
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
 class _Code:
     """The instructions of a function."""
 
-    def __init__(self, code: CodeType):
+    def __init__(self, frame: FrameType):
+        code, self.names = frame.f_code, {**frame.f_builtins, **frame.f_globals}
         self.all = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
         self.place_of = {each.offset: place for place, each in enumerate(self.all)}
         entries = getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
@@ -67,7 +72,7 @@ class _Code:
         return self._error_from(self._target(place) if jumps else place + 1)
 
     def _error_from(self, start: int) -> str | None:
-        name, waiting, seen = "", [start], set[int]()
+        name, waiting, seen = "an error", [start], set[int]()
         while waiting:
             place = waiting.pop()
             if place in seen:
@@ -80,8 +85,10 @@ class _Code:
                 continue
             if each.opname in _ENDS or each.opname in ("RAISE_VARARGS", "FOR_ITER", "SEND", "SETUP_FINALLY"):
                 return None
-            if each.opname in ("LOAD_GLOBAL", "LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT") and not name:
-                name = "AssertionError" if each.argval is None else str(getattr(each.argval, "__name__", each.argval))
+            if each.opname == "LOAD_ASSERTION_ERROR" or each.argval is AssertionError:
+                name = "AssertionError"
+            elif each.opname == "LOAD_GLOBAL" and _is_error(self.names.get(each.argval)):
+                name = each.argval
             if "JUMP" in each.opname:
                 waiting.append(self._target(place))
             if "JUMP" not in each.opname or "_IF_" in each.opname:

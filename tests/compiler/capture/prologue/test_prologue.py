@@ -80,35 +80,44 @@ def batch_of(seed: int, patches: int = PATCHES) -> dict[str, Tensor]:
     return {"pixels": pixels, "grid": grid, "ids": ids, "types": (ids == IMAGE).long(), "labels": labels}
 
 
-def job_of(num_devices: int = 1, **options: Any) -> penstock.Job:
+def job_of(
+    model: nn.Module | None = None, batch: dict[str, Any] | None = None, num_devices: int = 1, **options: Any
+) -> penstock.Job:
     torch.manual_seed(0)
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory="256MB", dram="1GB")
+    given = {**OPTIONS, "example_inputs": batch or batch_of(0), **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return penstock.compile(Seeing(), hardware, example_inputs=batch_of(0), **{**OPTIONS, **options})
+        return penstock.compile(model or Seeing(), hardware, **given)
+
+
+def assert_trains_like_eager(job: penstock.Job, batches: list[dict[str, Tensor]]) -> None:
+    """Losses and weights of some steps: additions are made in another order."""
+    twin = copy.deepcopy(job.model)
+    optimizer = OPTIONS["optimizer"](twin.parameters())
+    for batch in batches:
+        loss = twin(**batch)
+        loss = loss["loss"] if isinstance(loss, dict) else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(job.step(batch), loss.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("micro_batches", "num_devices"), [(1, 1), (2, 1), (4, 2)])
 def test_batches_with_images_at_other_places_train_like_eager(micro_batches: int, num_devices: int) -> None:
-    """Three batches, whose positions and masks differ; the first input has several entries for each row."""
-    with job_of(num_devices, micro_batches=micro_batches) as job:
-        twin = copy.deepcopy(job.model)
-        optimizer = OPTIONS["optimizer"](twin.parameters())
-        for seed in (0, 1, 2):
-            loss = twin(**batch_of(seed))["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.testing.assert_close(job.step(batch_of(seed)), loss.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
-        found = job.evaluate(batch_of(3))
-        torch.testing.assert_close(found.loss, twin(**batch_of(3))["loss"].detach(), rtol=1e-6, atol=1e-6)
+    """Positions and masks differ from batch to batch; the first input has several entries for each row."""
+    with job_of(num_devices=num_devices, micro_batches=micro_batches) as job:
+        assert_trains_like_eager(job, [batch_of(seed) for seed in (0, 1, 2)])
+        job.sync()
+        found, loss = job.evaluate(batch_of(3)).loss, job.model(**batch_of(3))["loss"]
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_auto_finds_the_number_of_micro_batches() -> None:
     with job_of(micro_batches="auto", search_s=1) as job:
-        twin = copy.deepcopy(job.model)
-        torch.testing.assert_close(job.step(batch_of(5)), twin(**batch_of(5))["loss"].detach(), rtol=1e-6, atol=1e-6)
+        assert_trains_like_eager(job, [batch_of(5)])
 
 
 def test_the_program_reads_what_the_prologue_makes() -> None:
@@ -178,21 +187,10 @@ class Selecting(nn.Module):
 
 
 def test_elements_that_the_batch_chooses() -> None:
-    torch.manual_seed(0)
-    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
-    batches = [{"x": torch.randn(4, 6), "kept": kept} for kept in torch.eye(4)[:3].roll(1, 1).add(torch.eye(4)[:3]) > 0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job = penstock.compile(Selecting(), hardware, example_inputs=batches[0], micro_batches=1, **OPTIONS)
-    twin = copy.deepcopy(job.model)
-    with job:
-        for batch in batches:
-            loss = twin(**batch)
-            torch.testing.assert_close(job.step(batch), loss.detach(), rtol=1e-6, atol=1e-6)
-            loss.backward()
-            OPTIONS["optimizer"](twin.parameters()).step()
-            twin.zero_grad()
-        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+    kept = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    batches = [{"x": torch.randn(4, 6), "kept": each} for each in kept]
+    with job_of(Selecting(), batches[0], micro_batches=1) as job:
+        assert_trains_like_eager(job, batches)
         with pytest.raises(BatchError, match="kept"):
             job.step({**batches[0], "kept": torch.ones(4, dtype=torch.bool)})
 
@@ -220,16 +218,10 @@ class Caching(Seeing):
 @pytest.mark.parametrize("check", [True, False])
 def test_caches_are_off_whenever_forward_runs(check: bool) -> None:
     """The comparison at compile runs forward with caches off, and may be the first to need a recording."""
-    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job = penstock.compile(
-            Caching(), hardware, example_inputs=batch_of(0), micro_batches=4, check=check, **OPTIONS
-        )
-    with job:
-        twin = copy.deepcopy(job.model)
-        torch.testing.assert_close(job.step(batch_of(5)), twin(**batch_of(5))["loss"].detach(), rtol=1e-6, atol=1e-6)
-    assert job.model.config.use_cache is True
+    model = Caching()
+    with job_of(model, micro_batches=4, check=check) as job:
+        assert_trains_like_eager(job, [batch_of(5)])
+    assert model.config.use_cache is True
 
 
 class Windowed(Seeing):
@@ -245,19 +237,57 @@ class Windowed(Seeing):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_what_is_the_same_for_all_rows_is_a_constant(micro_batches: int) -> None:
-    hardware = penstock.Hardware.cpu(memory="256MB", dram="1GB")
-    options = {**OPTIONS, "micro_batches": micro_batches}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job = penstock.compile(Windowed(), hardware, example_inputs=batch_of(0), **options)
-    assert len(job.folder.constants) == 1
-    with job:
-        twin = copy.deepcopy(job.model)
-        loss = twin(**batch_of(5))["loss"]
-        loss.backward()
-        OPTIONS["optimizer"](twin.parameters()).step()
-        torch.testing.assert_close(job.step(batch_of(5)), loss.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(job.state_dict(), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+    with job_of(Windowed(), micro_batches=micro_batches) as job:
+        assert len(job.folder.constants) == 1
+        assert_trains_like_eager(job, [batch_of(5)])
         other = {**batch_of(5), "grid": torch.tensor([[1, 4]] * ROWS)}
         with pytest.raises(BatchError, match=r"makes \[0, 1\] of a micro-batch, and \[0, 2\] of the example"):
             job.step(other)
+
+
+class Deep(Seeing):
+    """Adds to the tokens of images, at places that a mask of the batch has, as Qwen3-VL does."""
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        found = super().forward(**batch)
+        h, is_image = self.embed(batch["ids"]), batch["ids"] == IMAGE
+        if (batch["types"].sum(-1) != PATCHES).any():
+            raise ValueError
+        h[is_image, :] = h[is_image, :] * self.eyes(batch["pixels"], batch["grid"])
+        return {"loss": found["loss"] + h[batch["types"].bool()].square().sum() / h.numel()}
+
+
+class Shared(Seeing):
+    """Makes positions smaller by the largest of all rows."""
+
+    def scale(self, grid: Tensor) -> Tensor:
+        return torch.tensor([height for height, _ in grid.tolist()]) / max(height for height, _ in grid.tolist())
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        rows = self.embed(batch["ids"]).square().mean((1, 2))
+        return {"loss": super().forward(**batch)["loss"] + (rows * self.scale(batch["grid"])).mean()}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_places_are_those_in_a_micro_batch(micro_batches: int) -> None:
+    with job_of(Deep(), micro_batches=micro_batches) as job:
+        assert_trains_like_eager(job, [batch_of(0), batch_of(1)])
+
+
+UNEVEN = torch.tensor([[2, 2], [2, 2], [1, 4], [1, 4]])  # the halves have other largest heights
+
+
+def test_rows_that_meet_in_a_prologue_are_no_micro_batches() -> None:
+    batch = {**batch_of(0), "grid": UNEVEN}
+    words = r"test_prologue\.py:.*max\(height(.|\n)*rows of a batch meet(.|\n)*micro_batches=1"
+    with pytest.raises(CaptureError, match=words):
+        job_of(Shared(), batch, micro_batches=2)
+    with job_of(Shared(), batch, micro_batches=1) as job:
+        assert_trains_like_eager(job, [batch])
+
+
+def test_rows_that_meet_in_a_later_batch_alone_are_refused_with_it() -> None:
+    with job_of(Shared(), micro_batches=2) as job:
+        job.step(batch_of(1))
+        with pytest.raises(BatchError, match="rows of this batch meet in what forward makes of grid"):
+            job.step({**batch_of(1), "grid": UNEVEN})
