@@ -189,7 +189,8 @@ def _note(reasons: dict[str, str], chosen: set[str], emulate: bool) -> str:
     for path, reason in reasons.items():
         if path not in chosen:
             by_reason.setdefault(reason or "left out of the plan", []).append(path)
-    told = ["emulated in fp32, as CPU devices have no float8"] if emulate else []
+    told = ["scales are those of a micro-batch: other micro-batches round otherwise"]
+    told += ["emulated in fp32, as CPU devices have no float8"] if emulate else []
     return "; ".join([*told, *(f"not in float8: {_kinds(paths)} ({why})" for why, paths in by_reason.items())])
 
 

@@ -92,7 +92,9 @@ def test_a_cpu_emulates_and_says_so() -> None:
     UseFloat8().rewrite(draft, ["layers.0.up"])
     (call,) = (node for node in draft.graph.nodes if node.target is linear_float8)
     assert call.kwargs["emulate"] is True
-    assert draft.notes["use-float8"].startswith("emulated in fp32, as CPU devices have no float8")
+    scales, emulated, *_ = draft.notes["use-float8"].split("; ")
+    assert scales == "scales are those of a micro-batch: other micro-batches round otherwise"
+    assert emulated == "emulated in fp32, as CPU devices have no float8"
     assert "left out of the plan" in draft.notes["use-float8"]
 
 
